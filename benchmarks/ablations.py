@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from sparsync import simulate
-from sparsync.collectives import OkTopk
+from sparsync.published.oktopk import OkTopk
 from sparsync.selection import Exact
 from sparsync.transports.sim import Links
 

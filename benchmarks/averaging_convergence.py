@@ -24,13 +24,13 @@ from statistics import fmean, stdev
 import torch
 from torch import Tensor
 
-from sparsync.averaging.base import Averager
+from sparsync.averaging.averager import Averager
 from sparsync.averaging.binding import Binding
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.output import Bar, progress
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.cli.workloads.base import Draw
 from sparsync.cli.workloads.delays import parse_delay
+from sparsync.cli.workloads.workload import Draw
 from sparsync.transports.sim import Links, SimCommunicator, simulate
 
 RANKS, STEPS = 8, 300

@@ -22,11 +22,11 @@ from statistics import mean, median
 import torch
 import torch.distributed as dist
 
-from sparsync.averaging import Wagma
 from sparsync.cli.launch import launch
 from sparsync.cli.output import progress
 from sparsync.cli.train.command import train
 from sparsync.cli.train.settings import TrainSettings
+from sparsync.published.wagma import Wagma
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import connect_group
 

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from virtual import Cache, sgd, spread, train, workload_of
 
-from sparsync.presets import oktopk, resolve
+from sparsync.presets import resolve
+from sparsync.published.oktopk import oktopk
 
 RANKS, STEPS, WIDTH = 4, 600, 256
 BATCHES, DENSITIES, PERIODS = (4, 16, 64), (0.001, 0.01, 0.1), (1, 32, "auto")

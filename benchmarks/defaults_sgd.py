@@ -32,11 +32,11 @@ from small_networks import ResNet, VisionTransformer, held_out_digits
 
 from sparsync.cli.output import progress
 from sparsync.cli.workloads import make_workload
-from sparsync.cli.workloads.base import Draw
 from sparsync.cli.workloads.digits import DigitsWorkload
+from sparsync.cli.workloads.workload import Draw
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.reducer import Reducer
-from sparsync.integrations.options import Compression, Monitoring, Options, Transport
+from sparsync.options import Compression, Monitoring, Options, Transport
 from sparsync.presets import resolve
 from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync_papers.models.images import vgg16_cifar10

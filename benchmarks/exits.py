@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 import sparsync.transports.zmq
-from sparsync.averaging import OUTER_SETTINGS, OuterStep
+from sparsync.updates import OUTER_SETTINGS, OuterStep
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "exits.json"

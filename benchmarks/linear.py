@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from sklearn.linear_model import SGDClassifier
 
-from sparsync.linear import SparseLinearClassifier, trigram_shard
+from sparsync.published.sparcml.linear import SparseLinearClassifier, trigram_shard
 
 HERE = Path(__file__).parent
 SPARSE = "allgather,recursive-doubling,ring,dynamic,sparcml-auto"

@@ -16,8 +16,8 @@ from sparsync.cli.bench.command import BenchSettings, bench
 from sparsync.cli.bench.inputs import INPUTS
 from sparsync.cli.bench.rows import Row
 from sparsync.collectives.costs import lower_bound_words
-from sparsync.collectives.oktopk import bound_words
 from sparsync.presets import PRESETS
+from sparsync.published.oktopk.allreduce import bound_words
 
 RANKS = (2, 4, 8, 16, 32)
 K = 8192  # k / P >= 256 up to 32 ranks

@@ -19,9 +19,9 @@ from virtual import Cache, train, workload_of
 
 from sparsync.feedback.reducer import Reducer
 from sparsync.monitoring import Monitor, Sink
-from sparsync.presets import oktopk
-from sparsync.selection import reused
-from sparsync.selection.base import largest
+from sparsync.published.oktopk import oktopk
+from sparsync.published.oktopk import reuse as reused
+from sparsync.selection.selector import largest
 from sparsync.sparse import SparseVector
 
 RANKS, STEPS, DENSITY, BATCH = 2, 256, 0.01, 8

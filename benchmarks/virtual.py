@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsync.algorithm import Algorithm
 from sparsync.cli.output import progress
 from sparsync.cli.workloads import make_workload
-from sparsync.cli.workloads.base import Draw, Workload
+from sparsync.cli.workloads.workload import Draw, Workload
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity
-from sparsync.presets import Algorithm
 from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync.units import plan_units
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging import OUTER_SETTINGS, OuterStep
-from sparsync.averaging.lengths import lengthen, remember
-from sparsync.averaging.moments import correct, noise_of
 from sparsync.feedback.reducer import Reducer
-from sparsync.integrations.weights import ModelWeights
 from sparsync.transports.sim import SimCommunicator, simulate
+from sparsync.updates import OUTER_SETTINGS, OuterStep
+from sparsync.updates.lengths import lengthen, remember
+from sparsync.updates.moments import correct, noise_of
+from sparsync.updates.weights import ModelWeights
 
 DEFAULT: Mapping[str, Any] = OUTER_SETTINGS["updates"]
 

@@ -16,11 +16,12 @@ from statistics import fmean
 import torch
 from virtual import Cache, sgd, train, workload_of
 
+from sparsync.algorithm import Algorithm
 from sparsync.collectives import Budgeted
 from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
 from sparsync.monitoring import Monitor, Sink
-from sparsync.presets import Algorithm, resolve
+from sparsync.presets import resolve
 from sparsync.selection import Exact
 from sparsync.wire import Packed, SparseQsgd
 

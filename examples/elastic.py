@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.integrations.sync import Sync
+from sparsync.handle import Sync
 
 INPUTS, OUTPUTS = 64, 8
 

@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
-from sparsync.integrations.accelerate import attach
+from sparsync.frameworks.accelerate import attach
 
 STEPS = 40
 CONTEXT = 8  # bytes from which the next one is predicted

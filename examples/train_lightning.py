@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from sparsync.integrations.lightning import SparsyncCallback
+from sparsync.frameworks.lightning import SparsyncCallback
 
 CONTEXT = 8  # bytes from which the next one is predicted
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-from sparsync.integrations.transformers import SparsyncCallback
+from sparsync.frameworks.transformers import SparsyncCallback
 
 CONTEXT = 32  # bytes in a window
 

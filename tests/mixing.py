@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsync.averaging.gossip import Graph
-from sparsync.averaging.wagma import group_of
+from sparsync.published.baselines.gossip import Graph
+from sparsync.published.wagma.scheme import group_of
 
 __all__ = ["group_mixing_matrix", "mixing_matrix", "mixing_steps", "partition", "spectral_gap"]
 

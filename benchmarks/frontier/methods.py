@@ -17,12 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from frontier.onebit import OneBitAdam
 from frontier.tasks import BETAS, grouped, make_optimizers
-from sparsync.averaging import OUTER_SETTINGS, AdaptivePeriod, OuterStep
+from sparsync.algorithm import Algorithm
 from sparsync.cli.train.exchanges import dense_bytes_per_step
 from sparsync.feedback.correction import Correction
-from sparsync.integrations.options import Transport
-from sparsync.presets import Algorithm, resolve
+from sparsync.options import Transport
+from sparsync.presets import resolve
 from sparsync.transports.ledger import Ledger
+from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterStep
 
 TIMEOUT = 1800.0  # seconds: a dense step of 8.4 M parameters takes 40 at 10 Mbit/s
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsync.cli.workloads.base import Defaults, Workload, is_hidden_matrix
 from sparsync.cli.workloads.digits import DigitsWorkload
 from sparsync.cli.workloads.text import HEAD_WIDTH, LstmWorkload, TextWorkload
+from sparsync.cli.workloads.workload import Defaults, Workload, is_hidden_matrix
 
 BETAS = (0.9, 0.99)
 WEIGHT_DECAY = 0.1  # of matrices

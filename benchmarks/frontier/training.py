@@ -19,7 +19,7 @@ from sparsync.cli.launch import gather
 from sparsync.cli.network import Connection
 from sparsync.cli.output import progress
 from sparsync.cli.train.results import seconds_of_all
-from sparsync.cli.workloads.base import Draw, Evaluation, Workload, outputs_of
+from sparsync.cli.workloads.workload import Draw, Evaluation, Workload, outputs_of
 from sparsync.transports.agree import digest
 
 POINTS = 12  # evaluations on the way

@@ -9,10 +9,11 @@ from site_pages import docstrings
 from site_pages.choosing import NETWORKS, machine_on
 from site_pages.examples import algorithm_program, output_of
 from site_pages.tables import algorithm_rows, linked, table_row
+from sparsync.algorithm import Algorithm
 from sparsync.collectives.costs import Job
 from sparsync.cost.planner import bound_words, plan, predict
 from sparsync.cost.wording import format_bandwidth
-from sparsync.presets import PRESETS, Algorithm, preset, resolve
+from sparsync.presets import PRESETS, preset, resolve
 from sparsync.selection import Everything
 
 __all__ = ["attach_line", "overview", "page", "pages"]

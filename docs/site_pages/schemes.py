@@ -13,9 +13,9 @@ from site_pages import docstrings
 from site_pages.examples import output_of, scheme_program
 from site_pages.tables import ROOT, linked, scheme_rows, table_row
 from sparsync import simulate
-from sparsync.averaging.base import Averager
+from sparsync.algorithm import Algorithm
+from sparsync.averaging.averager import Averager
 from sparsync.averaging.schemes import SCHEMES, options_of
-from sparsync.presets import Algorithm
 from sparsync.transports.sim import SimCommunicator
 
 __all__ = ["overview", "page", "pages"]

@@ -24,19 +24,26 @@ Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector
 ``sparsync.iallreduce`` for a future.
 """
 
-from sparsync.api import allreduce, connect, iallreduce
-from sparsync.checkpoint import load, save
-from sparsync.checkpoint.reshard import reshard
-from sparsync.collectives.base import Reduced
+from sparsync.algorithm import Algorithm
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from sparsync.attach import attach
 from sparsync.errors import ConfigurationError, SparsyncError
-from sparsync.feedback.correction import Correction
-from sparsync.feedback.schedule import AdaptiveDensity
-from sparsync.integrations.attach import attach
-from sparsync.integrations.options import Compression, Monitoring, Transport
-from sparsync.integrations.sentinel import Sentinel
-from sparsync.presets import Algorithm
-from sparsync.sparse import DenseVector, SparseVector
-from sparsync.transports.sim import simulate
+from sparsync.options import Compression, Monitoring, Transport
+
+if TYPE_CHECKING:
+    from sparsync.algorithm import Algorithm
+    from sparsync.api import allreduce, connect, iallreduce
+    from sparsync.checkpoint import load, save
+    from sparsync.checkpoint.reshard import reshard
+    from sparsync.collectives import Reduced
+    from sparsync.feedback.correction import Correction
+    from sparsync.feedback.schedule import AdaptiveDensity
+    from sparsync.gradients.sentinel import Sentinel
+    from sparsync.sparse import DenseVector, SparseVector
+    from sparsync.transports.sim import simulate
 
 __version__ = "0.1.0.dev0"
 
@@ -62,3 +69,35 @@ __all__ = [
     "save",
     "simulate",
 ]
+
+# imported when they are first asked for, so that ``import sparsync`` costs little more than torch.
+# ``attach`` cannot be: a module has the same name, which whoever imports it would put in its place
+_LATER = MappingProxyType(
+    {
+        "AdaptiveDensity": "sparsync.feedback.schedule",
+        "Algorithm": "sparsync.algorithm",
+        "Correction": "sparsync.feedback.correction",
+        "DenseVector": "sparsync.sparse",
+        "Reduced": "sparsync.collectives",
+        "Sentinel": "sparsync.gradients.sentinel",
+        "SparseVector": "sparsync.sparse",
+        "allreduce": "sparsync.api",
+        "connect": "sparsync.api",
+        "iallreduce": "sparsync.api",
+        "load": "sparsync.checkpoint",
+        "reshard": "sparsync.checkpoint.reshard",
+        "save": "sparsync.checkpoint",
+        "simulate": "sparsync.transports.sim",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from sparsync.collectives.base import Collective
+from sparsync.collectives.collective import Collective
 from sparsync.collectives.costs import Cost, Job, Result
 from sparsync.errors import ConfigurationError
-from sparsync.selection.base import Everything, Selector
+from sparsync.selection.selector import Everything, Exact, Selector
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.units import Unit
 
-__all__ = ["LARGE", "Algorithm", "check_density", "default_density"]
+__all__ = ["LARGE", "Algorithm", "Preset", "check_density", "default_density", "row"]
 
 # From this many elements on 1 % is exchanged.  The steps that delay costs grow as a model shrinks, and
 # the seconds that fewer bytes save fall: below, density rises with the power of 3/2, to 1 at 46,415.
@@ -101,6 +103,58 @@ class Algorithm:
         chosen = self.output if unit.output and self.output else self
         selector, collective = chosen.make_selector(), chosen.make_collective()
         return selector.for_layers(unit.layers), collective.for_layers(unit.layers)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A row of the table: all that commands, ``auto``, the contracts and the docs know of an algorithm.
+
+    ``planned``: ``auto`` and ``sparsync plan`` may choose it, as at its defaults it rounds no more than
+    bf16.  At equal predictions the first row wins.
+    """
+
+    make: Callable[..., Algorithm]  # its keyword-only arguments are the options
+    source: str = "sparsync"  # paper and equation of its cost
+    planned: bool = False
+    corrects: bool = False  # published with momentum correction instead of the optimizer's momentum
+    passes_on: Callable[..., Collective] | None = None  # takes the ``**options`` of ``make``
+
+    @property
+    def options(self) -> dict[str, inspect.Parameter]:
+        """Options by name."""
+        own = inspect.signature(self.make).parameters
+        more = inspect.signature(self.passes_on).parameters if self.passes_on else {}
+        return {
+            **{name: p for name, p in own.items() if p.kind is p.KEYWORD_ONLY},
+            **{name: p for name, p in more.items() if name not in own},
+        }
+
+
+def row(
+    name: str,
+    collective: Callable[..., Collective],
+    source: str = "sparsync",
+    *,
+    selector: Callable[[], Selector] = Exact,
+    planned: bool = False,
+    **more: Any,
+) -> Preset:
+    """Return the preset of a collective whose arguments are the options, after a selector without any.
+
+    Args:
+        name: of the algorithm.
+        collective: its class.
+        source: paper and equation of its cost.
+        selector: makes what selects.
+        planned: see ``Preset``.
+        more: further fields of ``Algorithm``.
+    """
+
+    def make(**options: Any) -> Algorithm:
+        return Algorithm(name, selector, partial(collective, **options), **more)
+
+    make.__doc__ = getattr(collective, "func", collective).__doc__
+    return Preset(make, source, planned, passes_on=collective)
 
 
 def default_density(elements: int) -> float:

@@ -9,9 +9,10 @@ from typing import Any, final
 
 import torch.distributed as dist
 
-from sparsync.collectives.base import Reduced
+from sparsync.algorithm import Algorithm
+from sparsync.collectives.collective import Reduced
 from sparsync.errors import ConfigurationError
-from sparsync.presets import Algorithm, preset, presets, resolve
+from sparsync.presets import PRESETS, preset, resolve
 from sparsync.reduction import SUM, Reduction, reduction
 from sparsync.sparse import DenseVector, SparseVector, Vector, as_vector
 from sparsync.transports.agree import agree
@@ -232,7 +233,7 @@ def _filled_in(
     if operation is not SUM:
         if "op" not in known:
             name = algorithm if isinstance(algorithm, str) else algorithm.name
-            general = ", ".join(n for n, row in sorted(presets().items()) if "op" in row.options)
+            general = ", ".join(n for n, row in sorted(PRESETS.items()) if "op" in row.options)
             raise ConfigurationError(
                 f"{name} sums, and knows no '{operation.name}'; choose one of {general}"
             )

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.collectives.base import Reduced
+from sparsync.collectives.collective import Reduced
 from sparsync.errors import ConfigurationError
-from sparsync.selection.base import mixed_seed
+from sparsync.selection.selector import mixed_seed
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.ledger import STAGES

@@ -27,6 +27,7 @@ __all__ = [
     "as_vector",
     "combine",
     "densify",
+    "even_boundaries",
     "fold",
 ]
 
@@ -358,3 +359,13 @@ def _from_scipy(vector: Any) -> SparseVector:
     summed = torch.zeros(unique.numel(), dtype=values.dtype).index_add_(0, at, values)
     stored = summed != 0
     return SparseVector(unique[stored], summed[stored], size)
+
+
+def even_boundaries(size: int, parts: int) -> list[int]:
+    """Cut ``[0, size)`` into ``parts`` regions whose widths differ by at most one.
+
+    Example:
+        >>> even_boundaries(10, 4)
+        [0, 2, 5, 7, 10]
+    """
+    return [size * i // parts for i in range(parts + 1)]

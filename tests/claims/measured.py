@@ -4,15 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from sparsync.algorithm import Algorithm
 from sparsync.cli.bench.cases import Case, Evidence
 from sparsync.cli.bench.measure import SimulatedRanks
-from sparsync.collectives import oktopk as forms
 from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, allgatherv, allreduce
-from sparsync.collectives.regions import REFINING_BINS
-from sparsync.presets import Algorithm
+from sparsync.published.oktopk import allreduce as forms
+from sparsync.published.oktopk.regions import REFINING_BINS
 from sparsync.transports.ledger import Traffic
 from sparsync.transports.sim import Links, Simulation
-from sparsync.wire.base import HEADER_BYTES
+from sparsync.wire.codec import HEADER_BYTES
 
 FEW = (2, 3, 8, 16)
 RANKS = (*FEW, pytest.param(32, marks=pytest.mark.slow))

@@ -4,9 +4,9 @@ import pytest
 
 from sparsync.cli.bench.measure import SimulatedRanks
 from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES
-from sparsync.presets import oktopk
+from sparsync.published.oktopk import oktopk
 from sparsync.transports.sim import Links
-from sparsync.wire.base import HEADER_BYTES
+from sparsync.wire.codec import HEADER_BYTES
 from sparsync_papers.reproduce.oktopk_balance import gathered
 
 from .measured import (

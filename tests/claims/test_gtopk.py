@@ -2,14 +2,14 @@
 
 import pytest
 
+from sparsync.algorithm import Algorithm
 from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.measure import SimulatedRanks
 from sparsync.collectives.costs import Job
-from sparsync.collectives.gtopk import GTopk
-from sparsync.presets import Algorithm
+from sparsync.published.baselines.gtopk import GTopk
 from sparsync.selection import Exact
 from sparsync.transports.sim import Links
-from sparsync.wire.base import HEADER_BYTES
+from sparsync.wire.codec import HEADER_BYTES
 
 from .measured import RANKS, WORDS_PER_ENTRY, case, k_for, messages, words
 

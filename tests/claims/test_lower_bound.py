@@ -7,8 +7,8 @@ top-k values are uniformly distributed among P workers."
 import pytest
 
 from sparsync.collectives.costs import lower_bound_words
-from sparsync.collectives.oktopk import bound_words
-from sparsync.presets import oktopk
+from sparsync.published.oktopk import oktopk
+from sparsync.published.oktopk.allreduce import bound_words
 
 from .measured import RANKS, entry_words_received, entry_words_sent, k_for, phase, steps, words
 

@@ -6,8 +6,8 @@ thresholds, when the ranks' inputs are exchangeable (averaged boundaries suppose
 
 import pytest
 
-from sparsync.collectives.oktopk import averaged_cuts_cost, equation_3
-from sparsync.presets import oktopk_paper
+from sparsync.published.oktopk import oktopk_paper
+from sparsync.published.oktopk.allreduce import averaged_cuts_cost, equation_3
 
 from .measured import EXCHANGEABLE, exact_step, k_for, phase, phases, published_step, steps, words
 

@@ -8,10 +8,9 @@ little while boundaries are kept ("changes slowly during training", section 3.1.
 import pytest
 import torch
 
-from sparsync.collectives import OkTopk
 from sparsync.collectives.costs import lower_bound_words
-from sparsync.collectives.oktopk import bound_words
-from sparsync.presets import oktopk
+from sparsync.published.oktopk import OkTopk, oktopk
+from sparsync.published.oktopk.allreduce import bound_words
 from sparsync.selection import Exact
 from sparsync.transports.sim import simulate
 

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync.collectives import Allgather, Dense
-from sparsync.selection import BySize
+from sparsync.published.redsync import BySize
+from sparsync.published.redsync.sign_mean import SignMean
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.sim import Links, simulate
 from sparsync.wire import Coo
-from sparsync.wire.sign_mean import SignMean
 from sparsync_papers.redsync_costs import (
     PLAIN,
     QUANTIZED,

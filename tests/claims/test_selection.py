@@ -5,8 +5,7 @@ import torch
 
 from sparsync.cli.bench.inputs import Draw, gradient
 from sparsync.cli.bench.measure import SimulatedRanks
-from sparsync.presets import oktopk, oktopk_paper
-from sparsync.selection import Reused
+from sparsync.published.oktopk import Reused, oktopk, oktopk_paper
 
 from .measured import ADVERSARIAL, EXCHANGEABLE, case, k_for, phases, steps
 

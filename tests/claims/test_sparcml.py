@@ -8,7 +8,6 @@ from functools import cache
 import pytest
 import torch
 
-from sparsync.collectives import Dynamic, RecursiveDoubling, Ring, split_allgather
 from sparsync.collectives.costs import (
     WORD_BYTES,
     Job,
@@ -16,10 +15,11 @@ from sparsync.collectives.costs import (
     lower_bound_words,
     sum_bound_words,
 )
+from sparsync.published.sparcml import Dynamic, RecursiveDoubling, Ring, split_allgather
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.sim import Links, simulate
 from sparsync.wire import StreamCodec
-from sparsync.wire.base import HEADER_BYTES
+from sparsync.wire.codec import HEADER_BYTES
 
 MANY = [pytest.param(p, marks=pytest.mark.slow) for p in (32, 64)]
 FEW = [2, 3, 4, 5, 8, 12, 16]

@@ -5,10 +5,11 @@ from itertools import pairwise
 import pytest
 
 from sparsync.cli.bench.inputs import Draw, gradient
-from sparsync.collectives import oktopk as forms
-from sparsync.collectives.regions import even_boundaries, schedule, split_reduce
-from sparsync.presets import oktopk
+from sparsync.published.oktopk import allreduce as forms
+from sparsync.published.oktopk import oktopk
+from sparsync.published.oktopk.regions import schedule, split_reduce
 from sparsync.selection import Exact
+from sparsync.sparse import even_boundaries
 from sparsync.transports.sim import Links, simulate
 from sparsync.wire import Coo
 

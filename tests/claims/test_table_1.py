@@ -9,8 +9,8 @@ from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.measure import SimulatedRanks
 from sparsync.collectives import Allgather, Dense
 from sparsync.collectives.costs import Job
-from sparsync.collectives.oktopk import equation_3, histogram_cost
-from sparsync.presets import oktopk_paper
+from sparsync.published.oktopk import oktopk_paper
+from sparsync.published.oktopk.allreduce import equation_3, histogram_cost
 from sparsync.transports.sim import Links
 
 from .measured import RANKS, k_for, messages, oktopk_step, phase, published_step, steps, words

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparsync import simulate
-from sparsync.averaging import OUTER_SETTINGS, OuterStep
+from sparsync.updates import OUTER_SETTINGS, OuterStep
 
 SIZE = 2**19  # of 64 ranks each owns blocks enough for headers not to count
 

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from sparsync.averaging import Dpsgd, LocalSgd, Wagma
-from sparsync.averaging.gossip import Exponential, Graph, Ring
+from sparsync.averaging import LocalSgd
+from sparsync.published.baselines import Dpsgd
+from sparsync.published.baselines.gossip import Exponential, Graph, Ring
+from sparsync.published.wagma import Wagma
 from sparsync.transports.sim import simulate
 from tests.mixing import group_mixing_matrix, mixing_matrix, spectral_gap
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsync.averaging.wagma import group_of
+from sparsync.published.wagma.scheme import group_of
 from tests.mixing import group_mixing_matrix as mixing_matrix
 from tests.mixing import mixing_steps, partition
 

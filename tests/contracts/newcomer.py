@@ -3,11 +3,11 @@
 from typing import final
 
 from sparsync import Algorithm, Reduced, SparseVector
-from sparsync.collectives.base import Collective, capped
+from sparsync.algorithm import Preset
+from sparsync.collectives.collective import Collective, capped
 from sparsync.collectives.costs import Cost
-from sparsync.presets import Preset
 from sparsync.selection import Exact
-from sparsync.wire.base import MessageFraming
+from sparsync.wire.codec import MessageFraming
 from sparsync.wire.streams import Coo
 
 

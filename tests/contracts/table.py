@@ -6,45 +6,28 @@ from functools import partial
 import pytest
 
 from sparsync import selection, testing
-from sparsync.averaging import (
-    OUTER_SETTINGS,
-    AdaptivePeriod,
-    Dpsgd,
-    LocalSgd,
-    OuterStep,
-    Sgp,
-    Wagma,
-)
+from sparsync.algorithm import Algorithm
+from sparsync.averaging import LocalSgd
 from sparsync.averaging.schemes import SCHEMES
-from sparsync.collectives import (
-    Allgather,
-    Budgeted,
+from sparsync.collectives import Allgather, Budgeted, Halving, Quantised
+from sparsync.cost.machine import Machine
+from sparsync.presets import PRESETS, preset
+from sparsync.published.baselines import Dpsgd, GTopk, Sgp
+from sparsync.published.oktopk import OkTopk, Reused
+from sparsync.published.redsync import BinarySearch, BySize, Layered, OneSigned, SignMean, Trimmed
+from sparsync.published.sparcml import (
     Dynamic,
-    GTopk,
-    Halving,
-    OkTopk,
-    Quantised,
     RecursiveDoubling,
     Ring,
     SparcmlAuto,
     split_allgather,
 )
-from sparsync.cost.machine import Machine
-from sparsync.presets import PRESETS, Algorithm, preset
-from sparsync.selection import (
-    BinarySearch,
-    Blockwise,
-    BySize,
-    Exact,
-    Layered,
-    OneSigned,
-    Reused,
-    Sampled,
-    Trimmed,
-)
+from sparsync.published.wagma import Wagma
+from sparsync.selection import Blockwise, Exact, Sampled
 from sparsync.transports.communicator import Communicator
+from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterStep
 from sparsync.wire import CODECS as CODEC_ROWS
-from sparsync.wire import Coo, Packed, Qsgd, SignMean, SparseQsgd, StreamCodec
+from sparsync.wire import Coo, Packed, Qsgd, SparseQsgd, StreamCodec
 
 # these do not promise exactly min(k, nnz) entries
 _INEXACT = ("gaussian", "sampled", "binary search", "by size", "one-signed")

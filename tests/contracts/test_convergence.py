@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparsync.feedback.reducer import Reducer
-from sparsync.presets import oktopk_paper
+from sparsync.published.oktopk import oktopk_paper
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
 

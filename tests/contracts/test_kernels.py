@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sparsync import kernels
-from sparsync.averaging import moments
 from sparsync.kernels import levels, native
 from sparsync.kernels import reference as specification
+from sparsync.updates import moments
 
 NAMES = ("accumulate_", "find", "top", "merge", "restrict", "subtract_", "scatter_", "count_from")
 

@@ -19,35 +19,17 @@ from sparsync.cost.machine import Machine
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity, Warmup
 from sparsync.feedback.state import reducer_state, restore_reducer
-from sparsync.linear.problem import Problem
-from sparsync.linear.solvers import Scd, Sgd
 from sparsync.presets import PRESETS, resolve
-from sparsync.selection import (
-    BinarySearch,
-    Blockwise,
-    BySize,
-    Everything,
-    Exact,
-    GaussianK,
-    Layered,
-    OneSigned,
-    Reused,
-    Sampled,
-    Trimmed,
-)
-from sparsync.selection.base import reaching
+from sparsync.published.baselines import GaussianK
+from sparsync.published.oktopk import Reused
+from sparsync.published.redsync import BinarySearch, BySize, Layered, OneSigned, SignMean, Trimmed
+from sparsync.published.sparcml.linear.problem import Problem
+from sparsync.published.sparcml.linear.solvers import Scd, Sgd
+from sparsync.selection import Blockwise, Everything, Exact, Sampled
+from sparsync.selection.selector import reaching
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.units import plan_units
-from sparsync.wire import (
-    Coo,
-    LloydMax,
-    Packed,
-    Qsgd,
-    SignMean,
-    SparseQsgd,
-    StreamCodec,
-    Whole,
-)
+from sparsync.wire import Coo, LloydMax, Packed, Qsgd, SparseQsgd, StreamCodec, Whole
 
 SELECTORS: Mapping[str, Callable[[], Any]] = {
     "everything": Everything,

@@ -7,11 +7,11 @@ import time
 import torch
 
 import sparsync
-from sparsync.averaging import OuterStep
-from sparsync.averaging.published import OUTER_SETTINGS
 from sparsync.cli.lab import local_address
 from sparsync.elastic import catch_up, make_manager
-from sparsync.feedback.agreement import weights_digest
+from sparsync.feedback.facts import weights_digest
+from sparsync.updates import OuterStep
+from sparsync.updates.family import OUTER_SETTINGS
 
 STEPS = 4000  # of which tests use as many as they need
 

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.averaging import Wagma
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.checkpoint import files
 from sparsync.errors import SparsyncError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.state import reducer_state
 from sparsync.presets import resolve
+from sparsync.published.wagma import Wagma
 from sparsync.testing.cases import digest
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.averaging import OuterStep
 from sparsync.units import local_of
+from sparsync.updates import OuterStep
 from tests import attaching
 from tests.on_ranks import gathered, same_everywhere
 

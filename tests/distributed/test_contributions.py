@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.averaging import OUTER_SETTINGS, OuterStep
-from sparsync.averaging.moments import GradientNoise
 from sparsync.errors import PeerError
+from sparsync.updates import OUTER_SETTINGS, OuterStep
+from sparsync.updates.moments import GradientNoise
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import ddp_model, flat, model

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sparsync import Correction
 from sparsync.cli.launch import RankError, launch
 from sparsync.errors import PeerError
-from sparsync.integrations import runs
+from sparsync.gradients import runs
 from sparsync_papers.optimizers import UpdateSpaceSGD
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 

@@ -9,9 +9,9 @@ import torch.distributed.checkpoint as dcp
 from torch.utils._pytree import tree_leaves_with_path
 
 import sparsync
-from sparsync.averaging import OuterStep
 from sparsync.checkpoint.distributed import DistributedState
 from sparsync.errors import CheckpointError
+from sparsync.updates import OuterStep
 from tests.on_ranks import on_ranks, refused
 
 from .small_model import flat, model

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import sparsync
-from sparsync.averaging import OuterStep
+from sparsync.updates import OuterStep
 from tests.on_ranks import on_ranks, same_everywhere
 
 from .small_model import backward, ddp_model, flat, model
@@ -25,7 +25,7 @@ import sys, time
 import torch
 import torch.distributed as dist
 import sparsync
-from sparsync.averaging import OuterStep
+from sparsync.updates import OuterStep
 
 transport, destroys, end = sys.argv[1:]
 dist.init_process_group("gloo")

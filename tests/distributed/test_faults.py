@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sparsync.averaging import Wagma
 from sparsync.averaging.schemes import SCHEMES
 from sparsync.cli.lab import Lab, _run_command
 from sparsync.cli.launch import launch
 from sparsync.presets import PRESETS
+from sparsync.published.wagma import Wagma
 from sparsync.transports.process_group import RollCall, connect_group
 from tests.on_ranks import same_everywhere
 

@@ -115,7 +115,7 @@ def accelerate_run(steps, save=None, load=None, adam=False):
     """
     from accelerate import Accelerator
 
-    from sparsync.integrations.accelerate import attach
+    from sparsync.frameworks.accelerate import attach
 
     accelerator, net = Accelerator(cpu=True, gradient_accumulation_steps=1 + adam), network()
     optimizer = (
@@ -186,7 +186,7 @@ def test_accelerate_has_several_models_and_is_restored(folder):
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
 
-    from sparsync.integrations.accelerate import attach
+    from sparsync.frameworks.accelerate import attach
 
     launched()
     accelerator = Accelerator(cpu=True)
@@ -211,7 +211,7 @@ def test_accelerate_skips_an_overflow():
     """With the scaler that mixed_precision="fp16" makes on a GPU."""
     from accelerate import Accelerator
 
-    from sparsync.integrations.accelerate import attach
+    from sparsync.frameworks.accelerate import attach
 
     launched()
     accelerator, net = Accelerator(cpu=True), overflowing(network())
@@ -248,7 +248,7 @@ def lightning_run(folder, epochs, resume=None, plugins=None, adam=False, **check
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from sparsync.integrations.lightning import SparsyncCallback
+    from sparsync.frameworks.lightning import SparsyncCallback
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -342,7 +342,7 @@ def test_lightning_with_two_optimizers(folder, kind):
     """Train two networks against each other, each with its own optimizer."""
     import lightning
 
-    from sparsync.integrations.lightning import SparsyncCallback
+    from sparsync.frameworks.lightning import SparsyncCallback
 
     class Pair(lightning.LightningModule):
         def __init__(self):
@@ -404,7 +404,7 @@ def transformers_run(folder, resume=None, scaler=None, **settings):
     """Train 8 steps; return the callback, the trainer and the weights."""
     from transformers import Trainer, TrainingArguments
 
-    from sparsync.integrations.transformers import SparsyncCallback
+    from sparsync.frameworks.transformers import SparsyncCallback
 
     arguments = TrainingArguments(
         str(folder),

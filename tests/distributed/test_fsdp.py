@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import sparsync
 from sparsync import Correction
 from sparsync.algorithm import default_density
-from sparsync.averaging import AdaptivePeriod
 from sparsync.errors import ConfigurationError, PeerError
 from sparsync.units import local_of
+from sparsync.updates import AdaptivePeriod
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from . import small_model

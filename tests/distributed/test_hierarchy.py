@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from sparsync import ConfigurationError, Correction, Sentinel
 from sparsync.collectives import quantised
 from sparsync.errors import CommunicationError, PeerError
-from sparsync.integrations import hierarchy, sites
+from sparsync.gradients import hierarchy, sites
 from sparsync.transports.driver import Operation
 from sparsync.units import local_of
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere

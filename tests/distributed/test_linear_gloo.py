@@ -9,7 +9,7 @@ import sparsync
 from sparsync.cli.launch import launch
 from sparsync.cli.linear.command import train_linear
 from sparsync.cli.linear.settings import LinearSettings
-from sparsync.linear import SparseLinearClassifier
+from sparsync.published.sparcml.linear import SparseLinearClassifier
 from tests.unit.linear_problems import make_data, shares
 
 pytestmark = pytest.mark.gloo

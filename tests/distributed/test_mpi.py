@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import sparsync
 from sparsync import ConfigurationError, testing
-from sparsync.averaging import Wagma
 from sparsync.cli.bench.command import BenchSettings
 from sparsync.cli.launch import RankError, launch, mpiexec_command
 from sparsync.errors import DeadlineError, PeerError
+from sparsync.published.wagma import Wagma
 from sparsync.transports.driver import Engine, run
 from sparsync.transports.ledger import Raw
 from sparsync.transports.mpi import MpiCommunicator

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from sparsync import ConfigurationError, Sentinel
-from sparsync.averaging import OuterStep
 from sparsync.checkpoint import save_load
 from sparsync.checkpoint.reshard import state_like
 from sparsync.errors import CheckpointError, PeerError
+from sparsync.updates import OuterStep
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import attach, attached, backward, batch, ddp_model, flat, model, train

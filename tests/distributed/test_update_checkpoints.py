@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 import sparsync
 from sparsync import ConfigurationError
-from sparsync.averaging import OUTER_SETTINGS, AdaptivePeriod, OuterStep
 from sparsync.errors import CheckpointError, PeerError
+from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterStep
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import backward, ddp_model, flat, model

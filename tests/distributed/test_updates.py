@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 import sparsync
-from sparsync.averaging import OUTER_SETTINGS, AdaptivePeriod, OuterStep
+from sparsync import soonest
 from sparsync.cost.calibrate import Calibration
 from sparsync.cost.machine import Machine
 from sparsync.errors import CheckpointError, PeerError
 from sparsync.feedback.reducer import Reducer
-from sparsync.integrations import soonest
-from sparsync.integrations.updates import UpdateSync
+from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterStep
+from sparsync.updates.engine import UpdateSync
 from sparsync_papers.optimizers import UpdateSpaceAdamW
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 

@@ -12,7 +12,8 @@ import sparsync
 from sparsync import DenseVector, SparseVector
 from sparsync.cli import app as cli
 from sparsync.presets import PRESETS
-from sparsync.wire import Coo, LloydMax, SignMean, SparseQsgd
+from sparsync.published.redsync import SignMean
+from sparsync.wire import Coo, LloydMax, SparseQsgd
 from tests.fresh import run_python
 
 ROOT = Path(__file__).parents[2]

@@ -19,26 +19,27 @@ LAYERS = (
         "kernels",
         "messages",
         "reduction",
+        "rooms",
         "sparse",
         "state",
-        "streams",
         "units",
-        "vectors",
     ),
     ("selection", "transports"),
     ("wire",),
     ("algorithm", "collectives"),
     ("cost", "monitoring"),
-    ("auto", "presets", "published"),
+    ("presets",),
     ("feedback",),
-    ("api", "averaging", "checkpoint", "linear", "testing"),
-    ("elastic", "integrations"),
+    ("api", "averaging"),
+    ("exclusive", "gradients", "handle", "optimizers", "options", "updates"),
+    ("elastic", "published", "soonest"),
+    ("attach", "checkpoint", "frameworks", "testing"),
     ("__init__",),
     ("__main__", "cli"),
     ("sparsync_papers",),
 )
 LEVEL_OF = {axis: level for level, row in enumerate(LAYERS) for axis in row}
-MAX_FLOORS = 12
+MAX_FLOORS = 14
 
 # these know no network: they see the seam of the transports, and no adapter
 ALGORITHMS = ("selection", "wire", "collectives", "cost", "averaging", "feedback")

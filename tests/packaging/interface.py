@@ -18,7 +18,7 @@ MODULES = (
     "sparsync.errors",
     "sparsync.cli.lab",
     "sparsync.transports.launchers",
-    "sparsync.linear",
+    "sparsync.published.sparcml.linear",
     "sparsync.monitoring",
     "sparsync.presets",
     "sparsync.selection",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsync.cli.workloads.base import PADDING
+from sparsync.cli.workloads.workload import PADDING
 from sparsync.errors import ConfigurationError
 from sparsync_papers.workloads.documents import BertWikipedia, MaskedPairs, word_pieces
 from sparsync_papers.workloads.words import Vocabulary

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sparsync.cli.workloads import make_workload
-from sparsync.cli.workloads.base import PADDING, Draw, outputs_of
+from sparsync.cli.workloads.workload import PADDING, Draw, outputs_of
 from sparsync.errors import ConfigurationError
 from sparsync_papers.workloads.pairs import (
     END,

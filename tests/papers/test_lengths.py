@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync.cli.workloads.base import PADDING, Draw
+from sparsync.cli.workloads.workload import PADDING, Draw
 from sparsync.errors import ConfigurationError
 from sparsync_papers.workloads.lengths import LineBuckets, LinesWorkload
 

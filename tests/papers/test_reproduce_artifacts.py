@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsync.cli.workloads.base import Draw
+from sparsync.cli.workloads.workload import Draw
 from sparsync.presets import resolve
 from sparsync_papers.reproduce import Settings
 from sparsync_papers.reproduce.catalogue import ARTIFACTS

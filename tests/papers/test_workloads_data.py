@@ -11,7 +11,7 @@ import torch
 
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.workloads import make_workload, workload_class, workload_names
-from sparsync.cli.workloads.base import Draw, Evaluation, outputs_of
+from sparsync.cli.workloads.workload import Draw, Evaluation, outputs_of
 from sparsync.errors import ConfigurationError
 
 from .data_files import WRITERS, write_cifar10_binary

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 
 import sparsync
 from sparsync import Correction
-from sparsync.integrations.attach import check_optimizer
+from sparsync.attach import check_optimizer
 from sparsync_papers.optimizers import UpdateSpaceAdamW
 from tests.on_ranks import refused
 

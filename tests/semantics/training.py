@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.averaging import LocalSgd, OuterStep
+from sparsync.averaging import LocalSgd
+from sparsync.updates import OuterStep
 from sparsync_papers.optimizers import UpdateSpaceSGD
 from tests import attaching
 from tests.distributed.small_model import batch

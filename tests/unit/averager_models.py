@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsync.averaging.base import Averager, mean
+from sparsync.averaging.averager import Averager, mean
 
 
 @final

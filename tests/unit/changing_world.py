@@ -22,7 +22,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from sparsync import auto
+from sparsync.cost import auto
 from sparsync.elastic.members import Members, _attempt_of, _number
 from sparsync.errors import CommunicationError, NonFiniteGradientError, PeerError
 from sparsync.feedback.reducer import Reducer

@@ -6,8 +6,8 @@ import numpy as np
 from scipy.sparse import csr_matrix, random
 
 from sparsync import simulate
-from sparsync.linear.problem import Problem
-from sparsync.linear.solvers import Sgd
+from sparsync.published.sparcml.linear.problem import Problem
+from sparsync.published.sparcml.linear.solvers import Sgd
 
 
 def make_data(rows=60, dimensions=40, density=0.15, seed=0):

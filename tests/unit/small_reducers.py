@@ -3,7 +3,7 @@
 import torch
 
 from sparsync.feedback.reducer import Reducer
-from sparsync.presets import oktopk
+from sparsync.published.oktopk import oktopk
 from sparsync.units import plan_units
 
 SIZES = {"a": 30, "b": 1, "c": 19}

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from sparsync.collectives.sparcml import Dynamic, RecursiveDoubling, Ring, split_allgather
+from sparsync.published.sparcml.collectives import Dynamic, RecursiveDoubling, Ring, split_allgather
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import simulate
 

@@ -14,7 +14,8 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity, Warmup
 from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.monitoring import Measured
-from sparsync.presets import oktopk, resolve
+from sparsync.presets import resolve
+from sparsync.published.oktopk import oktopk
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
 

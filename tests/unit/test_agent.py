@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from sparsync.averaging.agent import Agent, Header, Kind, round_of
-from sparsync.averaging.eager import EagerSgd
-from sparsync.averaging.wagma import ModelRounds
 from sparsync.errors import PeerError
+from sparsync.published.baselines.eager import EagerSgd
+from sparsync.published.wagma.agents import Agent, Header, Kind, round_of
+from sparsync.published.wagma.scheme import ModelRounds
 from sparsync.transports.actors import Actor, Host
 from sparsync.transports.zmq import ZmqCommunicator
 from sparsync.transports.zmq.host import ZmqHost

@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import sparsync
+from sparsync.attach import check_optimizer
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.schedule import Warmup
-from sparsync.integrations.attach import check_optimizer
 from sparsync.units import output_parameters
 from tests.attaching import attach
 

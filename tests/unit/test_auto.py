@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsync.auto import AutoState
+from sparsync.cost.auto import AutoState
 from sparsync.cost.machine import Machine
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.reducer import Reducer

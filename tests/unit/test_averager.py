@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sparsync.averaging import LocalSgd
-from sparsync.averaging.base import mean
+from sparsync.averaging.averager import mean
 from sparsync.averaging.schemes import SCHEMES
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, PeerError
 

@@ -12,7 +12,8 @@ from sparsync.cli.bench.command import BenchSettings, bench
 from sparsync.cli.bench.inputs import INPUTS
 from sparsync.cli.bench.measure import Measured, Outcome, SimulatedRanks
 from sparsync.cli.bench.rows import Row
-from sparsync.presets import PRESETS, oktopk
+from sparsync.presets import PRESETS
+from sparsync.published.oktopk import oktopk
 
 # ---- verification ---------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsync.integrations import runs
-from sparsync.integrations.buckets import Bucket, Places
+from sparsync.gradients import runs
+from sparsync.gradients.buckets import Bucket, Places
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.units import plan_units
 

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from sparsync.collectives.allgather import Allgather
 from sparsync.collectives.changing import Changing
-from sparsync.collectives.gtopk import GTopk
 from sparsync.collectives.quantised import Quantised
-from sparsync.collectives.sparcml import Dynamic, Ring
 from sparsync.errors import ConfigurationError, WireFormatError
+from sparsync.published.baselines.gtopk import GTopk
+from sparsync.published.redsync.sign_mean import SignMean
+from sparsync.published.sparcml.collectives import Dynamic, Ring
 from sparsync.reduction import OPERATIONS, Reduction
 from sparsync.sparse import DenseVector, SparseVector, densify
 from sparsync.transports.sim import simulate
 from sparsync.wire import Codec, Coo, Encoded, Packed, Whole
-from sparsync.wire.base import Header
-from sparsync.wire.quantised import SparseQsgd
-from sparsync.wire.sign_mean import SignMean
+from sparsync.wire.codec import Header
+from sparsync.wire.qsgd import SparseQsgd
 from sparsync.wire.streams import StreamCodec
 
 from .strategies import same, same_vector

@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 
-from sparsync.averaging import OuterStep
-from sparsync.averaging.contributions import Contributions, contributions_kind
-from sparsync.averaging.fragments import Weights
 from sparsync.errors import ConfigurationError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.fields import check_saved
 from sparsync.presets import PRESETS, resolve
 from sparsync.transports.sim import simulate
+from sparsync.updates import OuterStep
+from sparsync.updates.contributions import Contributions, contributions_kind
+from sparsync.updates.fragments import Weights
 
 SIZE, RANKS = 96, 4
 # what each rank sees in every step; one nothing, then nobody, then a single rank

@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 
+from sparsync.algorithm import Algorithm
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
 from sparsync.feedback.correction import Correction, Corrector
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import DGC_RAMP, Warmup
 from sparsync.feedback.state import reducer_state, restore_reducer
-from sparsync.presets import Algorithm, resolve
+from sparsync.presets import resolve
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units

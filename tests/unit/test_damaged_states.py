@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import sparsync
-from sparsync.averaging import OuterStep
 from sparsync.errors import ConfigurationError
+from sparsync.updates import OuterStep
 from tests.attaching import attach
 
 UNKNOWN = "a field that nobody knows"

@@ -13,8 +13,8 @@ from sparsync import simulate
 from sparsync.algorithm import LARGE, default_density
 from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
-from sparsync.integrations.options import Compression, Monitoring, Options, Transport
 from sparsync.monitoring import Growth
+from sparsync.options import Compression, Monitoring, Options, Transport
 from sparsync.presets import resolve
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import sparsync
-from sparsync.averaging import AdaptivePeriod, OuterStep
 from sparsync.cli.train.elastic import Applied, ElasticResult, _Run, check_kill, write_elastic_plot
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
+from sparsync.updates import AdaptivePeriod, OuterStep
 
 pytest.importorskip("torchft")
 from sparsync.elastic import ElasticGroup

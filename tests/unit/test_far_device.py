@@ -15,7 +15,7 @@ import sparsync
 from sparsync import selection, wire
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.feedback.reducer import Reducer
-from sparsync.presets import presets, resolve
+from sparsync.presets import PRESETS, resolve
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.sim import simulate
 from sparsync.units import Slot, Unit
@@ -108,7 +108,7 @@ def made_small(name):
     return partial(SCHEMES[name], **{k: v for k, v in small.items() if k in options_of(name)})
 
 
-PRESETS = {name: row.make() for name, row in presets().items()}
+PRESETS = {name: row.make() for name, row in PRESETS.items()}
 AVERAGERS = {
     **{name: made_small(name) for name in SCHEMES},
     **{k: v for k, v in (table.AVERAGERS | table.DRIFTING_AVERAGERS).items() if k not in SCHEMES},

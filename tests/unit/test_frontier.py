@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparsync import connect, simulate
-from sparsync.averaging import OuterStep
+from sparsync.updates import OuterStep
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MEASURED = {

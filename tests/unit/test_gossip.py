@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, simulate
-from sparsync.averaging.gossip import Dpsgd, Exponential, Graph, Ring, Sgp
-from sparsync.averaging.outer import OuterStep
-from sparsync.averaging.published import OUTER_SETTINGS
-from sparsync.averaging.wagma import default_group_size, group_of
+from sparsync.published.baselines.gossip import Dpsgd, Exponential, Graph, Ring, Sgp
+from sparsync.published.wagma.scheme import default_group_size, group_of
+from sparsync.updates.family import OUTER_SETTINGS
+from sparsync.updates.outer import OuterStep
 from tests.mixing import mixing_matrix, mixing_steps, partition
 
 from .average_runs import SIZE, on_all_ranks, update

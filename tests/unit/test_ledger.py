@@ -11,7 +11,7 @@ from sparsync import SparseVector
 from sparsync.errors import WireFormatError
 from sparsync.transports.ledger import Ledger, Parts, Raw, Several, Traffic
 from sparsync.wire import Coo
-from sparsync.wire.base import MessageFraming
+from sparsync.wire.codec import MessageFraming
 
 
 def test_books_of_two_steps():

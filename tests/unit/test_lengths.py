@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from sparsync.averaging.lengths import lengthen, of_own_length, remember
-from sparsync.averaging.moments import GradientNoise, noise_of
 from sparsync.transports.sim import simulate
+from sparsync.updates.lengths import lengthen, of_own_length, remember
+from sparsync.updates.moments import GradientNoise, noise_of
 
 RATE, DECAY = 0.1, 0.3
 # optimizer, and whether weights decay apart from gradients

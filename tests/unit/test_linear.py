@@ -13,8 +13,8 @@ from scipy.sparse import csr_matrix
 
 from sparsync import ConfigurationError, simulate
 from sparsync.errors import PeerError
-from sparsync.linear.problem import LOSSES, LazyWeights, Products, soft
-from sparsync.linear.solvers import EXCHANGES, SCHEDULES, Scd
+from sparsync.published.sparcml.linear.problem import LOSSES, LazyWeights, Products, soft
+from sparsync.published.sparcml.linear.solvers import EXCHANGES, SCHEDULES, Scd
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.wire.packed import Packed
@@ -59,7 +59,7 @@ def test_lazy_steps_equal_dense_ones(steps, l1, l2, smallest_scale):
     lazy = LazyWeights(4, np.dtype(np.float64), l1=l1, l2=l2)
     for numbers, lr in steps:
         gradient = np.where(np.abs(numbers) < 1, 0, numbers)
-        with patch("sparsync.linear.problem._SMALLEST_SCALE", smallest_scale):
+        with patch("sparsync.published.sparcml.linear.problem._SMALLEST_SCALE", smallest_scale):
             lazy.apply_(SparseVector.from_dense(torch.from_numpy(gradient)), lr)
         dense = soft(max(1 - lr * l2, 0) * dense - lr * gradient[:-1], lr * l1)
         intercept -= lr * gradient[-1]
@@ -88,7 +88,9 @@ def test_products_on_threads_are_the_same_products(monkeypatch):
         np.testing.assert_allclose(sums.to_dense()[:-1], features.T @ labels, atol=1e-12)
         assert sums.to_dense()[-1] == labels.sum()
         with monkeypatch.context() as patched:
-            patched.setattr("sparsync.linear.problem._COMPACT", 0)  # sums are sorted
+            patched.setattr(
+                "sparsync.published.sparcml.linear.problem._COMPACT", 0
+            )  # sums are sorted
             compact = products.transposed(features, labels)
         assert torch.equal(sums.indices, compact.indices)
         assert torch.equal(sums.values, compact.values)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from scipy import sparse
 from sklearn.datasets import load_svmlight_file
 
-from sparsync import linear
 from sparsync.errors import ConfigurationError
-from sparsync.linear.data import _Blocks, load_shard, row_range
-from sparsync.linear.trigrams import trigram_shard
+from sparsync.published.sparcml import linear
+from sparsync.published.sparcml.linear.data import _Blocks, load_shard, row_range
+from sparsync.published.sparcml.linear.trigrams import trigram_shard
 
 WRITERS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress}
 TIMES = count(10**9)
@@ -351,7 +351,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def make(root, monkeypatch):
-    monkeypatch.setattr("sparsync.linear.trigrams._LINES", 5)
+    monkeypatch.setattr("sparsync.published.sparcml.linear.trigrams._LINES", 5)
 
     def shard(**changed):
         arguments = {"root": root, "positive": "alpha", "dimensions": DIMENSIONS}

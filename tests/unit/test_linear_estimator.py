@@ -8,7 +8,7 @@ from sklearn.linear_model import SGDClassifier
 from sklearn.utils.estimator_checks import check_estimator
 
 from sparsync import ConfigurationError
-from sparsync.linear import SparseLinearClassifier
+from sparsync.published.sparcml.linear import SparseLinearClassifier
 
 
 @pytest.mark.parametrize(

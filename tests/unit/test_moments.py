@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from sparsync.averaging import moments
-from sparsync.averaging.moments import GradientNoise, correct, with_moments
 from sparsync.transports.sim import simulate
+from sparsync.updates import moments
+from sparsync.updates.moments import GradientNoise, correct, with_moments
 
 GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
 STEPS = 5

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync import ConfigurationError
-from sparsync.collectives import OkTopk
+from sparsync.algorithm import Algorithm
 from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity, Warmup
 from sparsync.monitoring import Sink, XiProbe, sink_of
-from sparsync.presets import Algorithm, oktopk, resolve
+from sparsync.presets import resolve
+from sparsync.published.oktopk import OkTopk, oktopk
 from sparsync.selection import Exact
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units

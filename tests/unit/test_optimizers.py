@@ -9,7 +9,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 import sparsync
 from sparsync.errors import ConfigurationError
-from sparsync.integrations.optimizers import check_stepped, plain_optimizers, treatment_of
+from sparsync.optimizers import check_stepped, plain_optimizers, treatment_of
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparsync import ConfigurationError, simulate
-from sparsync.averaging import AdaptivePeriod, LocalSgd
-from sparsync.averaging.outer import OuterStep
-from sparsync.averaging.published import OUTER_SETTINGS, sparseloco
+from sparsync.averaging import LocalSgd
 from sparsync.errors import NonFiniteGradientError
 from sparsync.presets import resolve
+from sparsync.updates import AdaptivePeriod
+from sparsync.updates.family import OUTER_SETTINGS, sparseloco
+from sparsync.updates.outer import OuterStep
 
 from .average_runs import SIZE, WORLD_SIZE, on_all_ranks, update
 from .small_training import STEPS, backward, flat, model, trained

@@ -18,7 +18,8 @@ from sparsync.collectives.costs import (
 from sparsync.cost.machine import Machine
 from sparsync.cost.planner import predict as predict_candidate
 from sparsync.errors import ConfigurationError
-from sparsync.presets import PRESETS, candidates, redsync, redsync_quantized, resolve
+from sparsync.presets import PRESETS, candidates, resolve
+from sparsync.published.redsync import redsync, redsync_quantized
 
 MACHINE = Machine()
 NOTHING = Machine(alpha=0, beta=0, gamma=0, select=0, encode=0, decode=0)

@@ -1,8 +1,9 @@
 import pytest
 
 from sparsync import ConfigurationError
-from sparsync.collectives import OkTopk
-from sparsync.presets import PRESETS, Algorithm, check_density, resolve
+from sparsync.algorithm import Algorithm, check_density
+from sparsync.presets import PRESETS, resolve
+from sparsync.published.oktopk import OkTopk
 from sparsync.selection import Exact
 
 

@@ -10,16 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsync import ConfigurationError, DenseVector, SparseVector, kernels
-from sparsync.selection import (
-    Blockwise,
-    Exact,
-    GaussianK,
-    Layered,
-    Reused,
-    Sampled,
-    redsync,
-)
-from sparsync.selection.redsync import (
+from sparsync.published.baselines import GaussianK
+from sparsync.published.oktopk import Reused
+from sparsync.published.redsync import Layered
+from sparsync.published.redsync import selectors as redsync
+from sparsync.published.redsync.selectors import (
     BinarySearch,
     BinarySearchState,
     BySize,
@@ -28,6 +23,7 @@ from sparsync.selection.redsync import (
     Trimmed,
     mean_and_max,
 )
+from sparsync.selection import Blockwise, Exact, Sampled
 
 from .selection_inputs import INF, NAMES, NAN, SIZE, SOME_K, inputs, noise
 from .strategies import FLOATS, dense_tensors, same_vector

@@ -8,14 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, DenseVector, SparseVector, connect, kernels, simulate
+from sparsync.algorithm import Algorithm
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.residual import Residual
 from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.monitoring import XiProbe
-from sparsync.presets import Algorithm, oktopk, resolve
+from sparsync.presets import resolve
+from sparsync.published.oktopk import oktopk
 from sparsync.selection import Exact, Sampled
-from sparsync.selection.base import mixed_seed
+from sparsync.selection.selector import mixed_seed
 from sparsync.transports.driver import run, together
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.units import Unit, plan_units

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsync import simulate
-from sparsync.collectives import regions
-from sparsync.collectives.regions import REFINING_BINS, Bracket, quantiles
+from sparsync.published.oktopk import regions
+from sparsync.published.oktopk.regions import REFINING_BINS, Bracket, quantiles
 from sparsync.transports.ledger import Raw
 
 counts_of_ranks = st.lists(st.integers(0, 50), min_size=1, max_size=12)

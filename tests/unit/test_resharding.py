@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, Correction
-from sparsync.averaging import OuterStep
 from sparsync.checkpoint.reshard import reshard, state_like
 from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.transports.driver import run
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.sim import simulate
+from sparsync.updates import OuterStep
 from sparsync_papers.optimizers import UpdateSpaceAdamW
 from tests.contracts.table import ALGORITHMS
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, DenseVector, SparseVector
-from sparsync.wire import SignMean
-from sparsync.wire.quantised import Qsgd, SparseQsgd
+from sparsync.published.redsync import SignMean
+from sparsync.wire.qsgd import Qsgd, SparseQsgd
 
 from .strategies import FLOATS, same, same_vector, smallest
 from .wire_messages import hex_of, messages, packable, rounded, vector

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from sparsync.averaging import LocalSgd
-from sparsync.averaging.base import Averager
+from sparsync.averaging.averager import Averager
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.train.exchanges import HOOKS, check_algorithms, make_exchange
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
-from sparsync.integrations.updates import UpdateSync
 from sparsync.presets import PRESETS
+from sparsync.updates.engine import UpdateSync
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMES))
@@ -99,8 +99,8 @@ def test_an_option_that_no_algorithm_has_is_refused():
 
 def test_an_installed_package_adds_a_scheme(monkeypatch):
     def points(group, name=None):
-        found = [EntryPoint("theirs", "sparsync.averaging.base:LocalSgd", group),
-                 EntryPoint("wrong", "sparsync.averaging.base:__doc__", group)]  # fmt: skip
+        found = [EntryPoint("theirs", "sparsync.averaging.averager:LocalSgd", group),
+                 EntryPoint("wrong", "sparsync.averaging.averager:__doc__", group)]  # fmt: skip
         return [point for point in found if name in (None, point.name)]
 
     monkeypatch.setattr("sparsync.averaging.schemes.entry_points", points)

@@ -10,18 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsync import ConfigurationError, SparseVector, kernels
-from sparsync.presets import oktopk
-from sparsync.selection import (
-    Blockwise,
-    Exact,
-    GaussianK,
-    Reused,
-    ReusedState,
-    Sampled,
-    reused,
-)
-from sparsync.selection.base import largest
-from sparsync.selection.estimated import SampledState
+from sparsync.published.baselines import GaussianK
+from sparsync.published.oktopk import Reused, ReusedState, oktopk
+from sparsync.published.oktopk import reuse as reused
+from sparsync.selection import Blockwise, Exact, Sampled
+from sparsync.selection.sampled import SampledState
+from sparsync.selection.selector import largest
 
 from .selection_inputs import INF, NAMES, NAN, inputs
 from .strategies import FLOATS, dense_tensors, same, same_vector

@@ -10,7 +10,7 @@ from torch import nn
 
 from sparsync import ConfigurationError
 from sparsync.errors import PeerError
-from sparsync.integrations.sentinel import Sentinel, check_replicas
+from sparsync.gradients.sentinel import Sentinel, check_replicas
 from sparsync.transports.agree import digest, divergences, heal_
 from sparsync.transports.driver import run
 from sparsync.transports.groups import SoloCommunicator, Subgroup

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync.errors import ConfigurationError
-from sparsync.integrations import sites
-from sparsync.integrations.sites import sites_of, time_pairs
+from sparsync.gradients import sites
+from sparsync.gradients.sites import sites_of, time_pairs
 from sparsync.transports.sim import Links, Route, Topology, TwoLevel, simulate
 
 NBYTES = 1 << 18

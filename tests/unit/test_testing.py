@@ -16,7 +16,7 @@ from sparsync.selection import Exact, Selector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.wire import Coo
-from sparsync.wire.base import Codec, Encoded
+from sparsync.wire.codec import Codec, Encoded
 
 
 @dataclass(frozen=True)

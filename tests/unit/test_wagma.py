@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsync.averaging import AdPsgd, EagerSgd, Wagma
-from sparsync.averaging.agent import tree_children
-from sparsync.averaging.eager import EagerRounds
-from sparsync.averaging.gossip import _PairAgent
 from sparsync.averaging.schemes import SCHEMES as ALL_SCHEMES
-from sparsync.averaging.wagma import CODECS, ModelRounds, coded_allreduce, group_allreduce
 from sparsync.errors import ConfigurationError, DeadlockError
+from sparsync.published.baselines import AdPsgd, EagerSgd
+from sparsync.published.baselines.eager import EagerRounds
+from sparsync.published.baselines.gossip import _PairAgent
+from sparsync.published.wagma import Wagma
+from sparsync.published.wagma.agents import tree_children
+from sparsync.published.wagma.scheme import CODECS, ModelRounds, coded_allreduce, group_allreduce
 from sparsync.testing import check_averager
 from sparsync.transports.sim import Fault, Links, simulate
 

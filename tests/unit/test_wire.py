@@ -9,18 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, DenseVector, SparseVector
+from sparsync.published.redsync import SignMean
 from sparsync.transports.ledger import Parts
-from sparsync.wire import (
-    Coo,
-    LloydMax,
-    Packed,
-    Qsgd,
-    SignMean,
-    SparseQsgd,
-    StreamCodec,
-    Whole,
-)
-from sparsync.wire.base import Header, MessageFraming
+from sparsync.wire import Coo, LloydMax, Packed, Qsgd, SparseQsgd, StreamCodec, Whole
+from sparsync.wire.codec import Header, MessageFraming
 
 from .strategies import FLOATS, same, same_vector
 from .wire_messages import hex_of, messages, receiver_of, vector

@@ -10,17 +10,9 @@ from hypothesis import strategies as st
 from sparsync import SparseVector
 from sparsync.errors import WireFormatError
 from sparsync.kernels import packing
-from sparsync.wire import (
-    Coo,
-    LloydMax,
-    Packed,
-    Qsgd,
-    SignMean,
-    SparseQsgd,
-    StreamCodec,
-    Whole,
-)
-from sparsync.wire.base import Header
+from sparsync.published.redsync import SignMean
+from sparsync.wire import Coo, LloydMax, Packed, Qsgd, SparseQsgd, StreamCodec, Whole
+from sparsync.wire.codec import Header
 
 from .strategies import same
 from .wire_messages import BACKENDS, backends, messages, packable, receiver_of, uint8, using

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync.cli.workloads import make_workload, workload_class, workload_names
-from sparsync.cli.workloads.base import (
+from sparsync.cli.workloads.digits import DigitsWorkload
+from sparsync.cli.workloads.text import ByteText, standard_library_files
+from sparsync.cli.workloads.workload import (
     PADDING,
     CrossEntropy,
     Draw,
     Evaluation,
     is_hidden_matrix,
 )
-from sparsync.cli.workloads.digits import DigitsWorkload
-from sparsync.cli.workloads.text import ByteText, standard_library_files
 from sparsync.errors import ConfigurationError
 from sparsync_papers.workloads.lengths import LineBuckets
 

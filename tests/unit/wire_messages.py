@@ -8,16 +8,8 @@ from hypothesis import strategies as st
 
 from sparsync import DenseVector, SparseVector
 from sparsync.kernels import native
-from sparsync.wire import (
-    Codec,
-    Coo,
-    LloydMax,
-    Packed,
-    Qsgd,
-    SignMean,
-    SparseQsgd,
-    Whole,
-)
+from sparsync.published.redsync import SignMean
+from sparsync.wire import Codec, Coo, LloydMax, Packed, Qsgd, SparseQsgd, Whole
 
 from .strategies import boundaries_of, float_dtypes, palette
 

@@ -14,9 +14,10 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
+from sparsync.algorithm import Algorithm, check_density
 from sparsync.api import connect
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
-from sparsync.feedback.agreement import agree_on_reducer, reducer_stats, weights_digest
+from sparsync.feedback.facts import agree_on_reducer, reducer_stats, weights_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.state import (
@@ -26,7 +27,7 @@ from sparsync.feedback.state import (
     reducer_state,
     take_state,
 )
-from sparsync.presets import Algorithm, check_density, resolve
+from sparsync.presets import resolve
 from sparsync.transports.agree import on_all_or_none
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sparsync.averaging import OuterStep
 from sparsync.cli.train.exchanges import Exchange
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
+from sparsync.updates import OuterStep
 from sparsync_papers.optimizers import LocalAdamW, SecondMoment, UpdateSpaceAdamW, UpdateSpaceSGD
 
 __all__ = ["Local", "Updates"]

@@ -1,22 +1,5 @@
-"""Average models instead of gradients: one family of schemes per file, one row each in ``schemes``."""
+"""Average models instead of gradients: the seam, and local SGD; schemes are in their papers' rooms."""
 
-from sparsync.averaging.base import Averager, LocalSgd
-from sparsync.averaging.eager import EagerSgd
-from sparsync.averaging.gossip import AdPsgd, Dpsgd, Sgp
-from sparsync.averaging.outer import OuterStep
-from sparsync.averaging.period import AdaptivePeriod
-from sparsync.averaging.published import OUTER_SETTINGS
-from sparsync.averaging.wagma import Wagma
+from sparsync.averaging.averager import Averager, LocalSgd
 
-__all__ = [
-    "OUTER_SETTINGS",
-    "AdPsgd",
-    "AdaptivePeriod",
-    "Averager",
-    "Dpsgd",
-    "EagerSgd",
-    "LocalSgd",
-    "OuterStep",
-    "Sgp",
-    "Wagma",
-]
+__all__ = ["Averager", "LocalSgd"]

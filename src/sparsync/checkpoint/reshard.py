@@ -19,11 +19,11 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from sparsync.averaging.contributions import shown_of
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.state import check_fields
 from sparsync.state import fits
 from sparsync.units import Piece, is_finite
+from sparsync.updates.contributions import shown_of
 
 __all__ = ["reshard", "state_like"]
 
@@ -62,7 +62,7 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
 
     Example:
         >>> import torch
-        >>> from sparsync.averaging import OuterStep
+        >>> from sparsync.updates import OuterStep
         >>> from sparsync.feedback.state import reducer_state
         >>> sync = OuterStep(torch.nn.Linear(2, 1, bias=False), algorithm="dense")
         >>> saved = reducer_state(sync.reducer)

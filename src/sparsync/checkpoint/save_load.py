@@ -129,7 +129,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
 
     Example:
         >>> import tempfile, torch
-        >>> from sparsync.averaging import OuterStep
+        >>> from sparsync.updates import OuterStep
         >>> model = torch.nn.Linear(2, 1)
         >>> local = OuterStep(model)
         >>> folder = tempfile.mkdtemp()

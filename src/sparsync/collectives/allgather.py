@@ -7,11 +7,18 @@ from typing import final
 
 import torch
 
-from sparsync.collectives.base import Collective, Reduced, capped, check_cap, less, most_entries
+from sparsync.collectives.collective import (
+    Collective,
+    Reduced,
+    capped,
+    check_cap,
+    less,
+    most_entries,
+)
 from sparsync.collectives.costs import Cost, Job, allgatherv
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
-from sparsync.wire.base import Codec, MessageFraming
+from sparsync.wire.codec import Codec, MessageFraming
 from sparsync.wire.messages import sum_messages
 from sparsync.wire.streams import Coo
 

@@ -7,12 +7,12 @@ from typing import final
 
 import torch
 
-from sparsync.collectives.base import Collective, Reduced, capped
+from sparsync.collectives.collective import Collective, Reduced, capped
 from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result
 from sparsync.errors import require
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
-from sparsync.wire.base import Codec, MessageFraming
+from sparsync.wire.codec import Codec, MessageFraming
 from sparsync.wire.packed import Packed, decode_sum, decode_undealt, encode_dealt
 
 __all__ = ["Budgeted"]

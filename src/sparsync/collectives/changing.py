@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from sparsync.collectives.base import Collective, Reduced
+from sparsync.collectives.collective import Collective, Reduced
 from sparsync.collectives.costs import Result
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from sparsync.collectives.base import Collective, Reduced
+from sparsync.collectives.collective import Collective, Reduced
 from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result, allreduce
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator

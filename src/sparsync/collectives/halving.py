@@ -7,12 +7,12 @@ from typing import final
 import torch
 
 from sparsync import kernels
-from sparsync.collectives.base import Collective, Reduced, capped, cut, less, rounded_off
+from sparsync.collectives.collective import Collective, Reduced, capped, cut, less, rounded_off
 from sparsync.collectives.costs import Cost, Job, Result, allgatherv
 from sparsync.errors import WireFormatError
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator, rounds
-from sparsync.wire.base import Codec, MessageFraming
+from sparsync.wire.codec import Codec, MessageFraming
 from sparsync.wire.packed import Packed
 
 __all__ = ["Halving"]

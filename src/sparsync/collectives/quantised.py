@@ -10,11 +10,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from sparsync.collectives.base import Collective, Reduced
+from sparsync.collectives.collective import Collective, Reduced
 from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator
-from sparsync.wire.base import MessageFraming
+from sparsync.wire.codec import MessageFraming
 from sparsync.wire.levels import LloydMax
 from sparsync.wire.streams import Whole, written
 

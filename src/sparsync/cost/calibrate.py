@@ -28,7 +28,7 @@ from sparsync.cost.links import (
 )
 from sparsync.cost.machine import Machine
 from sparsync.cost.planner import predict
-from sparsync.selection.base import Exact
+from sparsync.selection.selector import Exact
 from sparsync.sparse import SparseVector
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.wire.packed import Packed

@@ -24,11 +24,11 @@ from sparsync.errors import (
     DeadlineError,
     PeerError,
 )
-from sparsync.feedback.agreement import number_of, set_up_digest
+from sparsync.feedback.facts import number_of, set_up_digest
 from sparsync.feedback.reducer import Reducer
-from sparsync.integrations.options import Options
-from sparsync.integrations.sync import Sync
+from sparsync.handle import Sync
 from sparsync.messages import say
+from sparsync.options import Options
 from sparsync.state import packed, unpacked
 from sparsync.transports.driver import Operation, run
 from sparsync.transports.ledger import Raw

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from sparsync.elastic.copies import CopyServer, Source
 from sparsync.errors import ConfigurationError
-from sparsync.feedback.agreement import number_of
+from sparsync.feedback.facts import number_of
 from sparsync.messages import say
 from sparsync.transports.gloo import GlooCommunicator
 from sparsync.transports.process_group import check_transport

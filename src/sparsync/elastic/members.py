@@ -35,7 +35,7 @@ from torch import Tensor
 
 from sparsync.elastic.buddy import Buddy, Copied
 from sparsync.errors import CheckpointError, CommunicationError, ConfigurationError
-from sparsync.feedback.agreement import number_of
+from sparsync.feedback.facts import number_of
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.shares import SharesState
 from sparsync.sparse import DenseVector, Vector

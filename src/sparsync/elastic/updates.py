@@ -15,9 +15,6 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging.fragments import Begin, Exchange
-from sparsync.averaging.moments import noise_of
-from sparsync.averaging.outer import OuterStep
 from sparsync.elastic.attendance import Attendance, ElasticHandle, check_options
 from sparsync.elastic.catch_up import Rates, rates_of
 from sparsync.elastic.group import group_of
@@ -28,15 +25,18 @@ from sparsync.errors import (
     PeerError,
     require,
 )
-from sparsync.feedback.agreement import weights_digest
+from sparsync.feedback.facts import weights_digest
 from sparsync.feedback.reducer import Reducer
-from sparsync.integrations.options import Options
-from sparsync.integrations.updates import UpdateSync
-from sparsync.integrations.weights import ModelWeights, trained_of
 from sparsync.monitoring import sink_of
+from sparsync.options import Options
 from sparsync.state import packed, unpacked
 from sparsync.transports.driver import run, together
 from sparsync.units import output_parameters
+from sparsync.updates.engine import UpdateSync
+from sparsync.updates.fragments import Begin, Exchange
+from sparsync.updates.moments import noise_of
+from sparsync.updates.outer import OuterStep
+from sparsync.updates.weights import ModelWeights, trained_of
 
 __all__ = ["ElasticUpdates", "attach_elastic_updates"]
 

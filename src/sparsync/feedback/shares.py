@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.selection.base import reaching
+from sparsync.selection.selector import reaching
 from sparsync.sparse import SparseVector
 from sparsync.transports.communicator import Communicator
 from sparsync.units import Unit

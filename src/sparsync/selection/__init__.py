@@ -1,47 +1,19 @@
-"""Which entries are worth sending."""
+"""Which entries are worth sending: one selector per file."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Final
 
-from sparsync.selection.base import Everything, Exact, ExactState, Selector
+from sparsync.rooms import Table
 from sparsync.selection.blockwise import Blockwise
-from sparsync.selection.estimated import GaussianK, Sampled
-from sparsync.selection.redsync import BinarySearch, BySize, Layered, OneSigned, Trimmed
-from sparsync.selection.reused import Reused, ReusedState
+from sparsync.selection.sampled import Sampled
+from sparsync.selection.selector import Everything, Exact, ExactState, Selector
 
-__all__ = [
-    "SELECTORS",
-    "BinarySearch",
-    "Blockwise",
-    "BySize",
-    "Everything",
-    "Exact",
-    "ExactState",
-    "GaussianK",
-    "Layered",
-    "OneSigned",
-    "Reused",
-    "ReusedState",
-    "Sampled",
-    "Selector",
-    "Trimmed",
-]
+__all__ = ["SELECTORS", "Blockwise", "Everything", "Exact", "ExactState", "Sampled", "Selector"]
 
-# what the contracts check and ``sparsync bench selectors`` measures: a row per selector
-SELECTORS: Final[Mapping[str, Callable[[], Selector]]] = MappingProxyType(
-    {
-        "everything": Everything,
-        "exact": Exact,
-        "reused": Reused,
-        "blockwise": Blockwise,
-        "gaussian": GaussianK,
-        "sampled": Sampled,
-        "trimmed": Trimmed,
-        "binary search": BinarySearch,
-        "by size": BySize,
-        "one-signed": lambda: OneSigned(Exact()),
-        "layered": partial(Layered, Exact),
-    }
+# a maker per selector: the contracts check each of them, and ``sparsync bench selectors`` measures them
+SELECTORS: Final[Table[Callable[[], Selector]]] = Table(
+    "selectors",
+    {"everything": Everything, "exact": Exact, "blockwise": Blockwise, "sampled": Sampled},
+    callable,
+    "a subclass of sparsync.selection.Selector",
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsync import kernels
 from sparsync.errors import require
-from sparsync.selection.base import Selector
+from sparsync.selection.selector import Selector
 from sparsync.sparse import SparseVector
 
 __all__ = ["Blockwise"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sparsync.averaging.base import Averager
+from sparsync.averaging.averager import Averager
 from sparsync.testing.cases import WORLD_SIZES
 from sparsync.transports.sim import SimCommunicator, simulate
 

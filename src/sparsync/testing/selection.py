@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from sparsync.selection import Selector
-from sparsync.selection.base import reaching
+from sparsync.selection.selector import reaching
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.testing.cases import STEPS, cases, noise, same
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsync.algorithm import Algorithm
-from sparsync.collectives.base import Collective, Reduced
+from sparsync.collectives.collective import Collective, Reduced
 from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
 from sparsync.selection import Everything, Exact, Selector

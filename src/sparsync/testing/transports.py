@@ -16,7 +16,7 @@ from sparsync.transports.driver import run
 from sparsync.transports.groups import Subgroup
 from sparsync.transports.ledger import Raw
 from sparsync.transports.sim import simulate
-from sparsync.wire.base import MessageFraming
+from sparsync.wire.codec import MessageFraming
 from sparsync.wire.streams import Coo
 
 __all__ = ["check_communicator", "check_deadline", "exercise_communicator"]

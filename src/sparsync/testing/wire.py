@@ -7,7 +7,7 @@ import torch
 from sparsync.errors import WireFormatError
 from sparsync.sparse import SparseVector
 from sparsync.testing.cases import cases, same
-from sparsync.wire.base import Codec
+from sparsync.wire.codec import Codec
 
 __all__ = ["check_codec"]
 

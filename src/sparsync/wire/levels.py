@@ -12,8 +12,8 @@ from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.kernels import levels, packing
 from sparsync.sparse import DenseVector
 from sparsync.transports.ledger import Parts
-from sparsync.wire.base import LONG_HEADER_BYTES, Codec, Encoded, Header, check_block
-from sparsync.wire.quantised import check_end
+from sparsync.wire.codec import LONG_HEADER_BYTES, Codec, Encoded, Header, check_block
+from sparsync.wire.qsgd import check_end
 from sparsync.wire.streams import written
 
 __all__ = ["LloydMax"]

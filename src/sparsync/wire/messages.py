@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsync.kernels import native
 from sparsync.sparse import SparseVector
-from sparsync.wire.base import Codec
+from sparsync.wire.codec import Codec
 from sparsync.wire.packed import Packed, in_cpp
 from sparsync.wire.streams import Coo
 

@@ -22,7 +22,7 @@ from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.kernels import native, packing
 from sparsync.sparse import SparseVector
 from sparsync.transports.ledger import Parts
-from sparsync.wire.base import LONG_HEADER_BYTES, Codec, Encoded, Header, check_block
+from sparsync.wire.codec import LONG_HEADER_BYTES, Codec, Encoded, Header, check_block
 
 __all__ = ["Packed", "Parcels", "decode_sum", "decode_undealt", "encode_dealt", "in_cpp"]
 

@@ -12,7 +12,7 @@ from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.kernels.packing import unordered, view_as
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.ledger import Parts
-from sparsync.wire.base import HEADER_BYTES, Codec, Encoded, Header
+from sparsync.wire.codec import HEADER_BYTES, Codec, Encoded, Header
 
 __all__ = ["INDEX_BYTES", "Coo", "StreamCodec", "Whole", "pack_words", "unpack_words", "written"]
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from sparsync import kernels
-from sparsync.collectives.oktopk import averaged_cuts_cost
-from sparsync.collectives.regions import balance_and_allgatherv, even_boundaries, split_reduce
-from sparsync.sparse import SparseVector, Vector
+from sparsync.published.oktopk.allreduce import averaged_cuts_cost
+from sparsync.published.oktopk.regions import balance_and_allgatherv, split_reduce
+from sparsync.sparse import SparseVector, Vector, even_boundaries
 from sparsync.transports.sim import Links, SimCommunicator, Simulation, simulate
 from sparsync.wire import Coo
-from sparsync.wire.base import MessageFraming
+from sparsync.wire.codec import MessageFraming
 from sparsync_papers.reproduce import ARIES, Comparison, Outcome, Panel, Settings, Table, artifact
 from sparsync_papers.reproduce.sparcml_fill_in import gradients
 

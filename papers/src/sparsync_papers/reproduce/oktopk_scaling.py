@@ -9,11 +9,13 @@ from typing import Literal
 
 import torch
 
+from sparsync.algorithm import Algorithm
 from sparsync.cli.simulate import SimulationSettings, simulate_training
 from sparsync.collectives.costs import ENTRY_BYTES, Cost, Job
 from sparsync.cost.machine import Machine
 from sparsync.errors import ConfigurationError
-from sparsync.presets import Algorithm, oktopk, resolve
+from sparsync.presets import resolve
+from sparsync.published.oktopk import oktopk
 from sparsync.transports.sim import Links
 from sparsync_papers.reproduce import (
     ARIES,

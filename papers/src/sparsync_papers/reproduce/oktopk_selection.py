@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.presets import oktopk, oktopk_paper, resolve
-from sparsync.selection import GaussianK, Reused
+from sparsync.presets import resolve
+from sparsync.published.baselines import GaussianK
+from sparsync.published.oktopk import Reused, oktopk, oktopk_paper
 from sparsync.sparse import SparseVector
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact, joined
 from sparsync_papers.reproduce.training import (

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 
 from sparsync.collectives import Allgather, Budgeted
-from sparsync.collectives.base import Collective
-from sparsync.selection import BySize
+from sparsync.collectives.collective import Collective
+from sparsync.published.redsync import BySize
+from sparsync.published.redsync.sign_mean import SignMean
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import Links, SimCommunicator, simulate
-from sparsync.wire.sign_mean import SignMean
 from sparsync_papers.models import MODELS
 from sparsync_papers.redsync_costs import (
     PLAIN,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from sparsync.presets import redsync, redsync_quantized, resolve
+from sparsync.presets import resolve
+from sparsync.published.redsync import redsync, redsync_quantized
 from sparsync_papers.reproduce import (
     Comparison,
     Outcome,

@@ -7,7 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from sparsync.presets import resolve, sparcml
+from sparsync.presets import resolve
+from sparsync.published.sparcml import sparcml
 from sparsync_papers.reproduce import Comparison, Outcome, Row, Settings, artifact
 from sparsync_papers.reproduce.training import (
     RANKS,

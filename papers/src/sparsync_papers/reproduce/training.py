@@ -11,12 +11,13 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from sparsync.cli.workloads.base import Draw, Evaluation, Workload
+from sparsync.algorithm import Algorithm
 from sparsync.cli.workloads.digits import DigitsWorkload, SmallVgg
 from sparsync.cli.workloads.text import BytesWorkload, LstmWorkload
+from sparsync.cli.workloads.workload import Draw, Evaluation, Workload
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.reducer import Reducer
-from sparsync.presets import Algorithm, preset
+from sparsync.presets import preset
 from sparsync.sparse import Vector
 from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync.units import output_parameters, plan_units

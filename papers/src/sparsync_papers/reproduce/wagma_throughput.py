@@ -9,10 +9,10 @@ from statistics import fmean
 
 import torch
 
-from sparsync.averaging.base import Averager
-from sparsync.averaging.gossip import Exponential, exchange
+from sparsync.averaging.averager import Averager
 from sparsync.averaging.schemes import SCHEMES
 from sparsync.cli.workloads.delays import Delay
+from sparsync.published.baselines.gossip import Exponential, exchange
 from sparsync.transports.sim import Links, SimCommunicator, simulate
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Row, Settings, Table, artifact
 from sparsync_papers.workloads.lengths import LinesWorkload

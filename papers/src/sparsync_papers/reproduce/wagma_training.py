@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from sparsync.cli.workloads.base import Draw
 from sparsync.cli.workloads.digits import DigitsWorkload
+from sparsync.cli.workloads.workload import Draw
 from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Row, Settings, Table, artifact
 from sparsync_papers.reproduce.training import Recipe

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsync.cli.workloads.base import (
+from sparsync.cli.workloads.workload import (
     Batch,
     Defaults,
     Evaluation,

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsync.cli.workloads.base import Defaults
 from sparsync.cli.workloads.digits import shifted
+from sparsync.cli.workloads.workload import Defaults
 from sparsync.errors import ConfigurationError
 from sparsync_papers.models.images import (
     resnet20_cifar10,

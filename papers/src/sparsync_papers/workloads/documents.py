@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsync.cli.workloads.base import (
+from sparsync.cli.workloads.workload import (
     PADDING,
     Batch,
     CrossEntropy,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from sparsync.cli.workloads.base import Batch, Draw, Workload
+from sparsync.cli.workloads.workload import Batch, Draw, Workload
 from sparsync.errors import ConfigurationError
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsync.cli.workloads.base import CrossEntropy, Defaults
+from sparsync.cli.workloads.workload import CrossEntropy, Defaults
 from sparsync.errors import ConfigurationError
 from sparsync_papers.models.images import alexnet, resnet18x4, resnet34x4, resnet50, vgg16_imagenet
 from sparsync_papers.workloads.folders import (

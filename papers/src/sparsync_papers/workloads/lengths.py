@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsync.cli.workloads.base import PADDING, Defaults, Draw, Workload
 from sparsync.cli.workloads.text import BytesWorkload, ByteText, ByteTransformer
+from sparsync.cli.workloads.workload import PADDING, Defaults, Draw, Workload
 from sparsync.errors import ConfigurationError
 
 _NEWLINE = 10

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsync.cli.workloads.base import CrossEntropy, Defaults
+from sparsync.cli.workloads.workload import CrossEntropy, Defaults
 from sparsync.errors import ConfigurationError
 from sparsync_papers.models.text import LstmLanguageModel
 from sparsync_papers.workloads.folders import FolderWorkload, Samples, existing, read_lines, seeded

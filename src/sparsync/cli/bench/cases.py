@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from sparsync.algorithm import Algorithm
 from sparsync.cli.bench.inputs import Draw, gradient
-from sparsync.collectives.base import Collective, Reduced
+from sparsync.collectives.collective import Collective, Reduced
 from sparsync.feedback.reducer import Reducer
-from sparsync.presets import Algorithm, resolve
+from sparsync.presets import resolve
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.sim import Links

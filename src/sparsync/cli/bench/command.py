@@ -12,6 +12,7 @@ import typer
 from rich.console import Console, RenderableType
 from typer import Option
 
+from sparsync.algorithm import check_density
 from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.inputs import INPUTS, input_named
 from sparsync.cli.bench.kernels import KernelRow, bench_kernels, kernel_table
@@ -58,7 +59,7 @@ from sparsync.cli.values import (
     within,
 )
 from sparsync.errors import ConfigurationError, require
-from sparsync.presets import check_density, presets, resolve
+from sparsync.presets import PRESETS, resolve
 from sparsync.transports.sim import Links
 
 __all__ = ["BenchSettings", "bench", "command"]
@@ -142,7 +143,7 @@ class BenchSettings:
 @takes(BenchSettings)
 def command(
     collectives: Annotated[
-        str, option(f"With commas: {', '.join(sorted(presets()))}.")
+        str, option(f"With commas: {', '.join(sorted(PRESETS))}.")
     ] = "dense,allgather,oktopk,budgeted,halving",
     size: Annotated[str, option("Elements of the vector; several, with commas.")] = "1000000",
     density: Annotated[

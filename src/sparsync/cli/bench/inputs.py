@@ -14,8 +14,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from sparsync.collectives.regions import even_boundaries
 from sparsync.errors import ConfigurationError
+from sparsync.sparse import even_boundaries
 
 __all__ = ["INPUTS", "Draw", "Input", "gradient", "input_named"]
 

@@ -19,14 +19,15 @@ from rich.text import Text
 from torch import Tensor
 
 from sparsync import kernels
+from sparsync.algorithm import check_density
 from sparsync.cli.bench.kernels import check_device
 from sparsync.cli.launch import on_one_thread
 from sparsync.cli.options import names
 from sparsync.cli.output import Columns, drawing, format_ms, format_ratio, progress
 from sparsync.cli.values import Seed, check, check_fields, check_memory
 from sparsync.errors import ConfigurationError
-from sparsync.presets import check_density
-from sparsync.selection import BinarySearch, Exact, Sampled, Selector, Trimmed
+from sparsync.published.redsync import BinarySearch, Trimmed
+from sparsync.selection import Exact, Sampled, Selector
 from sparsync.sparse import SparseVector
 
 __all__ = [

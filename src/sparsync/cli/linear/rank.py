@@ -15,10 +15,10 @@ from sparsync.cli.linear.report import LinearResult
 from sparsync.cli.linear.settings import TRIGRAMS, LinearSettings
 from sparsync.cli.network import transport_of
 from sparsync.cli.output import Bar, progress
-from sparsync.linear.data import Shard, load_shard, row_range
-from sparsync.linear.problem import Problem, Products
-from sparsync.linear.solvers import Meter, Scd, Solver
-from sparsync.linear.trigrams import URL_DIMENSIONS, trigram_shard
+from sparsync.published.sparcml.linear.data import Shard, load_shard, row_range
+from sparsync.published.sparcml.linear.problem import Problem, Products
+from sparsync.published.sparcml.linear.solvers import Meter, Scd, Solver
+from sparsync.published.sparcml.linear.trigrams import URL_DIMENSIONS, trigram_shard
 from sparsync.transports.agree import digest
 from sparsync.transports.driver import Engine, run
 from sparsync.transports.sim import SimCommunicator, simulate

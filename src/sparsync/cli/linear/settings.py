@@ -41,8 +41,8 @@ from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.sim import Links
 
 if TYPE_CHECKING:
-    from sparsync.linear.problem import Problem
-    from sparsync.linear.solvers import Solver
+    from sparsync.published.sparcml.linear.problem import Problem
+    from sparsync.published.sparcml.linear.solvers import Solver
 
 __all__ = ["TRIGRAMS", "LinearSettings"]
 
@@ -130,7 +130,7 @@ class LinearSettings:
         # SciPy is not loaded for the help, nor for the other commands
         from scipy.sparse import csr_matrix  # type: ignore[import-untyped, unused-ignore]
 
-        from sparsync.linear.problem import Problem
+        from sparsync.published.sparcml.linear.problem import Problem
 
         nothing = Problem(csr_matrix((0, 1)), np.zeros(0), self.model, self.l1, self.l2)
         for name in self.exchanges:  # the solver refuses what it cannot do
@@ -145,7 +145,7 @@ class LinearSettings:
         **shared: Any,
     ) -> Solver:
         """Make the solver of a rank's rows; ``shared``: further options of ``Solver``."""
-        from sparsync.linear.solvers import SOLVERS
+        from sparsync.published.sparcml.linear.solvers import SOLVERS
 
         own: dict[str, Any] = {"coordinates": self.coordinates}
         if self.solver == "sgd":

@@ -23,7 +23,7 @@ from sparsync.cli.values import Elements, InputFile, Ranks, check
 from sparsync.cost.machine import Machine
 from sparsync.cost.wording import format_bytes, format_seconds
 from sparsync.errors import ConfigurationError
-from sparsync.presets import presets
+from sparsync.presets import PRESETS
 from sparsync.transports.sim import Links, Ports, Topology, TwoLevel
 
 __all__ = ["command"]
@@ -36,7 +36,7 @@ _MEANS = tuple(f.name for f in fields(SimulatedStep) if f.name not in ("phases",
 @takes(SimulationSettings)
 def command(
     algorithm: Annotated[
-        str, option(f"With commas: {', '.join(sorted(presets()))}.")
+        str, option(f"With commas: {', '.join(sorted(PRESETS))}.")
     ] = "oktopk,budgeted",
     model_size: Annotated[
         Elements | None, option("Elements of the model.", "133547324, or the recorded ones'")

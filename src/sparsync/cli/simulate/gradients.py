@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
+from sparsync.algorithm import Algorithm
 from sparsync.cli.bench.inputs import Draw, gradient
 from sparsync.cli.simulate.settings import SPREAD, Contender, SimulationSettings
-from sparsync.collectives.base import Collective, Reduced
-from sparsync.collectives.regions import even_boundaries
+from sparsync.collectives.collective import Collective, Reduced
 from sparsync.errors import ConfigurationError
-from sparsync.presets import Algorithm
-from sparsync.sparse import SparseVector, Vector
+from sparsync.sparse import SparseVector, Vector, even_boundaries
 from sparsync.transports.communicator import Communicator
 
 __all__ = ["Gradients", "gradients", "load_gradients", "placed"]

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from typer import Option
 
+from sparsync.algorithm import Algorithm, check_density
 from sparsync.cli.bench.inputs import INPUTS
 from sparsync.cli.options import option
 from sparsync.cli.values import (
@@ -25,7 +26,7 @@ from sparsync.cli.values import (
     check_fields,
 )
 from sparsync.cost.machine import Machine
-from sparsync.presets import Algorithm, check_density, resolve
+from sparsync.presets import resolve
 from sparsync.selection import Everything
 from sparsync.transports.sim import Links, Topology
 

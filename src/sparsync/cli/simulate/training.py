@@ -26,7 +26,7 @@ from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.ledger import Framing, Several
 from sparsync.transports.sim import Prices, SimCommunicator, Simulation, Weight, simulate
 from sparsync.units import Slot, Unit
-from sparsync.wire.base import Header, MessageFraming
+from sparsync.wire.codec import Header, MessageFraming
 
 __all__ = ["SimulatedRow", "SimulatedStep", "default_scale", "simulate_training", "weigher"]
 

@@ -21,7 +21,7 @@ from sparsync.cli.train.results import TrainResult, with_target
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.values import Only
 from sparsync.errors import ConfigurationError
-from sparsync.presets import presets
+from sparsync.presets import PRESETS
 
 __all__ = ["command", "train"]
 
@@ -50,7 +50,7 @@ def command(
     algorithm: Annotated[
         str,
         Option(
-            help=f"One of {', '.join(presets())}; PyTorch's own hooks {', '.join(HOOKS)}; or of the "
+            help=f"One of {', '.join(PRESETS)}; PyTorch's own hooks {', '.join(HOOKS)}; or of the "
             f"schemes that average models, {', '.join(SCHEMES)}; or several, with commas, to compare."
         ),
     ] = "budgeted",

@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparsync.averaging.published import OUTER_SETTINGS
 from sparsync.cli.lab import Lab, Seat, local_address
 from sparsync.cli.output import Columns, drawing, progress
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.cli.workloads.base import Draw, Evaluation, outputs_of
 from sparsync.cli.workloads.delays import parse_delay
+from sparsync.cli.workloads.workload import Draw, Evaluation, outputs_of
 from sparsync.errors import ConfigurationError, PeerError, SparsyncError
-from sparsync.feedback.agreement import weights_digest
+from sparsync.feedback.facts import weights_digest
+from sparsync.updates.family import OUTER_SETTINGS
 
 __all__ = [
     "Applied",

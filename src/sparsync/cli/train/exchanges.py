@@ -13,18 +13,18 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync.averaging.outer import OuterStep
-from sparsync.averaging.published import OUTER_SETTINGS
+from sparsync.attach import attach
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.network import transport_of
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.cli.workloads.base import is_hidden_matrix
+from sparsync.cli.workloads.workload import is_hidden_matrix
 from sparsync.errors import ConfigurationError, require
-from sparsync.integrations.attach import attach
-from sparsync.integrations.options import Compression, Transport
-from sparsync.presets import preset, presets
+from sparsync.options import Compression, Transport
+from sparsync.presets import PRESETS, preset
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.ledger import Traffic
+from sparsync.updates.family import OUTER_SETTINGS
+from sparsync.updates.outer import OuterStep
 
 __all__ = ["HOOKS", "Exchange", "check_algorithms", "dense_bytes_per_step", "make_exchange"]
 
@@ -45,7 +45,7 @@ def dense_bytes_per_step(parameters: int, world_size: int, itemsize: int = 4) ->
 
 def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> None:
     """Refuse unknown algorithms, options that none of them has, and a target that nobody sets."""
-    known = [*sorted(presets()), *HOOKS, *SCHEMES]
+    known = [*sorted(PRESETS), *HOOKS, *SCHEMES]
     for name in algorithms:
         if name not in known:
             raise ConfigurationError(

@@ -20,8 +20,8 @@ from sparsync.cli.output import Bar, progress
 from sparsync.cli.train.exchanges import Exchange, make_exchange
 from sparsync.cli.train.results import Goal, TrainResult, seconds_of_all
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.cli.workloads.base import Draw, Evaluation, Workload, outputs_of
 from sparsync.cli.workloads.delays import parse_delay
+from sparsync.cli.workloads.workload import Draw, Evaluation, Workload, outputs_of
 from sparsync.errors import PeerError, SparsyncError
 from sparsync.transports.agree import digest
 

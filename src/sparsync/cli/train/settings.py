@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from typer import Option
 
+from sparsync.algorithm import check_density
 from sparsync.api import connect
 from sparsync.averaging.binding import BufferRule
 from sparsync.cli.network import Connection
@@ -37,11 +38,10 @@ from sparsync.cli.values import (
     check_memory,
 )
 from sparsync.cli.workloads import make_workload, workload_class, workload_names
-from sparsync.cli.workloads.base import Workload, is_hidden_matrix
 from sparsync.cli.workloads.delays import parse_delay
+from sparsync.cli.workloads.workload import Workload, is_hidden_matrix
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.correction import Correction
-from sparsync.presets import check_density
 from sparsync.transports.communicator import Communicator
 
 __all__ = ["TrainSettings"]

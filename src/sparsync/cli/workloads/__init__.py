@@ -11,9 +11,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
 
-from sparsync.cli.workloads.base import Workload
 from sparsync.cli.workloads.digits import DigitsWorkload
 from sparsync.cli.workloads.text import BytesWorkload, LstmWorkload
+from sparsync.cli.workloads.workload import Workload
 from sparsync.errors import ConfigurationError
 
 __all__ = ["make_workload", "workload_class", "workload_names"]

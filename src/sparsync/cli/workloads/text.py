@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsync.cli.workloads.base import Defaults, Draw, Workload
+from sparsync.cli.workloads.workload import Defaults, Draw, Workload
 from sparsync.errors import ConfigurationError
 
 __all__ = [

@@ -1,0 +1,292 @@
+"""``sync = sparsync.attach(model, optimizer)``: one line for every kind of model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsync.algorithm import Algorithm, check_density, default_density
+from sparsync.errors import ConfigurationError
+from sparsync.feedback.schedule import AdaptiveDensity
+from sparsync.messages import say
+from sparsync.options import Compression, Monitoring, Options, Transport
+
+if TYPE_CHECKING:
+    from sparsync.feedback.correction import Correction
+    from sparsync.handle import Sync
+    from sparsync.updates.outer import OuterStep
+
+__all__ = ["attach", "check_optimizer"]
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+# and all that have betas, like Adam
+_ADAPTIVE = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adafactor", "Adagrad", "Adadelta", "RMSprop", "Rprop")
+    if hasattr(torch.optim, name)  # older versions of torch have no Adafactor
+)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    algorithm: str | Algorithm | OuterStep | None = None,
+    density: float | AdaptiveDensity | None = None,
+    *,
+    exchange: Literal["auto", "gradients", "updates"] = "auto",
+    correction: Correction | None = None,
+    replicate: DeviceMesh | ProcessGroup | None = None,
+    elastic: Any = None,
+    compression: Compression | None = None,
+    transport: Transport | None = None,
+    monitoring: Monitoring | None = None,
+) -> Sync:
+    """Compress what the replicas of a model exchange; the training loop stays as it is.
+
+    Two things can be exchanged.  **Gradients**, sparsely, on every step: for SGD, whose steps are linear
+    in them.  **Updates**, the changes that the optimizer has made, in few bits, after every few local
+    steps: for AdamW, Muon and every other whose moments sparse gradients would distort
+    (``docs/optimizers.md``).
+
+    Args:
+        model: a ``DistributedDataParallel`` module without a communication hook, compiled or not; with
+            ``replicate`` any other: FSDP2's, a stage of a pipeline, tensor-parallel, plain
+            (``docs/fsdp.md``).  For updates also a plain module, equal on all ranks.
+        optimizer: the one that is used, or all of them; updates are counted by the steps of the last.
+        algorithm: for gradients a preset's name ("budgeted", the default, "auto", "oktopk", ...), or an
+            ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", threshold_period=128)``.  For updates
+            the name of a member of the family ("diloco", "sparseloco", ...), an ``OuterStep`` without a
+            model, or what ``OuterStep`` is to exchange with; None: 1 bit, every second step; "auto" with
+            DDP measures the group, and takes dense gradients where those are sooner at a loss.
+        density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected; an
+            ``AdaptiveDensity`` changes it as training goes on (gradients).  None: 1 %, of models below a
+            million parameters more, up to all of 46,000 (``default_density``); rank 0 says it, once.
+        exchange: "gradients", "updates", or "auto": updates if an optimizer is given that is not SGD, or
+            an ``algorithm`` that is only for them; rank 0 says which and why, once, and what is done
+            with the optimizer's steps.
+        correction: momentum, decay and clipping, applied to local gradients before they are accumulated.
+        replicate: the ranks that hold the same part of the model as this one: a one-dimensional mesh,
+            e.g. ``mesh["replicate"]``, or a process group.
+        elastic: a ``torchft.Manager`` whose ``pg`` is a ``sparsync.elastic.ElasticGroup``: ranks come and
+            go (``docs/elastic.md``).  The model is a plain one.
+        compression: units, dense parameters, warm-up, pipelines (``Compression``).
+        transport: what carries the messages, time limits, nodes (``Transport``).
+        monitoring: NaN and Inf, GradScaler, sentinel, logs (``Monitoring``).
+
+    Returns:
+        A handle with ``stats()``, ``state_dict()``, ``load_state_dict()``, ``no_sync()``, ``step()`` (for
+        pipelines, and for updates where no optimizer was given) and ``close()``; as a context manager it
+        closes itself.  For updates also ``shared()`` and ``finish()`` (``UpdateSync``).
+
+    Raises:
+        ConfigurationError: neither DDP nor ``replicate``, a container around DDP, a second attach,
+            unknown algorithm, bad density, an optimizer whose updates cannot be averaged
+            (``docs/optimizers.md``).  Later: the module runs inside DDP, an optimizer that was not given
+            steps parameters whose updates are exchanged.
+        PeerError: ranks disagree on any of it, or a rank is gone.
+        DeadlineError: a rank does not attach; it is named.
+
+    Cost: one thread and one gloo process group, and with zmq its sockets; memory n elements
+    (the residual) and O(k + n / P), see ``benchmarks/memory.md``; dense steps take 2 n more.  For updates
+    2 n, and 3 n / ``fragments`` for an exchange.
+    """
+    # engines are imported here, so that ``import sparsync`` brings none of them
+    from sparsync.exclusive import check_outermost, check_unattached
+    from sparsync.optimizers import check_stepped, plain_optimizers, treatment_of
+    from sparsync.presets import resolve
+    from sparsync.units import check_stepped_later
+    from sparsync.updates import OuterStep
+
+    for option, kind in (
+        (compression, Compression),
+        (transport, Transport),
+        (monitoring, Monitoring),
+    ):
+        if option is not None and not isinstance(option, kind):
+            raise ConfigurationError(
+                f"{kind.__name__.lower()} is {option!r}; give a sparsync.{kind.__name__}(...)"
+            )
+    if isinstance(inner := getattr(model, "_orig_mod", None), DistributedDataParallel):
+        model = inner  # of torch.compile: the same parameters and hooks
+    check_outermost(model)
+    check_unattached(model)
+    if isinstance(model, DistributedDataParallel):
+        check_stepped_later(model.module, model.parameters_to_ignore)
+    elif isinstance(model, nn.Module):
+        check_stepped_later(model)
+    given, optimizers = compression or Compression(), plain_optimizers(optimizer)
+    carried, watched = transport or Transport(), monitoring or Monitoring()
+    chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given)
+    decided = ""
+    if why and algorithm == "auto" and elastic is replicate is carried.hierarchy is None:
+        algorithm = None
+        if isinstance(model, DistributedDataParallel):
+            from sparsync.soonest import dense_or_updates  # where it is asked for
+
+            made = dense_or_updates(model, optimizers, carried)
+            decided = why = made.why
+            if made.choice == "dense":
+                chosen, algorithm, density = "gradients", "dense", 1.0
+                why += "; plain DDP does the same without attach"
+    outer = None
+    if chosen == "updates":
+        from sparsync.updates.engine import attach_updates, make_outer
+
+        check_stepped(optimizer)
+        outer = make_outer(algorithm, density, given)
+        treatment = treatment_of(optimizers, noise_correction=outer.noise_correction)
+        why_so = [text for text in (why, treatment) if text]
+    else:
+        why_so = [why] if why else []
+    if why_so and dist.is_initialized() and dist.get_rank() == 0:
+        say(f"exchanges {chosen}: {'; '.join(why_so)}")
+    if elastic is not None and replicate is not None:
+        raise ConfigurationError(
+            "elastic= is for plain modules, whole on every rank; omit replicate="
+        )
+    if outer is not None:
+        options = Options(outer.chosen, outer.density, None, given, carried, watched)
+        if elastic is not None:
+            from sparsync.elastic.updates import attach_elastic_updates
+
+            return attach_elastic_updates(model, optimizers, outer, options, elastic)
+        sync = attach_updates(model, optimizers, outer, options, replicate, advises=bool(why))
+        sync.decided = decided
+        return sync
+    assert not isinstance(algorithm, OuterStep)
+    resolved = resolve("budgeted" if algorithm is None else algorithm)
+    if density is None:
+        size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        sparse = default_density(size) < 1
+    elif not isinstance(density, AdaptiveDensity):
+        density = check_density(density)
+        sparse = density != 1
+    else:
+        sparse = True
+    for one in optimizers:
+        check_optimizer(one, correction, sparse=sparse and "dense" not in resolved.name)
+    completed = replace(
+        given,
+        unit_bytes=resolved.unit_bytes if given.unit_bytes is None else given.unit_bytes,
+        compress=given.compress or resolved.compress,
+    )
+    options = Options(resolved, density, correction, completed, carried, watched)
+    if elastic is not None:
+        from sparsync.elastic.gradients import attach_elastic  # torchft is needed for it alone
+
+        return attach_elastic(model, optimizers, options, elastic)
+    if replicate is None:
+        if given.schedule is not None or carried.world or not given.overlap:
+            raise ConfigurationError(
+                "Compression(schedule=..., overlap=False) and Transport(world=...) need replicate=; give "
+                "it, too"
+            )
+        from sparsync.gradients.ddp import attach_ddp
+
+        exchanged = attach_ddp(model, options)
+        exchanged.decided = decided
+        return exchanged
+    if isinstance(model, DistributedDataParallel) or carried.hierarchy is not None:
+        raise ConfigurationError(
+            "replicate= is for models without DDP, which knows its own ranks; omit it, or give the plain "
+            "module (for dense exchange inside a node: Transport(hierarchy=...) with DDP, or fully_shard)"
+        )
+    from sparsync.gradients.replicas import attach_replicas  # DTensor takes 0.4 s to import
+
+    return attach_replicas(model, options, replicate)
+
+
+def _chosen(
+    exchange: str,
+    algorithm: str | Algorithm | OuterStep | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    correction: Correction | None,
+    density: float | AdaptiveDensity | None,
+    compression: Compression,
+) -> tuple[str, str]:
+    """Return what is exchanged, and why if that was for ``attach`` to decide.
+
+    Raises:
+        ConfigurationError: an argument is for the other kind of exchange.
+    """
+    from sparsync.updates import OUTER_SETTINGS, OuterStep
+
+    if exchange not in ("auto", "gradients", "updates"):
+        raise ConfigurationError(
+            f"exchange is {exchange!r}; choose one of auto, gradients, updates"
+        )
+    for_updates = isinstance(algorithm, OuterStep) or algorithm in OUTER_SETTINGS
+    for_gradients = {
+        "correction=": correction is not None,
+        "AdaptiveDensity": isinstance(density, AdaptiveDensity),
+        "Compression(schedule=...)": compression.schedule is not None,
+    }
+    needs = next((name for name, there in for_gradients.items() if there), None)
+    if exchange == "gradients" and for_updates:
+        raise ConfigurationError(
+            f"algorithm {algorithm!r} exchanges updates; omit exchange='gradients', or name one of the "
+            "presets"
+        )
+    if needs and (exchange == "updates" or for_updates):
+        raise ConfigurationError(
+            f"{needs} is for gradients; omit it, or exchange='updates' and what asks for updates"
+        )
+    if exchange != "auto":
+        return exchange, ""
+    if for_updates:
+        return "updates", ""
+    others = [one for one in optimizers if not isinstance(one, torch.optim.SGD)]
+    if needs or not others:
+        return "gradients", ""
+    return "updates", (
+        f"{type(others[0]).__name__} steps by more than the gradient, which sparse averages would "
+        "distort (exchange='gradients' or 'updates' decides otherwise)"
+    )
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer | None,
+    correction: Correction | None = None,
+    *,
+    sparse: bool = False,
+) -> None:
+    """Refuse an optimizer that does again what the correction has done.
+
+    If only some entries of gradients are exchanged (``sparse``), warn of one that loses by it.
+    """
+    if optimizer is None:
+        return
+    name = type(optimizer).__name__
+    adaptive = isinstance(optimizer, _ADAPTIVE) or "betas" in optimizer.defaults
+    if adaptive and sparse:
+        warnings.warn(
+            f"{name} divides by its second moment, and rarely delivered entries distort that estimate: "
+            "expect 20 to 27 % more loss at 1 %. exchange='updates' keeps up with dense training; see "
+            "docs/optimizers.md",
+            stacklevel=3,  # the caller of attach
+        )
+    if correction is None:
+        return
+    if correction.momentum and adaptive:
+        raise ConfigurationError(
+            f"momentum correction is for SGD, but the optimizer is {name}, which divides by "
+            "moments of its own; omit the correction, and updates are exchanged"
+        )
+    for group in optimizer.param_groups:
+        for what in ("momentum", "weight_decay"):
+            if getattr(correction, what) and group.get(what):
+                raise ConfigurationError(
+                    f"{name} has {what} {group[what]}, which the correction does before the "
+                    f"exchange ({what}={getattr(correction, what)}): it would be applied twice; "
+                    f"build the optimizer with {what}=0"
+                )

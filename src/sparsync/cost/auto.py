@@ -1,0 +1,210 @@
+"""Auto: the planner chooses the collective of each unit, and measurements correct its predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, final
+
+import torch
+
+from sparsync.algorithm import Algorithm
+from sparsync.collectives.collective import Collective, Reduced
+from sparsync.cost.machine import Machine
+from sparsync.cost.planner import Plan, plan
+from sparsync.errors import ConfigurationError, require
+from sparsync.sparse import Vector
+from sparsync.state import parse_parts
+from sparsync.transports.communicator import Communicator
+
+__all__ = ["Auto", "AutoState"]
+
+_WEIGHT = 0.5  # of a new measurement in its candidate's factor
+
+
+@dataclass(frozen=True)
+class AutoState:
+    """The choice, and what measurements said of the candidates.
+
+    Arithmetic alone changes it: ranks that are given the same seconds go the same way.  A candidate that
+    was never used is taken at its prediction: so each that promises enough is tried, once, and judged by
+    its own factor afterwards.
+
+    Example:
+        >>> state = AutoState(choice=0, factors=(None, None))
+        >>> for _ in range(3):
+        ...     state = state.checked({0: 0.01, 1: 0.02}, measured=0.1, gain=0.1, patience=3)
+        >>> state.choice, state.factors
+        (1, (10.0, None))
+    """
+
+    choice: int = -1  # number of the candidate in use; -1 before the first step
+    streak: int = 0  # comparisons in a row that favoured another
+    factors: tuple[float | None, ...] = ()  # measured over predicted seconds; None: never measured
+    parts: tuple[Any, ...] = ()  # the candidates' own states
+
+    def checked(
+        self, predicted: Mapping[int, float], measured: float, *, gain: float, patience: int
+    ) -> AutoState:
+        """Return what follows from one more measurement; ``choice`` may be another one then.
+
+        ``predicted``: seconds by candidate, the fastest first; without the choice, where a budget has
+        ruled it out since.  ``measured``: seconds that the choice took, the same on all ranks.
+        """
+        if self.choice not in predicted:
+            return replace(self, choice=next(iter(predicted)))
+        factors = list(self.factors)
+        fresh = measured / predicted[self.choice] if predicted[self.choice] else 1.0
+        last = factors[self.choice]
+        factors[self.choice] = fresh if last is None else fresh + (1 - _WEIGHT) * (last - fresh)
+        known = {i: 1.0 if factor is None else factor for i, factor in enumerate(factors)}
+        corrected = {i: known[i] * seconds for i, seconds in predicted.items()}
+        best = min(corrected, key=corrected.__getitem__)
+        if corrected[best] >= (1 - gain) * corrected[self.choice]:
+            return replace(self, factors=tuple(factors), streak=0)
+        if self.streak + 1 < patience:
+            return replace(self, factors=tuple(factors), streak=self.streak + 1)
+        return replace(self, choice=best, factors=tuple(factors), streak=0)
+
+
+@final
+class Auto(Collective):
+    """The planner's choice among collectives, compared with what is measured while training.
+
+    The first step tells n, k and P: the plan is made, the same on all ranks.  Its entries are selected
+    by then, so dense may begin on the second.  Every ``check_period`` steps the ranks agree on what an
+    exchange took: the least of their means, for a rank that arrives early also measures its wait for the
+    others.  That gives a factor per candidate, and a change to another that promises enough.
+
+    Args: as for the preset, ``sparsync.presets.auto``; candidates select k entries or everything.
+
+    Cost: that of the choice, and one allreduce of 8 bytes per check.   State: ``AutoState``.
+    Differs from the paper: none describes it.
+
+    Example:
+        >>> from sparsync.collectives import Allgather, Dense
+        >>> from sparsync.selection import Everything, Exact
+        >>> from sparsync.sparse import SparseVector
+        >>> from sparsync.transports.sim import simulate
+        >>> dense = Algorithm("dense", Everything, Dense)
+        >>> async def program(comm):
+        ...     mine = SparseVector.from_dense(torch.eye(9)[comm.rank])
+        ...     summed = Auto([dense, Algorithm("allgather", Exact, Allgather)])
+        ...     reduced = await summed.reduce(comm, mine, k=1, step=0)
+        ...     return reduced.total.nnz, summed.name
+        >>> simulate(program, world_size=3).results[2]
+        (3, 'allgather')
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Algorithm],
+        machine: Machine = Machine(),  # noqa: B008 (frozen)
+        budget: float | None = None,
+        check_period: int | None = 50,
+        *,
+        gain: float = 0.1,
+        patience: int = 2,
+    ) -> None:
+        for name, value, good, expected in (
+            ("check_period", check_period, check_period is None or check_period >= 1, "1 or None"),
+            ("gain", gain, 0 <= gain < 1, "a part in [0, 1), e.g. 0.1"),
+            ("patience", patience, patience >= 1, "at least 1 check"),
+        ):
+            require(good, f"auto: {name} is {value}; give {expected}")
+        self.candidates = tuple(algorithm.name for algorithm in candidates)
+        self.machine, self.budget, self.check_period = machine, budget, check_period
+        self.gain, self.patience = gain, patience
+        self._plannable = list(candidates)
+        self._parts = [algorithm.make_collective() for algorithm in candidates]
+        self._state = AutoState(factors=(None,) * len(self.candidates))
+        self._seconds: list[float] = []  # this rank's, since the last check: no state, it differs
+        self._why = "the first step is not planned yet"
+        sparse = [i for i, part in enumerate(self._parts) if not part.whole]
+        self._first = sparse[0] if sparse else 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether dense is the choice: everything is to be selected."""
+        return self._parts[self._index].whole
+
+    @property
+    def name(self) -> str:
+        """Name of the choice."""
+        return self.candidates[self._index]
+
+    def explain(self) -> str:
+        """Say what is used, and why."""
+        known = zip(self.candidates, self._state.factors, strict=True)
+        factors = ", ".join(f"{name} {f:.3g} x" for name, f in known if f is not None)
+        measured = f"; measured over predicted: {factors}" if factors else ""
+        return f"{self.name}: {self._why}{measured}"
+
+    async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
+        """Run the choice; every ``check_period`` steps, compare it with its prediction."""
+        part = self._parts[self._index]
+        if self._state.choice < 0 and comm.world_size > 1:
+            made = self._planned(selected.size, k, comm.world_size)
+            fastest = [self._parts[self.candidates.index(p.collective)] for p in made.table]
+            part = next((p for p in fastest if p.whole == part.whole), part)
+            self._state = replace(self._state, choice=self.candidates.index(made.choice))
+        started = comm.now
+        reduced = await part.reduce(comm, selected, k, step)
+        if comm.world_size == 1:
+            return reduced
+        if part is self._parts[self._index]:
+            self._seconds.append(comm.now - started)
+        if self.check_period and (step + 1) % self.check_period == 0 and self._seconds:
+            await self._check(comm, self._planned(selected.size, k, comm.world_size))
+        return reduced
+
+    @property
+    def _index(self) -> int:
+        return self._first if self._state.choice < 0 else self._state.choice
+
+    def _planned(self, size: int, k: int, world_size: int) -> Plan:
+        made = plan(size, world_size, self.machine, self._plannable, k=k, budget_bytes=self.budget)
+        self._why = made.why
+        return made
+
+    async def _check(self, comm: Communicator, made: Plan) -> None:
+        """Compare the mean exchange with its prediction; change to what is better."""
+        mine = torch.tensor([fmean(self._seconds)], dtype=torch.float64)
+        self._seconds.clear()
+        measured = float(await comm.allreduce(mine, "plan", op="min"))
+        table = {self.candidates.index(p.collective): p for p in made.table}
+        choice = table.get(self._state.choice)
+        whole = measured + (choice.seconds_selection if choice else 0.0)
+        predicted = {i: prediction.seconds for i, prediction in table.items()}
+        self._state = self._state.checked(predicted, whole, gain=self.gain, patience=self.patience)
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> AutoState:
+        """The choice, and the states of all candidates."""
+        return replace(self._state, parts=tuple(part.state for part in self._parts))
+
+    @state.setter
+    def state(self, state: AutoState) -> None:
+        self._state = replace(state, parts=())
+        for part, its in zip(self._parts, state.parts, strict=True):
+            part.state = its
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers, and the states of all candidates."""
+        own = {**vars(self._state), "factors": list(self._state.factors)}
+        return {**own, "parts": [part.state_dict() for part in self._parts]}
+
+    def parsed_state(self, state: Mapping[str, Any]) -> AutoState:
+        """Return the state object of a saved dictionary."""
+        saved = dict(state) if isinstance(state, Mapping) else {}
+        parts = parse_parts(self, self._parts, saved.pop("parts", None))
+        own: AutoState = super().parsed_state({**saved, "parts": ()})
+        if not -1 <= own.choice < len(self.candidates) or len(own.factors) != len(self.candidates):
+            raise ConfigurationError(
+                f"the saved state of Auto has choice {own.choice} among {len(own.factors)}, this run "
+                f"{len(self.candidates)} candidates; load it with the candidates it was saved with"
+            )
+        return replace(own, parts=parts)

@@ -1,0 +1,233 @@
+"""``attach(model, optimizer, elastic=manager)``: gradients exchanged by whoever is there.
+
+In every step torchft's manager is asked for a quorum while the forward pass runs.  If it is another one
+than before, or an exchange breaks off, its members call the roll (``members``) before they go on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.elastic.attendance import Attendance, ElasticHandle, check_options
+from sparsync.elastic.catch_up import Rates, keep_gradients, load_copy, make_copy, rates_of, repeat
+from sparsync.elastic.group import group_of
+from sparsync.errors import CommunicationError, ConfigurationError, PeerError
+from sparsync.feedback.facts import weights_digest
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.schedule import AdaptiveDensity
+from sparsync.feedback.state import rescale_
+from sparsync.gradients.consensus import PartsConsensus
+from sparsync.gradients.replicas import ReplicaStep, ReplicaSync
+from sparsync.gradients.runs import Run
+from sparsync.gradients.shards import Fsdp, Shard, shards_of
+from sparsync.handle import Hook, Step
+from sparsync.monitoring import sink_of
+from sparsync.options import Options
+from sparsync.sparse import Vector
+from sparsync.transports.driver import run, together
+from sparsync.transports.groups import SoloCommunicator
+
+__all__ = ["ElasticSync", "attach_elastic"]
+
+
+def attach_elastic(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: Options, manager: Any
+) -> ElasticSync:
+    """Exchange gradients with the ranks of the present quorum; see ``attach``."""
+    check_options(options, optimizers)
+    given, watched = options.compression, options.monitoring
+    if isinstance(options.density, AdaptiveDensity):
+        raise ConfigurationError("AdaptiveDensity is not for elastic=; omit one of them")
+    group = group_of(manager)
+    shards = shards_of(model, ())
+    parted = next((shard.name for shard in shards if shard.piece is not None), None)
+    if parted is not None or isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigurationError(
+            "elastic= is for a plain module, whole on every rank: DDP and shards keep process groups "
+            f"that cannot change ({parted or 'DistributedDataParallel'}); give the module itself"
+        )
+    elements = sum(shard.parameter.numel() for shard in shards)
+    options = options.for_size(elements, says=True)  # every process comes by itself
+    assert options.density is not None
+    names = [shard.name for shard in shards]
+    consensus = PartsConsensus(SoloCommunicator(), {n: i for i, n in enumerate(sorted(names))})
+    reducer = Reducer(
+        group.comm,
+        options.units([(shard.name, shard.parameter) for shard in shards], model),
+        run(options.algorithm.on(group.comm)),
+        options.density,
+        given.warmup(),
+        None,
+        watched.xi_period,
+        consensus,
+        None if watched.log is None else sink_of(watched.log, 0),
+    )
+    return ElasticSync(model, reducer, shards, consensus, options, manager, optimizers)
+
+
+@final
+class ElasticSync(ElasticHandle, ReplicaSync):
+    """The handle of a model whose ranks come and go."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reducer: Reducer,
+        shards: Sequence[Shard],
+        consensus: PartsConsensus,
+        options: Options,
+        manager: Any,
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        super().__init__(model, reducer, shards, Fsdp(model), consensus, ExitStack(), options, None)
+        self._optimizers = list(optimizers)
+        parameters, its = list(self._parameters.values()), self._optimizers
+        self._attend(
+            Attendance(
+                manager,
+                reducer,
+                lambda: weights_digest(parameters),
+                lambda: rates_of(its),
+                nonfinite=self._nonfinite,
+            )
+        )
+        self._compared = True  # the roll does
+        self._missed = self._exchanged = False
+        self._rates: dict[int, Rates] = {}  # by step, since a copy was offered
+        self._follow(model)
+
+    def _follow(self, model: nn.Module) -> None:
+        """Watch forward passes and optimizers until ``close``."""
+        me = weakref.ref(self)
+
+        def before_forward(_module: Any, _inputs: Any) -> None:
+            if (sync := me()) is not None and torch.is_grad_enabled():
+                sync._notice.watch()
+                sync.attendance.ask()
+
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (sync := me()) is not None:
+                sync._before_step(optimizer)
+
+        handles: list[Any] = [model.register_forward_pre_hook(Hook(before_forward))]
+        handles += [one.register_step_pre_hook(Hook(before_step)) for one in self._optimizers]
+        for handle in handles:
+            self.on_close.callback(handle.remove)
+
+    def finish(self) -> None:
+        """Wait until all ranks have applied the last step; call it after the last one."""
+        model = self._plain()
+        assert model is not None
+
+        def copy() -> memoryview:
+            return make_copy(model, self._optimizers)
+
+        with self.reducer.comm.ledger.outside_steps():
+            taken = self._engine.submit(lambda: self.attendance.end(copy)).result()
+        if taken is not None:
+            load_copy(taken, model, self._optimizers)
+
+    # ---- a step ------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        """Wait for the quorum before the first gradient is accumulated."""
+        self._check_here()
+        if self._before is None:
+            self._before = self.reducer.step, self.reducer.comm.ledger.set_up()
+        self._engine.submit(self.attendance.ready).result()
+        if self._scaler is not None:
+            rescale_(self.reducer, self._scaler.get_scale())
+
+    def _accumulate(self, run: Run, gradient: Tensor, parameters: Sequence[Tensor]) -> None:
+        """Accumulate, or nothing: of weights that are not the others', gradients do not count."""
+        if not self.attendance.members.counts:
+            gradient.zero_()
+        super()._accumulate(run, gradient, parameters)
+
+    def _finish(self, this: Step) -> None:
+        """Exchange and commit, then go on to the next step with whoever is there."""
+        step, skipped = self.reducer.step, self.reducer.skipped
+        self._exchanged = False
+        try:
+            super()._finish(this)
+        finally:
+            if self._exchanged:
+                self.attendance.close(step, applied=self.reducer.skipped == skipped)
+
+    def _averages(self, this: Step) -> list[Vector] | None:
+        """Exchange until a group has all of the step, then commit; None: others did without this rank."""
+        assert isinstance(this, ReplicaStep)
+
+        async def attempt() -> None:
+            reducer = self.reducer
+            units = [reducer.exchange(unit) for unit in range(len(reducer.units))]
+            used = self._parts.share_used(reducer.channel("used"), this.came)
+            await together([*units, used, reducer.share()])
+            await self._agree()
+
+        try:
+            for job in this.jobs:
+                job.result()
+            run(self._agree())
+        except CommunicationError as error:
+            if not self.attendance.persist(error, attempt, missed=lambda: False):
+                self._missed = True
+                return None
+        self._exchanged = True
+        return self.reducer.commit(propagate_nonfinite=self._nonfinite == "propagate")
+
+    async def _agree(self) -> None:
+        model = self._plain()
+        assert model is not None
+        self.attendance.offer(lambda: make_copy(model, self._optimizers))
+        await self.attendance.agree(self._told)
+
+    def _told(self) -> dict[str, Any]:
+        """Return what repeats the steps since the copy was made, and the states to take over."""
+        present = rates_of(self._optimizers)
+        mine = {"rates": self._rates, "present": present, "weights": self._weights()}
+        return {**super()._told(), **mine}
+
+    def _settle(self, this: Step, finished: Future[None]) -> bool:
+        """Wait for the averages; if this rank has caught up, bring its weights to where they apply."""
+        settled, attendance = super()._settle(this, finished), self.attendance
+        self._engine.submit(attendance.members.start_copy)
+        extras, catch_up = attendance.extras, attendance.catch_up
+        if extras is not None and catch_up is not None:
+            attendance.extras = attendance.catch_up = None
+            model, step = self._plain(), self.reducer.step - 1
+            assert model is not None
+            repeat(catch_up, step, extras["rates"], model, self._optimizers)
+            self._take_over(extras, self._optimizers)
+            if self._weights() != extras["weights"]:
+                place = self.reducer.comm.ledger.place(step)
+                raise PeerError(
+                    f"{place}: the weights that this rank has caught up with are not those of the "
+                    "others; is all that is done between backward() and the optimizer's step equal on "
+                    "all ranks, and done to gradients alone?"
+                )
+        if self.left:
+            self._end_of_leaving()
+        missed, self._missed = self._missed, False
+        return settled and not missed and not self.left
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep what repeats this step on a rank that catches up, or on this one."""
+        number = next(i for i, one in enumerate(self._optimizers) if one is optimizer)
+        step, attendance = self.reducer.step - 1, self.attendance
+        if attendance.catch_up is not None and attendance.members.behind:
+            keep_gradients(attendance.catch_up, step, number, optimizer)
+        elif not attendance.offered:
+            self._rates.clear()
+        elif number == len(self._optimizers) - 1:
+            self._rates[step] = rates_of(self._optimizers)
+
+    def _weights(self) -> str:
+        return weights_digest(self._parameters.values())

@@ -1,0 +1,126 @@
+"""Compare a reducer's set-up across ranks, and report its numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.state import STATE_VERSION
+from sparsync.state import Stateful
+from sparsync.transports.agree import agree, digest
+from sparsync.transports.driver import run
+from sparsync.transports.ledger import STAGES, Traffic
+from sparsync.wire.codec import Codec
+
+__all__ = ["agree_on_reducer", "number_of", "reducer_stats", "set_up_digest", "weights_digest"]
+
+
+def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
+    """Compare the set-up of a reducer, and further settings, with all ranks.
+
+    Raises:
+        PeerError: names what differs and on which ranks.
+    """
+    run(agree(reducer.comm, _facts(reducer, settings)))
+
+
+def set_up_digest(reducer: Reducer, **settings: object) -> int:
+    """Return a number in 63 bits that is another one where ``agree_on_reducer`` would refuse."""
+    text = "".join(f"{name}={value};" for name, value in _facts(reducer, settings).items())
+    return number_of(text)
+
+
+def number_of(text: str) -> int:
+    """Return a number in 63 bits that is another one for another text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object]:
+    parameters = [(slot.name, slot.size) for unit in reducer.units for slot in unit.slots]
+    return {
+        "the version of the saved state": STATE_VERSION,
+        "the algorithm": reducer.algorithm.name,
+        "its options": reducer.algorithm.options,
+        "settings": ", ".join(f"{name}={value}" for name, value in sorted(settings.items())),
+        "its parts": [_settings(p) for p in (*reducer.selectors, *reducer.collectives)],
+        "density": reducer.plan.adaptive or reducer.plan.density,
+        "xi_period": reducer.xi_period,
+        "the warm-up": reducer.plan.warmup,
+        "the correction": reducer.correction,
+        "the parameters (names and sizes)": parameters,
+        "the units (parameters of each, dtypes, dense or not, output or not)": [
+            (len(unit.slots), str(unit.dtype), unit.dense, unit.output) for unit in reducer.units
+        ],
+    }
+
+
+def _settings(part: Stateful) -> tuple[object, ...]:
+    """Return the type of a selector or collective, and those of its settings that are plain values."""
+    plain = (bool, int, float, str, type(None), Codec)
+    kept = [(k, repr(v)) for k, v in sorted(vars(part).items()) if isinstance(v, plain)]
+    return (type(part).__name__, *(pair for pair in kept if not pair[0].startswith("_")))
+
+
+def weights_digest(parameters: Iterable[Tensor]) -> str:
+    """Return a fingerprint of weights, equal for equal weights alone (see ``digest``)."""
+    return hashlib.sha256(" ".join(map(digest, parameters)).encode()).hexdigest()
+
+
+def reducer_stats(
+    reducer: Reducer, steps: int | None = None, before: tuple[int, Traffic] | None = None
+) -> dict[str, Any]:
+    """Return plain numbers about the run so far: steps, bytes per phase, residual norms.
+
+    An exchange follows one or more local steps of an optimizer: ``steps``, by default as many as
+    exchanges.  Means over local steps leave out those ``before`` this process, what was sent before its
+    first one, and what was sent outside of steps: by ``finish``.
+    """
+    ledger = reducer.comm.ledger
+    total, (resumed, set_up) = ledger.of_steps(), before or (0, Traffic())
+    local_steps = reducer.step if steps is None else steps
+    count = max(local_steps - resumed, 1)
+    return {
+        "algorithm": reducer.algorithm.name,
+        "density": reducer.plan.density,
+        "scale": reducer.scale,
+        "local_steps": local_steps,
+        "exchanges": reducer.step,
+        "refused_exchanges": reducer.skipped,
+        "units": [
+            {"parameters": len(u.slots), "size": u.size, "k": k}
+            for u, k in zip(reducer.units, reducer.plan.quotas, strict=True)
+        ],
+        "bytes_sent_last_exchange": ledger.last_step.sent,
+        "bytes_received_last_exchange": ledger.last_step.received,
+        "bytes_sent_per_local_step": (total.sent - set_up.sent) / count,
+        "bytes_received_per_local_step": (total.received - set_up.received) / count,
+        "bytes_sent_per_exchange_max": ledger.sent_max,
+        "bytes_received_per_exchange_max": ledger.received_max,
+        "bytes_sent_by_finish": ledger.outside.sent,
+        "bytes_received_by_finish": ledger.outside.received,
+        "phases": {phase: t.as_dict() for phase, t in ledger.by_phase().items()},
+        "stages": {stage: ledger.stages.get(stage, 0.0) for stage in STAGES},
+        "layers": [
+            {
+                "name": slot.name,
+                "size": slot.size,
+                "unit": number,
+                "method": "dense" if unit.dense else selector.method(4 * slot.size),
+            }
+            for number, unit, selector in zip(
+                range(len(reducer.units)), reducer.units, reducer.selectors, strict=True
+            )
+            for slot in unit.slots
+        ],
+        "choices": [c.explain() for c in reducer.collectives],
+        "lost_norm": [float(torch.linalg.vector_norm(v.values)) for v in reducer.lost],
+        "residual_norm": [
+            0.0 if r.value is None else float(torch.linalg.vector_norm(r.value)) / reducer.scale
+            for r in reducer.residuals
+        ],
+    }

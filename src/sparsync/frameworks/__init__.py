@@ -1,0 +1,1 @@
+"""Accelerate, Lightning and the Hugging Face Trainer: one module each."""

@@ -1,0 +1,94 @@
+"""Accelerate: ``sync = attach(accelerator, model)``, after ``accelerator.prepare``.
+
+``accelerator.save_state`` and ``load_state`` then keep every rank's state as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparsync.errors import ConfigurationError
+from sparsync.frameworks.common import attach_wrapped, replace_method, resume, save_beside
+from sparsync.handle import Sync
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+__all__ = ["attach"]
+
+
+def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> Sync:
+    """Exchange little between replicas of a prepared model; the training loop stays as it is.
+
+    Args:
+        accelerator: the one that prepared the model.
+        model: what ``accelerator.prepare`` returned.
+        options: of ``sparsync.attach``.  ``optimizer`` are the prepared ones that have parameters of the
+            model, ``scaler`` is the accelerator's.
+
+    Returns:
+        The handle of ``sparsync.attach``.  From now on ``accelerator.save_state(folder)`` writes this
+        rank's state to ``folder/sparsync``, and ``load_state(folder)`` reads it, until ``close()``.
+
+    Raises:
+        ConfigurationError: the model was not prepared, Accelerate runs a single process, or what
+            ``sparsync.attach`` refuses.
+        PeerError: ranks disagree.
+    """
+    inner = accelerator.unwrap_model(model)  # on CPU Accelerate keeps models without their DDP
+    prepared = [accelerator.unwrap_model(one) is inner for one in accelerator._models]
+    if not any(prepared):
+        raise ConfigurationError(
+            f"this {type(model).__name__} is none of the accelerator's {len(prepared)} prepared models; "
+            "call model = accelerator.prepare(model) before attach"
+        )
+    # the second model's folder is sparsync_1, as Accelerate counts
+    name = f"sparsync_{prepared.index(True)}".removesuffix("_0")
+    how = "start several: torchrun --nproc-per-node 2 ... (accelerate launch starts one on a CPU)"
+    sync = attach_wrapped(model, accelerator._optimizers, options, how, accelerator.scaler)
+
+    def save(models: Any, weights: Any, folder: str) -> None:
+        save_beside(sync, model, Path(folder) / name)
+
+    sync.on_close.callback(accelerator.register_save_state_pre_hook(save).remove)
+    loading = accelerator.load_state
+    if not isinstance(loading, _Loading):
+        loading = _Loading(accelerator)
+    loading.models[name] = sync, model
+    sync.on_close.callback(loading.forget, name)
+    return sync
+
+
+class _Loading:
+    """``Accelerator.load_state`` that also resumes the attached models, until the last is closed.
+
+    Hooks would know the folder, but run before the weights are loaded.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.models: dict[str, tuple[Sync, torch.nn.Module]] = {}  # by the name of their folder
+        self._load_state, self._folder = accelerator.load_state, ""
+        functools.update_wrapper(self, self._load_state)
+        self._undo = ExitStack()
+        self._undo.callback(accelerator.register_load_state_pre_hook(self._note).remove)
+        self._undo.callback(replace_method(accelerator, "load_state", self))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._load_state(*args, **kwargs)
+        for name, (sync, model) in self.models.items():
+            resume(sync, model, Path(self._folder, name))
+        return result
+
+    def forget(self, name: str) -> None:
+        """Resume a model no more."""
+        del self.models[name]
+        if not self.models:
+            self._undo.close()
+
+    def _note(self, models: Any, folder: str) -> None:
+        self._folder = folder

@@ -1,0 +1,135 @@
+"""Attach and resume: what Accelerate, Lightning and the Hugging Face Trainer have in common."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsync.attach import attach
+from sparsync.checkpoint.files import states_in
+from sparsync.checkpoint.save_load import load_states, save_state
+from sparsync.errors import ConfigurationError
+from sparsync.feedback.facts import weights_digest
+from sparsync.handle import Sync
+from sparsync.options import Monitoring
+from sparsync.transports.agree import agree
+from sparsync.transports.driver import run
+from sparsync.updates.engine import UpdateSync
+
+__all__ = ["attach_wrapped", "missing", "replace_method", "resume", "save_beside"]
+
+
+def missing(framework: str, error: ImportError) -> ConfigurationError:
+    """Return what to raise where a framework cannot be imported."""
+    return ConfigurationError(
+        f"sparsync.frameworks.{framework} needs {framework}, which cannot be imported ({error}): "
+        f"pip install {framework}"
+    )
+
+
+def replace_method(owner: Any, name: str, method: Any) -> Callable[[], None]:
+    """Replace a method, or an attribute, of one object; return a function that restores the former.
+
+    What somebody else has replaced in the meantime stays as it is.
+    """
+    former = vars(owner).get(name)
+    setattr(owner, name, method)
+
+    def restore() -> None:
+        if vars(owner).get(name) is not method:
+            return
+        if former is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, former)
+
+    return restore
+
+
+def attach_wrapped(
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: dict[str, Any],
+    how: str,
+    scaler: Any = None,
+) -> Sync:
+    """Attach to the module that a framework wrapped, and maybe compiled, for training.
+
+    ``attach`` gets the optimizers that have parameters of the model.  ``options`` take precedence over
+    the framework's ``scaler``; ``how`` tells the user how to make the framework start several processes.
+    """
+    wrapped: Any = getattr(model, "_orig_mod", model)  # a compiled DDP model
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if alone and not isinstance(wrapped, DistributedDataParallel):
+        raise ConfigurationError(
+            f"training runs in a single process, which exchanges nothing; {how}, or omit sparsync"
+        )
+    trained = set(model.parameters())
+    its = [
+        one
+        for one in optimizers
+        if not trained.isdisjoint(p for group in one.param_groups for p in group["params"])
+    ]
+    if its:
+        options = {"optimizer": its, **options}
+    monitoring = options.get("monitoring") or Monitoring()
+    if monitoring.scaler is None:
+        monitoring = replace(monitoring, scaler=scaler)
+    sync: Sync = attach(wrapped, **{**options, "monitoring": monitoring})
+    return sync
+
+
+def save_beside(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
+    """Write this rank's state into a folder of a framework's checkpoint, without asking other ranks.
+
+    With it goes a digest of the weights: a job may end after this and before the framework has written
+    them, or the other way round.
+    """
+    save_state(sync, folder, _weights(sync, model))
+    for seat, file in states_in(folder).items():
+        if seat.ranks != sync.reducer.comm.world_size:  # left over from an older run
+            file.unlink(missing_ok=True)
+
+
+def resume(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
+    """Load what ``save_beside`` wrote once the weights are loaded; all ranks call it.
+
+    A checkpoint of a run without sparsync has no such folder: then residuals stay as they are, and a
+    warning says so.
+
+    Raises:
+        PeerError: some ranks see a folder and others do not.
+        CheckpointError, ConfigurationError: see ``load_states``; the weights are others than those that
+            the state was saved with.
+    """
+    present = folder.is_dir()
+    run(agree(sync.reducer.comm, {f"whether there is a saved state in {folder}": present}))
+    if present:
+        load_states(sync, folder, _weights(sync, model))
+    else:
+        warnings.warn(
+            f"the checkpoint has no sparsync state in {folder}: residuals start at zero, as in a new "
+            "run; if it was saved with sparsync, copy that folder, too",
+            stacklevel=2,
+        )
+
+
+def _weights(sync: Sync, model: torch.nn.Module) -> str:
+    """Return a digest of a model's weights, as a framework saves them.
+
+    None of shards, which may be cut in another way later; nor, where updates are exchanged, on ranks
+    other than 0: frameworks save the weights of rank 0.
+    """
+    if isinstance(sync, UpdateSync) and sync.reducer.comm.rank:
+        return ""
+    parameters = list(model.parameters())
+    if any(hasattr(parameter, "to_local") for parameter in parameters):
+        return ""
+    return weights_digest(parameters)

@@ -1,0 +1,154 @@
+"""Lightning: ``Trainer(strategy="ddp", callbacks=[SparsyncCallback()])``.
+
+Next to every checkpoint ``NAME.ckpt`` it writes ``NAME.ckpt.sparsync`` with every rank's state, and
+``trainer.fit(ckpt_path=...)`` reads it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from sparsync.errors import ConfigurationError
+from sparsync.frameworks.common import (
+    attach_wrapped,
+    missing,
+    replace_method,
+    resume,
+    save_beside,
+)
+from sparsync.handle import Sync
+from sparsync.updates.engine import UpdateSync
+
+try:
+    from lightning.pytorch.callbacks import Callback
+except ImportError as error:
+    raise missing("lightning", error) from error
+
+__all__ = ["SparsyncCallback"]
+
+_SUFFIX: Final = ".sparsync"
+_FOLLOWER: Final = "_sparsync"  # attribute of a strategy: the callback that replaced its methods
+
+
+class SparsyncCallback(Callback):
+    """Attaches sparsync when training starts, saves with every checkpoint, resumes with the Trainer.
+
+    Args:
+        options: of ``sparsync.attach``.  ``optimizer`` are the module's, ``scaler`` is that of the
+            Trainer's precision plugin.
+
+    Attributes:
+        sync: the handle of ``sparsync.attach``; None before training starts.
+
+    Raises:
+        ConfigurationError, PeerError: see ``sparsync.attach``; from ``trainer.fit``.
+
+    A module with several optimizers, i.e. manual optimization, needs
+    ``strategy="ddp_find_unused_parameters_true"``.  Of gradients each ``manual_backward`` is then a step,
+    which delivers residuals to the parameters of all optimizers: zero gradients after ``step()``, not
+    before ``manual_backward``.  Of updates the steps of the last optimizer count.
+
+    Where updates are exchanged, the Trainer validates the weights that all ranks share.
+
+    Lightning neither tells a callback the path of a checkpoint nor lets ranks other than 0 write one:
+    so the strategy's ``save_checkpoint`` and ``remove_checkpoint``, which all ranks call, are replaced
+    until ``close()``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.sync: Sync | None = None
+        self._options = options
+        self._followed = ExitStack()  # restores the methods of the strategy
+        self._module: Any = None  # that was trained last
+        self._shown = ExitStack()  # while the shared weights are validated
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach to the wrapped module, after everything else was restored and before a gradient."""
+        self._follow(trainer)
+        for checkpoints in trainer.checkpoint_callbacks:
+            _folder(getattr(checkpoints, "dirpath", None) or trainer.default_root_dir)
+        how = 'give Trainer(strategy="ddp", devices=2)'
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        sync = attach_wrapped(
+            trainer.strategy.model, trainer.optimizers, self._options, how, scaler
+        )
+        former, self.sync = self.sync, sync
+        if trainer.ckpt_path:
+            resume(sync, pl_module, _folder(trainer.ckpt_path))
+        elif former is not None and self._module is pl_module and not isinstance(sync, UpdateSync):
+            sync.load_state_dict(former.state_dict())  # a second fit: what waits goes on
+        self._module = pl_module
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Show the shared weights."""
+        fits = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if fits and isinstance(self.sync, UpdateSync):
+            self._shown.enter_context(self.sync.shared())
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Bring the rank's own weights back, before checkpoints are written."""
+        self._shown.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Bring the rank's own weights back."""
+        self._shown.close()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave replicas equal, where updates were exchanged."""
+        if isinstance(self.sync, UpdateSync):
+            self.sync.finish()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """End the engine thread and its process group; ``sync.stats()`` stays readable."""
+        if stage == "fit" and self.sync is not None:
+            self.sync.close()
+
+    def close(self) -> None:
+        """Leave the Trainer, whose checkpoints then hold no state of sparsync; ends the exchange."""
+        self._followed.close()
+        if self.sync is not None:
+            self.sync.close()
+
+    def _follow(self, trainer: Any) -> None:
+        """Save, and remove, every rank's state with each of the Trainer's checkpoints."""
+        strategy = trainer.strategy
+        former = getattr(strategy, _FOLLOWER, None)
+        if former is self:
+            return
+        if former is not None:
+            former.close()
+        self._followed.close()
+        save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
+
+        def save_checkpoint(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+            if self.sync is not None and "callbacks" in checkpoint:  # else: weights only
+                save_beside(self.sync, self._module, _folder(filepath))
+            save(checkpoint, filepath, *args, **kwargs)
+
+        def remove_checkpoint(filepath: Any) -> None:
+            remove(filepath)
+            if trainer.local_rank == 0:
+                shutil.rmtree(_folder(filepath), ignore_errors=True)
+
+        replaced = {"save_checkpoint": save_checkpoint, "remove_checkpoint": remove_checkpoint}
+        for name, value in {**replaced, _FOLLOWER: self}.items():
+            self._followed.callback(replace_method(strategy, name, value))
+
+
+def _folder(checkpoint: Path | str) -> Path:
+    """Return where the ranks' states of a checkpoint are; a link's are its target's.
+
+    Raises:
+        ConfigurationError: the checkpoint is not on a file system.
+    """
+    path = str(checkpoint)
+    if "://" in path and not path.startswith("file://"):
+        raise ConfigurationError(
+            f"every rank saves its state next to the checkpoint, which needs a folder, not {path}; give "
+            "ModelCheckpoint(dirpath=...) a local or mounted one, and copy it from there"
+        )
+    real = Path(path.removeprefix("file://")).resolve()
+    return real.with_name(real.name + _SUFFIX)

@@ -1,0 +1,126 @@
+"""Hugging Face Trainer: ``trainer.add_callback(SparsyncCallback(trainer))``.
+
+Every ``checkpoint-N`` then holds every rank's state, and ``resume_from_checkpoint=`` reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+from sparsync.errors import ConfigurationError
+from sparsync.frameworks.common import (
+    attach_wrapped,
+    missing,
+    replace_method,
+    resume,
+    save_beside,
+)
+from sparsync.handle import Sync
+from sparsync.updates.engine import UpdateSync
+
+try:
+    from transformers.trainer_callback import TrainerCallback
+    from transformers.trainer_utils import get_last_checkpoint
+except ImportError as error:
+    raise missing("transformers", error) from error
+
+__all__ = ["SparsyncCallback"]
+
+_FOLDER: Final = "sparsync"  # in checkpoint-N
+
+
+class SparsyncCallback(TrainerCallback):
+    """Attaches sparsync when training begins, saves with every checkpoint, resumes with the Trainer.
+
+    Args:
+        trainer: the ``Trainer`` that it is added to: only the trainer knows the wrapped model, and
+            from which checkpoint it resumes.
+        options: of ``sparsync.attach``.  ``optimizer`` and ``scaler`` are the trainer's.
+
+    Attributes:
+        sync: the handle of ``sparsync.attach``; None before training begins.
+
+    Raises:
+        ConfigurationError: the trainer has such a callback that is not closed.  From ``trainer.train()``
+            what ``sparsync.attach`` refuses.
+        PeerError: from ``trainer.train()``; see ``sparsync.attach``.
+
+    Where updates are exchanged, the trainer evaluates the weights that all ranks share while it trains.
+    """
+
+    def __init__(self, trainer: Any, **options: Any) -> None:
+        self.sync: Sync | None = None
+        self._trainer, self._options, self._training = trainer, options, False
+        self._model: Any = None
+        self._checkpoint: Any = (
+            None  # what ``trainer.train()``, if it runs, was given to resume from
+        )
+        train = trainer.train
+        if hasattr(train, "sparsync"):
+            raise ConfigurationError(
+                "this trainer already has a SparsyncCallback; close() that one before making another"
+            )
+
+        @functools.wraps(train)
+        def follow(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            # callbacks are told the step that it resumes at, but not from where
+            self._checkpoint = resume_from_checkpoint
+            try:
+                return train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                self._checkpoint, self._training = None, False
+
+        follow.sparsync = self  # type: ignore[attr-defined]
+        evaluation_loop = trainer.evaluation_loop
+
+        @functools.wraps(evaluation_loop)
+        def show(*args: Any, **kwargs: Any) -> Any:
+            sync, training = self.sync, self._training
+            with sync.shared() if training and isinstance(sync, UpdateSync) else nullcontext():
+                return evaluation_loop(*args, **kwargs)
+
+        self._restore = ExitStack()
+        for name, value in {"train": follow, "evaluation_loop": show}.items():
+            self._restore.callback(replace_method(trainer, name, value))
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Attach to the wrapped model; resume where the trainer does."""
+        model = self._trainer.model_wrapped
+        if self.sync is None or model is not self._model:
+            if self.sync is not None:
+                self.sync.close()
+            optimizers = [] if optimizer is None else [optimizer]
+            how = "start several: torchrun --nproc-per-node 2 ..."
+            scaler = getattr(self._trainer.accelerator, "scaler", None)
+            self.sync = attach_wrapped(model, optimizers, self._options, how, scaler)
+            self._model = model
+        checkpoint = self._checkpoint
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(args.output_dir)
+        if checkpoint:
+            resume(self.sync, model, Path(checkpoint) / _FOLDER)
+        self._training = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave replicas equal, where updates were exchanged; a best model that was loaded is."""
+        self._training = False
+        if isinstance(self.sync, UpdateSync) and not args.load_best_model_at_end:
+            self.sync.finish()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write this rank's state into the checkpoint that the trainer has just written."""
+        if self.sync is not None and not args.save_only_model:
+            run = Path(self._trainer._get_output_dir(self._trainer._trial))
+            save_beside(self.sync, self._model, run / f"checkpoint-{state.global_step}" / _FOLDER)
+
+    def close(self) -> None:
+        """Leave the trainer, which then trains as if nothing had been attached."""
+        self._restore.close()
+        self._trainer.remove_callback(self)
+        if self.sync is not None:
+            self.sync.close()

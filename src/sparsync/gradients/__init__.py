@@ -1,0 +1,1 @@
+"""The life of a gradient: DDP's buckets, replicas, shards, and what is checked on the way."""

@@ -1,0 +1,167 @@
+"""DDP's buckets: where their gradients lie in the units, found out once and not at every step.
+
+Small parameters that follow one another in a unit are one run.  DDP's order is about the reverse of a
+unit's; a bucket of small parameters alone is put into the unit's order in place, and one that has others,
+too, keeps a copy of the small ones until the step ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import final
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import ConfigurationError
+from sparsync.gradients.runs import Place, Run, parts_of, runs_of, write_part
+from sparsync.handle import Step
+from sparsync.sparse import Vector
+from sparsync.units import Unit
+
+__all__ = ["Bucket", "BucketStep", "Places"]
+
+
+@final
+class Places:
+    """Where the gradients of one bucket lie; with ``joined``, small ones in runs.
+
+    Raises:
+        ConfigurationError: a parameter has no place.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], place: Mapping[Tensor, Place], *, joined: bool
+    ) -> None:
+        self.parameters = list(parameters)
+        self.identities = [id(parameter) for parameter in parameters]
+        self.sizes = [parameter.numel() for parameter in parameters]
+        self.strides: dict[int, tuple[int, ...]] = {}  # of those that are not contiguous
+        places: list[Place] = []
+        for number, parameter in enumerate(parameters):
+            if parameter not in place:
+                raise ConfigurationError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient but had "
+                    "requires_grad=False when attach was called; freeze or thaw before wrapping in DDP"
+                )
+            places.append(place[parameter])
+            like = torch.empty_like(parameter, device="meta")  # contiguous if elements overlap
+            if not like.is_contiguous():
+                self.strides[number] = like.stride()
+        self.names = [slot.name for _, slot in places]
+        self.runs = runs_of(places, joined=joined)
+        self.joined = [
+            number for run in self.runs if len(run.members) > 1 for number in run.members
+        ]
+
+
+@final
+class Bucket:
+    """A bucket of this step: its memory, which is the residual's until the averages are written.
+
+    Attributes:
+        future: what DDP waits for.
+        buffer: DDP's, which for the gradient of an embedding with sparse=True is COO;
+        dense: that as a dense tensor.
+    """
+
+    def __init__(self, buffer: Tensor, places: Places) -> None:
+        self.future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
+        self.buffer, self.places = buffer, places
+        self.dense = buffer.to_dense() if buffer.is_sparse else buffer
+        self._pieces = torch.split(self.dense.view(-1), places.sizes)
+
+    def gradient(self, number: int) -> Tensor:
+        """View a piece in its parameter's order: a bucket keeps the parameter's strides.
+
+        In a channels_last convolution elements of a piece are in the order of memory, and weight decay or
+        a saved residual would meet those of others.
+        """
+        piece, shape = self._pieces[number], self.places.parameters[number].shape
+        strides = self.places.strides.get(number)
+        if strides is None:
+            return piece.view(shape)
+        return piece.as_strided(shape, strides, piece.storage_offset())
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parameters and their gradients."""
+        for number, parameter in enumerate(self.places.parameters):
+            yield parameter, self.gradient(number)
+
+    def parameters(self, run: Run) -> list[Tensor]:
+        """Return those of a run, in its order."""
+        return [self.places.parameters[number] for number in run.members]
+
+    def flat(self) -> Iterator[tuple[Run, Tensor]]:
+        """Yield the runs and their gradients, 1-D, in memory that is theirs."""
+        places, end = self.places, 0
+        small = torch.cat(self._logical(places.joined)) if places.joined else self.dense
+        if len(places.joined) == len(self._pieces):
+            small = self.dense.view(-1).copy_(small)  # nobody else needs the pieces where they were
+        for run in places.runs:
+            if len(run.members) == 1:
+                yield run, self._logical(run.members)[0]
+            else:
+                start, end = end, end + run.end - run.start
+                yield run, small[start:end]
+
+    def _logical(self, numbers: Sequence[int]) -> list[Tensor]:
+        """Return pieces in the order of their parameters' elements."""
+        pieces, odd = self._pieces, self.places.strides
+        return [self.gradient(i).reshape(-1) if i in odd else pieces[i] for i in numbers]
+
+    def write(self, averages: Sequence[Vector]) -> None:
+        """Write averages of units to where DDP expects them."""
+        pieces, odd = self._pieces, self.places.strides
+        for unit, runs in groupby(self.places.runs, lambda run: run.unit):
+            for run, part in parts_of(averages[unit], list(runs)):
+                own = [self.gradient(i) if i in odd else pieces[i] for i in run.members]
+                write_part(part, run, own)
+
+
+@final
+class BucketStep(Step):
+    """One backward pass, bucket by bucket."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        super().__init__(units)
+        self.buckets: list[Bucket] = []
+        self.waiting: list[Bucket] = []  # to be accumulated
+        self.accumulated = [0 for _ in units]  # parameters of each
+
+    def take(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+        """Keep a bucket; return its future."""
+        self.buckets.append(bucket)
+        self.waiting.append(bucket)
+        return bucket.future
+
+    def check_complete(self) -> None:
+        """Refuse a backward pass that has left out parameters."""
+        if all(n == len(u.slots) for n, u in zip(self.accumulated, self.units, strict=True)):
+            return
+        here = {name for bucket in self.buckets for name in bucket.places.names}
+        missing = [slot.name for unit in self.units for slot in unit.slots if slot.name not in here]
+        raise ConfigurationError(
+            f"no gradient came for '{missing[0]}' ({len(missing)} parameters in all), which "
+            "required one when attach was called; freeze or thaw before wrapping in DDP"
+        )
+
+    def write(self, averages: Sequence[Vector]) -> None:
+        """Write the averages of all units into the buckets."""
+        for bucket in self.buckets:
+            bucket.write(averages)
+
+    def complete(self) -> None:
+        """Hand the buckets back to DDP, each in its own layout."""
+        for bucket in self.buckets:
+            dense = bucket.dense
+            # rows that hold nothing are left out: what COO gradients are for
+            bucket.future.set_result(dense.to_sparse(1) if bucket.buffer.is_sparse else dense)
+
+    def zero_(self) -> None:
+        """Zero the gradients of a refused step, which hold what undid it, or local gradients."""
+        for bucket in self.buckets:
+            bucket.dense.zero_()

@@ -1,0 +1,310 @@
+"""Dense inside a node, sparse between nodes: each rank of a node exchanges its part of every unit.
+
+::
+
+    gradient --reduce-scatter in the node--> this rank's part of the node's mean
+    accumulate, select, exchange with the ranks of the same place in other nodes, retain
+    average <--allgather in the node-- this rank's part of the average
+
+So every rank uses its own link, a node sends what one rank would, and the residual of n elements is
+divided over the node.  Where updates are exchanged, gradients are averaged in the node on every step, and
+the ranks of a node divide the outer step (``Node``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from sparsync.errors import CommunicationError, ConfigurationError
+from sparsync.gradients.consensus import PartsConsensus
+from sparsync.gradients.sites import measured_sites
+from sparsync.options import Options
+from sparsync.sparse import DenseVector, Vector
+from sparsync.transports.driver import Operation
+from sparsync.transports.ledger import Parts
+from sparsync.transports.process_group import Groups, TorchCommunicator
+from sparsync.units import Piece, Slot, Unit
+
+__all__ = ["Node", "NodeReducer", "grid_of", "nodes_of"]
+
+_AVERAGE: Final = "node allreduce"
+_SCATTER: Final = "node reduce-scatter"
+_GATHER: Final = "node allgather"
+
+
+def grid_of(
+    hierarchy: Any, ranks: Sequence[int], environ: Mapping[str, str] = os.environ
+) -> list[list[int]]:
+    """Return the global ranks of every node, ascending.
+
+    "node": as many consecutive ranks as the launcher started here (LOCAL_WORLD_SIZE); or a mesh of two
+    dimensions, (nodes, ranks of a node).
+
+    Example:
+        >>> grid_of("node", [0, 1, 2, 3], {"LOCAL_WORLD_SIZE": "2"})
+        [[0, 1], [2, 3]]
+    """
+    if isinstance(hierarchy, DeviceMesh):
+        grid = hierarchy.mesh.tolist() if hierarchy.ndim == 2 else None
+        if grid is None or sorted(r for node in grid for r in node) != sorted(ranks):
+            raise ConfigurationError(
+                f"hierarchy is {hierarchy}; give a mesh of two dimensions, (nodes, ranks of a node), "
+                f"that holds the ranks of the model: {list(ranks)}"
+            )
+    elif hierarchy == "node":
+        size = environ.get("LOCAL_WORLD_SIZE", "")
+        if not size.isdigit() or int(size) == 0 or len(ranks) % int(size):
+            raise ConfigurationError(
+                f"hierarchy='node' needs LOCAL_WORLD_SIZE, as torchrun sets it, to divide the "
+                f"{len(ranks)} ranks; it is {size!r}: give a mesh (nodes, ranks of a node) instead"
+            )
+        starts = range(0, len(ranks), int(size))
+        grid = [list(ranks[start : start + int(size)]) for start in starts]
+    else:
+        raise ConfigurationError(
+            f"hierarchy is {hierarchy!r}; give 'node', 'links', or a mesh (nodes, ranks of a node)"
+        )
+    return [sorted(node) for node in grid]  # as ranks of a group are
+
+
+def nodes_of(options: Options, ranks: Sequence[int], groups: Groups) -> tuple[list[int], list[int]]:
+    """Return the global ranks of this rank's node, and those of the same place in every node.
+
+    All ranks call it together: for "links" they measure.
+    """
+    given = options.transport.hierarchy
+    grid = measured_sites(options, ranks, groups) if given == "links" else grid_of(given, ranks)
+    me = dist.get_rank()
+    (inner,) = [node for node in grid if me in node]
+    return inner, [node[inner.index(me)] for node in grid]
+
+
+@final
+class NodeReducer:
+    """Takes whole gradients, as a ``Reducer`` does, and gives each rank of the node a part of them.
+
+    All ranks of the model's process group construct it.
+
+    Attributes:
+        reducer: of this rank's part of every unit, over the nodes.
+        node: the ranks of this node; its ledger counts what they send each other: what a ring would.
+        consensus: theirs, on every step.
+        pieces: which part of every parameter this rank exchanges.
+
+    Cost: n elements of memory, and (g - 1) / g n elements sent twice inside a node of g ranks.
+    """
+
+    def __init__(
+        self, options: Options, ranks: Sequence[int], units: Sequence[Unit], groups: Groups
+    ) -> None:
+        inner, outer = nodes_of(options, ranks, groups)
+        group = groups.make(inner, backend=None)  # NCCL, where DDP has it
+        self.node = node = TorchCommunicator(group, timeout=options.transport.timeout)
+        options.agree_with(node)
+        self.units = list(units)
+        runs, self.pieces = _divide(units, node.rank, node.world_size)
+        self.consensus = PartsConsensus(node)
+        self.reducer = options.reducer(
+            groups.make(outer), runs, self.consensus, ranks_of_a_node=node.world_size
+        )
+        sizes = [-(-unit.size // node.world_size) * node.world_size for unit in units]
+        self._flat = [
+            torch.zeros(size, dtype=unit.dtype, device=unit.device)
+            for unit, size in zip(units, sizes, strict=True)
+        ]
+        self._weights: dict[int, Tensor] = {}
+        self._lost = False  # in the open step: a rank of the node
+
+    def accumulate(
+        self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
+    ) -> None:
+        """Put a gradient where the node averages it; weights likewise, if they decay."""
+        with self.reducer.comm.stage("accumulate"):
+            here = self._flat[unit][start : start + gradient.numel()]
+            torch.div(gradient, self.node.world_size, out=here)  # sums of 16 bits could overflow
+            correction = self.reducer.correction
+            if correction and correction.weight_decay and weights is not None:
+                whole = self._weights.setdefault(unit, torch.zeros_like(self._flat[unit]))
+                whole[start : start + weights.numel()] = weights
+
+    async def exchange(self, unit: int) -> None:
+        """Sum over the node, then exchange this rank's part between nodes."""
+        part = await self._scattered(unit)
+        mine = self.reducer.units[unit].size  # the last part may be shorter
+        weights = self._weights.get(unit)
+        if weights is not None:
+            first = self.node.rank * part.numel()
+            weights = weights[first : first + mine]
+        self.reducer.accumulate(unit, 0, part[:mine], weights)
+        await self.reducer.exchange(unit)
+
+    async def follow(self, unit: int) -> None:
+        """Sum over the node and no more: in a step that has failed here, others of the node go on.
+
+        They hear of it from the consensus; until then all ranks of the node start the same collectives.
+        """
+        if not self._lost:
+            await self._scattered(unit)
+
+    async def _scattered(self, unit: int) -> Tensor:
+        flat = self._flat[unit]
+        part = torch.empty_like(flat[: flat.numel() // self.node.world_size])
+        self.node.ledger.begin_step(self.reducer.step)
+        try:
+            with self.reducer.comm.stage("communicate"):
+                work = _reduce_scatter(part, flat, group=self.node.group, async_op=True)
+                await self.node.under_way(_SCATTER, work)
+        except CommunicationError:
+            self._lost = True
+            raise
+        _book(self.node, _SCATTER, flat)
+        return part
+
+    def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
+        """Close the step on all ranks of the node or on none; return whole averages."""
+        averages: list[Vector] = []  # gathered before anything is changed: that may fail, too
+        parts = self.reducer.commit(
+            propagate_nonfinite=propagate_nonfinite,
+            prepare=lambda: averages.extend(map(self._gathered, range(len(self.units)))),
+        )
+        if averages:
+            return averages
+        return [
+            DenseVector(part.values.new_full((unit.size,), torch.nan))
+            for unit, part in zip(self.units, parts, strict=True)
+        ]
+
+    def refuse(self) -> None:
+        """Undo the open step, also that it has lost a rank of the node."""
+        self.reducer.refuse()
+        self._lost = False
+
+    def _gathered(self, unit: int) -> Vector:
+        flat, total = self._flat[unit], self.reducer.reduced[unit].total
+        length = flat.numel() // self.node.world_size
+        # that of the total, which may still be in messages
+        dtype = self.reducer.residuals[unit].accumulated.dtype
+        average = torch.zeros(length, dtype=dtype, device=flat.device)
+        total.write_to_(average[: total.size])
+        if self.reducer.algorithm.average:
+            average.div_(self.reducer.comm.world_size)  # sums of 16 bits could overflow
+        _gather(self.node, flat, average.to(flat.dtype))
+        return DenseVector(flat[: self.units[unit].size])
+
+
+@final
+class Node:
+    """The ranks of a node, which step alike: each exchanges a run of every tensor with other nodes.
+
+    All runs of a tensor have the same length, padded with zeros if its size is not a multiple.
+
+    Attributes:
+        comm: the ranks of this node; only the training thread uses it, and DDP's.
+        consensus: theirs, on the engine's thread.
+        peers: the ranks that have the same runs, one in each node.
+    """
+
+    def __init__(self, options: Options, ranks: Sequence[int], groups: Groups) -> None:
+        inner, self.peers = nodes_of(options, ranks, groups)
+        timeout = options.transport.timeout
+        self.comm = TorchCommunicator(groups.make(inner, backend=None), timeout=timeout)
+        self.consensus = PartsConsensus(TorchCommunicator(groups.make(inner), timeout=timeout))
+        options.agree_with(self.consensus.parts)
+        self._under_way: list[Operation] = []
+
+    def run_of(self, tensor: Tensor) -> Tensor:
+        """Return a copy of this rank's run of a tensor."""
+        length = -(-tensor.numel() // self.comm.world_size)
+        run = tensor.reshape(-1)[self.comm.rank * length :][:length]
+        return F.pad(run, (0, length - run.numel()))
+
+    def gathered(self, runs: Tensor) -> Tensor:
+        """Return the runs of all ranks, a row each."""
+        whole = runs.new_empty(self.comm.world_size, runs.numel())
+        _gather(self.comm, whole.view(-1), runs)
+        return whole
+
+    def average_(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
+        """Begin to average over the node, in place; ``check`` raises what goes wrong."""
+        tensor.div_(self.comm.world_size)
+        work = dist.all_reduce(tensor, group=self.comm.group, async_op=True)
+        self._under_way.append(self.comm.under_way(_AVERAGE, work))
+        self.comm.ledger.reduced(_AVERAGE, tensor, self.comm.world_size)
+
+        def averaged(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+            try:
+                return done.value()[0]
+            except RuntimeError:
+                return tensor
+
+        future: torch.futures.Future[Tensor] = work.get_future().then(averaged)
+        return future
+
+    def check(self) -> None:
+        """Wait for all averages.
+
+        Raises:
+            CommunicationError: a rank of the node is gone or late.
+        """
+        under_way, self._under_way = self._under_way, []
+        for one in under_way:
+            one.wait()
+
+
+def _book(comm: TorchCommunicator, phase: str, flat: Tensor) -> None:
+    others = comm.world_size - 1
+    nbytes = flat.numel() * flat.itemsize * others // comm.world_size
+    comm.ledger.sent(phase, nbytes, Parts(value=nbytes), others)
+    comm.ledger.received(phase, nbytes, others)
+
+
+def _divide(units: Sequence[Unit], index: int, parts: int) -> tuple[list[Unit], dict[str, Piece]]:
+    """Divide every unit into equal runs of elements; the last ones may be shorter or empty.
+
+    Returns:
+        The units of run ``index``, and the pieces of their parameters.
+
+    Example:
+        >>> from sparsync.units import Slot
+        >>> slots = Slot("a", 0, 3), Slot("b", 3, 2)
+        >>> whole = Unit(slots, torch.float32, torch.device("cpu"))
+        >>> (unit,), pieces = _divide([whole], index=1, parts=2)
+        >>> unit.slots, pieces["b"]
+        ((Slot(name='b', start=0, size=2),), {'shape': [2], 'offset': [0], 'size': [2]})
+    """
+    runs, pieces = [], {}
+    for unit in units:
+        length = -(-unit.size // parts)
+        start, slots = index * length, []
+        for slot in unit.slots:
+            first = max(slot.start, start)
+            last = min(slot.start + slot.size, start + length)
+            if first < last:
+                slots.append(Slot(slot.name, first - start, last - first))
+                offset, size = first - slot.start, last - first
+                pieces[slot.name] = {"shape": [slot.size], "offset": [offset], "size": [size]}
+        runs.append(replace(unit, slots=tuple(slots)))
+    return runs, pieces
+
+
+def _reduce_scatter(part: Tensor, whole: Tensor, **options: Any) -> Any:
+    """Call it by its present name, or by that of torch before 2.13."""
+    present = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return present(part, whole, **options)
+
+
+def _gather(comm: TorchCommunicator, whole: Tensor, part: Tensor) -> None:
+    """Collect the parts of all ranks of a node."""
+    present = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work = present(whole, part, group=comm.group, async_op=True)
+    comm.under_way(_GATHER, work).wait()
+    _book(comm, _GATHER, whole)

@@ -1,0 +1,341 @@
+"""Exchange gradients without DDP: of FSDP2 modules, pipeline stages, tensor-parallel or plain models.
+
+A hook on every parameter sees its complete gradient: with FSDP2 that of this rank's shard, in a pipeline
+the sum over all micro-batches.  A complete unit is exchanged while other layers or stages are still in
+their backward pass.  At the end of the step all parts of the model decide together whether to apply it,
+and the averages go back into ``parameter.grad``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sparsync.errors import ConfigurationError
+from sparsync.exclusive import check_outside_ddp
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.schedule import AdaptiveDensity
+from sparsync.gradients.consensus import PartsConsensus
+from sparsync.gradients.runs import Run, parts_of, runs_of, write_part
+from sparsync.gradients.shards import Fsdp, Shard, aligned, keys_of, ranks_of, shards_of
+from sparsync.handle import Hook, Step, Sync, call_after_backward, weakly
+from sparsync.options import Options
+from sparsync.sparse import Vector
+from sparsync.transports import driver
+from sparsync.transports.agree import check_equal_parameters
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.process_group import Groups
+from sparsync.units import Unit, check_same_parameters, local_of
+
+__all__ = ["ReplicaStep", "ReplicaSync", "attach_replicas"]
+
+
+def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> ReplicaSync:
+    """Exchange gradients between the replicas of what this rank holds; see ``attach``."""
+    schedule = options.compression.schedule
+    passes = _microbatches(schedule)
+    ranks = ranks_of(replicate)
+    shards = shards_of(model, ranks)
+    fsdp = Fsdp(model)
+    fsdp.check_covers(shards)
+    groups = Groups(options.transport.world, **options.transport.waits)
+    try:
+        parts = options.parts(ranks, groups)
+        options = _for_parts(_for_whole(options, shards, parts), shards)
+        units = _units(options, model, shards)
+        consensus = PartsConsensus(parts, keys_of(shards))
+        reducer = options.reducer(
+            groups.make(ranks), units, consensus, scheduled=schedule is not None
+        )
+    except BaseException:
+        groups.close()
+        raise
+    return ReplicaSync(model, reducer, shards, fsdp, consensus, groups, options, passes)
+
+
+def _microbatches(schedule: Any) -> tuple[int, float] | None:
+    """Return how often a pipeline goes backward per step, and by what its gradients are multiplied.
+
+    A schedule scales them when all have come; those that are under way then are scaled here.
+    """
+    if schedule is None:
+        return None
+    count, scales = (getattr(schedule, name, None) for name in ("_n_microbatches", "scale_grads"))
+    if not isinstance(count, int) or not isinstance(scales, bool):
+        raise ConfigurationError(
+            f"schedule is {type(schedule).__name__}; give the schedule of torch.distributed.pipelining "
+            "that runs this stage, e.g. ScheduleGPipe or Schedule1F1B"
+        )
+    return count, 1 / count if scales else 1.0
+
+
+def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -> Options:
+    """Decide the density, where it was not given, by the size of the whole model, alike on all parts."""
+    mine = torch.tensor([sum(local_of(shard.parameter).numel() for shard in shards)])
+    elements = sum(int(size) for size in driver.run(parts.allgather(mine, "sizes")))
+    return options.for_size(elements, says=dist.get_rank() == 0)
+
+
+def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:
+    """Leave what differs from part to part out of common decisions, or refuse."""
+    kinds = {p.kind for p in shards}
+    if len(kinds) == 1:
+        return options
+    adapts = isinstance(options.density, AdaptiveDensity)
+    if adapts or options.algorithm.prepare is not None:
+        what = "AdaptiveDensity" if adapts else f"the algorithm '{options.algorithm.name}'"
+        raise ConfigurationError(
+            f"{what} decides by what a rank holds, and parameters that lie on several ranks "
+            f"({', '.join(sorted(kinds))}) would be treated differently there; give a fixed density and "
+            "another algorithm"
+        )
+    return replace(options, algorithm=replace(options.algorithm, shared=False))
+
+
+def _units(options: Options, model: nn.Module, shards: Sequence[Shard]) -> list[Unit]:
+    """Plan units of one kind each.
+
+    A parameter that is replicated over tensor-parallel ranks must be selected from by itself: together
+    with shards, which differ from rank to rank, other entries of it would be chosen on each of them.
+    """
+    units: list[Unit] = []
+    for kind in dict.fromkeys(p.kind for p in shards):
+        alike = [(p.name, local_of(p.parameter)) for p in shards if p.kind == kind]
+        units += options.units(alike, model)
+    return units
+
+
+class ReplicaSync(Sync):
+    """The handle of a model without DDP, which keeps it, as DDP keeps its own.
+
+    The ``schedule`` of a pipeline: backward passes per step, and the factor of its gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reducer: Reducer,
+        shards: Sequence[Shard],
+        fsdp: Fsdp,
+        consensus: PartsConsensus,
+        groups: Groups | ExitStack,
+        options: Options,
+        schedule: tuple[int, float] | None,
+    ) -> None:
+        pieces = {p.name: p.piece for p in shards if p.piece is not None}
+        super().__init__(model, reducer, groups, options.monitoring, (), consensus, pieces)
+        self._fsdp, self._parts, self._overlap = fsdp, consensus, options.compression.overlap
+        self._parameters = {p.name: p.parameter for p in shards}
+        self._place = {
+            self._parameters[slot.name]: (i, slot)
+            for i, unit in enumerate(reducer.units)
+            for slot in unit.slots
+        }
+        self._runs = [
+            runs_of([(i, slot) for slot in unit.slots], joined=self._joins)
+            for i, unit in enumerate(reducer.units)
+        ]
+        self._scheduled = schedule is not None
+        passes, self._scale = schedule or (1, 1.0)
+        self._passes = {p.parameter: 1 if fsdp.manages(p.parameter) else passes for p in shards}
+        self._paused = False
+        self._compared = False  # replicas' weights, before anything of the first step is committed
+        self._open: ReplicaStep | None = None
+        hook = weakly(self.on_gradient)  # a parameter must not keep its handle, which keeps it
+        handles = [p.register_post_accumulate_grad_hook(hook) for p in self._place]  # type: ignore[no-untyped-call]
+        # a list of modules is never called itself
+        several = isinstance(model, nn.ModuleList | nn.ModuleDict)
+        modules = list(model.children()) if several else [model]
+        check = Hook(self._check_model)
+        handles += [module.register_forward_pre_hook(check) for module in modules]
+        for handle in handles:
+            self.on_close.callback(handle.remove)
+        self._refuse_averages(modules, self._place)
+
+    # ---- for the user --------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients add up on this rank; the next backward pass outside exchanges their sum.
+
+        Of FSDP2 modules, shards are still summed: ``set_requires_gradient_sync(False)`` saves that, too.
+        """
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def step(self) -> None:
+        """Close the step of a pipeline: call it after ``schedule.step()``, before the optimizer.
+
+        Exchanges what has not been, waits for the rest, and puts averages into ``parameter.grad``.
+
+        Raises:
+            NonFiniteGradientError: NaN or Inf on some rank of some stage; no rank applied anything.
+            CommunicationError: a peer is gone, or took longer than the timeout.
+        """
+        if not self._scheduled:
+            super().step()
+        self._close()
+
+    def _check_model(self, model: nn.Module, _inputs: Any) -> None:
+        """Refuse parameters that came after attach, whose gradients would stay on this replica."""
+        check_outside_ddp(model)
+        check_same_parameters(model, self._place, self._fsdp.check_same(self._place))
+
+    # ---- while gradients come, on autograd's thread ----------------------------------------------
+
+    def on_gradient(self, parameter: Tensor) -> None:
+        """Count a gradient; exchange the units whose turn has come."""
+        if not self._fsdp.admits(parameter) or self._paused:
+            return
+        this = self._present_step()
+        unit, slot = self._place[parameter]
+        if unit not in this.order:
+            if self._scheduled:
+                advice = "call step() after every step of the schedule that attach was given"
+            else:
+                advice = "a module that runs several times per forward pass needs overlap=False"
+            raise self._broken(
+                f"a gradient of '{slot.name}' came after its exchange had begun; {advice}"
+            )
+        this.passes[parameter] += 1
+        if this.passes[parameter] == self._passes[parameter]:
+            this.ready[unit] += 1
+        if self._overlap and not self._measures:
+            while this.order and this.ready[first := this.order[0]] == len(this.units[first].slots):
+                self._launch(this, self._scale)
+
+    def _present_step(self) -> ReplicaStep:
+        """Return the open step, or open one."""
+        task = -1 if self._scheduled else torch._C._current_graph_task_id()
+        if self._open is not None and self._open.task != task:
+            # that backward pass broke off, or goes on around this one
+            self._discard()
+        if self._open is None:
+            self._begin_step()
+            self._open = ReplicaStep(self.reducer.units, self._runs, task)
+            if not self._scheduled and not call_after_backward(self._close_outermost):
+                raise self._broken(
+                    "gradients came outside of backward(), as in a pipeline of FSDP2 modules; attach "
+                    "with Compression(schedule=...) and call step() after the schedule's own"
+                )
+        return self._open
+
+    def _close_outermost(self) -> None:
+        if torch._C._current_autograd_node() is not None:  # of the backward pass around this one
+            raise self._broken(
+                "a backward pass inside another brought gradients, as torch.utils.checkpoint has it, and "
+                "would close the step more than once; pass use_reentrant=False to checkpoint()"
+            )
+        self._close()
+
+    def _broken(self, why: str) -> ConfigurationError:
+        """Discard the open step; return the error that says why."""
+        self._discard()
+        return ConfigurationError(why)
+
+    def _discard(self) -> None:
+        self._open = None
+        super()._discard()
+
+    def _launch(self, this: ReplicaStep, scale: float) -> None:
+        """Take, scale and accumulate the gradients of the first unit of the order; hand it on."""
+        unit = this.order.pop(0)
+        names = [slot.name for slot in this.units[unit].slots]
+        parameters = [self._parameters[name] for name in names]
+        gradients = [local_of(this.take(*pair)) for pair in zip(names, parameters, strict=True)]
+        if scale != 1:
+            torch._foreach_mul_(gradients, scale)
+        this.gradients[unit] = gradients
+        for its in self._runs[unit]:
+            own = [gradients[number].reshape(-1) for number in its.members]
+            gradient = own[0] if len(own) == 1 else torch.cat(own)
+            self._accumulate(its, gradient, [parameters[number] for number in its.members])
+        self._wait_for_gpu()
+        this.jobs.append(self._engine.submit(self._exchange(this, unit)))
+
+    # ---- the end of the step -----------------------------------------------------------------------
+
+    def _close(self) -> None:
+        if self._open is None:
+            self._begin_step()
+        this = self._open or ReplicaStep(self.reducer.units, self._runs, -1)
+        self._open = None
+        if self.reducer.corrector and self._measures:
+            grads = [p.grad for p in self._place if p.grad is not None]
+            self.reducer.corrector.measure(map(local_of, grads))
+        while this.order:
+            self._launch(this, 1.0)
+        if not self._compared:  # after the units: jobs start in one order on all ranks
+            this.jobs.append(self._engine.submit(self._check_first_weights()))
+        used = self._parts.share_used(self.reducer.channel("used"), this.came)
+        this.jobs.append(self._engine.submit(used))
+        this.jobs.append(self._engine.submit(self.reducer.share()))
+        if self._settle(this, self._engine.submit(lambda: self._finish(this))):
+            for name in this.taken.keys() & self._parts.used:
+                self._parameters[name].grad = this.taken[name]
+        # else gradients stay None: every optimizer passes over them
+        this.taken.clear()
+        this.gradients.clear()
+        self._end_step()
+
+    async def _check_first_weights(self) -> None:
+        """Refuse replicas that began with different weights: DDP would have sent rank 0's."""
+        self._compared = True
+        if not self.reducer.step + self.reducer.skipped:
+            named = [(name, local_of(weights)) for name, weights in self._parameters.items()]
+            await check_equal_parameters(self.reducer.channel("weights"), named)
+
+
+@final
+class ReplicaStep(Step):
+    """Takes gradients out of ``parameter.grad``, so that nobody scales or clips what is under way.
+
+    Units start in one order on all ranks, the last first, as gradients mostly come: a rank in which they
+    came otherwise must not wait where its peers do not.
+
+    Attributes:
+        task: of autograd, in which the step was opened.
+        gradients: of the units that have started, by slot.
+        passes: backward passes that have come to a parameter.
+        ready: complete parameters, per unit.
+        order: of the units that have not started.
+        taken: gradients out of ``parameter.grad``, zeros where there was none, by name.
+        came: names of parameters that had a gradient here.
+    """
+
+    def __init__(self, units: Sequence[Unit], runs: Sequence[Sequence[Run]], task: int) -> None:
+        super().__init__(units)
+        self.runs, self.task = runs, task
+        self.gradients: dict[int, list[Tensor]] = {}
+        self.passes: Counter[Tensor] = Counter()
+        self.ready = [0] * len(units)
+        self.order = list(reversed(range(len(units))))
+        self.taken: dict[str, Tensor] = {}
+        self.came: set[str] = set()
+
+    def take(self, name: str, parameter: Tensor) -> Tensor:
+        """Take what is in ``parameter.grad``, of whatever backward pass: peers may add to it now."""
+        if parameter.grad is None:  # not used here: peers may have, and its residual waits
+            gradient = torch.zeros_like(parameter.detach())
+        else:
+            gradient = aligned(parameter.grad.detach(), parameter)
+            parameter.grad = None
+            self.came.add(name)
+        self.taken[name] = gradient
+        return gradient
+
+    def write(self, averages: Sequence[Vector]) -> None:
+        """Write the averages of all units into the gradients."""
+        for unit, (average, runs) in enumerate(zip(averages, self.runs, strict=True)):
+            for run, part in parts_of(average, runs):
+                write_part(part, run, [self.gradients[unit][number] for number in run.members])

@@ -1,0 +1,175 @@
+"""Sites: ranks whose links to each other are fast, and slow to all others; found by measuring.
+
+The grid that is found is used as a mesh (nodes, ranks of a node) would be.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Final
+
+import torch
+
+from sparsync.cost.wording import format_bytes, format_seconds
+from sparsync.errors import ConfigurationError
+from sparsync.options import Options
+from sparsync.transports.agree import agree
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import run
+from sparsync.transports.ledger import Raw
+from sparsync.transports.process_group import Groups
+
+__all__ = ["PairTimes", "measured_sites", "sites_of", "time_pairs"]
+
+PairTimes = Mapping[tuple[int, int], float]
+"""Seconds of a message between two ranks, the mean of both directions; by pair, the lower one first."""
+
+_GAP: Final = 3.0  # between times of two kinds of links, at least; noise of +-30 % makes it 1.9
+_SHORTEST: Final = 5e-4  # seconds; below, times tell of busy cores rather than of links
+_FEWEST: Final = 4  # ranks: two sites of two
+_SMALLEST, _FACTOR, _LARGEST = 1 << 10, 4, 1 << 18  # bytes of messages
+_TRIPS: Final = 3  # to a rank and back, of which the fastest counts; one more opens
+_SECONDS: Final = 5.0  # that measuring may take until the last size begins
+_PHASE: Final = "sites"
+_CONTROL: Final = Raw("control")
+_INSTEAD: Final = "give a mesh (nodes, ranks of a node), or omit hierarchy="
+
+
+def sites_of(seconds: PairTimes, ranks: Sequence[int], nbytes: int) -> list[list[int]]:
+    """Group ranks by the largest gap between the times of pairs: in a site all are below it.
+
+    Args:
+        seconds: of every pair, by places in ``ranks``.
+        ranks: to be returned, ascending.
+        nbytes: of the messages.
+
+    Returns:
+        The ranks of each site, ascending, the site of the first rank first.
+
+    Raises:
+        ConfigurationError: links are alike, a rank is near two that are far from each other, or sites
+            have unequal sizes.
+
+    Example:
+        >>> pairs = [(a, b) for b in range(4) for a in range(b)]
+        >>> seconds = {(a, b): 0.002 if b == a + 2 else 0.04 for a, b in pairs}
+        >>> sites_of(seconds, [4, 5, 6, 7], nbytes=1 << 18)
+        [[4, 6], [5, 7]]
+    """
+    times = sorted(max(took, _SHORTEST) for took in seconds.values())
+    gap, limit = max(((slow / fast, fast) for fast, slow in pairwise(times)), default=(1.0, 0.0))
+    if gap < _GAP:
+        between = " to ".join(format_seconds(end(seconds.values())) for end in (min, max))
+        raise ConfigurationError(
+            f"hierarchy='links' found no sites: the links are alike, {between} for "
+            f"{format_bytes(nbytes)}, without a gap of {_GAP:g} x above {format_seconds(_SHORTEST)}; "
+            + _INSTEAD
+        )
+    near = [{place} for place in range(len(ranks))]
+    for (a, b), took in seconds.items():
+        if took <= limit:
+            near[a].add(b)
+            near[b].add(a)
+    for place, its in enumerate(near):
+        for a in sorted(its):
+            if beyond := near[a] - its:
+                one, middle, other = ranks[place], ranks[a], ranks[min(beyond)]
+                raise ConfigurationError(
+                    f"hierarchy='links' found no sites: rank {middle} is near ranks {one} and {other}, "
+                    f"which are far from each other; {_INSTEAD}"
+                )
+    sites = [[ranks[a] for a in sorted(its)] for place, its in enumerate(near) if min(its) == place]
+    if len({len(site) for site in sites}) > 1:
+        raise ConfigurationError(
+            f"hierarchy='links' found sites of unequal sizes, {sites}; start as many ranks in each, "
+            + _INSTEAD
+        )
+    return sites
+
+
+async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], int]:
+    """Time a message to every other rank and back; all ranks of a group call it together.
+
+    Ranks take turns in pairs.  In the rounds of a collective, in which ``measure_links`` times, a message
+    may wait for a receiver that a slow link keeps busy, and then its own link would look fast.  Sizes
+    grow while there is time.
+
+    Returns:
+        The same on all ranks: half of the fastest trip of every pair, and the bytes of its messages.
+
+    Cost: ``P - 1`` turns of 4 trips for each of 5 sizes, or fewer in 5 seconds, but at least one.
+    """
+    ranks, started = comm.world_size, comm.now
+    nbytes, spent, took = _SMALLEST, 0.0, 0.0
+    while True:
+        mine = [0.0] * ranks
+        for peer in _peers(comm.rank, ranks):
+            mine[peer] = await _trip(comm, peer, nbytes) / 2
+        mine.append(comm.now - started)
+        numbers = torch.tensor(mine, dtype=torch.float64)
+        everyone = [row.tolist() for row in await comm.allgather(numbers, _PHASE)]
+        before, spent = spent, max(row[-1] for row in everyone)
+        took = spent - before
+        if nbytes >= _LARGEST or spent + took > _SECONDS:
+            break
+        nbytes *= _FACTOR
+    return {(a, b): everyone[a][b] for b in range(ranks) for a in range(b)}, nbytes
+
+
+def _peers(rank: int, ranks: int) -> Iterator[int]:
+    """Yield every other rank once, such that in each turn all ranks are in pairs, or alone.
+
+    A round-robin tournament: the last of an even number stays in its place, the others move around it.
+    """
+    last = ranks - 1 + ranks % 2  # with a rank that is not there, whose peer is alone
+    for turn in range(last):
+        peer = (turn - rank) % last
+        if rank == last:
+            peer = turn * (last + 1) // 2 % last  # that with 2 peer = turn
+        elif peer == rank:
+            peer = last
+        if peer < ranks:
+            yield peer
+
+
+async def _trip(comm: Communicator, peer: int, nbytes: int) -> float:
+    """Return the seconds of the fastest of some trips to a rank and back."""
+    # no zeros: a tunnel that compresses would look fast
+    payload, trips = torch.randint(0, 256, (nbytes,), dtype=torch.uint8), []
+    for _ in range(_TRIPS + 1):
+        start = comm.now
+        receiving = comm.irecv(peer, nbytes, _PHASE, _CONTROL)
+        if comm.rank < peer:
+            await comm.isend(payload, peer, _PHASE, _CONTROL)
+            await receiving
+        else:
+            await receiving
+            await comm.isend(payload, peer, _PHASE, _CONTROL)
+        trips.append(comm.now - start)
+    return min(trips[1:])
+
+
+def measured_sites(options: Options, ranks: Sequence[int], groups: Groups) -> list[list[int]]:
+    """Time the links of these global ranks, over their own transport, and group them by site.
+
+    All of them call it together, and get the same.
+
+    Raises:
+        ConfigurationError: there are no sites, as ``sites_of`` says; on all ranks.
+        PeerError: the ranks are connected differently.
+    """
+    if len(ranks) < _FEWEST:
+        raise ConfigurationError(
+            f"hierarchy='links' needs {_FEWEST} ranks or more, two sites of two, and there are "
+            f"{len(ranks)}; omit hierarchy="
+        )
+    ranks = sorted(ranks)  # as those of a group are
+    with options.connect(groups.make(ranks)) as comm:
+        seconds, nbytes = run(time_pairs(comm))
+        sites = sites_of(seconds, ranks, nbytes)
+        run(agree(comm, {"the sites that hierarchy='links' found": sites}))
+        if comm.rank == 0:
+            logging.getLogger("sparsync").info("hierarchy='links' found the sites %s", sites)
+    return sites

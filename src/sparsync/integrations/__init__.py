@@ -1,1 +1,0 @@
-"""Thin adapters to training loops; no algorithm lives here."""

@@ -1,0 +1,327 @@
+"""The settings of ``sparsync.attach``, each checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from sparsync.algorithm import LARGE, Algorithm, default_density
+from sparsync.errors import ConfigurationError, require
+from sparsync.feedback.correction import Correction
+from sparsync.feedback.facts import agree_on_reducer
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.schedule import AdaptiveDensity, Warmup
+from sparsync.feedback.step import Consensus, Proposal
+from sparsync.gradients.sentinel import Sentinel
+from sparsync.messages import say
+from sparsync.monitoring import sink_of
+from sparsync.transports.agree import agree
+from sparsync.transports.communicator import Communicator, check_timeout
+from sparsync.transports.driver import run
+from sparsync.transports.process_group import (
+    Groups,
+    TorchCommunicator,
+    check_transport,
+    connect_group,
+)
+from sparsync.units import Unit, output_parameters, plan_units
+
+__all__ = ["Compress", "Compression", "Monitoring", "Nonfinite", "Options", "Transport"]
+
+Nonfinite = Literal["raise", "skip", "propagate"]
+Compress = Callable[[str, Tensor], bool]
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Which parameters are exchanged sparsely, in which groups, and when.
+
+    Equal on all ranks; each setting is checked when it is made (``ConfigurationError``).
+
+    Attributes:
+        unit_bytes: select over groups of consecutive parameters of at least this many bytes.  None: as
+            the algorithm's paper does, over the whole model ("sparcml": over single parameters).
+            Several units are exchanged during the backward pass, each with its share of the global k.
+        compress: ``compress(name, parameter)`` tells whether a parameter is exchanged sparsely; the
+            others are exchanged dense.  None: as the algorithm does: all; "redsync": those that gain.
+            Without a ``density`` none of a model that is small enough to be exchanged whole.
+        output_layer: names of the parameters of the output layer, which some algorithms treat apart.
+            None: those of the module that was registered last.
+        warmup_steps: the first steps, which are dense unless ``warmup_densities`` are given.
+        warmup_densities: densities of the warm-up, each for an equal part of it (``DGC_RAMP``).
+        overlap: exchange a unit as soon as its gradients are complete.  False, without DDP: when all
+            gradients are; needed if FSDP2 modules run several times per forward pass.
+    """
+
+    unit_bytes: int | None = None
+    compress: Compress | None = None
+    output_layer: Collection[str] | None = None
+    warmup_steps: int = 0
+    warmup_densities: Sequence[float] = ()
+    overlap: bool = True
+    schedule: Any = None
+
+    def __post_init__(self) -> None:
+        if self.compress is not None and not callable(self.compress):
+            raise ConfigurationError(
+                f"compress is {self.compress!r}; give a function of a parameter's name and tensor that "
+                "returns False for what is to be exchanged dense"
+            )
+        self.warmup()
+
+    def warmup(self) -> Warmup | None:
+        """Return the schedule of the first steps, if they differ."""
+        if not self.warmup_steps and not self.warmup_densities:
+            return None
+        return Warmup(self.warmup_steps, tuple(self.warmup_densities))
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Which ranks exchange with each other, and over what.
+
+    Attributes:
+        name: "zmq" (sockets of its own), "torch" (gloo), "mpi", or "auto": the fastest one (zmq).
+        timeout: seconds that any wait may take before ``backward()`` raises; a rank may stand still for
+            as long.
+        curve_keys: folder with one certificate per rank: zmq encrypts and authenticates.
+        interface, port_range, advertise: of zmq's sockets: see ``sparsync.connect``.
+        hierarchy: of DDP: dense inside a node on every step, sparse (or updates) between nodes.  "node":
+            as many consecutive ranks as the launcher started on a machine; "links": sites that are
+            found by measuring all links at ``attach``; or a mesh (nodes, ranks of a node).
+        world: without DDP, the ranks that train the model together, which refuse steps together.
+            None: all ranks.
+        connect_timeout: seconds that ``attach`` may take to open the connections between ranks.
+    """
+
+    name: str = "auto"
+    timeout: float = 300.0
+    curve_keys: Path | str | None = None
+    hierarchy: DeviceMesh | str | None = None
+    world: dist.ProcessGroup | None = None
+    interface: str | None = None
+    port_range: tuple[int, int] | None = None
+    advertise: str | None = None
+    connect_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout)
+        check_timeout(self.connect_timeout, "connect_timeout")
+        check_transport(self.name, self.sockets)
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """How long waits may take, of any transport."""
+        return {"timeout": self.timeout, "connect_timeout": self.connect_timeout}
+
+    @property
+    def sockets(self) -> dict[str, Any]:
+        """The settings that only zmq takes."""
+        names = "curve_keys", "interface", "port_range", "advertise"
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Monitoring:
+    """Logs, the policy on NaN and Inf, and checks that replicas stay equal.
+
+    Attributes:
+        nonfinite: what all ranks do when NaN or Inf is in the sum: "raise" from ``backward()``,
+            "skip" (gradients become None, so the optimizer does nothing), or "propagate" (every
+            gradient of every rank becomes NaN, so that a GradScaler skips on all).  Residuals stay as
+            they were.  None: "propagate" with ``scaler``, else "raise".
+        scaler: the ``GradScaler`` whose scale the gradients have: the residual follows it, and overflows
+            are propagated to it.
+        sentinel: compares replicas every ``Sentinel.period`` steps.  None: only at ``attach``.
+        log: takes the numbers of every step (``sparsync.monitoring.Monitor``) on this rank: a path
+            ending in ``.jsonl``, a ``SummaryWriter`` of TensorBoard, a run of Weights & Biases, a meter
+            of OpenTelemetry, or a function of (step, values).  Where updates are exchanged, the step
+            is the local one after which an exchange began.
+        xi_period: steps between estimates of Assumption 1's xi (``XiProbe``).  None: not measured.
+    """
+
+    nonfinite: Nonfinite | None = None
+    scaler: Any = None
+    sentinel: Sentinel | None = None
+    log: Any = None
+    xi_period: int | None = None
+
+    def __post_init__(self) -> None:
+        known = self.nonfinite in (None, "raise", "skip", "propagate")
+        require(known, f"nonfinite is {self.nonfinite!r}; choose one of raise, skip, propagate")
+        fits = self.sentinel is None or isinstance(self.sentinel, Sentinel)
+        require(fits, f"sentinel is {self.sentinel!r}; give a sparsync.Sentinel(period=100)")
+        if self.scaler is None:
+            return
+        given = f"scaler is {type(self.scaler).__name__}, which has no get_scale()"
+        scales = callable(getattr(self.scaler, "get_scale", None))
+        require(scales, f"{given}; give a torch.amp.GradScaler")
+        if self.nonfinite not in (None, "propagate"):
+            raise ConfigurationError(
+                f"with nonfinite={self.nonfinite!r} the GradScaler sees no overflow and never lowers its "
+                "scale; omit nonfinite, or give 'propagate'"
+            )
+
+    @property
+    def policy(self) -> Nonfinite:
+        """The policy on NaN and Inf; a scaler decides where none was given."""
+        return self.nonfinite or ("raise" if self.scaler is None else "propagate")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that ``attach`` was given but the model, checked and completed.
+
+    A ``density`` of None stands for ``default_density`` until the model's size is known (``for_size``).
+    """
+
+    algorithm: Algorithm
+    density: float | AdaptiveDensity | None
+    correction: Correction | None
+    compression: Compression
+    transport: Transport
+    monitoring: Monitoring
+
+    def for_size(self, elements: int, *, says: bool) -> Options:
+        """Decide the density for a model of this many trained elements, if not given.
+
+        ``says``: this rank tells, once.
+        """
+        if self.density is not None:
+            return self
+        if self.algorithm.result == "whole":
+            return replace(self, density=1.0)
+        density, given = default_density(elements), self.compression
+        said = f"{100 * density:.3g} % of {elements:,} gradient entries on every step"
+        if density == 1:
+            said = f"all {elements:,} gradient entries on every step"
+            given = replace(given, compress=given.compress or _nothing)
+        lag = "in a model this small, delay costs more than bytes"
+        if elements >= LARGE:
+            lag = (
+                f"the others wait, some {1 / density:.0f} steps, which a training of a few hundred "
+                "feels: there give density=0.1"
+            )
+        if says:
+            say(f"exchanges {said} (density= decides otherwise); {lag}")
+        return replace(self, density=density, compression=given)
+
+    def agree_with(self, parts: Communicator) -> None:
+        """Compare what must be equal on ranks that hold other parts of a replica.
+
+        Raises:
+            ConfigurationError: the correction clips.
+            PeerError: parts were told different things.
+        """
+        watched = self.monitoring
+        facts = {
+            "the algorithm": (self.algorithm.name, self.algorithm.options),
+            "density": self.density,
+            "nonfinite": watched.policy,
+            "the warm-up": self.compression.warmup(),
+            "the correction": self.correction,
+            "the sentinel": watched.sentinel,
+            "whether there is a scaler": watched.scaler is not None,
+        }
+        run(agree(parts, facts))
+        if parts.world_size > 1 and self.correction and self.correction.clip is not None:
+            raise ConfigurationError(
+                "Correction(clip=...) needs the norm of whole local gradients, but each rank holds a "
+                "part of them; omit it and clip the averages with torch.nn.utils.clip_grad_norm_"
+            )
+
+    def parts(self, ranks: Sequence[int], groups: Groups) -> TorchCommunicator:
+        """Connect the ranks that hold the parts of this replica; ``ranks`` are the replicas of this one.
+
+        The other parts have the same place among their own replicas.
+        """
+        place = [sorted(ranks).index(dist.get_rank())]
+        world = dist.get_process_group_ranks(groups.world)
+        places = zip(world, groups.gathered(place), strict=True)
+        inner = groups.make([rank for rank, its in places if its == place])
+        parts = TorchCommunicator(inner, timeout=self.transport.timeout)
+        self.agree_with(parts)
+        return parts
+
+    def units(self, trained: Iterable[tuple[str, Tensor]], module: nn.Module) -> list[Unit]:
+        """Plan the units of a plain module's parameters, or of this rank's shards of them."""
+        given = self.compression
+        apart = output_parameters(module, given.output_layer)
+        output = apart if self.algorithm.output else ()
+        return plan_units(trained, given.unit_bytes, given.compress, output)
+
+    def connect(self, group: dist.ProcessGroup) -> Communicator:
+        """Connect the ranks of a group of their own over the transport that was asked for.
+
+        Raises:
+            PeerError: they ask for different ones, or run different versions.
+        """
+        carried = self.transport
+        # first of all, and over gloo: ranks that differ here may not even compare the same
+        wanted = {
+            "the version of sparsync": _version(),
+            "the version of torch": torch.__version__,
+            "transport": carried.name,
+            "encryption": carried.curve_keys is not None,
+        }
+        run(agree(TorchCommunicator(group, timeout=carried.timeout), wanted))
+        return connect_group(group, transport=carried.name, **carried.waits, **carried.sockets)
+
+    def reducer(
+        self,
+        group: dist.ProcessGroup,
+        units: Sequence[Unit],
+        consensus: Consensus = Proposal.broken,
+        **agreed: object,
+    ) -> Reducer:
+        """Connect the ranks of a group of its own, which agree on everything, and build their reducer.
+
+        The consensus is that of the ranks that hold other parts of this replica; ``agreed`` are more
+        settings that must be equal.
+        """
+        assert self.density is not None, "for_size comes first"
+        watched, comm = self.monitoring, self.connect(group)
+        try:
+            reducer = Reducer(
+                comm,
+                units,
+                run(self.algorithm.on(comm)),
+                self.density,
+                self.compression.warmup(),
+                self.correction,
+                watched.xi_period,
+                consensus,
+                None if watched.log is None else sink_of(watched.log, comm.rank),
+            )
+            agree_on_reducer(
+                reducer,
+                nonfinite=watched.policy,
+                unit_bytes=self.compression.unit_bytes,
+                sentinel=watched.sentinel,
+                scaler=watched.scaler is not None,
+                **agreed,
+            )
+        except BaseException:
+            comm.close()
+            raise
+        return reducer
+
+
+def _nothing(_name: str, _parameter: Tensor) -> bool:
+    """Tell of no parameter that it is exchanged sparsely."""
+    return False
+
+
+def _version() -> str:
+    try:
+        return version("sparsync")
+    except PackageNotFoundError:  # from a folder on the path, without installation
+        return "unknown"

@@ -1,0 +1,120 @@
+"""Eager-SGD: partial allreduces of the ranks' updates, which start before all ranks have arrived."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.averaging.averager import Accompanied
+from sparsync.errors import require
+from sparsync.published.wagma.agents import Agent, Answer, Round, Rounds, round_of, step_of
+from sparsync.transports.communicator import Communicator
+
+__all__ = ["EagerRounds", "EagerSgd", "Quorum"]
+
+Quorum = Literal["solo", "majority"]
+
+
+@final
+class EagerSgd(Accompanied):
+    """Sums the updates of all ranks on every step; late ranks' are in a later sum.
+
+    ::
+
+        waiting = waiting + (W' - W)           this rank's local step
+        sum     = partial allreduce(waiting)   begun by the first rank, or by one that is drawn
+        shared  = shared + sum / P             equal on ranks that have the same sums
+        W       = shared + waiting             what is in no sum yet stays in this rank's weights
+
+    Args:
+        quorum: "solo": the first rank that arrives starts the sum; "majority": a rank that is drawn on
+            every step does, so that on average half of the ranks have arrived.
+
+    Cost: one dense allreduce per step; memory: 3 n.
+    State: the shared model; what waits is in the rank's own weights.
+    Differs from the paper: updates of local optimizers travel, not gradients: the same for SGD with
+    and without momentum.  A late rank takes all sums that it missed, so replicas need no periodic
+    synchronisation.  Updates that wait are in the rank's own weights: left out of them, they arrive
+    together as one long step, and training diverges where ranks fall far behind.
+
+    Example:
+        >>> with EagerSgd(nn.Linear(2, 1), quorum="majority") as averager: averager.step()
+
+    References: Li et al., Taming unbalanced training workloads in deep learning with partial
+    collective operations, PPoPP 2020; WAGMA-SGD, IEEE TPDS 2021, section 2.2.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        quorum: Quorum = "majority",
+        seed: int = 0,
+        **binding: Any,
+    ) -> None:
+        require(quorum in ("solo", "majority"), f"quorum is {quorum!r}; choose solo or majority")
+        self.quorum, self.seed = quorum, seed
+        super().__init__(model, **binding)
+
+    async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
+        """Start the agent."""
+        vector = vector.cpu()
+        self._taken = self.memory["shared"] = self.memory.get("shared", vector).cpu()
+        rounds = EagerRounds(self.quorum, self.seed, comm.world_size, self._taken)
+        self._agent = Agent(rounds, comm.world_size, step, torch.zeros_like(vector))
+        self._run(comm, self._agent)
+
+    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Hand over this rank's local step; take the sums that are there."""
+        return await self._sum(round_of(step), vector)
+
+    async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Sum what waits on all ranks; they wait for each other."""
+        return await self._sum(2 * step, vector)
+
+    async def _sum(self, version: int, vector: Tensor) -> Tensor:
+        update = vector.cpu() - self._taken
+        answer: Answer = await self._ask(
+            step_of(version), lambda reply: self._agent.arrive(version, update, reply)
+        )
+        self.memory["shared"], waiting = answer.result.total
+        self._taken = self.memory["shared"] + waiting
+        return self._taken.to(vector.device)
+
+
+@final
+class EagerRounds(Rounds):
+    """Adds sums of updates to ``shared``, one by one: equal bits on ranks that have the same sums."""
+
+    def __init__(self, quorum: Quorum, seed: int, world_size: int, shared: Tensor) -> None:
+        self.quorum, self.seed, self.world_size = quorum, seed, world_size
+        self.shared = shared
+        self._waiting = torch.zeros_like(shared)  # updates that are in no sum yet
+        self._given = self._waiting  # those of the round under way
+
+    def activates(self, version: int, rank: int) -> bool:
+        """Solo: any rank begins; majority: one that is drawn, so half are there on average."""
+        if self.quorum == "solo" or version % 2 == 0:
+            return True
+        return random.Random(f"{self.seed} {version}").randrange(self.world_size) == rank
+
+    def publish(self, vector: Tensor) -> None:
+        """Add an update to what waits."""
+        self._waiting = self._waiting + vector
+
+    async def reduce(self, comm: Communicator, version: int, contributed: int) -> Tensor:
+        """Sum all that waits on any rank."""
+        self._given = self._waiting
+        return await comm.allreduce(self._given, "average")
+
+    def end(self, result: Round) -> None:
+        """Apply a sum; what this rank gave waits no more."""
+        self._waiting = self._waiting - self._given
+        self.shared = self.shared + result.total / self.world_size
+
+    def collected(self, newest: Round) -> Round:
+        """Return the shared model and this rank's updates that wait, `[2, n]`."""
+        return newest._replace(total=torch.stack([self.shared, self._waiting]))

@@ -1,0 +1,309 @@
+"""Gossip: ranks average with few others; D-PSGD and SGP after every step, AD-PSGD in between."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.averaging.averager import Accompanied, Averager, Companion, mean
+from sparsync.errors import require
+from sparsync.transports.actors import Reply
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.ledger import Raw
+
+__all__ = ["AdPsgd", "Dpsgd", "Exponential", "Graph", "Ring", "Sgp", "SgpState", "exchange"]
+
+_WORD: Final = 8  # bytes in front of a message's values: SGP's weight, AD-PSGD's kind
+_ASK, _REPLY = (bytes([kind]) + bytes(_WORD - 1) for kind in (0, 1))
+
+
+class Graph(ABC):
+    """A directed graph over the ranks, of its own at every step; every rank computes its part."""
+
+    @abstractmethod
+    def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
+        """Return the ranks that ``rank`` sends to: distinct, without itself."""
+
+    def sources(self, rank: int, world_size: int, step: int) -> list[int]:
+        """Return the ranks that ``rank`` receives from.  Cost: asks all ranks, unless overridden."""
+        return [r for r in range(world_size) if rank in self.neighbours(r, world_size, step)]
+
+
+@final
+class Ring(Graph):
+    """Both neighbours on a ring, on every step; of two ranks the other one, once."""
+
+    def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
+        """Return ``rank + 1``, then ``rank - 1``: so no two send to one rank at the same time."""
+        both = dict.fromkeys([(rank + 1) % world_size, (rank - 1) % world_size])
+        return [neighbour for neighbour in both if neighbour != rank]
+
+
+@final
+class Exponential(Graph):
+    """The directed exponential graph: hops of 1, 2, 4, ... ranks, the next ``count`` on every step.
+
+    After any ceil(log2 P) steps every rank has heard from every other; with ``count=1`` and P a power of
+    two all of them then have exactly the mean.
+
+    Example:
+        >>> [Exponential().neighbours(0, 8, step) for step in range(4)], Exponential(2).sources(0, 8, 0)
+        ([[1], [2], [4], [1]], [7, 6])
+
+    References: Assran et al., `Stochastic Gradient Push <https://arxiv.org/abs/1811.10792>`_,
+    ICML 2019, appendix A.
+    """
+
+    def __init__(self, count: int = 1) -> None:
+        require(
+            count >= 1, f"Exponential: {count} neighbours per step; give at least 1, SGP's default"
+        )
+        self.count = count
+
+    def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
+        """Return the ranks that this step's hops lead to."""
+        return [(rank + hop) % world_size for hop in self._hops(world_size, step)]
+
+    def sources(self, rank: int, world_size: int, step: int) -> list[int]:
+        """Return the ranks that this step's hops lead here from."""
+        return [(rank - hop) % world_size for hop in self._hops(world_size, step)]
+
+    def _hops(self, world_size: int, step: int) -> list[int]:
+        kinds = (world_size - 1).bit_length()  # 2^0, 2^1, ... below P
+        count = min(self.count, kinds)
+        return [1 << (step * count + i) % kinds for i in range(count)]
+
+
+async def exchange(
+    comm: Communicator, graph: Graph, message: Tensor, step: int, phase: str
+) -> list[Tensor]:
+    """Send ``message``, `[m]`, to all neighbours; return those received, and the own one, by rank."""
+    payload = message.view(torch.uint8)
+    sources = graph.sources(comm.rank, comm.world_size, step)
+    dests = graph.neighbours(comm.rank, comm.world_size, step)
+    receiving = {s: comm.irecv(s, payload.numel(), phase, Raw("value")) for s in sources}
+    sending = [comm.isend(payload, d, phase, Raw("value")) for d in dests]
+    messages = {comm.rank: message}
+    for source, operation in receiving.items():
+        messages[source] = (await operation).to(message.device).view(message.dtype)
+    for operation in sending:
+        await operation
+    return [messages[rank] for rank in sorted(messages)]  # sums do not depend on arrival
+
+
+@final
+class Dpsgd(Averager):
+    """Takes the mean of the own model and those of both neighbours, 1/3 each (two ranks: 1/2).
+
+    Args:
+        mixing_steps: rounds with the neighbours per step (WAGMA-SGD, section 5.2, doubles them).
+
+    Cost: ``2 mixing_steps`` messages and models sent and received per step (two ranks: half).
+    State: none.
+    Differs from the paper: always averages after the update; the paper allows either order.
+
+    Example:
+        >>> with Dpsgd(nn.Linear(2, 1), mixing_steps=2) as averager: averager.step()
+
+    References: Lian et al., `D-PSGD <https://arxiv.org/abs/1705.09056>`_, NeurIPS 2017.
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, *, mixing_steps: int = 1, **binding: Any
+    ) -> None:
+        require(mixing_steps >= 1, f"Dpsgd: mixing_steps is {mixing_steps}; give at least 1")
+        self.mixing_steps = mixing_steps
+        super().__init__(model, **binding)
+
+    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return the mean over this rank and its neighbours."""
+        for _ in range(self.mixing_steps):
+            models = await exchange(comm, Ring(), vector, step, "gossip")
+            vector = sum(models[1:], start=models[0]) / len(models)
+        return vector
+
+
+@dataclass(frozen=True)
+class SgpState:
+    """The push-sum weight w of this rank; all ranks' sum to world_size."""
+
+    weight: float = 1.0
+
+
+@final
+class Sgp(Averager):
+    """Pushes equal shares of the numerator x and of the weight w; the model is z = x / w.
+
+    Updates enter x as they are, so that the mean over ranks moves by the mean of the updates whatever
+    the weights are: after one, ``x = w z + (model - z)``.
+
+    Args:
+        neighbours: ranks pushed to per step, on the directed exponential graph.
+        graph: another graph in its place, any that stays connected.
+
+    Cost: ``neighbours`` messages of a model and 8 bytes, sent and received per step.
+    State: ``weight``; in ``memory`` the last model z while w is not 1 (never on the exponential graph).
+    Differs from the paper: nothing is overlapped.
+
+    Example:
+        >>> with Sgp(nn.Linear(2, 1), neighbours=2) as averager: averager.step()
+
+    References: Assran et al., `Stochastic Gradient Push <https://arxiv.org/abs/1811.10792>`_,
+    ICML 2019, Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        neighbours: int = 1,
+        graph: Graph | None = None,
+        **binding: Any,
+    ) -> None:
+        self.neighbours = neighbours
+        self.graph = graph or Exponential(neighbours)
+        self.state = SgpState()
+        super().__init__(model, **binding)
+
+    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return z after this step's pushes."""
+        share = 1 / (1 + len(self.graph.neighbours(comm.rank, comm.world_size, step)))
+        weight = torch.tensor([share * self.state.weight], dtype=torch.float64).to(vector.device)
+        parts = [part.view(torch.uint8) for part in (weight, share * self._x(vector))]
+        messages = await exchange(comm, self.graph, torch.cat(parts), step, "gossip")
+        total, weight_total = torch.zeros_like(vector), 0.0
+        for message in messages:
+            weight_total += message[:_WORD].view(torch.float64).item()
+            total += message[_WORD:].view(vector.dtype)
+        return self._keep(weight_total, total.div_(weight_total))
+
+    async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return the sum of all x over that of all w, which is world_size; weights are 1 again."""
+        return self._keep(1.0, await mean(comm, self._x(vector)))
+
+    def _x(self, vector: Tensor) -> Tensor:
+        """Return the numerator after the update that made z this vector."""
+        z = self.memory.get("model")
+        return vector if z is None else vector + (self.state.weight - 1) * z
+
+    def _keep(self, weight: float, z: Tensor) -> Tensor:
+        self.state = SgpState(weight)
+        self.memory = {} if weight == 1 else {"model": z}
+        return z
+
+
+@final
+class AdPsgd(Accompanied):
+    """Averages pairs of models in the background; no rank ever waits for one that is computing.
+
+    After each local step a rank takes the model that its agent has by then, and the agent asks a random
+    partner's agent for an average, unless it still waits for the answer to its last question.
+
+    Cost: per step at most one exchange of n elements asked for and, on average, one answered; memory
+    3 n.   State: the last model taken.
+    Differs from the paper: any rank may ask any other: agents answer at once, so there is no deadlock
+    and the graph need not be bipartite; exchanges are begun once per step, not as often as possible.
+
+    Example:
+        >>> with AdPsgd(nn.Linear(2, 1)) as averager: averager.step()
+
+    References: Lian et al., Asynchronous Decentralized Parallel SGD, ICML 2018; WAGMA-SGD, IEEE TPDS
+    2021, section 2.2.
+    """
+
+    def __init__(self, model: nn.Module | None = None, *, seed: int = 0, **binding: Any) -> None:
+        self.seed = seed
+        super().__init__(model, **binding)
+
+    async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
+        """Start the agent."""
+        self.memory["taken"] = vector.cpu()
+        self._agent = _PairAgent(self.memory["taken"], self.seed)
+        self._run(comm, self._agent)
+
+    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Hand over what the local step did; take the model as it is by now."""
+        return await self._take(vector, step, ask=True)
+
+    async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return the mean of all models, once no exchange is under way."""
+        await self._take(vector, step, ask=False)
+        agent = self._agent
+        await self._ask(step, agent.rest)
+        await comm.barrier()  # all have their answers: nobody asks any more
+        self.memory["taken"] = final = await mean(comm, agent.model)
+        self._host.call(lambda: setattr(agent, "model", final))
+        return final.to(vector.device)
+
+    async def _take(self, vector: Tensor, step: int, *, ask: bool) -> Tensor:
+        change = vector.cpu() - self.memory["taken"]
+        taken: Tensor = await self._ask(
+            step, lambda reply: self._agent.update(change, step, reply, ask=ask)
+        )
+        self.memory["taken"] = taken
+        return taken.to(vector.device)
+
+
+@final
+class _PairAgent(Companion):
+    """Holds a rank's model, and averages it with one partner at a time.
+
+    The agent that asks sends x and receives the partner's y.  It adds (y - x) / 2, and the partner
+    (x - y) / 2, to whatever model each has by then: so the sum of all models never changes.
+    """
+
+    def __init__(self, model: Tensor, seed: int) -> None:
+        super().__init__()
+        self.model, self.seed = model, seed
+        self._asked: Tensor | None = None  # what was sent and has no answer yet
+        self._idle: Reply | None = None
+        self._count = self._step = 0
+
+    def update(self, change: Tensor, step: int, reply: Reply, *, ask: bool) -> None:
+        """Add what the local step did; return the model as it is; ask a partner unless one is asked."""
+        self._step = step
+        self.model = self.model + change
+        if ask and self._asked is None and self.host.world_size > 1:
+            self._count += 1
+            draw = random.Random(f"{self.seed} {self.host.rank} {self._count}")
+            hop = 1 + draw.randrange(self.host.world_size - 1)
+            self._partner = (self.host.rank + hop) % self.host.world_size
+            self._asked = self.model
+            self.post(self._partner, _ASK, self.model)
+        self.answer(reply, self.model)
+
+    def rest(self, reply: Reply) -> None:
+        """Answer when nothing is asked."""
+        if self._asked is None:
+            self.answer(reply, None)
+        else:
+            self._idle = reply
+
+    def receive(self, source: int, payload: Tensor) -> None:
+        """Answer a partner, or take its answer."""
+        self.ledger.received("average", payload.numel())
+        theirs = payload[_WORD:].clone().view(self.model.dtype)
+        if payload[0] == _ASK[0]:
+            mine = self.model
+            self.model = mine + (theirs - mine) / 2
+            self.post(source, _REPLY, mine)  # last: who has the answer may conclude
+            return
+        assert self._asked is not None, "an answer follows a question"
+        self.model = self.model + (theirs - self._asked) / 2
+        self._asked = None
+        if self._idle is not None:
+            idle, self._idle = self._idle, None
+            self.answer(idle, None)
+
+    def tick(self) -> None:
+        """Nothing is ever due."""
+
+    def lose(self, peer: int, reason: str) -> None:
+        """Fail, if its answer is waited for."""
+        if self._asked is not None and peer == self._partner:
+            raise self.failure(peer, self._step, reason)

@@ -1,0 +1,445 @@
+"""Ok-Topk: O(k) sparse allreduce (Li & Hoefler, PPoPP 2022, Algorithm 1), and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.collectives.collective import Collective, Reduced, capped, check_cap, most_entries
+from sparsync.collectives.costs import (
+    COUNT_BYTES,
+    ENTRY_BYTES,
+    WORD_BYTES,
+    Cost,
+    Job,
+    Result,
+    allgatherv,
+    allreduce,
+    lower_bound_words,
+)
+from sparsync.errors import require
+from sparsync.published.oktopk import regions
+from sparsync.sparse import SparseVector, Vector, even_boundaries
+from sparsync.transports.communicator import Communicator
+from sparsync.wire.codec import HEADER_BYTES, Codec, MessageFraming
+from sparsync.wire.streams import Coo
+
+__all__ = [
+    "OkTopk",
+    "OkTopkState",
+    "averaged_cuts_cost",
+    "bound_words",
+    "counts_cost",
+    "equation_3",
+    "gather_cost",
+    "histogram_cost",
+    "split_cost",
+]
+
+_FINE = 64  # the marginal bin may hold k / 64 entries: finer changes nothing that training sees
+_PASSES = 4  # per entry of k: sort, histogram, and find what was delivered
+_COUNTS_TURN = 1 / 3  # of a turn: a round of counts, with next to no work
+# both multiples of what decoding, or budgeted's turns, take, fitted to benchmarks/fidelity.md at P = 4, 8
+
+
+@dataclass(frozen=True)
+class OkTopkState:
+    """State carried from step to step; the same on every rank.
+
+    Attributes:
+        boundaries: P + 1 cuts of ``[0, n)``; None before the first step, and when they were crowded.
+        threshold_key: the last global threshold as a magnitude key.
+    """
+
+    boundaries: tuple[int, ...] | None = None
+    threshold_key: int | None = None
+
+
+@final
+class OkTopk(Collective):
+    """Top-k of the sum of the ranks' top-k entries, with O(k) volume whatever P is.
+
+    Phases: 1. agree on P regions that hold equally many selected entries (every
+    ``repartition_period`` steps);  2. split and reduce: each region's owner sums it;  3. global
+    selection of the k largest;  4. balance, if counts are uneven, and allgatherv;  5. delivered =
+    selected entries whose index is in the total.
+
+    Args:
+        codec: wire format; must be exact (default: coo).
+        repartition_period: tau in steps (paper: 64).
+        repartition_trigger: cut again on the next step when a region held more than this multiple of
+            the mean (1.5 keeps what is received in phase 2 below 3k words); None: never early,
+            as published.  Needs ``global_threshold="histogram"``, whose counts tell everyone.
+        threshold_period: tau' in steps, for ``global_threshold="allgather"`` (paper: 32, BERT 128).
+        boundaries: "histogram" (cuts of the summed counts) or "average" (means of the ranks' own cuts,
+            as published: supposes that the ranks' supports look alike).
+        global_threshold: "histogram" (exactly k, every step) or "allgather" (as published: exact
+            every ``threshold_period`` steps at up to 2 min(kP, n) words, reused in between).
+        cap: at most ``cap * k`` entries are taken, locally and globally; None: any number.
+        window: messages in flight per direction while splitting (published code: 4); None: all.
+        rotate: rotate destinations (Figure 2).
+        balanced_split: False cuts even regions (the "naive reduce" of Figure 7a).
+        balance: False never balances before the allgatherv (Figure 7b).
+        balance_trigger: balance when the largest count exceeds this multiple of the mean (paper: 4).
+
+    Cost: 2 k (P - 1) / P words where supports match the regions, at most 6 k (P - 1) / P on
+    exchangeable inputs and 6 k - 4 k / P on any whose supports stay
+    where they were on the step before; at most 2 P + 2 log2 P messages and the small
+    allreduces of phases 1 and 3.
+    State: ``OkTopkState``.
+    Differs from the paper: any P; steps 0-based; by default the cap, histogram cuts and histogram
+    threshold (the preset "oktopk-paper" is as published); an allgatherv whose counts stayed uneven
+    runs on a ring, which sends nothing twice.
+
+    Example:
+        >>> from sparsync.transports.sim import simulate
+        >>> async def program(comm):
+        ...     mine = SparseVector.from_dense(torch.tensor([0.0, 1.0, 0.0, comm.rank + 2.0]))
+        ...     reduced = await OkTopk().reduce(comm, mine, k=1, step=0)
+        ...     return reduced.total.to_dense().tolist()
+        >>> simulate(program, world_size=3).results[0]
+        [0.0, 0.0, 0.0, 9.0]
+
+    References: Li & Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning",
+    PPoPP 2022, https://doi.org/10.1145/3503221.3508399.
+    """
+
+    result: Result = "top-k"
+
+    def __init__(
+        self,
+        codec: Codec[SparseVector] | None = None,
+        *,
+        repartition_period: int = 64,
+        repartition_trigger: float | None = 1.5,
+        threshold_period: int = 32,
+        boundaries: Literal["histogram", "average"] = "histogram",
+        global_threshold: Literal["histogram", "allgather"] = "histogram",
+        cap: float | None = 1.0,
+        window: int | None = 4,
+        rotate: bool = True,
+        balanced_split: bool = True,
+        balance: bool = True,
+        balance_trigger: float = 4.0,
+    ) -> None:
+        for name, choice, known in (
+            ("boundaries", boundaries, ("histogram", "average")),
+            ("global_threshold", global_threshold, ("histogram", "allgather")),
+        ):
+            say = f"OkTopk: {name} is {choice!r}; choose one of {', '.join(known)}"
+            require(choice in known, say)
+        for name, number in (
+            ("repartition_period", repartition_period),
+            ("repartition_trigger", repartition_trigger),
+            ("threshold_period", threshold_period),
+            ("window", window),
+            ("balance_trigger", balance_trigger),
+        ):
+            fits = number is None or number >= 1
+            require(fits, f"OkTopk: {name} is {number}; give at least 1")
+        check_cap(cap, "OkTopk")
+        self.codec = codec or Coo()
+        require(self.codec.exact, "OkTopk: the codec rounds values; use an exact one, as coo")
+        self.repartition_period, self.threshold_period = repartition_period, threshold_period
+        self.boundaries, self.global_threshold, self.cap = boundaries, global_threshold, cap
+        self.repartition_trigger = repartition_trigger
+        self.window, self.rotate, self.balanced_split = window, rotate, balanced_split
+        self.balance_trigger = balance_trigger if balance else None
+        self.state = OkTopkState()
+
+    def cost(self, job: Job) -> Cost:
+        """Return Equations 1 and 2 for equally full regions, and what agreeing on them takes.
+
+        The mean of a period's steps, of which one cuts regions again and, with an allgathered
+        threshold, one collects all reduced entries; thresholds that are reused select k.  Equation 3 is
+        the paper's bound; ``bound_words`` that of the default settings.
+
+        Example:
+            >>> cost = OkTopk().cost(Job(10**6, 10_000, 8))
+            >>> round(cost.words / 10_000, 2)  # at most 6 * 7 / 8
+            3.62
+        """
+        k, world_size, share = round(job.k), job.world_size, job.share
+        cost = split_cost(job.k, world_size) + gather_cost(job.k, world_size)
+        encoded, decoded = job.k, 2 * job.k * share + _PASSES * job.k
+        if self.global_threshold == "histogram":
+            cost += histogram_cost(k, world_size) + counts_cost(3, world_size)
+            agreeing = 3
+        else:
+            reduced = HEADER_BYTES + ENTRY_BYTES * round(job.summed / world_size)
+            exact = allgatherv(reduced, world_size).times(1 / self.threshold_period)
+            cost += counts_cost(2, world_size) + exact
+            decoded += job.summed * share / self.threshold_period
+            agreeing = 1
+        histogram = self.boundaries == "histogram"
+        cuts = histogram_cost(k, world_size) if histogram else averaged_cuts_cost(world_size)
+        cost += cuts.times(1 / self.repartition_period)
+        turns = 1 + (1 + _COUNTS_TURN * agreeing) * job.rounds
+        return cost + Cost(0, 0, encoded=encoded, decoded=decoded, turns=turns)
+
+    def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
+        """Return Equation 3 as published, without exact steps; with a cap ``bound_words``."""
+        if self.global_threshold == "allgather":
+            return equation_3(job.k, job.world_size).words
+        if self.cap == 1:
+            return bound_words(job.k, job.world_size, exchangeable=exchangeable)
+        return None
+
+    async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
+        """Run Algorithm 1."""
+        mine = capped(selected, k, self.cap)
+        boundaries = await self._agree_on_boundaries(comm, mine, k, step)
+        share = await regions.split_reduce(
+            comm,
+            mine,
+            boundaries,
+            self.codec,
+            most=most_entries(k, self.cap, mine.size),
+            window=self.window,
+            rotate=self.rotate,
+        )
+        if self.global_threshold == "histogram":
+            kept = await self._by_histogram(comm, share, k, size=mine.size)
+        elif step % self.threshold_period == 0 or self.state.threshold_key is None:
+            kept = await self._by_allgather(comm, share.region, k, boundaries)
+        else:
+            kept = await self._by_threshold(comm, share.region, k)
+        total = await regions.balance_and_allgatherv(
+            comm,
+            share.region.top(kept.counts[comm.rank]),
+            kept.counts,
+            boundaries,
+            self.codec,
+            balance_trigger=self.balance_trigger,
+        )
+        trigger = self.repartition_trigger
+        crowded = trigger is not None and regions.is_crowded(kept.loads, trigger)
+        self.state = OkTopkState(None if crowded else tuple(boundaries), kept.threshold_key)
+        return Reduced(total, mine.restrict(total.indices))
+
+    async def _agree_on_boundaries(
+        self, comm: Communicator, selected: SparseVector, k: int, step: int
+    ) -> list[int]:
+        """Phase 1: renew the boundaries when the period opens."""
+        size, world_size = selected.size, comm.world_size
+        if not self.balanced_split:
+            return even_boundaries(size, world_size)
+        known = self.state.boundaries
+        if step % self.repartition_period and known and len(known) == world_size + 1:
+            return list(known)
+        if self.boundaries == "average":
+            cuts = regions.equal_count_cuts(selected.indices.tolist(), size, world_size)
+            sums = await comm.allreduce(torch.tensor(cuts, dtype=torch.int64), "boundaries")
+            return [0, *(total // world_size for total in sums.tolist()), size]
+        total, brackets = await regions.quantiles(
+            comm,
+            lambda edges: torch.searchsorted(selected.indices, edges.to(selected.indices.device)),
+            lambda total: [total * i // world_size for i in range(1, world_size)],
+            stop=size,
+            bins=regions.bins_for(k),
+            tolerance=lambda total: max(total // (16 * world_size), 1),
+            count_limit=size * world_size,
+            phase="boundaries",
+        )
+        if total == 0:
+            return even_boundaries(size, world_size)
+        boundaries = [0]
+        for i, bracket in enumerate(brackets, start=1):  # of each its nearer edge
+            past_low = total * i // world_size - bracket.below
+            cut = bracket.low if 2 * past_low <= bracket.inside else bracket.high
+            boundaries.append(max(cut, boundaries[-1]))
+        return [*boundaries, size]
+
+    # ---- phase 3, global selection: three answers to Algorithm 1, lines 9-12 ---------------------
+
+    async def _by_histogram(
+        self, comm: Communicator, share: regions.Share, k: int, *, size: int
+    ) -> _Kept:
+        """Keep exactly ``min(cap * k, nnz)`` entries: a histogram of magnitudes, then one of counts.
+
+        Bins lie around the last threshold (one octave either way), else everywhere.  All above the
+        marginal bin are kept; its own places go to the ranks in rank order, on each rank to the
+        largest.  ``cap=None`` keeps the whole marginal bin.
+        """
+        cap, last, values = self.cap, self.state.threshold_key, share.region.values
+        stop, octave = kernels.key_range(
+            values.dtype
+        )  # one NaN pattern is ``stop``: it counts below
+        around, bins = None, regions.REFINING_BINS
+        if last is not None:
+            bins = regions.bins_for(k)
+            around = max(last - octave, 1), min(last + octave, stop)
+        wanted = most_entries(k, cap if cap is not None else 1.0, size)
+
+        def below(edges: Tensor) -> Tensor:
+            counts, inner = (edges > 0) * values.numel(), (edges > 0) & (edges < stop)
+            reach = kernels.count_from(values, edges[inner].to(values.device))
+            counts[inner] -= reach.to(counts.device)
+            return counts
+
+        total, (bracket,) = await regions.quantiles(
+            comm,
+            below,
+            lambda total: [max(total - wanted, 0)],
+            stop=stop,
+            bins=bins,
+            tolerance=lambda _: max(wanted // _FINE, 1),
+            start_at=around,
+            count_limit=size,
+            phase="threshold",
+        )
+        bounds = below(torch.tensor([bracket.low, bracket.high]))
+        from_low, from_high = (values.numel() - bounds).tolist()
+        mine = torch.tensor([from_high, from_low - from_high, share.load])
+        everyone = await comm.allgather(mine, "sizes")
+        above, marginal, loads = zip(*(t.tolist() for t in everyone), strict=True)
+        places = sum(marginal) if cap is None else min(wanted, total) - sum(above)
+        counts = []
+        for over, wish in zip(above, marginal, strict=True):
+            granted = min(wish, places)
+            places -= granted
+            counts.append(over + granted)
+        return _Kept(counts, bracket.low or None, loads)
+
+    async def _by_allgather(
+        self, comm: Communicator, region: SparseVector, k: int, boundaries: Sequence[int]
+    ) -> _Kept:
+        """Collect all reduced entries everywhere and take the k-th largest as threshold (line 10).
+
+        Up to 2 min(k P, n) words, which the paper's "< 6k" leaves out.
+        """
+        encoded = self.codec.encode(region)
+        length = torch.tensor([encoded.payload.numel()])
+        lengths = [int(t) for t in await comm.allgather(length, "sizes")]
+        framing = MessageFraming(self.codec)
+        messages = await comm.allgatherv(encoded.payload, lengths, "threshold", framing)
+        everyone = [
+            self.codec.decode(message, stop - start).values.to(region.values.device)
+            for message, (start, stop) in zip(messages, pairwise(boundaries), strict=True)
+        ]
+        values = torch.cat(everyone)
+        largest = kernels.top(values, k)
+        if not largest.numel():
+            return _Kept([0] * comm.world_size, None)
+        threshold_key = int(kernels.magnitude_keys(values[largest]).min())
+        counts = [int((kernels.magnitude_keys(v) >= max(threshold_key, 1)).sum()) for v in everyone]
+        finite = bool(torch.isfinite(values).all())
+        return _Kept(self._within_cap(counts, k, finite=finite), threshold_key)
+
+    async def _by_threshold(self, comm: Communicator, region: SparseVector, k: int) -> _Kept:
+        """Keep what reaches a reused threshold; over the cap, each rank keeps its largest pro rata."""
+        threshold_key = self.state.threshold_key
+        key = torch.tensor([max(threshold_key or 0, 1)], device=region.values.device)
+        reach = int(kernels.count_from(region.values, key))
+        mine = torch.tensor([reach, int((~region.isfinite()).sum())])
+        everyone = await comm.allgather(mine, "sizes")
+        counts, broken = zip(*(t.tolist() for t in everyone), strict=True)
+        return _Kept(self._within_cap(counts, k, finite=not any(broken)), threshold_key)
+
+    def _within_cap(self, counts: Sequence[int], k: int, *, finite: bool) -> Sequence[int]:
+        """Scale the counts down to ``cap * k`` entries, pro rata; what is cut off is not delivered.
+
+        Where a value is not finite there is no cap: it could drop the NaN that makes all ranks refuse
+        the step.
+        """
+        total = sum(counts)
+        most = most_entries(k, self.cap, total) if finite else total
+        if total <= most:
+            return counts
+        ends = [most * sum(counts[:rank]) // total for rank in range(len(counts) + 1)]
+        return [high - low for low, high in pairwise(ends)]
+
+
+class _Kept(NamedTuple):
+    """How many entries of its region each rank keeps, the largest; known to all ranks.
+
+    ``loads``: entries that each rank summed; empty where nobody asked.
+    """
+
+    counts: Sequence[int]
+    threshold_key: int | None
+    loads: Sequence[int] = ()
+
+
+# ---- closed forms of the phases, entries in coo, and bounds of the whole (Equations 1 to 3) ---------
+
+
+def bound_words(k: float, world_size: int, *, exchangeable: bool) -> float:
+    """Bound what the preset "oktopk" sends or receives per rank on every step, in words.
+
+    ``6 k (P - 1) / P`` (Equation 3) when the ranks' inputs are exchangeable.  On any inputs
+    ``6 k - 4 k / P = 2 k + 4 k (P - 1) / P``: Equation 1 without its assumption that a rank owns
+    1 / P of what it selected (it can send all k entries), and Equation 2.
+
+    Domain: supports that lie where they were on the step before (the paper: for 64 steps).  Headers
+    and histograms have no term; they fit where ``k / P >= 256``, except where the entries alone take
+    all 4 k words: P = 2, disjoint supports, one rank's values dominating.
+
+    Example:
+        >>> [bound_words(1000, 4, exchangeable=e) for e in (True, False)]
+        [4500.0, 5000.0]
+    """
+    if world_size == 1:
+        return 0.0
+    if exchangeable:
+        return 6 * k * (world_size - 1) / world_size
+    return 6 * k - 4 * k / world_size
+
+
+def equation_3(k: float, world_size: int) -> Cost:
+    """Ok-Topk as published, at most: ``(2 P + 2 log P) alpha + 6 k (P - 1) / P beta``.
+
+    It leaves out headers, histograms and the exact steps, which allgather all reduced entries.
+
+    Example:
+        >>> equation_3(k=1000, world_size=8).words
+        5250.0
+    """
+    words = 3 * lower_bound_words(k, world_size)
+    return Cost(2 * world_size + 2 * (world_size - 1).bit_length(), WORD_BYTES * words)
+
+
+def split_cost(k: float, world_size: int) -> Cost:
+    """Split and reduce, Equation 1: ``(P - 1) alpha + 2 k (P - 1) / P beta``, and P - 1 headers.
+
+    Supposes regions that hold equally many of every rank's entries.
+    """
+    peers = world_size - 1
+    nbytes = peers * (HEADER_BYTES + ENTRY_BYTES * k / world_size)
+    return Cost(peers, nbytes, together=max(peers - 1, 0))
+
+
+def gather_cost(k: float, world_size: int) -> Cost:
+    """Balance and allgatherv, Equation 2: at most ``(P + 2 log P) alpha + 4 k (P - 1) / P beta``.
+
+    Here of even counts: an allgatherv of ``2 k (P - 1) / P`` words.
+
+    Example:
+        >>> gather_cost(1000, 8).words
+        1764.0
+    """
+    return allgatherv(HEADER_BYTES + ENTRY_BYTES * k / world_size, world_size)
+
+
+def histogram_cost(k: int, world_size: int) -> Cost:
+    """Allreduce of ``clamp(k / 16, 32, 1024)`` bins and two outer ones.
+
+    Where the marginal bin is divided again (usually 0 or 1 times), 64 bins more.
+    """
+    return allreduce(regions.bins_for(k) + 2, world_size)
+
+
+def counts_cost(numbers: int, world_size: int) -> Cost:
+    """Allgather of some integers per rank: what it keeps, and how full its region was."""
+    return allgatherv(numbers * COUNT_BYTES, world_size)
+
+
+def averaged_cuts_cost(world_size: int) -> Cost:
+    """Allreduce of P - 1 boundaries (section 3.1.1)."""
+    return allreduce(world_size - 1, world_size, COUNT_BYTES)

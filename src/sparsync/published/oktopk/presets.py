@@ -1,0 +1,69 @@
+"""Ok-Topk's settings by name: bounded on every step, and as published."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from sparsync.algorithm import Algorithm
+from sparsync.errors import ConfigurationError
+from sparsync.published.oktopk.allreduce import OkTopk
+from sparsync.published.oktopk.reuse import Reused
+
+__all__ = ["oktopk", "oktopk_paper"]
+
+
+def oktopk(
+    *,
+    threshold_period: int | Literal["auto"] = 32,
+    cap: float | None = 1.0,
+    floor: float | None = 2 / 3,
+    **options: Any,
+) -> Algorithm:
+    """Ok-Topk with histogram cuts, histogram threshold and a cap: a volume bound on every step.
+
+    The bound supposes that supports lie where they were on the step before (the paper: 64 steps
+    before), and k / P >= 256.
+
+    Args:
+        threshold_period: tau', steps between exact local thresholds (paper, section 5.2: 32); "auto":
+            renewed when the local count leaves a band of 11 % around k, by each rank for itself.
+        cap: at most ``cap * k`` entries are taken, locally and globally.
+        floor: a step that finds fewer than ``floor * k`` local entries is made exact (early in training
+            a threshold reused for 32 steps finds 0.03 to 0.1 k, benchmarks/threshold_period.md); None:
+            never, as published.
+        options: see ``sparsync.published.oktopk.OkTopk``.
+    """
+    if cap is not None and floor is not None:
+        floor = min(floor, cap)
+    if threshold_period != "auto":
+        options["threshold_period"] = threshold_period  # of the global threshold as well
+    elif options.get("global_threshold", "histogram") != "histogram":
+        raise ConfigurationError(
+            "oktopk: threshold_period='auto' needs global_threshold='histogram', which is exact on "
+            "every step; give a number of steps, or omit global_threshold"
+        )
+    return Algorithm(
+        "oktopk",
+        lambda: Reused(threshold_period, cap, floor),
+        lambda: OkTopk(cap=cap, **options),
+    )
+
+
+def oktopk_paper(*, threshold_period: int = 32, **options: Any) -> Algorithm:
+    """Ok-Topk as published: averaged boundaries, allgathered threshold, no cap.
+
+    Args:
+        threshold_period: tau' (paper, section 5.2: 32 for VGG and LSTM, 128 for BERT).
+        options: see ``sparsync.published.oktopk.OkTopk``; tau = 64 (section 3.1.1), trigger 4 (5.3).
+    """
+    published = {
+        "boundaries": "average",
+        "global_threshold": "allgather",
+        "cap": None,
+        "repartition_trigger": None,
+    }
+    return Algorithm(
+        "oktopk-paper",
+        lambda: Reused(threshold_period, cap=None),
+        lambda: OkTopk(threshold_period=threshold_period, **{**published, **options}),
+    )

@@ -1,0 +1,462 @@
+"""Ok-Topk's regions (section 3.1): how ranks agree on them, reduce them, share out and gather the rest.
+
+Counts are known to all ranks before the allgatherv, so every message of it has a known length, and its
+receiver a known place for it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsync.sparse import SparseVector, even_boundaries
+from sparsync.transports.communicator import Communicator, rounds
+from sparsync.transports.driver import Operation
+from sparsync.transports.groups import Subgroup
+from sparsync.wire.codec import Codec, MessageFraming
+from sparsync.wire.messages import encode_regions, join_messages, sum_messages
+
+__all__ = [
+    "REFINING_BINS",
+    "Bracket",
+    "Share",
+    "balance_and_allgatherv",
+    "balance_plan",
+    "balanced_counts",
+    "bins_for",
+    "dissemination_sends",
+    "equal_count_cuts",
+    "holders",
+    "is_crowded",
+    "quantiles",
+    "schedule",
+    "spans",
+    "split_reduce",
+]
+
+REFINING_BINS = 64  # per bracket that is divided again: three rounds tell 2^18 magnitudes apart
+_TOLERANCE = 1.25  # dissemination may send so much more than its balanced volume; else the ring
+
+
+# ---- where regions begin ----------------------------------------------------------------------------
+
+
+def equal_count_cuts(indices: Sequence[int], size: int, parts: int) -> list[int]:
+    """Return the ``parts - 1`` cuts with equally many of the ascending ``indices`` between them.
+
+    Example:
+        >>> equal_count_cuts([1, 2, 3, 90], size=100, parts=2)
+        [3]
+    """
+    if not len(indices):
+        return even_boundaries(size, parts)[1:-1]
+    return [int(indices[len(indices) * i // parts]) for i in range(1, parts)]
+
+
+def is_crowded(loads: Sequence[int], trigger: float) -> bool:
+    """Tell whether a region was so full that its boundaries should be agreed on again.
+
+    More than ``trigger`` times the mean, and more than cuts cannot help: an index that all ranks
+    selected is a load of P by itself.
+    """
+    world_size = len(loads)
+    return bool(loads) and max(loads) > trigger * sum(loads) / world_size + 2 * world_size
+
+
+class Bracket(NamedTuple):
+    """Keys below ``low`` number ``below``; keys in ``[low, high)`` number ``inside``."""
+
+    low: int
+    high: int
+    below: int
+    inside: int
+
+
+def bins_for(k: int) -> int:
+    """Return the histogram's size: k / 16, within [32, 1024], so that it costs little."""
+    return min(max(k // 16, 32), 1024)
+
+
+async def quantiles(
+    comm: Communicator,
+    below: Callable[[Tensor], Tensor],
+    ranks_of: Callable[[int], Sequence[int]],
+    *,
+    stop: int,
+    bins: int,
+    tolerance: Callable[[int], int],
+    start_at: tuple[int, int] | None = None,
+    count_limit: int,
+    phase: str,
+) -> tuple[int, list[Bracket]]:
+    """Bracket the keys at given positions of the sorted union of all ranks' keys.
+
+    One histogram allreduce narrows every wanted cut to one bin; bins that still hold too much are
+    divided again.
+
+    Args:
+        comm: the group.
+        below: given ascending edges in ``[0, stop]``, with ``torch.int64``, how many of this rank's keys
+            are smaller than each.
+        ranks_of: given the total number of keys, the wanted 0-based positions, ascending.
+        stop: all keys are smaller.
+        bins: words of the first histogram; later ones take 64 per bracket that is divided again.
+        tolerance: given the total, how many keys a bracket may hold before it is divided again.
+        start_at: where to look first, ``(low, high)``; default everywhere.
+        count_limit: an upper bound of the total, the same on all ranks: decides 4 or 8 bytes a bin.
+        phase: the ledger's name for this.
+
+    Returns:
+        The total, and a bracket per position; an empty one at the end for a position past the last.
+
+    Cost: one allreduce per round; usually 1 or 2 rounds.
+    """
+    dtype = torch.int32 if count_limit < 1 << 31 else torch.int64
+    edges = _edges([start_at or (0, stop)], bins, 0, stop)
+    brackets: list[Bracket] = []
+    wanted: Sequence[int] = []
+    total = 0
+    while True:
+        at = below(torch.tensor(edges, dtype=torch.int64))
+        counts = await comm.allreduce(at.diff().to(dtype), phase)
+        ends = [0, *counts.to(torch.int64).cumsum(0).tolist()]
+        if not brackets:  # the first histogram covers everything: it tells the total
+            total = ends[-1]
+            wanted = ranks_of(total)
+            brackets = [_find(position, 0, edges, ends) for position in wanted]
+        else:
+            brackets = [
+                _narrowed(bracket, position, edges, ends)
+                for bracket, position in zip(brackets, wanted, strict=True)
+            ]
+        enough = tolerance(total)
+        open_ones = sorted(
+            {(b.low, b.high) for b in brackets if b.inside > enough and b.high - b.low > 1}
+        )
+        if not open_ones:
+            return total, brackets
+        edges = _edges(open_ones, min(bins, REFINING_BINS * len(open_ones)))
+
+
+def _edges(spans: Sequence[tuple[int, int]], bins: int, *outer: int) -> list[int]:
+    """Divide ``bins`` among the spans."""
+    per_span, edges = max(2, bins // len(spans)), set(outer)
+    for low, high in spans:
+        pieces = max(min(per_span, high - low), 1)
+        edges.update(low + (high - low) * i // pieces for i in range(pieces + 1))
+    return sorted(edges)
+
+
+def _find(position: int, below: int, edges: Sequence[int], ends: Sequence[int]) -> Bracket:
+    """Return the bin that holds ``position``; ``below`` keys lie under the first edge."""
+    i = bisect_right(ends, position - below) - 1
+    if i >= len(edges) - 1:
+        return Bracket(edges[-1], edges[-1], below + ends[-1], 0)
+    return Bracket(edges[i], edges[i + 1], below + ends[i], ends[i + 1] - ends[i])
+
+
+def _narrowed(
+    bracket: Bracket, position: int, edges: Sequence[int], ends: Sequence[int]
+) -> Bracket:
+    """Return the bin that holds the position, if the finer edges divide its bracket."""
+    first, last = bisect_left(edges, bracket.low), bisect_left(edges, bracket.high)
+    if last - first < 2 or edges[first] != bracket.low or bracket.high not in edges[last:]:
+        return bracket
+    base = bracket.below - ends[first]
+    return _find(position, base, edges[first : last + 1], ends[first : last + 1])
+
+
+# ---- split and reduce -------------------------------------------------------------------------------
+
+
+def schedule(rank: int, world_size: int, *, rotate: bool) -> Iterator[tuple[int, int]]:
+    """Yield ``(dest, source)`` for each of P - 1 turns, a pairing where every message has its turn.
+
+    With ``rotate`` rank r sends to r + 1, r + 2, ...: in every turn each rank receives from one
+    (Ok-Topk, Figure 2b).  Without, all ranks send to 0, then 1, ...: turn i floods rank i (2a).
+
+    Example:
+        >>> list(schedule(1, 4, rotate=True))
+        [(2, 0), (3, 3), (0, 2)]
+        >>> list(schedule(1, 4, rotate=False))
+        [(0, 0), (2, 2), (3, 3)]
+    """
+    if rotate:
+        for shift in range(1, world_size):
+            yield (rank + shift) % world_size, (rank - shift) % world_size
+    else:
+        for peer in range(world_size):
+            if peer != rank:
+                yield peer, peer
+
+
+class Share(NamedTuple):
+    """The sum over ranks of one rank's region, relative to its start, and the entries summed."""
+
+    region: SparseVector
+    load: int
+
+
+async def split_reduce(
+    comm: Communicator,
+    selected: SparseVector,
+    boundaries: Sequence[int],
+    codec: Codec[SparseVector],
+    *,
+    most: int,
+    window: int | None,
+    rotate: bool,
+) -> Share:
+    """Send each region's entries to its owner; return the sum of this rank's region.
+
+    Sums are left folds in rank order whatever arrives first, the own share at its rank's place: a
+    window is folded as soon as all lower ranks are in, while the next one is in flight.
+
+    Args:
+        comm: the group.
+        selected: this rank's entries.
+        boundaries: P + 1 ascending cuts of ``[0, size)``; rank r owns ``[b[r], b[r + 1])``.
+        codec: an exact wire format.
+        most: the largest number of entries that any rank may have selected.
+        window: messages in flight in each direction; None for all at once.
+        rotate: as for ``schedule``.
+
+    Cost: P - 1 messages; at most 2 ``most`` words sent.
+    """
+    phase, framing = "split", MessageFraming(codec)
+    with comm.stage("pack"):
+        payloads, mine = encode_regions(codec, selected, boundaries, comm.rank)
+    capacity = codec.nbytes(min(most, mine.size), mine.size, mine.values.dtype)
+    folded = _Fold(codec, comm.rank, mine)
+    turns = list(schedule(comm.rank, comm.world_size, rotate=rotate))
+    width = window or max(len(turns), 1)
+    for first in range(0, len(turns), width):
+        flight: list[tuple[int, Operation, Operation]] = []
+        for dest, source in turns[first : first + width]:
+            receiving = comm.irecv(source, capacity, phase, framing)
+            flight.append((source, receiving, comm.isend(payloads[dest], dest, phase, framing)))
+        with comm.stage("unpack"):
+            await comm.work(folded.proceed())  # with what earlier windows brought
+        for source, receiving, sending in flight:
+            folded.arrived[source] = await receiving
+            await sending
+    with comm.stage("unpack"):
+        await comm.work(folded.proceed())
+    return Share(folded.vectors[0], folded.load)
+
+
+class _Fold:
+    """The left fold, in rank order, of the ranks that were there so far."""
+
+    def __init__(self, codec: Codec[SparseVector], rank: int, mine: SparseVector) -> None:
+        self.codec, self.mine = codec, mine
+        self.arrived: dict[int, SparseVector | Tensor] = {rank: mine}
+        self.vectors: list[SparseVector] = []  # one, once there is any
+        self.next = self.load = 0
+
+    def proceed(self) -> int:
+        """Fold as far as the next rank's share has arrived; return the bytes reduced."""
+        ready, entries = [], 0
+        while self.next in self.arrived:
+            share = self.arrived.pop(self.next)
+            entries += (
+                self.codec.read_header(share).entries if isinstance(share, Tensor) else share.nnz
+            )
+            ready.append(share)
+            self.next += 1
+        if ready:
+            self.vectors = [sum_messages(self.codec, [*self.vectors, *ready], self.mine)]
+        self.load += entries
+        return entries * (self.mine.indices.itemsize + self.mine.values.itemsize)
+
+
+# ---- balance and allgatherv -------------------------------------------------------------------------
+
+
+def holders(counts: Sequence[int], trigger: float) -> list[int]:
+    """Return the ranks that share the entries when balancing: with at most ``trigger`` times the mean."""
+    total, world_size = sum(counts), len(counts)
+    return [r for r, count in enumerate(counts) if count * world_size <= trigger * total]
+
+
+def balanced_counts(counts: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """Return how many entries each rank should hold: equally many on ``ranks``, none on the others.
+
+    An overfull rank knows its own entries: giving it a share back would only cost volume.
+
+    Example:
+        >>> balanced_counts([9, 0, 1, 0, 0], ranks=[1, 2, 3, 4])
+        [0, 2, 3, 2, 3]
+    """
+    targets = [0] * len(counts)
+    for rank, (low, high) in zip(
+        ranks, pairwise(even_boundaries(sum(counts), len(ranks))), strict=True
+    ):
+        targets[rank] = high - low
+    return targets
+
+
+def balance_plan(
+    counts: Sequence[int], targets: Sequence[int]
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield ``(source, dest, start, entries)`` so that rank j ends with ``targets[j]``, order kept.
+
+    The entries of all ranks, one after the other, are cut into pieces of the target lengths; piece
+    j goes to rank j.  At most 2 P - 1 moves, those from a rank to itself included.
+
+    Example:
+        >>> list(balance_plan([4, 0, 0, 0], [1, 1, 1, 1]))
+        [(0, 0, 0, 1), (0, 1, 1, 1), (0, 2, 2, 1), (0, 3, 3, 1)]
+    """
+    ends, dest = _ends(targets), 0
+    for source, (start, stop) in enumerate(pairwise(_ends(counts))):
+        low = start
+        while low < stop:
+            while ends[dest + 1] <= low:
+                dest += 1
+            high = min(stop, ends[dest + 1])
+            yield source, dest, low - start, high - low
+            low = high
+
+
+def dissemination_sends(lengths: Sequence[int]) -> int:
+    """Return the most bytes that any rank sends when messages of these lengths are disseminated.
+
+    Example:
+        >>> dissemination_sends([1, 1, 1, 1]), dissemination_sends([4, 0, 0, 0])
+        (3, 8)
+    """
+    world_size = len(lengths)
+    ends = _ends([*lengths, *lengths])
+    return max(
+        sum(ends[rank + count] - ends[rank] for _, count in rounds(world_size))
+        for rank in range(world_size)
+    )
+
+
+def spans(
+    counts: Sequence[int], targets: Sequence[int], boundaries: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return, per balanced piece, the narrowest ``[start, stop)`` of whole regions that holds it.
+
+    Everyone can compute them from the counts, so indices travel relative to them.
+
+    Example:
+        >>> spans([4, 0, 4], [2, 4, 2], [0, 10, 20, 30])
+        [(0, 10), (0, 30), (20, 30)]
+    """
+    held = _ends(counts)
+    return [
+        (boundaries[bisect_right(held, low) - 1], boundaries[bisect_left(held, high)])
+        if low < high
+        else (0, 0)
+        for low, high in pairwise(_ends(targets))
+    ]
+
+
+def _ends(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts)]
+
+
+async def balance_and_allgatherv(
+    comm: Communicator,
+    kept: SparseVector,
+    counts: Sequence[int],
+    boundaries: Sequence[int],
+    codec: Codec[SparseVector],
+    *,
+    balance_trigger: float | None,
+) -> SparseVector:
+    """Return the union of all ranks' kept entries, identical everywhere.
+
+    ``kept`` are this rank's, relative to its region, ``counts`` all ranks' numbers of entries.  They are
+    balanced first where the largest count exceeds ``balance_trigger`` times the mean; None: never.
+
+    Cost: balancing at most 2 (P - 1) messages in all and 2k words per rank; then ceil(log2 P)
+    messages and about 2k (P - 1) / P words where counts are even, else P - 1 messages on a ring and
+    at most 2k words.  After balancing, m ranks hold none: the others send each of them their share
+    (m messages, 2k m / (P - m) words more), so that who handed over 2k words forwards nothing.
+    """
+    size, total = boundaries[-1], sum(counts)
+    mine = kept.embed(boundaries[comm.rank], size)
+    places, holding = list(pairwise(boundaries)), list(range(comm.world_size))
+    if balance_trigger is not None and max(counts) * len(counts) > balance_trigger * total:
+        holding = holders(counts, balance_trigger)
+        targets = balanced_counts(counts, holding)
+        mine = await _balance(comm, mine, counts, targets, boundaries, codec)
+        places = spans(counts, targets, boundaries)
+        counts = targets
+    start, stop = places[comm.rank]
+    with comm.stage("pack"):
+        shifted = SparseVector(mine.indices - start, mine.values, stop - start)
+        payload = codec.encode(shifted).payload
+    lengths = [
+        codec.nbytes(count, high - low, kept.values.dtype)
+        for count, (low, high) in zip(counts, places, strict=True)
+    ]
+    messages = await _allgatherv(comm, payload, lengths, holding, MessageFraming(codec))
+    with comm.stage("unpack"):
+        return join_messages(codec, messages, [places[rank] for rank in holding], mine)
+
+
+async def _allgatherv(
+    comm: Communicator,
+    payload: Tensor,
+    lengths: Sequence[int],
+    holding: Sequence[int],
+    framing: MessageFraming,
+) -> list[Tensor]:
+    """Collect the messages of those that hold any, in their order; the others only receive."""
+    phase = "allgatherv"
+    idle = [rank for rank in range(comm.world_size) if rank not in holding]
+    if comm.rank in idle:
+        receiving = [comm.irecv(source, lengths[source], phase, framing) for source in holding]
+        return [await operation for operation in receiving]
+    sending = [comm.isend(payload, dest, phase, framing) for dest in idle]
+    group = Subgroup(comm, holding) if idle else comm
+    shares = [lengths[rank] for rank in holding]
+    even_share = sum(shares) * (len(shares) - 1) / len(shares)
+    ring = dissemination_sends(shares) > _TOLERANCE * even_share
+    messages = await group.allgatherv(payload, shares, phase, framing, ring=ring)
+    for operation in sending:
+        await operation
+    return messages
+
+
+async def _balance(
+    comm: Communicator,
+    mine: SparseVector,
+    counts: Sequence[int],
+    targets: Sequence[int],
+    boundaries: Sequence[int],
+    codec: Codec[SparseVector],
+) -> SparseVector:
+    """Hand entries over until rank j holds ``targets[j]``; order is kept, so pieces just join."""
+    framing, phase = MessageFraming(codec), "balance"
+    pieces = {comm.rank: mine.keep(slice(0, 0))}
+    receiving: dict[int, Operation] = {}
+    sending: list[Operation] = []
+    for source, dest, start, count in balance_plan(counts, targets):
+        base, width = boundaries[source], boundaries[source + 1] - boundaries[source]
+        if source == comm.rank:
+            part = mine.keep(slice(start, start + count))
+            if dest == comm.rank:
+                pieces[source] = part
+                continue
+            relative = SparseVector(part.indices - base, part.values, width)
+            sending.append(comm.isend(codec.encode(relative).payload, dest, phase, framing))
+        elif dest == comm.rank:
+            capacity = codec.nbytes(count, width, mine.values.dtype)
+            receiving[source] = comm.irecv(source, capacity, phase, framing)
+    for source, operation in receiving.items():
+        base, width = boundaries[source], boundaries[source + 1] - boundaries[source]
+        piece = codec.decode(await operation, width).embed(base, mine.size)
+        pieces[source] = piece.to(mine.values.device)
+    for operation in sending:
+        await operation
+    return SparseVector.join([pieces[source] for source in sorted(pieces)])

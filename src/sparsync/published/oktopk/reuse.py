@@ -1,0 +1,140 @@
+"""Threshold reuse: exact every ``threshold_period`` steps, one comparison per entry in between."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.errors import require
+from sparsync.selection.selector import Selector, largest, reaching, room, smallest_key
+from sparsync.sparse import SparseVector
+
+__all__ = ["Reused", "ReusedState"]
+
+_BAND = 0.11  # of k: the paper's average deviation stays below it (section 5.1)
+_MARGIN = 1 / 4  # octaves below the threshold from which "auto" collects: 84 % of it
+
+
+@dataclass(frozen=True)
+class ReusedState:
+    """State that is carried from step to step."""
+
+    threshold_key: int | None = None  # the k-th largest at the last exact step, if it was not zero
+
+
+@final
+class Reused(Selector):
+    """Selects what is at least as large as the k-th largest was at the last exact step.
+
+    On exact steps: exactly ``min(k, nnz)`` entries.  In between the count drifts.  So at most ``cap * k``
+    are taken, the largest, and with ``floor`` a step that finds fewer than ``floor * k`` is made exact.
+
+    ``threshold_period="auto"`` knows no period: a step that finds fewer than 0.89 k or more than 1.11 k
+    takes exactly k and renews the threshold.  That mostly costs next to nothing: if k entries or more
+    lie above 84 % of the threshold, the k largest are among them.  So the paper's 11 %, an average
+    there, is a bound here.
+
+    Args:
+        threshold_period: tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), or "auto".
+        cap: most entries over k, on steps that reuse; None: as published.
+        floor: fewest entries over k, likewise.
+
+    Cost: n comparisons; a partial sort of n every ``threshold_period`` steps and below the floor, with
+    "auto" where fewer than k entries lie above 84 % of the threshold, or more than 4 k above it.
+    State: ``ReusedState``.
+    Differs from the paper: cap, floor and "auto"; steps are 0-based.
+
+    Example:
+        >>> selector = Reused(threshold_period=32)
+        >>> selector.select(torch.tensor([3.0, 2.0, 1.0]), k=2, step=0).nnz
+        2
+        >>> selector.select(torch.tensor([0.3, 0.2, 9.0]), k=2, step=1).indices.tolist()
+        [2]
+
+    References: Li & Hoefler, Ok-Topk, PPoPP 2022, section 3.1.3 and Algorithm 1, lines 2-4.
+    """
+
+    def __init__(
+        self,
+        threshold_period: int | Literal["auto"] = 32,
+        cap: float | None = 1.0,
+        floor: float | None = None,
+    ) -> None:
+        require(
+            threshold_period == "auto" or (type(threshold_period) is int and threshold_period > 0),
+            f'Reused: threshold_period is {threshold_period}; give at least 1 step, or "auto"',
+        )
+        least, most = 0.0 if floor is None else floor, math.inf if cap is None else cap
+        require(most > 0, f"Reused: cap is {cap}; give a factor > 0 of k, or None")
+        require(0 <= least <= 1, f"Reused: floor is {floor}; give a factor of k in [0, 1], or None")
+        require(
+            least <= most,
+            f"Reused: cap {cap} is below floor {floor}, so every step would be exact; "
+            "raise the cap or lower the floor",
+        )
+        self.threshold_period, self.cap, self.floor = threshold_period, cap, floor
+        self.reuses = threshold_period != 1
+        self.state = ReusedState()
+
+    def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
+        """Collect what reaches the threshold, on the steps that reuse it."""
+        known = self._known(step)
+        if known is None:
+            return None
+        if self.threshold_period == "auto":
+            return _lowest(known, dtype), 2 * room(k)
+        return known, room(k)
+
+    def select(
+        self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
+    ) -> SparseVector:
+        """Return the entries above the threshold, which is renewed when the period opens."""
+        known = self._known(step)
+        if known is None:
+            return self._renew(largest(accumulated, k))
+        limit = accumulated.numel() if self.cap is None else max(math.floor(self.cap * k), 1)
+        if self.threshold_period == "auto":
+            lowest = _lowest(known, accumulated.dtype)
+            collected = collected or reaching(accumulated, lowest, 2 * room(k))
+            collected = collected or reaching(accumulated, known, room(k))
+            return self._within_band(accumulated, k, known, collected, limit)
+        most = None if self.cap is None else max(limit, room(k))
+        reached = collected or reaching(accumulated, known, most)
+        if reached is None:  # more than there is room for reach it: the largest of them
+            return largest(accumulated, limit)
+        if self.floor is None or reached.nnz >= min(k, self.floor * k):
+            return reached.top(limit)
+        return self._renew(largest(accumulated, k))
+
+    def _known(self, step: int) -> int | None:
+        """Return the threshold that a step reuses; None where it is to be exact."""
+        opens = self.threshold_period != "auto" and step % self.threshold_period == 0
+        return None if opens else self.state.threshold_key
+
+    def _within_band(
+        self, accumulated: Tensor, k: int, known: int, collected: SparseVector | None, limit: int
+    ) -> SparseVector:
+        """Return what reaches the threshold, if it numbers about k; else exactly k."""
+        if collected is not None:
+            reached = kernels.find(collected.values, known, None)
+            if reached is not None and abs(reached[0].numel() - k) <= _BAND * k:
+                return collected.keep(reached[0]).top(limit)
+            if collected.nnz >= k:
+                return self._renew(collected.top(k))
+        return self._renew(largest(accumulated, k))
+
+    def _renew(self, selected: SparseVector) -> SparseVector:
+        """Take the smallest magnitude of an exact selection as the threshold."""
+        self.state = ReusedState(smallest_key(selected))
+        return selected
+
+
+def _lowest(known: int, dtype: torch.dtype) -> int:
+    """Return the key from which "auto" looks at entries."""
+    _, octave = kernels.key_range(dtype)
+    return max(known - round(_MARGIN * octave), 1)

@@ -1,0 +1,101 @@
+"""RedSync's settings by name: RGC, and RGC with quantised values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sparsync.algorithm import Algorithm
+from sparsync.collectives import Allgather
+from sparsync.collectives.costs import WORD_BYTES, Job
+from sparsync.published.redsync.selectors import BySize, Layered, OneSigned
+from sparsync.published.redsync.sign_mean import SignMean
+from sparsync.sparse import SparseVector
+from sparsync.wire.codec import Codec
+
+__all__ = ["redsync", "redsync_quantized"]
+
+_DENSE_BELOW = 128 * 1024  # bytes; RedSync, section 5.4: allreduce is cheaper than compressing
+_SEARCH_FROM = 4 * 2**20  # bytes; RedSync, section 5.4
+_FUSION = 4 * 2**20  # bytes of gradient per message; RedSync, section 5.3, gives no number
+_SEARCHED = 1.5  # entries that a search selects, over k: it stops between 1 and 2
+
+
+def redsync(
+    *,
+    compress_thd: float = _DENSE_BELOW,
+    thsd1: float | None = None,
+    thsd2: float = _SEARCH_FROM,
+    reuse_period: int = 5,
+    cap: float | None = 2.0,
+    codec: Codec[SparseVector] | None = None,
+    fusion_bytes: int = _FUSION,
+) -> Algorithm:
+    """RGC: the k largest of every layer, by the method that suits its size (Algorithms 4 and 5).
+
+    For ``attach(ddp, algorithm="redsync", density=0.001, correction=...)`` with
+    ``Correction(momentum=0.9, nesterov=True)`` and an SGD without momentum.  Layers of a fused group
+    are exchanged while the backward pass continues; with ``Correction(clip=...)`` after it.  The default
+    sizes are the paper's, for 3.5 GB/s.
+
+    Args:
+        compress_thd: layers of fewer bytes are exchanged dense.
+        thsd1: bytes from which top-k is trimmed, not exact (default: all, as in section 5.4).
+        thsd2: bytes from which it is a binary search, with reuse.
+        reuse_period: steps that a threshold serves.
+        cap: at most ``cap * k`` entries per rank and group are taken (a search finds up to 2 k); None:
+            any number, at the price of a round for the lengths.
+        codec: wire format (default: coo, 32-bit indices and the values as they are).
+        fusion_bytes: gradients that travel in one message (Horovod's tensor fusion).
+    """
+    return Algorithm(
+        "redsync",
+        lambda: Layered(lambda: BySize(0, thsd1 or 0, thsd2, reuse_period, cap)),
+        lambda: Allgather(codec, cap),
+        shared=False,
+        unit_bytes=fusion_bytes,
+        compress=lambda _, parameter: parameter.numel() * parameter.element_size() >= compress_thd,
+        calls=_fused,
+    )
+
+
+def redsync_quantized(
+    *,
+    compress_thd: float = _DENSE_BELOW,
+    thsd1: float | None = None,
+    thsd2: float = _SEARCH_FROM,
+    cap: float | None = 2.0,
+    codec: Codec[SparseVector] | None = None,
+    keep_error: bool = True,
+    fusion_bytes: int = _FUSION,
+) -> Algorithm:
+    """Quantised RGC: entries of one sign, the other on the next step, and one mean for them.
+
+    The output layer is not quantised (section 5.2.3), and is exchanged as in "redsync".
+
+    Args:
+        compress_thd: as in "redsync".
+        thsd1: likewise.
+        thsd2: likewise; the search is new on every step.
+        cap: likewise.
+        codec: wire format (default: ``SignMean()``; ``SignMean("packed")`` is shorter).
+        keep_error: what the mean rounds away stays in the residual; False, as published: it is lost.
+        fusion_bytes: as in "redsync".
+    """
+    plain = redsync(
+        compress_thd=compress_thd, thsd1=thsd1, thsd2=thsd2, cap=cap, fusion_bytes=fusion_bytes
+    )
+    return replace(
+        plain,
+        name="redsync-quantized",
+        make_selector=lambda: Layered(lambda: OneSigned(BySize(0, thsd1 or 0, thsd2, 1, cap))),
+        make_collective=lambda: Allgather(codec or SignMean(), cap, keep_error=keep_error),
+        output=plain,
+    )
+
+
+def _fused(job: Job) -> tuple[int, Job]:
+    """Take all for one layer, in fused messages: a search finds more than k."""
+    nbytes = WORD_BYTES * job.size
+    entries = min((_SEARCHED if nbytes >= _SEARCH_FROM else 1.0) * job.k, job.size)
+    groups = max(-(-nbytes // _FUSION), 1)
+    return groups, job._replace(k=entries / groups, size=-(-job.size // groups))

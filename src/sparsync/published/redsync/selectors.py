@@ -1,0 +1,415 @@
+"""RedSync's selectors: trimmed top-k, threshold binary search, one sign at a time, by size and layer.
+
+Reference for all of them: Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
+from sparsync.errors import require
+from sparsync.selection.selector import Everything, Exact, Selector, largest, reaching, smallest_key
+from sparsync.sparse import DenseVector, SparseVector, Vector
+from sparsync.state import parse_parts
+
+__all__ = [
+    "BinarySearch",
+    "BinarySearchState",
+    "BySize",
+    "Layered",
+    "LayeredState",
+    "OneSigned",
+    "OneSignedState",
+    "Trimmed",
+    "mean_and_max",
+]
+
+# elements whose magnitudes stay in a CPU's cache: three times as fast as a copy of all
+_BLOCK = 1 << 18
+
+
+@final
+class Trimmed(Selector):
+    """Selects exactly ``min(k, nnz)`` entries, as ``Exact`` does; ties go to the lower index.
+
+    The threshold ``mean + ratio (max - mean)`` of the magnitudes is the first of ``ratio`` = 1 - eps,
+    1 - 2 eps, ..., 0 (Alg. 2: eps 0.2) that at least k entries reach; the k largest of those are taken.
+    Where fewer than k reach the mean, or NaN or Inf leaves no mean, they are taken from all n.
+
+    Cost: mean and maximum of n elements, one pass that counts for all thresholds, one that collects, a
+    selection among the survivors.   State: none.
+    Differs from the paper: the loop ends when at least k entries reach the threshold (printed: it goes
+    on while more than k do); all thresholds are counted in one pass; the walk ends at the mean.
+
+    Example:
+        >>> accumulated = torch.tensor([1.0, -4.0, 0.0, 2.0])
+        >>> Trimmed().select(accumulated, k=2, step=0).to_dense().tolist()
+        [0.0, -4.0, 0.0, 2.0]
+
+    References: section 5.2.1 and Algorithm 2.
+    """
+
+    def __init__(self, eps: float = 0.2) -> None:
+        require(0.001 <= eps <= 1, f"Trimmed: eps is {eps}; give a step in [0.001, 1], e.g. 0.2")
+        self.eps = eps
+
+    def select(
+        self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
+    ) -> SparseVector:
+        """Return the k largest."""
+        if k <= 0 or accumulated.numel() == 0:
+            return SparseVector.empty(accumulated.numel(), accumulated)
+        mean, peak = mean_and_max(accumulated)
+        ratios = [max(1 - i * self.eps, 0.0) for i in range(math.ceil(1 / self.eps), 0, -1)]
+        keys = [_key_at(ratio, mean, peak, accumulated.dtype) for ratio in ratios]
+        counts = kernels.count_from(accumulated, torch.tensor(keys, device=accumulated.device))
+        enough = [(key, n) for key, n in zip(keys, counts.tolist(), strict=True) if n >= k]
+        # keys ascend: the last is the first of the walk
+        survivors = reaching(accumulated, *enough[-1]) if enough else None
+        return largest(accumulated, k) if survivors is None else survivors.top(k)
+
+
+@dataclass(frozen=True)
+class BinarySearchState:
+    """State that is carried from step to step."""
+
+    threshold_key: int | None = None  # where the last search ended; None if all was zero
+    served: int = 0  # calls that it has served, the search itself included
+
+
+@final
+class BinarySearch(Selector):
+    """Selects what reaches a threshold that k to 2k entries reach, found by bisection.
+
+    The threshold is ``mean + ratio (max - mean)`` of the magnitudes, the ratio bisected in [0, 1].  **A
+    search returns k to 2k entries, or all that are not zero if those are fewer than k.**  Where it
+    narrows to ``eps`` without such a threshold (ties, a few huge entries), the k largest are taken.
+
+    With ``reuse_period`` p (section 5.2.2: 5) the threshold serves the next p - 1 calls as well (the
+    paper's "sampled threshold binary search"): then any number may reach it, of which at most ``cap * k``
+    are taken, the largest (None: no cap, as published).  When none does, it searches again.
+
+    Args:
+        eps: width of the bracket of ratios at which a search gives up (the paper names no value;
+            0.001 is at most 10 trials).
+        reuse_period: calls per search.
+        cap: of k, on calls that reuse.
+
+    Cost: mean and maximum of n elements, and at most n comparisons in each of ``ceil(log2(1 / eps))``
+    trials; a call that reuses: n comparisons.   State: ``BinarySearchState``.
+    Differs from the paper: the bounds are ratios (printed: they are assigned thresholds), and fewer than
+    k entries lower the upper one (printed: fewer than k/2); exact where ``eps`` ends the search; the cap.
+
+    Example:
+        >>> selector = BinarySearch(reuse_period=5)
+        >>> selector.select(torch.tensor([3.0, 2.9, 0.1, 0.0]), k=1, step=0).indices.tolist()
+        [0, 1]
+        >>> selector.select(torch.tensor([0.1, 0.2, 0.3, 9.0]), k=1, step=1).indices.tolist()
+        [3]
+
+    References: section 5.2.2 and Algorithm 3.
+    """
+
+    def __init__(self, eps: float = 1e-3, reuse_period: int = 1, cap: float | None = 2.0) -> None:
+        who, fits = "BinarySearch", cap is None or 1 <= cap < math.inf
+        require(1e-9 <= eps < 1, f"{who}: eps is {eps}; give a width in [1e-9, 1), e.g. 0.001")
+        require(reuse_period >= 1, f"{who}: reuse_period is {reuse_period}; give at least 1 call")
+        require(fits, f"{who}: cap is {cap}; give a factor >= 1 of k, or None")
+        self.eps, self.reuse_period, self.cap = eps, reuse_period, cap
+        self.reuses = reuse_period > 1
+        self.state = BinarySearchState()
+
+    def select(
+        self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
+    ) -> SparseVector:
+        """Return what reaches the threshold, which is searched for once per period."""
+        if k <= 0 or accumulated.numel() == 0:
+            return SparseVector.empty(accumulated.numel(), accumulated)
+        known, served = self.state.threshold_key, self.state.served
+        if known is not None and served < self.reuse_period:
+            limit = None if self.cap is None else math.floor(self.cap * k)
+            selected = reaching(accumulated, known, limit)
+            if selected is None:  # more than the limit
+                selected = largest(accumulated, limit or 0)
+            if selected.nnz:
+                self.state = BinarySearchState(known, served + 1)
+                return selected
+        threshold_key, selected = self._search(accumulated, k)
+        self.state = BinarySearchState(threshold_key, 1)
+        return selected
+
+    def _search(self, accumulated: Tensor, k: int) -> tuple[int | None, SparseVector]:
+        """Return a threshold, None if all is zero, and what reaches it."""
+        mean, peak = mean_and_max(accumulated)
+        low, high = 0.0, 1.0  # more than 2k entries reach the one, fewer than k the other
+        while high - low > self.eps:
+            ratio = (low + high) / 2
+            key = _key_at(ratio, mean, peak, accumulated.dtype)
+            reached = reaching(accumulated, key, 2 * k)
+            if reached is None:
+                low = ratio
+            elif reached.nnz < k:
+                high = ratio
+            else:
+                return key, reached
+        selected = largest(accumulated, k)
+        return smallest_key(selected), selected
+
+
+@final
+class BySize(Selector):
+    """Selects by the method that suits the bytes of the layer: one instance serves one layer.
+
+    ============================  ===============  ===================================
+    bytes                         method           entries
+    ============================  ===============  ===================================
+    below ``exact_from``          dense            all n, as a dense vector
+    from ``exact_from``           exact            ``min(k, nnz)``
+    from ``trimmed_from``         trimmed          ``min(k, nnz)``
+    from ``search_from``          binary-search    k to 2k; any up to cap on reuse
+    ============================  ===============  ===================================
+
+    Args:
+        exact_from: bytes (``compress_thd`` of Alg. 4; section 5.4: 128 KB at 3.5 GB/s).
+        trimmed_from: bytes (``thsd1`` of Alg. 5); None: ``exact_from``, no exact tier (section 5.4).
+        search_from: bytes (``thsd2`` of Alg. 5; section 5.4: 4 MB).
+        reuse_period: of ``BinarySearch`` (section 5.4: 5).
+        cap: of ``BinarySearch``; None: as published.
+
+    Cost: that of the method.   State: that of the search; the other methods have none.
+    Differs from the paper: the counter of the reuse outlives the call (printed: it is set to 0 in every
+    call).
+
+    Example:
+        >>> policy = BySize()
+        >>> [policy.method(size_bytes) for size_bytes in (1000, 200_000, 8_000_000)]
+        ['dense', 'trimmed', 'binary-search']
+        >>> policy = BySize(exact_from=0)
+        >>> policy.select(torch.tensor([1.0, -4.0, 2.0]), k=1, step=0).indices.tolist()
+        [1]
+
+    References: section 5.4 and Algorithms 4 and 5.
+    """
+
+    def __init__(
+        self,
+        exact_from: float = 128 * 1024,
+        trimmed_from: float | None = None,
+        search_from: float = 4 * 2**20,
+        reuse_period: int = 5,
+        cap: float | None = 2.0,
+    ) -> None:
+        trimmed_from = exact_from if trimmed_from is None else trimmed_from
+        require(
+            0 <= exact_from <= trimmed_from <= search_from,
+            f"BySize: exact_from, trimmed_from, search_from are {exact_from}, {trimmed_from}, "
+            f"{search_from}; give bytes that do not descend, e.g. 131072, 131072, 4194304",
+        )
+        self._search = BinarySearch(reuse_period=reuse_period, cap=cap)
+        self.reuses = self._search.reuses
+        self.exact_from, self.trimmed_from, self.search_from = exact_from, trimmed_from, search_from
+
+    @property
+    def state(self) -> Any:
+        """The state of the binary search: no other method has one."""
+        return self._search.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._search.state = state
+
+    def method(self, size_bytes: int) -> str:
+        """Name the tier of a layer of this many bytes."""
+        if size_bytes < self.exact_from:
+            return "dense"
+        if size_bytes < self.trimmed_from:
+            return "exact"
+        return "trimmed" if size_bytes < self.search_from else "binary-search"
+
+    def select(
+        self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
+    ) -> Vector:
+        """Return the choice of the method for the bytes of ``accumulated``."""
+        method = self.method(accumulated.numel() * accumulated.element_size())
+        if method == "binary-search":
+            return self._search.select(accumulated, k, step)
+        stateless: Selector = {"dense": Everything, "exact": Exact, "trimmed": Trimmed}[method]()
+        return stateless.select(accumulated, k, step)
+
+
+@dataclass(frozen=True)
+class OneSignedState:
+    """The turn, and the state of the selector inside."""
+
+    bottom: bool  # the next call selects among the negative entries
+    selector: Any
+
+
+@final
+class OneSigned(Selector):
+    """Selects by another selector among the positive entries, then among the negative, by turns.
+
+    So one mean serves all values of a message.  The entries of the other sign are zero to it: they stay
+    in the residual, and fewer than k are selected where fewer have the sign.  NaN and Inf are selected
+    on every call, of either sign.
+
+    Cost: a copy of n elements, and the selector's.   State: ``OneSignedState``.
+    Differs from the paper: its "smallest k" take positive values where fewer than k are negative; here
+    the signs never mix.  The sign alternates per call (a layer has a selector of its own).
+
+    Example:
+        >>> selector, accumulated = OneSigned(Exact()), torch.tensor([1.0, -4.0, 0.0, 2.0])
+        >>> [selector.select(accumulated, k=1, step=step).values.tolist() for step in range(3)]
+        [[2.0], [-4.0], [2.0]]
+
+    References: section 5.2.3 and Algorithm 5.
+    """
+
+    def __init__(self, selector: Selector) -> None:
+        require(
+            not selector.reuses,
+            f"OneSigned: {type(selector).__name__} reuses thresholds between steps, which select "
+            "opposite signs; give a selector that does not, e.g. Exact()",
+        )
+        self.selector, self._bottom = selector, False
+
+    @property
+    def state(self) -> OneSignedState:
+        """The turn, and the state of the selector inside."""
+        return OneSignedState(self._bottom, self.selector.state)
+
+    @state.setter
+    def state(self, state: OneSignedState) -> None:
+        self._bottom, self.selector.state = state.bottom, state.selector
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fields of the state, that of the selector inside as a dictionary."""
+        return {**super().state_dict(), "selector": self.selector.state_dict()}
+
+    def parsed_state(self, state: Mapping[str, Any]) -> OneSignedState:
+        """Return the state object of a saved dictionary, without taking it over."""
+        parsed: OneSignedState = super().parsed_state(state)
+        return replace(parsed, selector=self.selector.parsed_state(parsed.selector))
+
+    def for_layers(self, sizes: Sequence[int]) -> OneSigned:
+        """Tell the selector inside."""
+        return OneSigned(self.selector.for_layers(sizes))
+
+    def method(self, size_bytes: int) -> str:
+        """Name that of the selector inside."""
+        return self.selector.method(size_bytes)
+
+    def select(
+        self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
+    ) -> Vector:
+        """Return what the selector takes of this call's sign."""
+        other = accumulated > 0 if self._bottom else accumulated < 0
+        # what is not finite is selected on every step, so that all ranks refuse it
+        one_signed = accumulated.masked_fill(other & accumulated.isfinite(), 0)
+        self._bottom = not self._bottom
+        return self.selector.select(one_signed, k, step)
+
+
+@dataclass(frozen=True)
+class LayeredState:
+    """The states of every layer's selector."""
+
+    layers: tuple[Any, ...]
+
+
+@final
+class Layered(Selector):
+    """Selects from every layer of a unit by itself: one message, but no layer outbids another.
+
+    A layer of n' of the unit's n elements is asked for ``k n' / n`` entries, at least one.  Without
+    ``sizes`` there is one layer, of any size; ``for_layers`` tells the unit's.
+
+    Cost: that of the layers' selectors.   State: ``LayeredState``.
+    Differs from the paper: nothing.
+
+    Example:
+        >>> selector = Layered(Exact).for_layers([3, 3])
+        >>> values = torch.tensor([1.0, 2.0, 3.0, 40.0, 50.0, 60.0])
+        >>> selector.select(values, k=2, step=0).indices.tolist()
+        [2, 5]
+
+    References: Algorithm 4 (layer j) and section 5.3 (tensor fusion).
+    """
+
+    def __init__(
+        self, make_selector: Callable[[], Selector], sizes: Sequence[int] | None = None
+    ) -> None:
+        self.make_selector, self.sizes = make_selector, sizes
+        self._layers = [make_selector() for _ in sizes or (0,)]
+
+    def for_layers(self, sizes: Sequence[int]) -> Layered:
+        """Return the selector for layers of these sizes."""
+        return Layered(self.make_selector, sizes)
+
+    def method(self, size_bytes: int) -> str:
+        """Ask a layer's selector: they are alike."""
+        return self._layers[0].method(size_bytes)
+
+    def select(
+        self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
+    ) -> SparseVector:
+        """Return the entries of all layers."""
+        size = accumulated.numel()
+        sizes = (size,) if self.sizes is None else self.sizes
+        whole = f"Layered: layers of {sum(sizes)} elements in all, the unit has {size}"
+        require(sum(sizes) == size, f"{whole}; was for_layers told the sizes of another unit?")
+        selected = []
+        spans = pairwise(accumulate(sizes, initial=0))
+        for layer, (start, stop) in zip(self._layers, spans, strict=True):
+            quota = 0 if k <= 0 or start == stop else max(round(k * (stop - start) / size), 1)
+            chosen = layer.select(accumulated[start:stop], min(quota, stop - start), step)
+            if isinstance(chosen, DenseVector):
+                chosen = SparseVector.from_dense(chosen.values)
+            selected.append(chosen.embed(start, size))
+        return SparseVector.join(selected) if selected else SparseVector.empty(size, accumulated)
+
+    @property
+    def state(self) -> LayeredState:
+        """The states of all layers."""
+        return LayeredState(tuple(layer.state for layer in self._layers))
+
+    @state.setter
+    def state(self, state: LayeredState) -> None:
+        for layer, its in zip(self._layers, state.layers, strict=True):
+            layer.state = its
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all layers."""
+        return {"layers": [layer.state_dict() for layer in self._layers]}
+
+    def parsed_state(self, state: Mapping[str, Any]) -> LayeredState:
+        """Return the state object of a saved dictionary."""
+        saved = state.get("layers") if isinstance(state, Mapping) else None
+        return LayeredState(parse_parts(self, self._layers, saved))
+
+
+def mean_and_max(accumulated: Tensor) -> tuple[float, float]:
+    """Return mean and maximum of ``|accumulated|``, which has an element; NaN makes the mean NaN."""
+    on_cpu = accumulated.device.type == "cpu"
+    wide = torch.promote_types(accumulated.dtype, torch.float32)  # 16 bits would round the mean
+    parts = []
+    for block in torch.split(accumulated, _BLOCK) if on_cpu else [accumulated]:
+        magnitudes = block.abs()
+        parts.append(torch.stack([magnitudes.sum(dtype=wide), magnitudes.max().to(wide)]))
+    sums, maxima = zip(*torch.stack(parts).tolist(), strict=True)
+    mean, peak = sum(sums) / accumulated.numel(), max(maxima)
+    return min(mean, peak), peak  # rounding lifts the mean of equal numbers above them
+
+
+def _key_at(ratio: float, mean: float, peak: float, dtype: torch.dtype) -> int:
+    """Return the threshold ``mean + ratio (peak - mean)`` as a magnitude key of ``dtype``."""
+    threshold = torch.tensor([mean + ratio * (peak - mean)], dtype=dtype, device="cpu")
+    return int(kernels.magnitude_keys(threshold))

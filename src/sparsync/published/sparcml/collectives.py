@@ -1,0 +1,496 @@
+"""SparCML's collectives: recursive doubling, split and allgather, ring, and the choice among them.
+
+References: Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning",
+SC 2019, section 5.3 and appendices A and B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import final
+
+import torch
+from torch import Tensor
+
+from sparsync.collectives.collective import Collective, Reduced
+from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, Cost, Job, Result
+from sparsync.errors import require
+from sparsync.published.sparcml.streams import Call, StreamCollective, relayed, stream_bytes
+from sparsync.reduction import SUM, Reduction
+from sparsync.sparse import DenseVector, SparseVector, Vector, even_boundaries
+from sparsync.transports.communicator import Communicator
+from sparsync.wire.codec import HEADER_BYTES, Codec, MessageFraming
+from sparsync.wire.messages import encode_regions
+from sparsync.wire.streams import StreamCodec
+
+__all__ = [
+    "Dynamic",
+    "RecursiveDoubling",
+    "Ring",
+    "SparcmlAuto",
+    "SparcmlAutoState",
+    "split_allgather",
+]
+
+_ALPHA, _BETA = 50e-6, 8e-9  # seconds per message and byte, with which SparcmlAuto weighs: 1 Gbit/s
+
+
+# ---- recursive doubling -----------------------------------------------------------------------------
+
+
+@final
+class RecursiveDoubling(StreamCollective):
+    """SSAR_Recursive_double: the fewest rounds, for small results.
+
+    In round t ranks 2^(t-1) apart exchange all that they have reduced.  Where P is not a power of two,
+    ``P - 2^m`` ranks first hand their vector to the rank below, and get the result in the end.  So a
+    group that holds the same partial result is always a run of consecutive ranks, and each merge is
+    (lower ranks) op (higher ranks): partners compute the same bits, and operations need not commute.
+    A partial result that may have more entries than the codec's limit turns dense in mid-flight.
+
+    Args:
+        codec: wire format; what it rounds off a partial result is kept by the lowest rank that
+            holds that (default: coo, dense from where that is shorter).
+        op: as for ``StreamCollective``.
+        cap: likewise.
+
+    Cost: log2 P messages, two more where P is not a power of two;
+    ``L1 + log2(P) k beta_s <= T <= L1 + (P - 1) k beta_s`` with ``L1 = log2(P) alpha``: from all
+    supports equal to all disjoint.   State: none.
+    Differs from the paper: reproducible (merges follow rank order); any P, as its appendix A
+    sketches; the dense switch, which it leaves to DSAR.
+
+    Example:
+        >>> from sparsync.transports.sim import simulate
+        >>> async def program(comm):
+        ...     mine = DenseVector(torch.eye(4)[comm.rank])
+        ...     reduced = await RecursiveDoubling().reduce(comm, mine, k=1, step=0)
+        ...     return reduced.total.to_dense().tolist()
+        >>> simulate(program, world_size=3).results[2]
+        [1.0, 1.0, 1.0, 0.0]
+
+    References: Renggli et al., SparCML, SC 2019, section 5.3.1 and appendix A.
+    """
+
+    order = "tree"
+
+    def cost(self, job: Job) -> Cost:
+        """Return ``log2 P`` messages; k entries in every round, to twice as many in each (5.3.1).
+
+        Where P is no power of two, one message more, with the whole result.  A message is dense from
+        where that is shorter.
+
+        Example:
+            >>> doubling = RecursiveDoubling()
+            >>> doubling.cost(Job(10**6, 1000, 8, result=1000)).words  # 3 rounds of 1000 entries
+            6006.0
+            >>> doubling.cost(Job(10**6, 1000, 8, result=8000)).words  # 1000, 2000, 4000
+            14006.0
+        """
+        doublings = job.world_size.bit_length() - 1
+        folded = job.world_size != 1 << doublings
+        held = [min(2**i * (1 + folded), job.world_size) for i in range(doublings)]
+        held += [job.world_size] * folded
+        return relayed(
+            doublings + folded, sum(stream_bytes(job.union(ranks), job.size) for ranks in held)
+        )
+
+    def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
+        """Return the cost of disjoint supports."""
+        disjoint = job._replace(result=job.k * job.world_size)
+        return self.cost(disjoint).words if self.cap == 1 else None
+
+    async def total(self, call: Call) -> Vector:
+        """Fold the extra ranks (1, 3, 5, ...) into their hosts, double, hand back.
+
+        Position p of the ``core = 2^m`` that double stands for the ranks ``[first_rank(p),
+        first_rank(p + 1))``: one, or a host and its extra one.
+        """
+        comm = call.comm
+        core = 1 << comm.world_size.bit_length() - 1
+        extra = comm.world_size - core
+        mine = call.settle(call.mine)
+
+        def first_rank(position: int) -> int:
+            return position + min(position, extra)
+
+        paired = comm.rank < 2 * extra
+        if paired and comm.rank % 2:
+            host = comm.rank - 1
+            await comm.isend(call.encode(mine, 0).payload, host, "fold", call.framing)
+            whole = call.capacity(comm.world_size, call.size)
+            return await call.receive(host, whole, call.size, "hand back")
+        if paired:
+            folded = call.capacity(1, call.size)
+            mine = call.combine(mine, await call.receive(comm.rank + 1, folded, call.size, "fold"))
+        position = comm.rank // 2 if paired else comm.rank - extra
+        span = 1
+        while span < core:
+            first = position // span * span  # of this rank's group, as positions
+            partner_first = first ^ span
+            partner, lowest = first_rank(position ^ span), first_rank(first)
+            # every rank of the group encodes the same partial result, with the same random numbers
+            encoded = call.encode(mine, span, source=lowest, keep=comm.rank == lowest)
+            ranks = first_rank(partner_first + span) - first_rank(partner_first)
+            capacity = call.capacity(ranks, call.size)
+            theirs = await call.swap(
+                encoded.payload, partner, partner, capacity, call.size, "double"
+            )
+            if first < partner_first:
+                mine = call.combine(encoded.decoded, theirs)
+            else:
+                mine = call.combine(theirs, encoded.decoded)
+            span *= 2
+        # all ranks must end with what the extra ones can be sent, so all round it
+        if extra and (paired or not call.exact):
+            encoded = call.encode(mine, comm.world_size, source=0, keep=comm.rank == 0)
+            mine = encoded.decoded
+            if paired:
+                await comm.isend(encoded.payload, comm.rank + 1, "hand back", call.framing)
+        return mine
+
+
+# ---- split and allgather ----------------------------------------------------------------------------
+
+
+@final
+class Dynamic(StreamCollective):
+    """DSAR_Split_allgather: half of the volume, for large results that may become dense.
+
+    Every rank sends each even region's entries to its owner, who folds them; then an allgather.  A
+    region travels sparse as long as its reduced entries are within the codec's limit, dense from then
+    on; its header says which.  The total is dense if any region was.
+
+    Args:
+        codec: wire format; its dense part may quantise (``StreamCodec(dense=...)``).  What it rounds
+            off an entry is kept by the sender, what it rounds off a reduced one by the owner.
+            Default: coo, dense from where that is shorter.
+        op: as for ``StreamCollective``.
+        cap: likewise.
+        always_dense: regions travel dense, however few their entries (as published).
+        local: codec of what ranks send to owners, which rounds the own share as well (SparCML's
+            Algorithm 1, Q).  Default: that of the rest.
+        keep_error: what ``local`` rounds away is kept by the sender; False: it is lost, as published.
+
+    Cost: P - 1 + ceil(log2 P) messages.  Dense:
+    ``L2 + (P - 1) / P N beta_d <= T <= L2 + k beta_s + (P - 1) / P N beta_d`` with
+    ``L2 = (P - 1) alpha + log2(P) alpha``; sparse, received:
+    ``L2 + 2 (P - 1) / P k beta_s <= T <= L2 + P k beta_s``, from supports equal and spread evenly to
+    disjoint ones, each in one region (section 5.3.2).  The dissemination sends a region that is much
+    larger than the others up to ceil(log2 P) times.
+    State: none.
+    Differs from the paper: regions stay sparse where that is shorter; left folds in rank order; any
+    P.  With one rank nothing travels, and the total stays sparse.
+
+    Example:
+        >>> from sparsync.transports.sim import simulate
+        >>> async def program(comm):
+        ...     mine = DenseVector(torch.eye(4)[comm.rank])
+        ...     return (await Dynamic(always_dense=True).reduce(comm, mine, k=1, step=0)).total
+        >>> simulate(program, world_size=3).results[2]
+        DenseVector(values=tensor([1., 1., 1., 0.]))
+
+    References: Renggli et al., SparCML, SC 2019, section 5.3.3 ("DSAR_Split_allgather"); Li &
+    Hoefler, Ok-Topk, PPoPP 2022, Table 1 ("TopkDSA").
+    """
+
+    def __init__(
+        self,
+        codec: StreamCodec | None = None,
+        *,
+        op: str | Reduction = "sum",
+        cap: float | None = 1.0,
+        always_dense: bool = False,
+        local: Codec[SparseVector] | None = None,
+        keep_error: bool = True,
+    ) -> None:
+        super().__init__(codec, op=op, cap=cap)
+        require(
+            local is None or self.operation.name == "sum",
+            f"Dynamic: local={local!r} rounds, as only sums may be, not '{self.operation.name}'; omit it",
+        )
+        self.always_dense, self.keep_error = always_dense, keep_error
+        self.local = None if local is None else StreamCodec(local, factor=None)
+
+    def cost(self, job: Job) -> Cost:
+        """Return the cost of two sparse halves (section 5.3.2), or of a dense second one (5.3.3).
+
+        Entries are spread evenly over the regions.  Dense: ``n (P - 1) / P`` to
+        ``2 k + n (P - 1) / P`` words.
+
+        Example:
+            >>> cost = Dynamic().cost(Job(10**6, 100_000, 8, result=800_000))
+            >>> cost.words < 2 * 100_000 + 10**6 * 7 / 8
+            True
+            >>> split_allgather().cost(Job(10**6, 1000, 8, result=1000)).words  # 4 k (P - 1) / P
+            3528.0
+        """
+        peers, ranks = job.world_size - 1, job.world_size
+        piece = HEADER_BYTES + ENTRY_BYTES * job.k / ranks
+        if self.local is not None:
+            piece = self.local.sparse.nbytes(round(job.k / ranks), -(-job.size // ranks))
+        limit = self.codec.limit(job.size, torch.float32)
+        entries, body, placed = job.summed, ENTRY_BYTES * job.summed, 0.0
+        if self.always_dense or (limit is not None and job.summed > limit):
+            entries, placed = 0.0, WORD_BYTES * job.size * job.share
+            body = self.codec.dense.nbytes(job.size, job.size) - HEADER_BYTES
+        return Cost(
+            peers + job.rounds,
+            peers * (piece + HEADER_BYTES + body / ranks),
+            encoded=job.k * job.share + entries / ranks,
+            decoded=(job.k + entries) * job.share,
+            dense_bytes=placed,
+            turns=1 + job.rounds,
+            together=peers - 1,
+        )
+
+    async def total(self, call: Call) -> Vector:
+        """Split, fold, choose the form, allgather."""
+        boundaries = even_boundaries(call.size, call.comm.world_size)
+        region = await self._split_and_fold(call, boundaries)
+        region = call.densify(region) if self.always_dense else call.settle(region)
+        return await call.allgather(region, boundaries, dense=self.always_dense)
+
+    async def _split_and_fold(self, call: Call, boundaries: Sequence[int]) -> Vector:
+        """Return the left fold, in rank order, of this rank's region; sparse.
+
+        Where a native call would pad each message to the longest possible, they go from point to point.
+        """
+        comm, mine, codec = call.comm, call.mine, self.local or call.codec
+        assert isinstance(mine, SparseVector)
+        if call.operation is SUM and call.exact and self.local is None:
+            with comm.stage("pack"):
+                payloads, own = encode_regions(codec.sparse, mine, boundaries, comm.rank)
+        else:
+            payloads, own = self._rounded(call, mine.split(boundaries), boundaries)
+        width = own.size
+        most = codec.sparse.nbytes(min(call.most, width), width, call.dtype)
+        capacities, framing = [most] * comm.world_size, MessageFraming(codec)
+        if comm.pads:
+            messages = await Communicator.alltoallv(comm, payloads, capacities, "split", framing)
+        else:
+            messages = await comm.alltoallv(payloads, capacities, "split", framing)
+        others = (message.numel() for rank, message in enumerate(messages) if rank != comm.rank)
+        await comm.work(sum(others))
+        shares = [own if rank == comm.rank else message for rank, message in enumerate(messages)]
+        return call.fold(shares, own, codec)
+
+    def _rounded(
+        self, call: Call, pieces: Sequence[SparseVector], boundaries: Sequence[int]
+    ) -> tuple[list[Tensor], SparseVector]:
+        """Return a message per region, and the own region, rounded as far as the others' are."""
+        codec, lose = self.local or call.codec, self.local is not None and not self.keep_error
+        payloads, own = [], pieces[call.comm.rank]
+        for dest, (piece, start) in enumerate(zip(pieces, boundaries, strict=False)):
+            if dest == call.comm.rank and self.local is None:  # it stays, as it is
+                payloads.append(torch.empty(0, dtype=torch.uint8))
+                continue
+            encoded = call.encode(piece, dest, start=start, codec=codec, lose=lose)
+            payloads.append(encoded.payload)
+            if dest == call.comm.rank and isinstance(encoded.decoded, SparseVector):
+                own = encoded.decoded
+        return payloads, own
+
+
+def split_allgather(
+    codec: StreamCodec | None = None, *, op: str | Reduction = "sum", cap: float | None = 1.0
+) -> Dynamic:
+    """SSAR_Split_allgather: for large results; regions stay sparse, however many their entries.
+
+    Args:
+        codec: wire format; only its sparse part is used.
+        op: as for ``Dynamic``.
+        cap: likewise.
+
+    References: SparCML, section 5.3.2.
+    """
+    return Dynamic(StreamCodec(codec.sparse if codec else None, factor=None), op=op, cap=cap)
+
+
+# ---- ring -------------------------------------------------------------------------------------------
+
+
+@final
+class Ring(StreamCollective):
+    """Pass partial sums of P even regions around a ring, then the sums (SparCML's ring baselines).
+
+    Region r starts at rank r + 1 and ends, after P - 1 hops, at its owner r: the order of its operands
+    is fixed by P.
+
+    Args:
+        codec: wire format; whoever rounds keeps what that takes (default: coo, dense from where that
+            is shorter).
+        op: as for ``StreamCollective``; it must commute.
+        cap: at most ``cap * k`` entries per rank are taken; the dense ring takes all, whatever it is.
+        dense: regions are dense from the start (the dense baseline).
+
+    Cost: 2 (P - 1) messages; dense 2 (P - 1) / P N beta_d, sparse
+    ``[2 (P - 1) / P k, (P - 1) k + k (P - 1) / 2] beta_s`` for supports that are spread evenly, from all
+    equal to all disjoint.   State: none.
+    Differs from the paper: that only names its baselines; here with a dense switch, which turns a
+    partial sum dense in mid-flight.
+
+    Example:
+        >>> from sparsync.transports.sim import simulate
+        >>> async def program(comm):
+        ...     mine = DenseVector(torch.full((3,), comm.rank + 1.0))
+        ...     return (await Ring(dense=True).reduce(comm, mine, k=3, step=0)).total
+        >>> simulate(program, world_size=4).results[0]
+        DenseVector(values=tensor([10., 10., 10.]))
+
+    References: Renggli et al., SparCML, SC 2019, section 8.1; Patarasuk & Yuan, "Bandwidth optimal
+    all-reduce algorithms for clusters of workstations", 2009.
+    """
+
+    order = "tree"
+
+    def __init__(
+        self,
+        codec: StreamCodec | None = None,
+        *,
+        op: str | Reduction = "sum",
+        cap: float | None = 1.0,
+        dense: bool = False,
+    ) -> None:
+        super().__init__(codec, op=op, cap=None if dense else cap)
+        self.dense = dense
+        self.result: Result = "whole" if dense else "sum"
+        require(
+            self.operation.commutative,
+            f"Ring: operation '{self.operation.name}' does not commute, but a ring reduces "
+            "in rotated order; use RecursiveDoubling or Dynamic",
+        )
+
+    def cost(self, job: Job) -> Cost:
+        """Return ``2 (P - 1)`` messages to the next rank, of partial sums of regions, then of sums.
+
+        Dense: ``2 n (P - 1) / P`` words (section 8.1).  Else a block is dense from where that is shorter.
+
+        Example:
+            >>> Ring(dense=True).cost(Job(8_000, 8_000, 8)).words  # 14 blocks of 1000 words, headers
+            14028.0
+        """
+        peers, blocks = job.world_size - 1, 2 * (job.world_size - 1)
+        if self.dense:
+            block = HEADER_BYTES + WORD_BYTES * (-(-job.size // job.world_size))
+            added = WORD_BYTES * job.size * job.share
+            return Cost(blocks, blocks * block, dense_bytes=added, turns=blocks)
+        summed = [job.union(ranks) for ranks in range(1, job.world_size)] + [job.summed] * peers
+        bodies = sum(stream_bytes(entries, job.size) - HEADER_BYTES for entries in summed)
+        return relayed(blocks, blocks * HEADER_BYTES + bodies / job.world_size)
+
+    def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
+        """Return the dense one's cost."""
+        return self.cost(job).words if self.dense else None
+
+    async def total(self, call: Call) -> Vector:
+        """Reduce-scatter, in which what arrives is the left operand; then allgather."""
+        comm = call.comm
+        boundaries = even_boundaries(call.size, comm.world_size)
+        pieces: list[Vector]
+        if self.dense:
+            values = call.densify(call.mine).values
+            pieces = [DenseVector(values[start:stop]) for start, stop in pairwise(boundaries)]
+        else:
+            assert isinstance(call.mine, SparseVector)
+            pieces = [call.settle(piece) for piece in call.mine.split(boundaries)]
+        last, following = (comm.rank - 1) % comm.world_size, (comm.rank + 1) % comm.world_size
+        partial = pieces[last]
+        for hop in range(comm.world_size - 1):
+            passing, coming = last - hop, last - hop - 1  # regions; negative ones count from P
+            start = boundaries[passing % comm.world_size]
+            payload = call.encode(partial, hop, start=start).payload
+            width = pieces[coming].size
+            capacity = call.capacity(hop + 1, width, dense=self.dense)
+            theirs = await call.swap(payload, following, last, capacity, width, "reduce-scatter")
+            partial = call.combine(theirs, pieces[coming])
+        return await call.allgather(partial, boundaries, dense=self.dense, ring=True)
+
+
+# ---- the choice among them --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SparcmlAutoState:
+    """Entries of the last total, and the most of any rank in the first call; None before it."""
+
+    entries: int | None = None
+    most: float | None = None
+
+
+@final
+class SparcmlAuto(Collective):
+    """Recursive doubling for small results, split and allgather for large, dynamic for dense ones.
+
+    Where SparCML asks the user for "some rough idea" of the result's size K, it is learned here from the
+    last total, whose entries all ranks know.  On the first call it is the expectation of appendix B for
+    uniformly random supports.  Rounds are weighed against bytes as on gigabit Ethernet.
+
+    Args:
+        codec: of all three; its dense switch decides what "dense" means.
+        op: the operation.
+        cap: likewise.
+
+    Cost: that of the cheapest of the three by the estimate; with ``cap=None`` the first call has an
+    allreduce of one integer more.   State: entries of the last total, and the most of a rank.
+    Differs from the paper: there the user chooses.
+
+    Example:
+        >>> from sparsync.transports.sim import simulate
+        >>> async def program(comm):
+        ...     mine = SparseVector.from_dense(torch.eye(4)[comm.rank])
+        ...     return (await SparcmlAuto().reduce(comm, mine, k=1, step=0)).total.to_dense().tolist()
+        >>> simulate(program, world_size=3).results[2]
+        [1.0, 1.0, 1.0, 0.0]
+
+    References: SparCML, sections 5.3 and 8.1, appendix B.
+    """
+
+    order = "tree"
+
+    def __init__(
+        self,
+        codec: StreamCodec | None = None,
+        *,
+        op: str | Reduction = "sum",
+        cap: float | None = 1.0,
+    ) -> None:
+        self.codec, self.cap = codec or StreamCodec(), cap
+        self.state = SparcmlAutoState()
+        self._doubling = RecursiveDoubling(self.codec, op=op, cap=cap)
+        self._split = split_allgather(self.codec, op=op, cap=cap)
+        self._dynamic = Dynamic(self.codec, op=op, cap=cap)
+
+    async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
+        """Choose, then do it."""
+        size, dtype, most = selected.size, selected.values.dtype, self.state.most
+        if self.cap is not None:
+            most = min(self.cap * k, size)
+        elif most is None:
+            most = float(await comm.allreduce(torch.tensor([selected.nnz]), "entries", "max"))
+        chosen = self.choose(Job(size, most, comm.world_size, result=self.state.entries), dtype)
+        reduced = await chosen.reduce(comm, selected, k, step)
+        self.state = SparcmlAutoState(reduced.total.nnz, most)
+        return reduced
+
+    def choose(self, job: Job, dtype: torch.dtype = torch.float32) -> RecursiveDoubling | Dynamic:
+        """Return the one that is expected to be fastest.
+
+        Example:
+            >>> auto, n = SparcmlAuto(), 10**6
+            >>> type(auto.choose(Job(n, 50, 8, result=60))).__name__
+            'RecursiveDoubling'
+            >>> auto.choose(Job(n, 20_000, 8, result=30_000)).codec.factor  # always sparse
+        """
+        limit = self.codec.limit(job.size, dtype)
+        if limit is not None and job.summed > limit:
+            return self._dynamic
+        doubling, split = self._doubling, self._split
+        seconds = [one.cost(job).seconds(_ALPHA, _BETA) for one in (doubling, split)]
+        return doubling if seconds[0] <= seconds[1] else split
+
+    def cost(self, job: Job) -> Cost:
+        """Return the cost of the one that is chosen (section 5.3)."""
+        return self.choose(job).cost(job)

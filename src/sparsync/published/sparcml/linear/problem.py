@@ -1,0 +1,293 @@
+"""Losses, penalties, the model's weights, and one rank's share of a linear problem.
+
+The objective over m rows ``x_i`` with labels ``y_i`` of -1 or +1, weights w and intercept b::
+
+    1/m sum_i loss(y_i (x_i w + b))  +  l2/2 |w|^2  +  l1 |w|_1
+
+The intercept is not penalised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, TypeVar, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix  # type: ignore[import-untyped, unused-ignore]
+from scipy.special import expit  # type: ignore[import-untyped, unused-ignore]
+
+from sparsync.errors import require
+from sparsync.sparse import SparseVector, Vector, even_boundaries
+
+__all__ = [
+    "LOSSES",
+    "Floats",
+    "Integers",
+    "LazyWeights",
+    "Loss",
+    "Problem",
+    "Products",
+    "soft",
+]
+
+Floats = NDArray[np.floating[Any]]
+Integers = NDArray[np.integer[Any]]
+T = TypeVar("T")
+
+# below it all weights are written once: float32 keeps 7 digits, gradients are divided by the scale
+_SMALLEST_SCALE = 1e-3
+_COMPACT = 30  # columns per stored element from which sorting is faster than dense sums
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A convex loss of the margin ``y f(x)``; maps `[m]` margins to `[m]` numbers.
+
+    Example:
+        >>> logistic, hinge = LOSSES["logistic"], LOSSES["svm"]
+        >>> margins = np.array([-1000.0, 0.0, 1000.0])
+        >>> logistic.value(margins).round(3).tolist(), logistic.slope(margins).tolist()
+        ([1000.0, 0.693, 0.0], [-1.0, -0.5, -0.0])
+        >>> hinge.value(margins).tolist(), hinge.slope(margins).tolist()
+        ([1001.0, 1.0, 0.0], [-1.0, -1.0, -0.0])
+    """
+
+    value: Callable[[Floats], Floats]  # exact for margins of any size
+    slope: Callable[[Floats], Floats]  # the derivative; a subgradient where there is a corner
+    curvature: float | None  # a bound of the second derivative, if there is one
+
+
+LOSSES: MappingProxyType[str, Loss] = MappingProxyType(
+    {
+        # log(1 + e^-m) and its derivative, neither of which overflows in these forms
+        "logistic": Loss(lambda m: np.logaddexp(0, -m), lambda m: -expit(-m), 0.25),
+        "svm": Loss(lambda m: np.maximum(0, 1 - m), lambda m: -(m < 1).astype(m.dtype), None),
+    }
+)
+
+
+def soft(values: Floats, threshold: Floats | float) -> Floats:
+    """Pull values towards zero by ``threshold``; what would cross zero is exactly zero.
+
+    Example:
+        >>> soft(np.array([3.0, -0.5, -2.0]), 1.0).tolist()
+        [2.0, 0.0, -1.0]
+    """
+    pulled: Floats = np.maximum(values - threshold, 0) + np.minimum(values + threshold, 0)
+    return pulled
+
+
+@final
+class LazyWeights:
+    """Weights and an intercept under proximal steps, at a cost of what the gradients store.
+
+    A step is ``w = soft(max(1 - lr l2, 0) w - lr gradient, lr l1)``.  The weights are stored as
+    ``scale * soft(values, shrunk - seen)``: L2 shrinks ``scale`` alone, L1 adds to ``shrunk`` alone,
+    and a weight takes its part when a gradient changes it (``soft`` of a after ``soft`` of b is
+    ``soft`` of a + b, so nothing is lost by waiting).  What is only *read* is not written back: ranks
+    read different weights, and all must hold the same bits.
+
+    Gradients have one element more than the n weights: the intercept's, which no penalty applies to.
+
+    Cost: O(nnz) per step, O(n) when the scale is renewed; memory n, with L1 8 n bytes more.
+
+    Example:
+        >>> weights = LazyWeights(3, np.dtype(np.float64), l2=0.5)
+        >>> gradient = SparseVector(torch.tensor([1]), torch.tensor([-1.0]), 4)
+        >>> weights.apply_(gradient, lr=1.0); weights.apply_(gradient, lr=1.0)
+        >>> weights.to_dense().tolist()
+        [0.0, 1.5, 0.0]
+    """
+
+    def __init__(
+        self,
+        size: int,
+        dtype: np.dtype[Any],
+        *,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        intercept: bool = True,
+    ) -> None:
+        self.size, self.dtype, self.l1, self.l2 = size, dtype, l1, l2
+        self.has_intercept = intercept
+        self.intercept = 0.0
+        self._values = np.zeros(size, dtype)
+        self._scale, self._shrunk = 1.0, 0.0
+        self._seen = np.zeros(size if l1 else 0)
+
+    def at(self, indices: Integers | slice) -> Floats:
+        """Return the weights of these indices, `[len(indices)]`."""
+        weights: Floats = self._settled(indices) * self.dtype.type(self._scale)
+        return weights
+
+    def to_dense(self) -> Floats:
+        """Return all weights, `[size]`."""
+        return self.at(slice(None))
+
+    def apply_(self, gradient: Vector, lr: float) -> None:
+        """Take one step with a gradient of ``size + 1`` elements, sparse or dense."""
+        where, slopes, slope = self._parts(gradient)
+        decay = max(1 - lr * self.l2, 0.0)
+        if decay == 0:
+            self._values[:], self._scale = 0, 1.0
+        else:
+            self._scale *= decay
+        self._values[where] = self._settled(where) - slopes * self.dtype.type(lr / self._scale)
+        if self.l1:
+            self._seen[where] = self._shrunk
+            self._shrunk += lr * self.l1 / self._scale
+        if self.has_intercept:
+            self.intercept -= lr * slope
+        if self._scale < _SMALLEST_SCALE:
+            self._values = self.to_dense()
+            self._scale, self._shrunk = 1.0, 0.0
+            self._seen[:] = 0
+
+    def add_(self, delta: Vector) -> None:
+        """Add to weights and intercept as they are, without decay."""
+        where, values, value = self._parts(delta)
+        self._values[where] += values
+        self.intercept += value
+
+    def _parts(self, vector: Vector) -> tuple[Integers | slice, Floats, float]:
+        """Split into where the weights are touched, with what, and the intercept's element."""
+        values: Floats = vector.values.numpy()
+        if not isinstance(vector, SparseVector):
+            return slice(None), values[:-1], float(values[-1])
+        indices: Integers = vector.indices.numpy()
+        if indices.size and indices[-1] == self.size:
+            return indices[:-1], values[:-1], float(values[-1])
+        return indices, values, 0.0
+
+    def _settled(self, where: Integers | slice) -> Floats:
+        """Return the values with the L1 that they have not taken yet."""
+        values: Floats = self._values[where]
+        if not self.l1:
+            return values
+        return soft(values, self._shrunk - self._seen[where]).astype(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """An objective, and this rank's rows of it (none is legal)."""
+
+    features: csr_matrix  # `[rows, dimensions]`
+    labels: Floats  # `[rows]`, -1 or +1
+    model: str = "logistic"  # or "svm"
+    l1: float = 0.0  # factor of the sum of the weights' magnitudes; makes weights exactly zero
+    l2: float = 0.0  # factor of half the sum of their squares
+    intercept: bool = True
+    dtype: np.dtype[Any] = np.dtype(np.float32)  # noqa: RUF009  # of weights; or float64
+
+    def __post_init__(self) -> None:
+        known, rows = ", ".join(LOSSES), self.features.shape[0]
+        require(self.model in LOSSES, f"unknown model {self.model!r}; choose one of {known}")
+        for name, factor in (("l1", self.l1), ("l2", self.l2)):
+            require(0 <= factor < math.inf, f"{name} is {factor}; give a number >= 0")
+        wide = self.dtype in (np.float32, np.float64)
+        require(wide, f"dtype is {self.dtype}; give float32 or float64")
+        count = len(self.labels)
+        require(count == rows, f"{rows} rows have {count} labels; give one per row")
+        signs = bool(np.isin(self.labels, (-1, 1)).all())
+        require(signs, "labels must be -1 or +1; convert them first")
+        converted = csr_matrix(self.features, dtype=self.dtype)  # copies only what must change
+        object.__setattr__(self, "features", converted)
+        object.__setattr__(self, "labels", np.asarray(self.labels, self.dtype))
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of the model."""
+        return LOSSES[self.model]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of this rank."""
+        return len(self.labels)
+
+    @property
+    def dimensions(self) -> int:
+        """Number of weights n."""
+        return int(self.features.shape[1])
+
+    def weights(self) -> LazyWeights:
+        """Make a model of zeros."""
+        return LazyWeights(
+            self.dimensions, self.dtype, l1=self.l1, l2=self.l2, intercept=self.intercept
+        )
+
+    def penalty(self, weights: Floats) -> float:
+        """Return the penalty of weights, summed in float64."""
+        exact = weights.astype(np.float64, copy=False)
+        return float(self.l1 * np.abs(exact).sum() + self.l2 / 2 * (exact @ exact))
+
+
+@final
+class Products:
+    """Multiplies sparse rows on several threads (SciPy leaves Python's lock while it does).
+
+    Rows are cut into one block per thread, whose sums are added in the order of the blocks: a result
+    depends on the number of threads (to rounding), never on which of them is first.
+
+    Example:
+        >>> rows = csr_matrix(np.array([[1.0, 0.0, 2.0], [0.0, 0.0, 3.0]]))
+        >>> Products(threads=2).transposed(rows, np.array([1.0, 10.0])).to_dense().tolist()
+        [1.0, 0.0, 32.0, 11.0]
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        require(threads >= 1, f"threads is {threads}; give at least 1")
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+
+    def scores(self, rows: csr_matrix, weights: LazyWeights) -> Floats:
+        """Return ``rows w + intercept``, `[rows]`; reads the weights of the stored columns alone."""
+
+        def block(start: int, stop: int) -> Floats:
+            part = rows[start:stop]
+            stored = np.arange(part.nnz, dtype=part.indices.dtype)
+            # every stored element its own column: the product gathers, then adds row by row
+            gathered = csr_matrix((part.data, stored, part.indptr), (stop - start, part.nnz))
+            result: Floats = gathered @ weights.at(part.indices)
+            return result
+
+        products = np.concatenate(self._blocks(block, rows.shape[0]))
+        scores: Floats = products + weights.dtype.type(weights.intercept)
+        return scores
+
+    def transposed(self, rows: csr_matrix, coefficients: Floats) -> SparseVector:
+        """Return ``rows^T coefficients`` and, as the last element, the coefficients' sum.
+
+        Where no row stores anything, nothing is stored here.
+
+        Cost: O(nnz + columns): the sums are added up in dense vectors; O(nnz log nnz) where rows store
+        much less than there are columns.  The bits are the same.
+        """
+        size, stored = rows.shape[1], None
+        if rows.nnz * _COMPACT < size:
+            stored, places = np.unique(rows.indices, return_inverse=True)
+            rows = csr_matrix((rows.data, places, rows.indptr), (rows.shape[0], len(stored)))
+
+        def block(start: int, stop: int) -> Floats:
+            product: Floats = rows[start:stop].T @ coefficients[start:stop]
+            return product
+
+        first, *others = self._blocks(block, rows.shape[0])
+        total = sum(others, start=first)
+        at = np.flatnonzero(total)
+        indices = np.append(at if stored is None else stored[at], size).astype(np.int64)
+        values = np.append(total[at], coefficients.sum(dtype=total.dtype))
+        return SparseVector(torch.from_numpy(indices), torch.from_numpy(values), size + 1)
+
+    def _blocks(self, function: Callable[[int, int], T], rows: int) -> list[T]:
+        """Call ``function(start, stop)`` for every block of rows."""
+        cuts = even_boundaries(rows, self.threads)
+        if self._pool is None:
+            return [function(start, stop) for start, stop in pairwise(cuts)]
+        return list(self._pool.map(function, cuts[:-1], cuts[1:]))

@@ -1,0 +1,535 @@
+"""SGD and block coordinate descent over ranks, which exchange as sparsely as the data are."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+from scipy.sparse import csc_matrix, hstack  # type: ignore[import-untyped, unused-ignore]
+
+from sparsync.collectives import Allgather, Collective, Dense, Reduced
+from sparsync.errors import require
+from sparsync.published.sparcml import (
+    Dynamic,
+    RecursiveDoubling,
+    Ring,
+    SparcmlAuto,
+    split_allgather,
+)
+from sparsync.published.sparcml.linear.problem import Floats, Integers, Problem, Products, soft
+from sparsync.sparse import DenseVector, SparseVector, Vector, even_boundaries
+from sparsync.transports.agree import agree
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import Engine
+from sparsync.transports.ledger import Raw
+from sparsync.wire.codec import Codec
+from sparsync.wire.packed import Packed
+from sparsync.wire.streams import Coo, StreamCodec
+
+__all__ = [
+    "EXCHANGES",
+    "SCHEDULES",
+    "SOLVERS",
+    "DenseSlices",
+    "Evaluation",
+    "Meter",
+    "Scd",
+    "Sgd",
+    "Solver",
+]
+
+
+# ---- exchanges --------------------------------------------------------------------------------------
+
+# of at most cap * k entries; none of them rounds
+_SPARSE: MappingProxyType[str, Callable[..., Collective]] = MappingProxyType(
+    {
+        "allgather": Allgather,
+        "dynamic": Dynamic,
+        "recursive-doubling": RecursiveDoubling,
+        "ring": Ring,
+        "sparcml-auto": SparcmlAuto,
+        "split-allgather": split_allgather,
+    }
+)
+
+EXCHANGES = ("dense", *_SPARSE)
+
+
+@final
+class DenseSlices(Collective):
+    """Collects every rank's slice of a vector, of ``even_boundaries``, dense: the baseline of ``Scd``.
+
+    Cost: ceil(log2 P) messages; n (P - 1) / P words received.   State: none.
+    Differs from the paper: nothing.
+
+    Example:
+        >>> from sparsync.transports.sim import simulate
+        >>> async def program(comm):
+        ...     mine = DenseVector(torch.eye(3)[comm.rank])
+        ...     return (await DenseSlices().reduce(comm, mine, k=1, step=0)).total.values.tolist()
+        >>> simulate(program, world_size=3).results[1]
+        [1.0, 1.0, 1.0]
+
+    References: Renggli et al., SparCML, SC 2019, section 8.2 ("dense counterpart" of its allgather).
+    """
+
+    async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
+        """Collect the slices and concatenate them."""
+        cuts = even_boundaries(selected.size, comm.world_size)
+        lengths = [stop - start for start, stop in pairwise(cuts)]
+        dense = selected.to_dense()
+        mine = dense.new_zeros(max(lengths))  # of one length, so that none is announced
+        mine[: lengths[comm.rank]] = dense[cuts[comm.rank] : cuts[comm.rank + 1]]
+        slices = await comm.allgather(mine, "allgather")
+        parts = [part[:length] for part, length in zip(slices, lengths, strict=True)]
+        return Reduced(DenseVector(torch.cat(parts)), selected)
+
+
+# ---- what the solvers share -------------------------------------------------------------------------
+
+# divisors of the learning rate after t epochs, counted from 0
+SCHEDULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
+    {
+        "constant": lambda t: 1.0,
+        "1/t": lambda t: 1 + t,
+        "1/sqrt(t)": lambda t: math.sqrt(1 + t),
+        "step": lambda t: 2.0 ** math.floor(t),
+    }
+)
+
+
+@final
+class Meter:
+    """Measures where a rank's seconds go.  All ranks exchange in one order: their lists compare.
+
+    Args:
+        fence: called before every exchange; waits for the slowest rank, so that nobody takes waiting
+            for communication, and returns the start.  Default: nobody waits.
+        clock: of the exchanges; the simulator has its own.
+    """
+
+    def __init__(
+        self,
+        fence: Callable[[], float] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.fence, self.clock = fence or clock, clock
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin new lists; the old ones stay as they are."""
+        self.computed: list[float] = []  # seconds of every stretch of computation
+        self.exchanged: list[tuple[str, float, float]] = []  # phase, start and end
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Time a stretch of computation, which awaits nothing."""
+        start = time.perf_counter()
+        yield
+        self.computed.append(time.perf_counter() - start)
+
+    @contextmanager
+    def exchanging(self, phase: str) -> Iterator[None]:
+        """Time an exchange from the moment when all ranks are there."""
+        start = self.fence()
+        yield
+        self.exchanged.append((phase, start, self.clock()))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model on the rows of all ranks; 0 rows in all give NaN."""
+
+    objective: float  # mean loss plus penalties
+    accuracy: float  # fraction of rows whose sign is right (a score of 0 counts as +1)
+
+
+class Solver(ABC):
+    """Trains one linear model on the rows of all ranks; every rank makes every call.
+
+    Args:
+        comm: the group.
+        problem: this rank's rows; equal dimensions, model and penalties on all ranks.
+        exchange: one of ``EXCHANGES``.
+        products: threads.
+        seed: of the order of rows or coordinates.
+        steps: most steps of an epoch; None: a whole pass.
+        meter: measures.
+    """
+
+    facts: dict[str, object]  # that have to be equal on all ranks, besides the problem's
+
+    def __init__(
+        self,
+        comm: Communicator,
+        problem: Problem,
+        exchange: str,
+        *,
+        products: Products | None = None,
+        seed: int = 0,
+        steps: int | None = None,
+        meter: Meter | None = None,
+    ) -> None:
+        known = ", ".join(EXCHANGES)
+        require(exchange in EXCHANGES, f"unknown exchange {exchange!r}; choose one of {known}")
+        self.comm, self.problem, self.exchange = comm, problem, exchange
+        self.products, self.meter = products or Products(), meter or Meter()
+        self.seed, self.steps = seed, steps
+        self.weights = problem.weights()  # the same bits on all ranks
+        self.rows = [problem.rows]  # of every rank, when started
+        self.step = 0
+
+    async def start(self) -> None:
+        """Agree with the other ranks on what is solved, and count their rows; called once, first.
+
+        Raises:
+            PeerError: ranks disagree; names what and who.
+        """
+        own = self.problem
+        facts = {"dimensions": own.dimensions, "dtype": own.dtype, "model": own.model}
+        facts |= {"penalty": (own.l1, own.l2), "intercept": own.intercept, "steps": self.steps}
+        await agree(self.comm, {**facts, **self.facts})
+        counts = await self.comm.allgather(torch.tensor([own.rows]), "rows")
+        self.rows = [int(count) for count in counts]
+
+    @property
+    def epoch_steps(self) -> int:
+        """Steps of an epoch, equal on all ranks; known when started."""
+        whole = self._whole_pass()
+        return whole if self.steps is None else min(whole, self.steps)
+
+    @abstractmethod
+    async def epoch(self, epoch: int, advance: Callable[[int], None] = lambda steps: None) -> None:
+        """Do the steps of a 0-based epoch; ``advance`` is called after each with their number."""
+
+    @abstractmethod
+    def _whole_pass(self) -> int:
+        """Return the steps that use everything once."""
+
+    def _collective(self, dense: Callable[[], Collective], cap: float | None) -> Collective:
+        """Make the collective; it sends at most ``cap * k`` entries, in the shortest exact format."""
+        if self.exchange == "dense":
+            return dense()
+        exact: Codec[SparseVector] = Packed("fp32") if self.problem.dtype == np.float32 else Coo()
+        codec = exact if self.exchange == "allgather" else StreamCodec(exact)
+        return _SPARSE[self.exchange](codec, cap=cap)
+
+    async def evaluate(self, problem: Problem | None = None) -> Evaluation:
+        """Evaluate the weights on every rank's rows of another problem, or of the training.
+
+        Cost: one pass over the rows, an allgather of 24 bytes.
+        """
+        problem = problem or self.problem
+        scores = self.products.scores(problem.features, self.weights)
+        margins = (scores * problem.labels).astype(np.float64)
+        right = (scores >= 0) == (problem.labels > 0)
+        mine = [problem.loss.value(margins).sum(), right.sum(), problem.rows]
+        loss, correct, rows = await _sum_over_ranks(self.comm, mine, "evaluation")
+        if rows == 0:
+            return Evaluation(np.nan, np.nan)
+        penalty = problem.penalty(self.weights.to_dense())
+        return Evaluation(loss / rows + penalty, correct / rows)
+
+
+async def _sum_over_ranks(comm: Communicator, mine: list[float], phase: str) -> list[float]:
+    """Sum a few numbers in rank order: equal to the last bit on all ranks and transports."""
+    everyone = await comm.allgather(torch.tensor(mine, dtype=torch.float64), phase)
+    return torch.stack(everyone).cumsum(0)[-1].tolist()
+
+
+# ---- SGD --------------------------------------------------------------------------------------------
+
+
+@final
+class Sgd(Solver):
+    """Minimises by steps ``w -= lr * (mean gradient of all ranks' batches + penalties)``.
+
+    A gradient has an element where a row of the batch has one.  Nothing is dropped or rounded: with
+    any exchange the steps are those of one rank with the united batch, to rounding.  The model is
+    replicated; since totals are bit-identical, so are the replicas.
+
+    Args (those of ``Solver``, and):
+        batch_size: rows per rank and step.
+        lr: first learning rate; None: 1 / a bound of the curvature, with which gradient descent surely
+            descends.  The bound is ``c (mean |x_i|^2 + intercept) + l2``, c being the loss's curvature
+            (1 for the hinge, which has none: a choice, not a bound).  Well-conditioned data bear more.
+        schedule: one of ``SCHEDULES``, t in epochs.
+        staleness: steps t compute with the totals up to t - 1 - staleness, exactly; an epoch ends
+            with nothing in flight.  0: synchronous.
+        background: runs exchanges during the computation; None: each runs when its result is waited
+            for (always so in the simulator, whose clock charges no computation).
+        shuffle: rows in a new order in each epoch; else in theirs.
+
+    Cost: per step one exchange of the gradient's entries; O(entries of the batch + n).
+    State: weights, step.   Differs from the paper: an intercept, which is not penalised; asynchronous
+    steps are late by a fixed number, so that a run can be repeated (the paper does not say).
+
+    References: Renggli et al., SparCML, SC 2019, sections 7 and 8.2 (batches of 1,000 per rank).
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        problem: Problem,
+        exchange: str = "split-allgather",
+        *,
+        batch_size: int = 1000,
+        lr: float | None = None,
+        schedule: str = "constant",
+        staleness: int = 0,
+        background: Engine | None = None,
+        shuffle: bool = True,
+        **shared: Any,
+    ) -> None:
+        super().__init__(comm, problem, exchange, **shared)
+        known = ", ".join(SCHEDULES)
+        require(schedule in SCHEDULES, f"unknown schedule {schedule!r}; choose one of {known}")
+        require(lr is None or 0 < lr < math.inf, f"lr is {lr}; give a number > 0")
+        require(batch_size >= 1, f"batch_size is {batch_size}; give at least 1 row")
+        require(staleness >= 0, f"staleness is {staleness}; give a number of steps >= 0")
+        self.batch_size, self.lr, self.schedule, self.shuffle = batch_size, lr, schedule, shuffle
+        self.staleness, self.background = staleness, background
+        self.facts = {"batch_size": batch_size, "staleness": staleness, "schedule": (schedule, lr)}
+        # each of the exchanges in flight has a collective and a channel of its own
+        self._slots = [
+            (self._collective(Dense, None), comm.channel(comm.tag + i))
+            for i in range(staleness + 1)
+        ]
+        self._in_flight: deque[tuple[Callable[[], Awaitable[Reduced]], float]] = deque()
+
+    def _whole_pass(self) -> int:
+        """Return the steps of the rank with most rows."""
+        return -(-max(self.rows) // self.batch_size)
+
+    async def start(self) -> None:
+        """See ``Solver``; and choose a learning rate, if none was given."""
+        await super().start()
+        if self.lr is not None:
+            return
+        problem = self.problem
+        squares = float((problem.features.data.astype(np.float64) ** 2).sum())
+        total, rows = await _sum_over_ranks(self.comm, [squares, problem.rows], "lr")
+        mean = total / max(rows, 1) + problem.intercept
+        bound = (problem.loss.curvature or 1.0) * mean + problem.l2
+        self.lr = 1 / bound if bound else 1.0
+
+    async def epoch(self, epoch: int, advance: Callable[[int], None] = lambda steps: None) -> None:
+        """Use every row once."""
+        order = np.arange(self.problem.rows)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch, self.comm.rank]).permutation(order)
+        for turn in range(self.epoch_steps):
+            with self.meter.computing():
+                gradient = self._gradient(order, turn)
+            await self._exchange(gradient)
+            self.step += 1
+            advance(self.epoch_steps)
+        while self._in_flight:
+            await self._exchange(None)
+
+    def _gradient(self, order: Integers, turn: int) -> SparseVector:
+        """Return this rank's part of the mean gradient over all ranks' rows of this step."""
+        start, problem = turn * self.batch_size, self.problem
+        rows = order[start : start + self.batch_size]
+        together = sum(min(max(n - start, 0), self.batch_size) for n in self.rows)
+        batch, labels = problem.features[rows], problem.labels[rows]
+        margins = labels * self.products.scores(batch, self.weights)
+        slopes = labels * problem.loss.slope(margins) / problem.dtype.type(together)
+        return self.products.transposed(batch, slopes)
+
+    async def _exchange(self, gradient: SparseVector | None) -> None:
+        """Send a gradient on its way, if there is one; apply the total that is due."""
+        arrived: Reduced | None = None
+        with self.meter.exchanging("gradient"):
+            if gradient is not None:
+                self._send(gradient)
+            if gradient is None or len(self._in_flight) > self.staleness:
+                result, lr = self._in_flight.popleft()
+                arrived = await result()
+        if arrived is not None:
+            with self.meter.computing():
+                self.weights.apply_(arrived.total, lr)
+
+    def _send(self, gradient: SparseVector) -> None:
+        assert self.lr is not None, "start() first"
+        lr = self.lr / SCHEDULES[self.schedule](self.step / max(self.epoch_steps, 1))
+        collective, channel = self._slots[self.step % len(self._slots)]
+        result = partial(collective.reduce, channel, gradient, gradient.size, self.step)
+        if self.background is not None:
+            result = partial(_end_of, self.background.submit(result()))
+        self._in_flight.append((result, lr))
+
+
+async def _end_of(job: Future[Reduced]) -> Reduced:
+    """Return the result of a background exchange; its own waits have deadlines."""
+    return job.result()
+
+
+# ---- coordinate descent -----------------------------------------------------------------------------
+
+
+@final
+class Scd(Solver):
+    """Minimises by exact steps in a few coordinates per rank, all ranks at once.
+
+    1. All ranks know all coordinates of the step (seeded); each computes, from its own rows, their
+       partial derivatives and curvatures, and sends every rank those of its coordinates.
+    2. A rank sums them in rank order and takes the proximal Newton step in each of its coordinates,
+       with a curvature that bounds the whole block's: where c of its coordinates meet in a row,
+       ``(sum of c terms)^2 <= c * sum of squares``.  So the objective never rises.
+    3. A sparse allgather of the updates; every rank changes the weights, and its rows' scores.
+
+    Args (those of ``Solver``, whose problem must have a smooth loss, and):
+        coordinates: per rank and step (paper: 100); fewer where the slice has no more left.
+
+    Cost: per step P - 1 messages of 16 bytes per coordinate, and the allgather: at most 8 bytes per
+    coordinate from every rank.   State: weights, this rank's scores (8 bytes per row), and a copy of
+    the features by columns.
+
+    Differs from the paper: it does not say how a rank knows the derivative at rows that others have
+    (message 1 here), nor the step size; coordinates are drawn without putting back; only those that
+    occur in the data (one allreduce of n bytes at the start); the intercept moves in every step.
+
+    References: Renggli et al., SparCML, SC 2019, section 8.2; Wright, "Coordinate descent
+    algorithms", Mathematical Programming 151, 2015; Richtárik and Takáč, "Parallel coordinate descent
+    methods for big data optimization", 2016 (separable bounds).
+    """
+
+    DERIVATIVES: ClassVar[str] = "derivatives"  # the phase of message 1, which no exchange changes
+
+    def __init__(
+        self,
+        comm: Communicator,
+        problem: Problem,
+        exchange: str = "allgather",
+        *,
+        coordinates: int = 100,
+        **shared: Any,
+    ) -> None:
+        super().__init__(comm, problem, exchange, **shared)
+        require(coordinates >= 1, f"coordinates is {coordinates}; give at least 1")
+        require(
+            problem.loss.curvature is not None,
+            f"scd needs a smooth loss, {problem.model} has a corner; choose logistic, or sgd",
+        )
+        self.coordinates, self.curvature = coordinates, problem.loss.curvature
+        self.facts = {"coordinates": coordinates, "seed": self.seed}
+        self.collective = self._collective(DenseSlices, 1.0)
+        ones = np.ones((problem.rows, 1), problem.dtype)
+        # the intercept is a column of ones after the last
+        self.columns = hstack([problem.features, ones], format="csc")
+        self.scores = np.zeros(problem.rows)
+        self.slices: list[Integers] = []
+
+    def _whole_pass(self) -> int:
+        """Return the steps until the fullest slice is through."""
+        return max(-(-max(map(len, self.slices)) // self.coordinates), 1)
+
+    async def start(self) -> None:
+        """See ``Solver``; and find the columns that occur."""
+        await super().start()
+        here = torch.from_numpy(np.diff(self.columns.indptr)[:-1] > 0).to(torch.uint8)
+        occurring = (await self.comm.allreduce(here, "occurring", "max")).numpy().nonzero()[0]
+        # the vector of updates has one element more, the intercept's: cut as that is cut
+        cuts = even_boundaries(self.problem.dimensions + 1, self.comm.world_size)
+        self.slices = np.split(occurring, np.searchsorted(occurring, cuts[1:-1]))
+
+    async def epoch(self, epoch: int, advance: Callable[[int], None] = lambda steps: None) -> None:
+        """Give every coordinate one turn, in random order."""
+        orders = [
+            np.random.default_rng([self.seed, epoch, owner]).permutation(coordinates)
+            for owner, coordinates in enumerate(self.slices)
+        ]
+        for turn in range(self.epoch_steps):
+            with self.meter.computing():
+                owned = self._owned(orders, turn)
+                coordinates = np.concatenate(owned)
+                columns = self.columns[:, coordinates]
+                partial_sums = self._derivatives(owned, columns)
+            with self.meter.exchanging(self.DERIVATIVES):
+                derivatives = await self._sum(partial_sums)
+            with self.meter.computing():
+                update = self._update(owned[self.comm.rank], derivatives)
+            with self.meter.exchanging("updates"):
+                k = self.coordinates + 1
+                reduced = await self.collective.reduce(self.comm, update, k, self.step)
+            with self.meter.computing():
+                self._apply(coordinates, columns, reduced.total)
+            self.step += 1
+            advance(self.epoch_steps)
+
+    def _owned(self, orders: Sequence[Integers], turn: int) -> list[Integers]:
+        """Return every rank's coordinates of a step, ascending, also from rank to rank."""
+        part = slice(turn * self.coordinates, (turn + 1) * self.coordinates)
+        owned = [np.sort(order[part]) for order in orders]
+        if self.problem.intercept:
+            owned[-1] = np.append(owned[-1], self.problem.dimensions)
+        return owned
+
+    def _derivatives(self, owned: Sequence[Integers], columns: csc_matrix) -> list[Floats]:
+        """Return, per rank, `[2, its coordinates]`: first derivatives and bounds of the second ones."""
+        labels = self.problem.labels
+        slopes = labels * self.problem.loss.slope(labels * self.scores)
+        meeting = np.bincount(columns.indices, minlength=self.problem.rows)
+        first = columns.T @ slopes.astype(np.float64)
+        second = self.curvature * (columns.power(2).T @ meeting.astype(np.float64))
+        both = np.stack([first, second]) / max(sum(self.rows), 1)
+        return np.split(both, np.cumsum([len(mine) for mine in owned])[:-1], axis=1)
+
+    async def _sum(self, partial_sums: list[Floats]) -> Floats:
+        """Return the sums over ranks of the derivatives of this rank's coordinates, in rank order."""
+        own = partial_sums[self.comm.rank]
+        widest = max(1, *(part.shape[1] for part in partial_sums))  # messages of one length
+        blocks = torch.zeros(len(partial_sums), 2, widest, dtype=torch.float64)
+        for block, part in zip(blocks, partial_sums, strict=True):
+            block[:, : part.shape[1]] = torch.from_numpy(part)
+        payloads = list(blocks.view(len(partial_sums), -1).view(torch.uint8))
+        capacities = [payloads[0].numel()] * len(partial_sums)
+        received = await self.comm.alltoallv(payloads, capacities, self.DERIVATIVES, Raw("value"))
+        total = torch.zeros_like(blocks[0])
+        for payload in received:
+            total += payload.clone().view(torch.float64).view(2, widest)  # a copy is aligned
+        sums: Floats = total[:, : own.shape[1]].numpy()
+        return sums
+
+    def _update(self, owned: Integers, derivatives: Floats) -> SparseVector:
+        """Return the changes of this rank's coordinates."""
+        is_weight = owned < self.problem.dimensions
+        current = np.full(len(owned), self.weights.intercept)
+        current[is_weight] = self.weights.at(owned[is_weight])
+        l1, l2 = self.problem.l1 * is_weight, self.problem.l2 * is_weight
+        slopes, curvatures = derivatives[0] + l2 * current, derivatives[1] + l2
+        moves = curvatures > 0  # a column of zeros decides nothing
+        curvatures = np.where(moves, curvatures, 1)
+        targets = soft(current - slopes / curvatures, l1 / curvatures)
+        changes = np.where(moves, targets - current, 0).astype(self.problem.dtype)
+        indices, values = torch.from_numpy(owned.astype(np.int64)), torch.from_numpy(changes)
+        stored = values.nonzero().flatten()
+        return SparseVector(indices[stored], values[stored], self.problem.dimensions + 1)
+
+    def _apply(self, coordinates: Integers, columns: csc_matrix, total: Vector) -> None:
+        """Change the weights, and the scores of this rank's rows."""
+        self.weights.add_(total)
+        if isinstance(total, SparseVector):
+            changes = np.zeros(len(coordinates))
+            places = np.searchsorted(coordinates, total.indices.numpy())
+            changes[places] = total.values.numpy()
+        else:
+            changes = total.values.numpy()[coordinates].astype(np.float64)
+        self.scores += columns @ changes
+
+
+SOLVERS: MappingProxyType[str, type[Solver]] = MappingProxyType({"sgd": Sgd, "scd": Scd})

@@ -1,0 +1,115 @@
+"""SparCML's quantised top-k SGD by name, and the settings of its experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from torch import Tensor
+
+from sparsync.algorithm import Algorithm
+from sparsync.collectives.costs import Job
+from sparsync.errors import ConfigurationError, require
+from sparsync.published.sparcml.collectives import Dynamic
+from sparsync.selection import Blockwise
+from sparsync.wire import Qsgd, SparseQsgd, StreamCodec
+
+__all__ = ["SPARCML_SETTINGS", "sparcml"]
+
+_BLOCK = 512  # SparCML, section 8.3: k of every 512 consecutive elements
+
+
+def sparcml(
+    *,
+    bits: Literal[2, 4, 8] | None = 4,
+    quantize: Literal["local", "reduced"] = "local",
+    keep_error: bool = False,
+    scale: Literal["l2", "max"] = "max",
+    quantization_block: int | None = None,
+    block: int = _BLOCK,
+    seed: int = 0,
+) -> Algorithm:
+    """SparCML's quantised top-k SGD (Algorithm 1): layer by layer, and sums, not means.
+
+    ``attach(model, algorithm="sparcml", density=16 / 512)``: every parameter is a unit, exchanged
+    as soon as its gradient is there; a learning rate that was tuned for means is to be divided
+    by world_size.
+    ``attach(model, **SPARCML_SETTINGS["cifar-10"])`` is what the paper used.
+
+    Args:
+        bits: of a quantised value; None: no quantisation (ATIS, Hansards).
+        quantize: "local": what ranks select (Algorithm 1); "reduced": what becomes dense on the way,
+            in the second half of the dynamic collective (section 6).
+        keep_error: keep the local quantisation error in the residual.  QSGD is unbiased but not
+            contractive, and its error fed back explodes: True shrinks the decoded values by
+            ``1 / (1 + omega)``, which makes it so.  False, as published: the error is lost, and
+            reported.
+        scale: of a quantisation block: "max" or "l2" (the paper does not say; QSGD proves its bounds for
+            "l2" and uses "max" in its experiments, whose noise is several times smaller).
+        quantization_block: entries that share a scale.  Default: 1024 for "local" (section 6); 256 for
+            "reduced", where 4 bits are still contractive on every input (1024 are not).
+        block: consecutive elements of which ``density * block`` are selected (section 8.3: 512).
+        seed: of the random rounding.
+
+    Raises:
+        ConfigurationError: "reduced" with a quantiser whose kept error would explode.
+    """
+    require(quantize in ("local", "reduced"), f"quantize is {quantize!r}; choose local or reduced")
+    shrink = keep_error if quantize == "local" else False
+    quantization_block = quantization_block or (1024 if quantize == "local" else 256)
+    arguments: dict[str, Any] = {
+        "bits": bits, "block": quantization_block, "scale": scale, "shrink": shrink, "seed": seed
+    }  # fmt: skip
+
+    def make() -> Dynamic:
+        if bits is None:
+            return Dynamic(cap=None)
+        if quantize == "local":
+            return Dynamic(cap=None, local=SparseQsgd(**arguments), keep_error=keep_error)
+        rounding = Qsgd(**arguments)
+        if not rounding.contractive:
+            raise ConfigurationError(
+                f"sparcml: {bits} bits over blocks of {quantization_block} with scale '{scale}' are "
+                "not contractive, and the error of a reduced sum is kept: it would explode; use "
+                "more bits, smaller quantization blocks or scale='max'"
+            )
+        return Dynamic(StreamCodec(dense=rounding), cap=None)
+
+    def calls(job: Job) -> tuple[int, Job]:
+        """Take all for one layer, of which every block gives equally many entries."""
+        per_block = min(-(-int(job.k) * block // job.size), block)
+        return 1, job._replace(k=max(job.k, per_block * job.size // block))
+
+    return Algorithm(
+        "sparcml",
+        lambda: Blockwise(block=block),
+        make,
+        average=False,
+        shared=False,
+        unit_bytes=1,  # a unit is closed by its first parameter: layer-wise
+        calls=calls,
+    )
+
+
+def _attention(name: str, parameter: Tensor) -> bool:
+    """Tell the weights of attention layers, by their names."""
+    return "attention" in name or "attn" in name
+
+
+def _setting(entries: int, bits: Literal[2, 4, 8] | None, **more: Any) -> Mapping[str, Any]:
+    algorithm = replace(sparcml(bits=bits), options=(("bits", bits),), **more)
+    return MappingProxyType({"algorithm": algorithm, "density": entries / _BLOCK})
+
+
+SPARCML_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "cifar-10": _setting(16, 4),  # ResNet-110, section 8.3: 8 or 16 of 512
+        "cifar-10, 8 of 512": _setting(8, 4),
+        "atis": _setting(2, None),  # LSTM, section 8.3: "no additional quantization strategy"
+        "hansards": _setting(4, None),
+        "asr": _setting(4, None, compress=_attention),  # section 8.4: the attention layer alone
+        "imagenet, wide resnet": _setting(1, None),  # section 8.4
+    }
+)

@@ -1,0 +1,284 @@
+"""The seam of SparCML's collectives: vectors that turn dense where that is shorter, any operation."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import final
+
+import torch
+from torch import Tensor
+
+from sparsync.collectives.collective import Collective, Reduced, check_cap, less, most_entries
+from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, Cost
+from sparsync.errors import ConfigurationError
+from sparsync.reduction import SUM, Reduction, reduction
+from sparsync.sparse import DenseVector, SparseVector, Vector, combine, densify, fold
+from sparsync.transports.communicator import Communicator
+from sparsync.wire.codec import HEADER_BYTES, Encoded, MessageFraming
+from sparsync.wire.messages import join_messages, sum_messages
+from sparsync.wire.streams import StreamCodec
+
+__all__ = ["Call", "StreamCollective", "relayed", "stream_bytes"]
+
+
+class StreamCollective(Collective):
+    """A collective of streams.
+
+    Args:
+        codec: wire format; whoever rounds keeps what that takes (default: coo, dense from where that is
+            shorter).
+        op: a name of ``sparsync.reduction.OPERATIONS``, or a ``Reduction``.
+        cap: at most ``cap * k`` entries per rank are taken; None: all.
+
+    Raises:
+        ConfigurationError: unknown operation; a cap that is not positive, or not of a sum.
+    """
+
+    def __init__(
+        self,
+        codec: StreamCodec | None = None,
+        *,
+        op: str | Reduction = "sum",
+        cap: float | None = 1.0,
+    ) -> None:
+        check_cap(cap, type(self).__name__)
+        self.codec, self.operation, self.cap = codec or StreamCodec(), reduction(op), cap
+        if cap is not None and self.operation is not SUM:
+            raise ConfigurationError(
+                f"{type(self).__name__}: cap is {cap} with operation '{self.operation.name}', but a "
+                "cap keeps the largest magnitudes, which only a sum can do without the rest; give "
+                "cap=None"
+            )
+
+    async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
+        """Reduce the entries that take part.
+
+        Raises:
+            ConfigurationError: the operation is not defined on the dtype; the codec would round what is
+                not a sum; more entries than the cap, of a dtype without magnitudes.
+        """
+        most = most_entries(k, self.cap, selected.size)
+        call = Call(comm, self, self._taken(selected, most), most, step)
+        return call.reduced(call.mine if comm.world_size == 1 else await self.total(call))
+
+    @abstractmethod
+    async def total(self, call: Call) -> Vector:
+        """Return the reduction over all ranks, of which there are several."""
+
+    def _taken(self, selected: Vector, most: int) -> Vector:
+        """Return the entries that take part: none is neutral, and ``most`` at most."""
+        name, dtype = type(self).__name__, selected.values.dtype
+        neutral = self.operation.check(dtype)
+        if self.operation is not SUM and not self.codec.is_exact(dtype):
+            raise ConfigurationError(
+                f"{name}: the codec rounds {dtype}, which only sums may be; use an exact one with "
+                f"operation '{self.operation.name}', e.g. StreamCodec()"
+            )
+        if self.result == "whole":
+            return selected
+        if isinstance(selected, DenseVector):
+            sparse = SparseVector.from_dense(selected.values, neutral)
+        else:
+            stored = selected.values != neutral
+            sparse = selected if bool(stored.all()) else selected.keep(stored)
+        if sparse.nnz > most and not dtype.is_floating_point:
+            raise ConfigurationError(
+                f"{name}: got {sparse.nnz} entries of {dtype}, and cap={self.cap} takes {most}, but "
+                "integers are not cut by magnitude; give cap=None"
+            )
+        return sparse.top(most)
+
+
+@final
+class Call:
+    """One call on one rank, which contributes ``mine``; no rank has more than ``most`` entries."""
+
+    def __init__(
+        self, comm: Communicator, collective: StreamCollective, mine: Vector, most: int, step: int
+    ) -> None:
+        self.comm, self.mine, self.most, self.step = comm, mine, most, step
+        self.codec, self.operation = collective.codec, collective.operation
+        self.size, self.dtype = mine.size, mine.values.dtype
+        self.framing = MessageFraming(self.codec)
+        self.exact = self.codec.is_exact(self.dtype)
+        self._rounded: list[SparseVector] = []  # given less decoded: this rank keeps it
+        self._lost: list[SparseVector] = []  # the same, of what nobody keeps
+
+    def encode(
+        self,
+        vector: Vector,
+        turn: int,
+        *,
+        source: int | None = None,
+        start: int = 0,
+        keep: bool = True,
+        codec: StreamCodec | None = None,
+        lose: bool = False,
+    ) -> Encoded[Vector]:
+        """Encode; what is rounded away stays with this rank.
+
+        Args:
+            vector: a region of the whole vector, from ``start`` on.
+            turn: different for all messages of one source, for codecs that draw random numbers.
+            source: the rank that the random numbers are those of (default: this one).
+            start: of the region.
+            keep: False where another rank encodes the same and keeps the rounding error.
+            codec: another than the call's.
+            lose: the rounding error is kept by nobody, and reported as lost.
+        """
+        source = self.comm.rank if source is None else source
+        codec = codec or self.codec
+        with self.comm.stage("pack"):
+            seeded = codec.seeded(source + turn * self.comm.world_size, self.step)
+            encoded = seeded.encode(vector)
+        if keep and not codec.is_exact(self.dtype):
+            error = _difference(vector, encoded.decoded).embed(start, self.size)
+            (self._lost if lose else self._rounded).append(error)
+        return encoded
+
+    def decode(self, message: Tensor, size: int, codec: StreamCodec | None = None) -> Vector:
+        """Decode a whole message, to where this rank's values are."""
+        with self.comm.stage("unpack"):
+            vector = (codec or self.codec).decode(message, size)
+        device = self.mine.values.device
+        if isinstance(vector, DenseVector):
+            return DenseVector(vector.values.to(device))
+        return vector.to(device)
+
+    async def receive(self, source: int, capacity: int, size: int, phase: str) -> Vector:
+        """Receive a message and decode it."""
+        return await self._arrived(
+            await self.comm.irecv(source, capacity, phase, self.framing), size
+        )
+
+    async def swap(
+        self, payload: Tensor, dest: int, source: int, capacity: int, size: int, phase: str
+    ) -> Vector | Tensor:
+        """Send a message while another arrives; return that one, for ``combine``."""
+        receiving = self.comm.irecv(source, capacity, phase, self.framing)
+        sending = self.comm.isend(payload, dest, phase, self.framing)
+        message: Tensor = await receiving
+        await sending
+        if self.operation is SUM and self._is_sparse(message):
+            await self.comm.work(message.numel())
+            return message
+        return await self._arrived(message, size)
+
+    async def _arrived(self, message: Tensor, size: int) -> Vector:
+        theirs = self.decode(message, size)
+        await self.comm.work(message.numel(), dense=isinstance(theirs, DenseVector))
+        return theirs
+
+    def combine(self, lower: Vector | Tensor, higher: Vector | Tensor) -> Vector:
+        """Return ``lower operation higher``, dense from where the codec says so; one may be a message."""
+        one, other = (lower, higher) if isinstance(higher, Tensor) else (higher, lower)
+        assert not isinstance(one, Tensor)
+        limit = self.codec.limit(one.size, self.dtype)
+        if isinstance(other, Tensor):
+            entries = self.codec.read_header(other).entries
+            if isinstance(one, SparseVector) and (limit is None or one.nnz + entries <= limit):
+                both = [v for v in (lower, higher) if not isinstance(v, DenseVector)]
+                return self.fold(both, one, self.codec)
+            other = self.decode(other, one.size)
+        vectors = (one, other) if one is lower else (other, one)
+        with self.comm.stage("unpack"):
+            return combine(*vectors, self.operation, limit)
+
+    def _is_sparse(self, message: Tensor) -> bool:
+        return self.codec.read_header(message).format == self.codec.sparse.format
+
+    def fold(
+        self, shares: Sequence[SparseVector | Tensor], own: SparseVector, codec: StreamCodec
+    ) -> Vector:
+        """Return the left fold of sparse messages and vectors of a region, of which ``own`` is one."""
+        if self.operation is SUM:
+            with self.comm.stage("unpack"):
+                return sum_messages(codec.sparse, shares, own)
+        vectors = [self.decode(s, own.size, codec) if isinstance(s, Tensor) else s for s in shares]
+        with self.comm.stage("unpack"):
+            return fold(vectors, self.operation)
+
+    def settle(self, vector: Vector) -> Vector:
+        """Return a vector in the form in which the codec's limit wants it."""
+        limit = self.codec.limit(vector.size, self.dtype)
+        return vector if limit is None or vector.nnz <= limit else self.densify(vector)
+
+    def densify(self, vector: Vector) -> DenseVector:
+        """Store all elements."""
+        return densify(vector, self.operation)
+
+    def capacity(self, ranks: int, width: int, *, dense: bool = False) -> int:
+        """Bound the bytes of what ``ranks`` ranks contribute to a region of ``width`` elements.
+
+        The number of entries is not bounded by the width: a sum turns dense by the entries of its
+        operands, not by those of its result.
+        """
+        if dense:
+            return self.codec.dense.nbytes(width, width, self.dtype)
+        return self.codec.nbytes(min(self.most, width) * ranks, width, self.dtype)
+
+    async def allgather(
+        self,
+        region: Vector,
+        boundaries: Sequence[int],
+        *,
+        dense: bool = False,
+        ring: bool = False,
+    ) -> Vector:
+        """Return the whole vector, from every rank's region: dense if any region is, else sparse.
+
+        ``dense``: all regions are.  ``ring``: pass them around a ring, which sends nothing twice, instead
+        of disseminating them.
+        """
+        comm, spans = self.comm, list(pairwise(boundaries))
+        encoded = self.encode(region, comm.world_size, start=boundaries[comm.rank])
+        capacities = [
+            self.capacity(comm.world_size, stop - start, dense=dense) for start, stop in spans
+        ]
+        messages = await comm.allgatherv(
+            encoded.payload, capacities, "allgather", self.framing, ring=ring
+        )
+        if isinstance(self.mine, SparseVector) and all(map(self._is_sparse, messages)):
+            with comm.stage("unpack"):
+                return join_messages(self.codec.sparse, messages, spans, self.mine)
+        regions = [
+            encoded.decoded if rank == comm.rank else self.decode(messages[rank], stop - start)
+            for rank, (start, stop) in enumerate(spans)
+        ]
+        return DenseVector(torch.cat([self.densify(r).values for r in regions]))
+
+    def reduced(self, total: Vector) -> Reduced:
+        """Return the result: this rank delivered its share as it arrived, and keeps what it rounded.
+
+        The caller may scale the total in place, so it shares no memory with what was delivered.
+        """
+        mine = self.mine
+        if total.values.untyped_storage().data_ptr() == mine.values.untyped_storage().data_ptr():
+            total = replace(total, values=total.values.clone())
+        if self._rounded:
+            if isinstance(mine, DenseVector):
+                mine = SparseVector.from_dense(mine.values)
+            mine = less(mine, self._rounded)
+        # of one piece after the other: the regions ascend
+        return Reduced(total, mine, SparseVector.join(self._lost) if self._lost else None)
+
+
+def _difference(one: Vector, other: Vector) -> SparseVector:
+    """Return ``one - other``, of two vectors in the same form."""
+    if isinstance(one, SparseVector) and isinstance(other, SparseVector):
+        return less(one, [other])
+    return SparseVector.from_dense(one.to_dense() - other.to_dense())
+
+
+def stream_bytes(entries: float, size: int) -> float:
+    """Return the bytes of a message: header, and coo entries or all elements, what is shorter."""
+    return HEADER_BYTES + min(ENTRY_BYTES * entries, WORD_BYTES * size)
+
+
+def relayed(messages: int, nbytes: float) -> Cost:
+    """Return the cost where every message sent was encoded once, and every one received decoded."""
+    entries = nbytes / ENTRY_BYTES
+    return Cost(messages, nbytes, encoded=entries, decoded=entries, turns=messages)

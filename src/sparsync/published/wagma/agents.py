@@ -1,0 +1,508 @@
+"""The agent of a rank: executes rounds of averaging whatever the rank itself is computing.
+
+Rounds have version numbers and are executed in order, each once.  A round begins on a rank when the
+rank arrives at it, or when it hears that another has: the news travels down the binomial tree whose root
+is the activator, and with the round's own messages.  A ``Rounds`` computes the result of a round;
+nothing here knows of threads or sockets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final, NamedTuple, cast, final
+
+import torch
+from torch import Tensor
+
+from sparsync.averaging.averager import Companion
+from sparsync.transports.actors import Reply
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import Finished, Operation, Task
+from sparsync.transports.groups import Subgroup
+from sparsync.transports.ledger import Framing
+
+__all__ = [
+    "Agent",
+    "Answer",
+    "Header",
+    "Kind",
+    "Round",
+    "Rounds",
+    "round_of",
+    "step_of",
+    "tree_children",
+]
+
+_LAYOUT: Final = struct.Struct("<IIqQ")
+_REMEMBERED: Final = 64  # versions for which an agent knows whom it has told of them
+
+
+def round_of(step: int) -> int:
+    """Return the version of the average after a 0-based step; the even one before it is ``finish``'s.
+
+    Example:
+        >>> [round_of(step) for step in range(3)], step_of(5)
+        ([1, 3, 5], 2)
+    """
+    return 2 * step + 1
+
+
+def step_of(version: int) -> int:
+    """Return the step that a round belongs to."""
+    return version // 2
+
+
+def tree_children(rank: int, root: int, world_size: int) -> list[int]:
+    """Return the ranks that a rank forwards to in the binomial tree of ``root``, nearest first.
+
+    Example:
+        >>> tree_children(1, 1, 4), tree_children(2, 1, 4), tree_children(3, 1, 4)
+        ([2, 3], [0], [])
+    """
+    place = (rank - root) % world_size
+    hops = [1 << i for i in range(place.bit_length(), world_size.bit_length())]
+    return [(rank + hop) % world_size for hop in hops if place + hop < world_size]
+
+
+# ---- messages, results, and what a round computes -------------------------------------------------
+
+
+class Kind(IntEnum):
+    """The kinds of messages between agents."""
+
+    ACTIVATE = 1  # a round has begun; number: the activator
+    DATA = 2  # of a round's collective
+    RESULT = 3  # of a round that the receiver has not ended; number: models in the sum
+    PING = 4  # are you there?
+    PONG = 5
+    VIEW = 6  # who is present
+    WELCOME = (
+        7  # to one that was left out: who is present, and the last common sum; number: as above
+    )
+
+
+class Header(NamedTuple):
+    """The 24 bytes before every message between agents; ``view`` says who takes part."""
+
+    kind: int
+    number: int
+    version: int
+    view: int = 0
+
+    def pack(self) -> bytes:
+        """Return its bytes."""
+        return _LAYOUT.pack(*self)
+
+    @classmethod
+    def cut(cls, message: Tensor) -> tuple[Header, Tensor]:
+        """Return the header and the body (a view)."""
+        head, body = message[: _LAYOUT.size], message[_LAYOUT.size :]
+        return cls(*_LAYOUT.unpack(bytes(head.tolist()))), body
+
+
+class Round(NamedTuple):
+    """The result of a round."""
+
+    version: int
+    total: Tensor  # sum of the models
+    models: int  # in the sum
+    contributed: int  # version of the model that this rank put in: an older one is stale
+
+
+class Answer(NamedTuple):
+    """The answer to a rank that arrives at a round."""
+
+    result: Round  # the newest
+    resumes: bool  # the rank had been left out, and goes on with this result, after this round
+    left_out: tuple[tuple[int, int, str], ...]  # rank, step and reason, so far
+    present: list[int]  # ranks that take part, ascending
+
+
+class Rounds(ABC):
+    """The rounds of an algorithm; by default all take part, and whoever arrives first begins."""
+
+    def synchronous(self, version: int) -> bool:
+        """Tell whether a rank takes part only when it has arrived itself."""
+        return False
+
+    def activates(self, version: int, rank: int) -> bool:
+        """Tell whether this rank's arrival starts the round for all."""
+        return True
+
+    def members(self, version: int, present: Sequence[int], rank: int) -> Sequence[int]:
+        """Return this rank's group among those present, ascending."""
+        return present
+
+    @abstractmethod
+    def publish(self, vector: Tensor) -> None:
+        """Take what this rank contributes from now on."""
+
+    def restart(self, model: Tensor) -> None:
+        """Publish a model that all ranks have, in the place of this rank's own."""
+        self.publish(model)
+
+    @abstractmethod
+    def reduce(
+        self, comm: Communicator, version: int, contributed: int
+    ) -> Coroutine[Operation, None, Tensor]:
+        """Sum what the ranks of a group contribute; a round may be begun again."""
+
+    def end(self, result: Round) -> None:  # noqa: B027 (most keep nothing)
+        """Take a round's result."""
+
+    def collected(self, newest: Round) -> Round:
+        """Return the answer to a rank that arrives: by default the newest round."""
+        return newest
+
+
+# ---- a round under way ----------------------------------------------------------------------------
+
+
+@final
+class _AgentComm(Communicator):
+    """Messages between agents, as a round's collective sends and receives them."""
+
+    def __init__(self, agent: Agent, version: int, view: int) -> None:
+        super().__init__(agent.host.rank, agent.host.world_size, torch.device("cpu"))
+        self.agent, self.version, self.view = agent, version, view
+
+    def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
+        self.agent.post(dest, Header(Kind.DATA, 0, self.version, self.view).pack(), payload)
+        return Finished()
+
+    def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
+        return _Delivery(source, self.agent.mail_of(self.version, self.view, source))
+
+
+@final
+class _Delivery(Operation):
+    """A message that a round waits for."""
+
+    def __init__(self, source: int, mail: deque[Tensor]) -> None:
+        self.source, self.mail = source, mail
+
+    def poll(self, seconds: float = 0.0) -> bool:
+        if not self.done and self.mail:
+            self.result, self.done = self.mail.popleft(), True
+        return self.done
+
+    def wait(self) -> None:
+        raise AssertionError("an agent does not block; it resumes what awaits this")
+
+
+@dataclass
+class _Attempt:
+    """A round under way among those that were present when it began."""
+
+    models: int  # in its sum
+    contributed: int  # version of the model that this rank put in
+    task: Task[Tensor]
+    since: float  # when it began to wait
+
+    @property
+    def waits_for(self) -> _Delivery:
+        return cast(_Delivery, self.task.waits_for)
+
+
+# ---- the agent ------------------------------------------------------------------------------------
+
+
+@final
+class Agent(Companion):
+    """Executes the rounds of one rank.
+
+    Who is present is a generation per rank, even while it takes part and odd while it is left out.
+    Generations only grow, so all ranks reach the same view by the same merges, whatever the order of
+    the news.
+
+    Args:
+        rounds: what they compute.
+        world_size: number of ranks.
+        step: the first local one.
+        model: published first, and given to a rank that comes back before the first synchronous round.
+        deadline: seconds of silence, while others need it, after which a rank is left out; None: it
+            is waited for.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        world_size: int,
+        step: int,
+        model: Tensor,
+        deadline: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.rounds, self.deadline = rounds, deadline
+        self.left_out: list[tuple[int, int, str]] = []
+        self._attempt: _Attempt | None = None
+        self._mail: dict[tuple[int, int, int], deque[Tensor]] = {}  # by version, view and source
+        self._restart(Round(2 * step, model, 1, 2 * step))
+        rounds.publish(model)
+        self._called = 2 * step
+        self._waiting: tuple[int, Reply] | None = None  # version, and what waits for it
+        self._told: dict[int, set[int]] = {}  # version -> whom this rank has told
+        self._welcome: Round | None = None
+        self._generations = [0] * world_size
+        self._view = 0  # a fingerprint of the generations
+        self._heard: dict[int, float] = {}
+        self._gone: dict[int, str] = {}  # ranks that cannot come back, and why
+
+    def _restart(self, result: Round) -> None:
+        """Go on after a round whose result all ranks have."""
+        self._last = self._common = result  # common: all waited for it
+        self._arrived = self._published = result.version
+        self.version = result.version + 1
+
+    @property
+    def present(self) -> list[int]:
+        """The ranks that take part, ascending."""
+        return [rank for rank in range(len(self._generations)) if self._is_present(rank)]
+
+    def _is_present(self, rank: int) -> bool:
+        return self._generations[rank] % 2 == 0
+
+    # ---- the rank's calls
+
+    def arrive(self, version: int, vector: Tensor, reply: Reply) -> None:
+        """Take this rank's model; ``reply`` gets the ``Answer``: a round >= ``version``, or a return."""
+        self._waiting = version, reply
+        if self._welcome is not None:
+            self._answer(self._welcome)
+            return
+        self._published = version
+        self.rounds.publish(vector)
+        if version <= self._last.version:
+            self._answer(self._last)
+            return
+        self._arrived = version
+        self.version = min(self.version, version)  # ``finish``: the round before a step's
+        alone = self._waits_for_all(version) or self._called >= version
+        if not alone and self.rounds.activates(version, self.host.rank):
+            self._called = version
+            self._tell(version, self.host.rank)
+        self._advance()
+
+    def _answer(self, result: Round) -> None:
+        """Give the rank that waits a result."""
+        assert self._waiting is not None, "it has arrived"
+        (_, reply), self._waiting = self._waiting, None
+        resumes, self._welcome = self._welcome is not None, None
+        result = self.rounds.collected(result)
+        self.answer(reply, Answer(result, resumes, tuple(self.left_out), self.present))
+
+    # ---- messages
+
+    def receive(self, source: int, payload: Tensor) -> None:
+        """Take a message."""
+        header, body = Header.cut(payload)
+        self.ledger.received("average", payload.numel())
+        self._heard[source] = self.host.now
+        if not self._is_present(source):
+            self._readmit(source)
+            return
+        match header.kind:
+            case Kind.ACTIVATE:
+                # also of a round that this rank has ended
+                self._tell(header.version, header.number)
+                self._take_part(header.version)
+            case Kind.DATA if header.version <= self._last.version:
+                self._repeat(source, header.version)  # begun again by the sender, ended here
+            case Kind.DATA:
+                self.mail_of(header.version, header.view, source).append(body)
+                self._take_part(header.version)
+            case Kind.RESULT if header.version == self.version and self._attempt is not None:
+                contributed = self._attempt.contributed
+                self._end(Round(header.version, self._values(body), header.number, contributed))
+                self._advance()
+            case Kind.PING:
+                self._post(source, Kind.PONG)
+                if header.version <= self._last.version:  # it waits in a round that has ended here
+                    self._repeat(source, header.version)
+            case Kind.VIEW:
+                self._merge(body.clone().view(torch.int64).tolist())
+            case Kind.WELCOME:
+                self._on_welcome(header, body)
+
+    def _values(self, body: Tensor) -> Tensor:
+        return body.clone().view(self._common.total.dtype)  # a body may start at any byte
+
+    def mail_of(self, version: int, view: int, source: int) -> deque[Tensor]:
+        """Return the messages of a round that a rank has sent, in order."""
+        return self._mail.setdefault((version, view, source), deque())
+
+    def _take_part(self, version: int) -> None:
+        self._called = max(self._called, version)
+        self._advance()
+
+    def _repeat(self, source: int, version: int) -> None:
+        """Send the result of a round that has ended here, or of a later one."""
+        result = self._common if self._common.version == version else self._last
+        self.post(source, Header(Kind.RESULT, result.models, version).pack(), result.total)
+
+    def _tell(self, version: int, root: int) -> None:
+        """Pass the word on down the tree of ``root``, to whom this rank has not told yet."""
+        told = self._told.setdefault(version, set())
+        pending = tree_children(self.host.rank, root, self.host.world_size)
+        while pending:
+            child = pending.pop(0)
+            if child in told or child == self.host.rank:
+                continue
+            told.add(child)
+            if self._is_present(child):
+                self.post(child, Header(Kind.ACTIVATE, root, version).pack())
+            else:  # speak for it
+                pending += tree_children(child, root, self.host.world_size)
+
+    def _post(self, dest: int, kind: Kind, body: Tensor | None = None) -> None:
+        self.post(dest, Header(kind, 0, self.version).pack(), body)
+
+    # ---- rounds
+
+    def _waits_for_all(self, version: int) -> bool:
+        return version % 2 == 0 or self.rounds.synchronous(version)
+
+    def _advance(self) -> None:
+        """Execute rounds as far as possible without waiting."""
+        while self._attempt is not None or self._may_begin():
+            attempt = self._attempt = self._attempt or self._begin()
+            while not attempt.task.ended and attempt.waits_for.poll():
+                attempt.task.resume()
+                attempt.since = self.host.now
+            if not attempt.task.ended:
+                break
+            total = attempt.task.result
+            self._end(Round(self.version, total, attempt.models, attempt.contributed))
+        self._watch()
+
+    def _may_begin(self) -> bool:
+        if not self._is_present(self.host.rank):
+            return False
+        whole = self._waits_for_all(self.version)
+        return (self._arrived if whole else self._called) >= self.version
+
+    def _begin(self) -> _Attempt:
+        version, members = self.version, self.present
+        if version % 2:
+            members = list(self.rounds.members(version, members, self.host.rank))
+        comm = Subgroup(_AgentComm(self, version, self._view), members)
+        task = Task(self.rounds.reduce(comm, version, self._published))
+        task.resume()
+        return _Attempt(len(members), self._published, task, self.host.now)
+
+    def _end(self, result: Round) -> None:
+        """Take a round's result, its own or another rank's, and go on to the next of a step."""
+        self._drop()
+        self.rounds.end(result)
+        if self._waits_for_all(result.version):
+            self._common = result
+        self._last = result
+        self.version = round_of(step_of(result.version + 1))
+        self._mail = {key: mail for key, mail in self._mail.items() if key[0] > result.version}
+        self._told = {v: told for v, told in self._told.items() if v > result.version - _REMEMBERED}
+        if self._waiting is not None and result.version >= self._waiting[0]:
+            self._answer(result)
+
+    def _drop(self) -> None:
+        """Give up the round under way; it may be begun again."""
+        if self._attempt is not None:
+            self._attempt.task.program.close()
+            self._attempt = None
+
+    # ---- who is present
+
+    def tick(self) -> None:
+        """Ask a rank that keeps this one waiting whether it is there; leave it out if it is silent."""
+        if self._attempt is not None and self.due is not None and self.deadline is not None:
+            if self.host.now - self.due > self.deadline / 4:  # this rank was away itself
+                self._attempt.since = self.host.now
+            self._watch(ask=True)
+
+    def _watch(self, *, ask: bool = False) -> None:
+        """Plan the next look at the rank that keeps this one waiting, if there is one."""
+        self.due = None
+        if self._attempt is None:
+            return
+        peer, since = self._attempt.waits_for.source, self._attempt.since
+        if peer in self._gone:
+            self._leave_out(peer, self._gone[peer])
+        elif self.deadline is not None:
+            since = max(since, self._heard.get(peer, since))
+            half, end, now = since + self.deadline / 2, since + self.deadline, self.host.now
+            if ask and now >= end:
+                self._leave_out(peer, f"it was silent for {self.deadline:g} s")
+                return
+            if ask and now >= half:
+                self._post(peer, Kind.PING)
+            self.due = half if now < half else end
+
+    def lose(self, peer: int, reason: str) -> None:
+        """Leave a rank out that is gone for ever; without a deadline, fail once it is waited for."""
+        self._gone[peer] = reason
+        if self.deadline is None:
+            self._watch()
+        elif self._is_present(peer):
+            self._leave_out(peer, reason)
+
+    def _leave_out(self, peer: int, reason: str) -> None:
+        if self.deadline is None:
+            raise self.failure(peer, step_of(self.version), reason)
+        self._merge(self._toggled(peer), reason)
+
+    def _toggled(self, peer: int) -> list[int]:
+        """Return the generations with one rank left out, or back."""
+        return [g + (rank == peer) for rank, g in enumerate(self._generations)]
+
+    def _readmit(self, peer: int) -> None:
+        """Welcome a rank that was left out and has spoken: it gets the last common model."""
+        if peer in self._gone:
+            return
+        self._merge(self._toggled(peer))
+        header = Header(Kind.WELCOME, self._common.models, self.version)
+        parts = torch.tensor(self._generations), self._common.total.contiguous()
+        self.post(peer, header.pack(), torch.cat([part.view(torch.uint8) for part in parts]))
+
+    def _merge(self, generations: list[int], reason: str = "other ranks say so") -> None:
+        """Take over news about who is present; a round under way is begun again among them."""
+        newer = [max(pair) for pair in zip(self._generations, generations, strict=True)]
+        if newer == self._generations:
+            return
+        before = set(self.present) - {self.host.rank}
+        self._generations = newer
+        digest = hashlib.blake2b(repr(newer).encode(), digest_size=8)
+        self._view = int.from_bytes(digest.digest(), "little")
+        step, present = step_of(self.version), self.present
+        self.left_out += [(peer, step, reason) for peer in sorted(before - set(present))]
+        for peer in present:
+            if peer != self.host.rank:
+                self._post(peer, Kind.VIEW, torch.tensor(newer))
+        self._drop()
+        if self.host.rank not in present:
+            for peer in present:  # any word makes them readmit this rank
+                self._post(peer, Kind.PING)
+        self._advance()
+
+    def _on_welcome(self, header: Header, body: Tensor) -> None:
+        """Go on where the others are."""
+        cut = 8 * self.host.world_size
+        generations = body[:cut].clone().view(torch.int64).tolist()
+        if header.version <= self.version and self._is_present(self.host.rank):
+            self._merge(generations)
+            return
+        self._drop()
+        before = header.version - 1
+        result = Round(before, self._values(body[cut:]), header.number, before)
+        self._mail = {key: mail for key, mail in self._mail.items() if key[0] > before}
+        self._restart(result)
+        self.rounds.restart(result.total / result.models)
+        self._welcome = result
+        if self._waiting is not None:
+            self._answer(result)
+        self._merge(generations)
+        self._advance()

@@ -1,0 +1,383 @@
+"""WAGMA-SGD: average within changing groups without waiting for late ranks, and globally at intervals.
+
+The first rank to arrive starts the average for all.  A late rank takes part with the last model that it
+published, and finds the result when it arrives.
+
+Ranks stand in a row that is cut into groups of neighbours.  Before every step the row is shuffled, by
+one and the same permutation: rank r stands at ``r * stride**-step mod modulus``.  With P and S powers
+of two, stride S and modulus P - 1 rotate the bits of r, and that *is* Algorithm 1: step t merges along
+the ``log2 S`` bits from ``(t * log2 S) mod log2 P`` on.  Multiplication is defined for any P.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from math import gcd, sqrt
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, final, get_args
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.averaging.averager import Accompanied
+from sparsync.errors import require
+from sparsync.published.wagma.agents import Agent, Answer, Round, Rounds, round_of, step_of
+from sparsync.sparse import DenseVector
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.groups import Subgroup
+from sparsync.transports.ledger import Raw
+from sparsync.wire import Codec, Qsgd, Whole
+from sparsync.wire.codec import MessageFraming
+
+__all__ = [
+    "CODECS",
+    "CodedSum",
+    "Grouping",
+    "ModelRounds",
+    "Values",
+    "Wagma",
+    "coded_allreduce",
+    "default_group_size",
+    "group_allreduce",
+    "group_of",
+]
+
+Grouping = Literal["wait-avoiding", "synchronous"]
+Values = Literal["fp32", "bf16", "int8"]
+
+_LOG = logging.getLogger("sparsync")
+_ALPHA: Final = 50e-6  # seconds per message, as the simulator's default links
+_BETA: Final = 8e-9  # seconds per byte: 1 Gbit/s
+CODECS: Final = MappingProxyType[str, Codec[DenseVector] | None](
+    {
+        "fp32": None,
+        "bf16": Whole(torch.bfloat16),
+        "int8": Qsgd(8, block=128, scale="max"),  # as in ``Packed``: 8.25 bits per element
+    }
+)
+
+
+@final
+class Wagma(Accompanied):
+    """Averages with a group of S ranks after every step, without waiting for late ones.
+
+    After local step t, with W' this rank's model (Algorithm 2)::
+
+        (t + 1) % tau != 0:   W = sum / S               W' was in the sum
+                              W = (sum + W') / (S + 1)  an older model of this rank was in it
+        (t + 1) % tau == 0:   W = mean over all ranks, which wait for each other
+
+    A rank that is late by several averages publishes once and takes the newest alone.  No model is
+    older than the last global average, so none is tau steps old.
+
+    Args:
+        group_size: S; default: the divisor of P nearest sqrt(P).  Groups that S does not divide evenly
+            differ by one rank; 1: only global averages, which is local SGD.
+        sync_period: tau, in steps; None: no global average before ``finish``.
+        grouping: a late rank's group goes on, "wait-avoiding", or waits for it, "synchronous".
+        dynamic: groups change from step to step (Algorithm 1); False: for the ablation of 5.2.
+        values: group averages travel as "fp32" (as the model has them), "bf16" or "int8"; what rounding
+            takes away is contributed later.  Global averages are never rounded.
+        deadline: seconds of silence after which a rank that others wait for is left out and reported.
+            When it is heard again it goes on with the last global average and the others' step
+            (``resume_at``).  None: it is waited for.
+
+    Raises:
+        DeadlineError: a rank does not come to a global average within the communicator's timeout.
+
+    Cost: per step 2 n (S - 1) / S elements in 2 ceil(log2 S) messages, or log2 S messages of n where
+    that is cheaper (rounded: S - 1 + ceil(log2 S) messages), and at most log2 P activations; memory:
+    the published model and the newest result; rounded: the last global average and the error, too.
+    State: the step and the error: a resumed run begins as after a global average.
+    Differs from the paper: any P and S; a late rank that finds no newer result keeps its model; the
+    deadline.
+
+    Example:
+        >>> averager = Wagma(nn.Linear(2, 1), sync_period=4)
+        >>> averager.step(); averager.finish(); averager.close(); averager.steps
+        1
+
+    References: Li et al., WAGMA-SGD, IEEE TPDS 2021, Algorithms 1 and 2.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        group_size: int | None = None,
+        sync_period: int | None = 10,
+        grouping: Grouping = "wait-avoiding",
+        dynamic: bool = True,
+        values: Values = "fp32",
+        deadline: float | None = None,
+        **binding: Any,
+    ) -> None:
+        for name, value in ("group_size", group_size), ("sync_period", sync_period):
+            require(value is None or value >= 1, f"{name} is {value}; give at least 1, or None")
+        known = grouping in get_args(Grouping)
+        require(known, f"grouping is {grouping!r}; choose wait-avoiding or synchronous")
+        require(values in CODECS, f"values is {values!r}; choose {', '.join(CODECS)}")
+        positive = deadline is None or deadline > 0
+        require(positive, f"deadline is {deadline}; give seconds > 0, or None")
+        self.group_size, self.sync_period, self.grouping = group_size, sync_period, grouping
+        self.dynamic, self.values, self.deadline = dynamic, values, deadline
+        self.left_out: tuple[tuple[int, int, str], ...] = ()  # rank, step, reason
+        self._codec = CODECS[values]
+        self._present: list[int] = []
+        super().__init__(model, **binding)
+
+    def survivors(self, comm: Communicator) -> Communicator:
+        """Return the ranks that have not been left out, or have come back."""
+        everyone = len(self._present) in (0, comm.world_size)
+        return comm if everyone else Subgroup(comm, self._present)
+
+    async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
+        """Start the agent."""
+        size = self.group_size or default_group_size(comm.world_size)
+        require(
+            size <= comm.world_size,
+            f"group_size is {size} of {comm.world_size} ranks; give at most all of them",
+        )
+        vector = vector.cpu()
+        self._rounds = ModelRounds(
+            vector, size, self.sync_period, self.grouping, dynamic=self.dynamic, codec=self._codec
+        )
+        error = self.memory.get("error")
+        self._rounds.error = None if error is None else error.cpu()
+        self._taken = 2 * step
+        self._agent = Agent(self._rounds, comm.world_size, step, vector, self.deadline)
+        self._run(comm, self._agent)
+
+    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Average with the group, or with all."""
+        return await self._arrive(round_of(step), vector)
+
+    async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return the mean of all models; ranks wait for each other."""
+        return await self._arrive(2 * step, vector)
+
+    async def _arrive(self, version: int, vector: Tensor) -> Tensor:
+        """Arrive at a round; return the model that this rank goes on with."""
+        published = vector.cpu()
+        answer: Answer = await self._ask(
+            step_of(version), lambda reply: self._agent.arrive(version, published, reply)
+        )
+        for peer, step, reason in answer.left_out[len(self.left_out) :]:
+            _LOG.warning("rank %d left out at step %d: %s", peer, step, reason)
+        self.left_out, self._present = answer.left_out, answer.present
+        error, result = self._rounds.error, answer.result
+        self.memory = {} if error is None else {"error": error}
+        total = result.total.to(vector.device)
+        if answer.resumes:
+            self.resume_at = step_of(result.version + 1)
+            return total / result.models
+        # lines 10 to 14 and 16 of Algorithm 2; a result is taken once
+        if result.version <= self._taken:
+            return vector
+        self._taken = result.version
+        if result.version == version == result.contributed:
+            return total / result.models
+        return (total + vector) / (result.models + 1)
+
+
+@final
+class ModelRounds(Rounds):
+    """Rounds of WAGMA: group averages, and a global one when ``(step + 1) % sync_period == 0``.
+
+    With a codec, group averages carry how far a model is from the last global average, ``base``, which
+    all ranks have.  What rounding takes away is added to what a rank contributes next::
+
+        p = W' + error;   q = C(p - base);   error = p - base - q
+
+    So the mean over ranks of W + error stays what it is while nobody is late.
+
+    Attributes:
+        error: `[n]`, None without a codec.
+    """
+
+    def __init__(
+        self,
+        base: Tensor,
+        group_size: int,
+        sync_period: int | None,
+        grouping: Grouping = "wait-avoiding",
+        *,
+        dynamic: bool = True,
+        codec: Codec[DenseVector] | None = None,
+    ) -> None:
+        self.group_size, self.sync_period = group_size, sync_period
+        self.grouping, self.dynamic, self.codec = grouping, dynamic, codec
+        self.error: Tensor | None = None
+        self._vector = self._base = base
+
+    def _is_global(self, version: int) -> bool:
+        closes = self.sync_period is not None and (step_of(version) + 1) % self.sync_period == 0
+        return version % 2 == 0 or closes
+
+    def synchronous(self, version: int) -> bool:
+        """Tell whether a rank takes part only when it has arrived itself."""
+        return self.grouping == "synchronous" or self._is_global(version)
+
+    def members(self, version: int, present: Sequence[int], rank: int) -> Sequence[int]:
+        """Return all that are present, or this rank's group among them."""
+        if self._is_global(version):
+            return present
+        count, step = len(present), step_of(version) if self.dynamic else 0
+        size = min(self.group_size, count)
+        return [present[i] for i in group_of(present.index(rank), count, size, step)]
+
+    def publish(self, vector: Tensor) -> None:
+        """Contribute ``vector`` from now on; nobody changes it."""
+        self._vector = vector if self.error is None else vector + self.error
+
+    def restart(self, model: Tensor) -> None:
+        """Differ from this model from now on; the error belonged to the one that is given up."""
+        self._vector, self._base, self.error = model, model, None
+
+    def end(self, result: Round) -> None:
+        """Take a global average: its mean is what ranks differ from; nothing is owed any more."""
+        if self._is_global(result.version):
+            self._base, self.error = result.total / result.models, None
+
+    async def reduce(self, comm: Communicator, version: int, contributed: int) -> Tensor:
+        """Sum over the group."""
+        if self.codec is None or self._is_global(version):
+            return await group_allreduce(comm, self._vector)
+        base = self._base
+        coded = await coded_allreduce(comm, self._vector - base, self.codec, version)
+        # a stale model is an extra one: what rounding took from it is owed to nobody
+        owed = self.error if contributed < version else coded.lost
+        self.error = coded.lost_of_sum if owed is None else owed + coded.lost_of_sum
+        return base * comm.world_size + coded.total
+
+
+# ---- groups ---------------------------------------------------------------------------------------
+
+
+def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[int, ...]:
+    """Return the members of a rank's group at a 0-based local step, ascending, itself among them.
+
+    If S divides P, all groups have S members.  Else their sizes differ by one, as close to S as an
+    equal share allows; nobody stays alone (unless S = 1).  With more than one group of more than
+    one, the groups of no two consecutive steps are the same; those of ``step=0`` never change.
+
+    Cost: that of sorting the group, whatever P is.
+
+    Example:
+        >>> group_of(5, 8, 4, step=0), group_of(5, 8, 4, step=1)
+        ((4, 5, 6, 7), (0, 1, 4, 5))
+        >>> group_of(0, 5, 2, step=0), group_of(0, 5, 2, step=1)
+        ((0, 1, 2), (0, 2, 4))
+
+    References: Li et al., WAGMA-SGD, IEEE TPDS 2021, Algorithm 1, with ``mask = 1 << shift`` (as
+    printed, a mask that is already shifted is shifted again; the paper's examples come out so).
+    """
+    # P / S rounded to the nearest, down if halfway: so nobody is ever alone with S = 2 and P odd
+    groups = (2 * world_size + group_size - 1) // (2 * group_size)
+    # The members of a group should spread over as many groups as possible, leaving none out between
+    # them: a stride of the smallest group's size, or the next below that has an inverse.  Where S
+    # divides P that is S, modulo P - 1; a stride of 2 always is one or the other.
+    stride, modulus = next(
+        (stride, modulus)
+        for stride in range(world_size // groups, 0, -1)
+        for modulus in (world_size, world_size - 1)
+        if gcd(stride, modulus) == 1
+    )
+
+    def shuffled(number: int, exponent: int) -> int:
+        moves = number < modulus  # modulo P - 1 the last rank keeps its place
+        return number * pow(stride, exponent, modulus) % modulus if moves else number
+
+    index = shuffled(rank, -step) * groups // world_size
+    # group i has the places from ceil(i P / groups) on
+    start, stop = (-(-world_size * i // groups) for i in (index, index + 1))
+    return tuple(sorted(shuffled(place, step) for place in range(start, stop)))
+
+
+def default_group_size(world_size: int) -> int:
+    """Return the divisor of P, other than 1, nearest to the square root of P (section 5.2).
+
+    A prime P > 3 has no such divisor but itself, which would be a global average: there it is the
+    whole number nearest to the root, as any S will do.
+
+    Example:
+        >>> [default_group_size(world_size) for world_size in (1, 2, 8, 12, 64, 13)]
+        [1, 2, 2, 3, 8, 4]
+    """
+    root = sqrt(world_size)
+    divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]
+    if divisors == [world_size] and world_size > 3:
+        return round(root)
+    return min(divisors, key=lambda size: abs(size - root), default=1)
+
+
+# ---- sums of a group ------------------------------------------------------------------------------
+
+
+async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
+    """Sum over a group, by the cheaper way; equal on all its members.
+
+    Cost: recursive doubling, log2 S messages of n; or that of ``comm.allreduce``.
+    """
+    size = comm.world_size
+    hops = (size - 1).bit_length()
+    more = vector.numel() * vector.element_size() * (hops - 2 * (size - 1) / size)
+    if size & (size - 1) or more * _BETA > hops * _ALPHA:
+        return await comm.allreduce(vector, "average")
+    for hop in range(hops):
+        partner = comm.rank ^ (1 << hop)
+        payload = vector.contiguous().view(torch.uint8)
+        receiving = comm.irecv(partner, payload.numel(), "average", Raw("value"))
+        await comm.isend(payload, partner, "average", Raw("value"))
+        theirs = (await receiving).clone().view(vector.dtype)  # a body may start at any byte
+        vector = vector + theirs if comm.rank < partner else theirs + vector
+    return vector
+
+
+class CodedSum(NamedTuple):
+    """A sum of rounded vectors, `[n]`, equal on all members, and what it has lost."""
+
+    total: Tensor
+    lost: Tensor  # by rounding this rank's vector
+    lost_of_sum: Tensor  # by rounding the sum, in this rank's block
+
+
+async def coded_allreduce(
+    comm: Communicator, vector: Tensor, codec: Codec[DenseVector], seed: int
+) -> CodedSum:
+    """Sum over a group: every member sums one block of rounded vectors, and sends the rounded sum.
+
+    The codec's draws depend on ``seed`` and the rank.
+
+    Cost: S - 1 + ceil(log2 S) messages; 2 n (S - 1) / S elements, rounded.
+    """
+    width = -(-vector.numel() // comm.world_size)
+    starts = [min(r * width, vector.numel()) for r in range(comm.world_size)]
+    blocks = [vector[start : start + width] for start in starts]
+    mine = slice(starts[comm.rank], starts[comm.rank] + width)
+    codec = codec.seeded(comm.rank, seed)
+    framing = MessageFraming(codec)
+
+    def decoded(payload: Tensor, size: int) -> Tensor:
+        return codec.decode(payload, size).values.to(vector.dtype)
+
+    encoded = [codec.encode(DenseVector(block)) for block in blocks]
+    lost = vector - torch.cat([one.decoded.values for one in encoded])
+    lost[mine] = 0  # this rank sums its own block, which is not rounded
+    capacities = [codec.nbytes(len(block), len(block), vector.dtype) for block in blocks]
+    received = await comm.alltoallv(
+        [one.payload for one in encoded],
+        [capacities[comm.rank]] * len(blocks),
+        "average",
+        framing,
+    )
+    total = torch.zeros_like(blocks[comm.rank])
+    for rank, raw in enumerate(received):
+        total += blocks[rank] if rank == comm.rank else decoded(raw, len(total))
+    rounded = codec.encode(DenseVector(total))
+    lost_of_sum = torch.zeros_like(vector)
+    lost_of_sum[mine] = total - rounded.decoded.values
+    sums = await comm.allgatherv(rounded.payload, capacities, "average", framing)
+    whole = [decoded(raw, len(block)) for raw, block in zip(sums, blocks, strict=True)]
+    return CodedSum(torch.cat(whole), lost, lost_of_sum)

@@ -1,0 +1,16 @@
+"""The life of an update: the outer step, its settings, and what ``attach`` runs with AdamW."""
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
+
+from sparsync.updates.family import OUTER_SETTINGS
+from sparsync.updates.outer import OuterStep
+from sparsync.updates.periods import AdaptivePeriod
+
+__all__ = ["OUTER_SETTINGS", "ROWS", "AdaptivePeriod", "OuterStep"]
+
+ROWS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {"schemes": {name: partial(OuterStep, **given) for name, given in OUTER_SETTINGS.items()}}
+)

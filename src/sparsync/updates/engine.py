@@ -1,0 +1,721 @@
+"""Exchange what the optimizer has changed: ``sync = sparsync.attach(model, optimizer)``.
+
+Gradients stay on their rank, and each rank's optimizer takes its own steps.  After each step a hook on
+the optimizer starts the exchanges that are due (``sparsync.averaging.OuterStep``) on the engine's thread
+and applies those that have finished.  DDP, if it wraps the model, exchanges nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsync.algorithm import Algorithm
+from sparsync.errors import ConfigurationError, require
+from sparsync.exclusive import Guard, check_outside_ddp
+from sparsync.feedback.facts import reducer_stats
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.state import ParsedState, agree_state, parse_state
+from sparsync.feedback.step import Proposal
+from sparsync.fields import Exactly, Fields, Kind, check_saved, common_facts
+from sparsync.gradients.ddp import CommHook, check_ddp
+from sparsync.gradients.hierarchy import Node
+from sparsync.gradients.sentinel import check_replicas
+from sparsync.handle import Hook, Sync, call_after_backward, weakly
+from sparsync.messages import say
+from sparsync.optimizers import held_by
+from sparsync.options import Compression, Options
+from sparsync.transports.agree import (
+    agree,
+    check_equal_parameters,
+    digest,
+    on_all_or_none,
+)
+from sparsync.transports.communicator import Communicator
+from sparsync.transports.driver import Operation, run
+from sparsync.transports.ledger import Ledger
+from sparsync.transports.process_group import Groups
+from sparsync.units import (
+    check_same_parameters,
+    local_of,
+    output_parameters,
+    substituted,
+    training,
+)
+from sparsync.updates.changes import Changes, begin_together
+from sparsync.updates.family import OUTER_SETTINGS
+from sparsync.updates.fragments import Begin
+from sparsync.updates.lengths import lengthen, remember
+from sparsync.updates.moments import correct, noise_of
+from sparsync.updates.outer import OuterStep
+from sparsync.updates.own import (
+    SCALER_KIND,
+    is_broken,
+    load_optimizers,
+    load_weights,
+    own_kinds,
+    own_state,
+)
+from sparsync.updates.stepping import follow
+from sparsync.updates.weights import ModelWeights, trained_of
+
+_ADVISED = 30  # steps until it is known what they take
+_NEGLIGIBLE = 0.1  # part of a step
+# the common part of lasting gradients; below it, more of them belongs to single ranks
+_AGREEING = 0.5
+_PROBE = 1 << 15  # elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
+_EVERYTHING = slice(0, None)
+_CURE = "load what this handle's state_dict() returned, into the same set-up"
+
+__all__ = ["UpdateSync", "attach_updates", "make_outer"]
+
+
+def make_outer(
+    algorithm: str | Algorithm | OuterStep | None, density: Any, compression: Compression
+) -> OuterStep:
+    """Return the outer step that ``attach`` was asked for."""
+    whole = algorithm is None or isinstance(algorithm, OuterStep) or algorithm in OUTER_SETTINGS
+    if density is not None and whole:
+        raise ConfigurationError(
+            f"density is {density!r}, but updates are exchanged as algorithm= says, by default all of "
+            "them in 1 bit each; omit density=, or name an algorithm that selects entries, as "
+            "algorithm='allgather', or exchange='gradients'"
+        )
+    if isinstance(algorithm, OuterStep):
+        outer = algorithm
+        if outer.steps or outer.attached:
+            raise ConfigurationError(
+                "this OuterStep has a model already; make one for each attach, without a model"
+            )
+    elif algorithm is None or algorithm in OUTER_SETTINGS:
+        outer = OuterStep(**OUTER_SETTINGS[str(algorithm or "updates")])
+    else:
+        given = {} if density is None else {"density": density}
+        outer = OuterStep(algorithm=algorithm, residual="weights", **given)
+    if compression.warmup_densities or not compression.overlap:
+        raise ConfigurationError(
+            "Compression(warmup_densities=..., overlap=False) are for gradients; for updates give "
+            "warmup_steps, over which the period grows"
+        )
+    outer.adapt(compression.compress, compression.unit_bytes, compression.warmup_steps)
+    return outer
+
+
+def attach_updates(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    outer: OuterStep,
+    options: Options,
+    replicate: Any = None,
+    *,
+    advises: bool = False,
+) -> UpdateSync:
+    """Exchange updates; see ``attach``.  With ``advises``, say so where plain DDP is faster."""
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    if ddp is not None:
+        check_ddp(ddp)
+    if options.transport.hierarchy is not None and (ddp is None or replicate is not None):
+        raise ConfigurationError(
+            "Transport(hierarchy=...) is for DDP, whose gradients it averages inside a node; wrap the "
+            "module in DistributedDataParallel and omit replicate=, or omit hierarchy="
+        )
+    module: nn.Module = model if ddp is None else ddp.module
+    ignored = set() if ddp is None else ddp.parameters_to_ignore
+    trained = trained_of(module, ignored)
+    group = None if ddp is None else ddp.process_group
+    groups = Groups(options.transport.world or group, **options.transport.waits)
+    try:
+        pieces, consensus, node, kinds = {}, None, None, dict[str, str]()
+        if replicate is None:
+            ranks = dist.get_process_group_ranks(groups.world)
+            if options.transport.hierarchy is not None:
+                node = Node(options, ranks, groups)
+                ranks, consensus = node.peers, node.consensus
+        else:
+            pieces, kinds, ranks, consensus = _parts(module, replicate, groups, options)
+        noise = noise_of(optimizers if outer.noise_correction else (), trained)
+        weights = ModelWeights(module, trained, ddp is None or ddp.broadcast_buffers, node, noise)
+        output = output_parameters(module) if outer.chosen.output else ()
+        parameters: Mapping[str, Tensor] = trained
+        if node is not None:
+            parameters = {name: node.run_of(local_of(p)) for name, p in trained.items()}
+            if (compress := outer.chosen.compress) is not None:
+                outer.adapt(lambda name, _run: compress(name, trained[name]))
+        units = outer.plan(weights.read(slice(0, None)), parameters, output, kinds, weights.rest)
+        if consensus is not None and consensus.parts.world_size > 1:
+            facts = {**outer.settings(), "fragments of each part": len(outer.layout.fragments)}
+            run(agree(consensus.parts, facts))
+            outer.on_any_part = consensus.on_any
+        reducer = options.reducer(
+            groups.make(ranks),
+            units,
+            consensus or Proposal.broken,
+            outer=outer.settings(),
+            advises=advises,
+            rates=[[group.get("lr") for group in one.param_groups] for one in optimizers],
+            ranks_of_a_node=1 if node is None else node.comm.world_size,
+            stepped_parameters=held_by(optimizers, trained),
+        )
+    except BaseException:
+        groups.close()
+        raise
+    sync = UpdateSync(module, weights, outer, reducer, groups, options, consensus, pieces)
+    sync.advises = advises
+    try:
+        named = [(name, local_of(parameter)) for name, parameter in trained.items()]
+        for comm in sync.communicators if node is not None else [reducer.comm]:
+            run(check_equal_parameters(comm, named))
+        run(outer.start(reducer, weights.read(slice(0, None))))
+        sync.watch(ddp, optimizers)
+    except BaseException:
+        sync.close()
+        raise
+    return sync
+
+
+def _parts(module: nn.Module, replicate: Any, groups: Groups, options: Options) -> Any:
+    """Return how this replica is divided: pieces and kinds by name, replicas, and who decides with it."""
+    from sparsync.gradients.consensus import PartsConsensus  # DTensor takes 0.4 s to import
+    from sparsync.gradients.shards import Fsdp, ranks_of, shards_of
+
+    ranks = ranks_of(replicate)
+    shards = shards_of(module, ranks)
+    Fsdp(module).check_covers(shards)
+    pieces = {p.name: p.piece for p in shards if p.piece is not None}
+    kinds = {p.name: p.kind for p in shards}
+    return pieces, kinds, ranks, PartsConsensus(options.parts(ranks, groups))
+
+
+class UpdateSync(Sync):
+    """The handle of a model whose optimizers take local steps between exchanges of updates."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        weights: ModelWeights,
+        outer: OuterStep,
+        reducer: Reducer,
+        groups: Groups | ExitStack,
+        options: Options,
+        consensus: Any,
+        pieces: Any,
+    ) -> None:
+        super().__init__(module, reducer, groups, options.monitoring, (), consensus, pieces)
+        self.outer, self._weights = outer, weights
+        self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
+        self._seen: list[int] = []  # what trained when the model was looked at
+        self._shows = False  # the model has the shared weights
+        self._skipped = set[Tensor]()  # parameters of which a GradScaler skips the present step
+        self._changes = Changes(weights.trained.values())
+        self._begins, self._resumed = True, False  # before the first step here; after a load
+        self._busy = self._waited = 0.0  # seconds of exchanges, and of the training thread for them
+        self.advises, self._started = False, time.perf_counter()
+        self._warned = False  # that ranks hardly agree
+        if consensus is not None:
+            outer.ledgers.append(consensus.parts.ledger)
+        parts = 1 if consensus is None else consensus.parts.world_size
+        self._countable = weights.node is None and parts == 1
+        if self._countable:
+            outer.contributions.weighs = None  # it turns out in the first exchange
+        weights.carrier = weakref.WeakMethod(self._carry)
+
+    @property
+    def steps(self) -> int:
+        """Local steps that are done; a rank that joins others goes on with their number."""
+        return self.outer.steps
+
+    @property
+    def trained(self) -> Mapping[str, Tensor]:
+        """The parameters whose updates are exchanged, by name."""
+        return self._weights.trained
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers after whose steps they are exchanged; none: ``step`` is called."""
+        return self.outer.optimizers
+
+    def _carry(self, exchange: Begin) -> Awaitable[None]:
+        """Queue an exchange on the engine's thread.
+
+        On a GPU it uses this thread's stream, which has read the weights and will write them.
+        """
+        device = self.outer.memory["shared"].device
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+        def job() -> float:
+            begin = time.perf_counter()
+            with torch.cuda.stream(stream):  # None: nothing happens
+                run(exchange())
+            return time.perf_counter() - begin
+
+        return _Carried(self._engine.submit(job), self)
+
+    def book(self, busy: float, waited: float) -> None:
+        """Count the seconds of an exchange, and those that the training thread waited for it."""
+        self._busy += busy
+        self._waited += waited
+
+    def watch(
+        self, ddp: DistributedDataParallel | None, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Let DDP exchange nothing, and follow the optimizers' steps, until ``close``."""
+        self.outer.optimizers = list(optimizers)
+        if ddp is not None:
+            self._ddp = weakref.ref(ddp)
+            hook = CommHook.taken(ddp, self)
+            self.on_close.callback(hook.release)
+            self.on_close.callback(_restore, weakref.ref(ddp), ddp.broadcast_buffers)
+            ddp.broadcast_buffers = False  # they are averaged with the weights
+
+        module = self._plain()
+        assert module is not None
+        before = Hook(self._forward)  # this one keeps the handle, as DDP's does
+        handles: list[Any] = [(ddp or module).register_forward_pre_hook(before, prepend=True)]
+        self._weights.ranks = self.reducer.comm.world_size
+        for one in optimizers:
+            handles += follow(one, weakly(self._before_step), weakly(self._after_step))
+        handles += [Guard(self)] if optimizers else []
+        for handle in handles:
+            self.on_close.callback(handle.remove)
+
+    # ---- DDP, on autograd's thread -----------------------------------------------------------------
+
+    def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Hand a bucket back as it is, or averaged over the node."""
+        node, buffer = self._weights.node, bucket.buffer()
+        if node is not None:
+            if bucket.is_last():
+                call_after_backward(node.check)
+            return node.average_(buffer)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
+        future.set_result(buffer)
+        return future
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._check_start()
+        require(
+            not self._changes.replaced(),
+            f"local step {self.outer.steps}: the weights were replaced since the last step, as by a "
+            "checkpoint; load it by sparsync.load or sync.load_state_dict(), as all ranks do, or close() "
+            "the handle on all ranks, load, and attach again",
+        )
+        if (noise := self._weights.noise) is not None:
+            remember(optimizer, noise.steps)
+
+    def _check_start(self) -> None:
+        """Before the first step: if weights were loaded after ``attach``, all ranks begin from them.
+
+        Else the way to them would be delivered as if it were an update.  All ranks ask, once: they do not
+        know of each other.
+        """
+        if not self._begins:
+            return
+        self._begins, outer = False, self.outer
+        own, shared = self._weights.read(_EVERYTHING), outer.memory["shared"]
+        end = outer.layout.end
+        if not self._begin_together(self._loaded(own), own[:end]):
+            return
+        # buffers beyond the end have seen a batch since, and are averaged in any case
+        outer.begin_again(torch.cat([own[:end], shared[end:]]))
+        self._changes.remember()
+
+    def _loaded(self, own: Tensor) -> bool:
+        """Tell whether this rank's weights are others than attach, or the handle's load, has left."""
+        if self._resumed:  # every rank has its own
+            return self._changes.differ()
+        end = self.outer.layout.end
+        return not own[:end].equal(self.outer.memory["shared"][:end])
+
+    def _begin_together(self, loaded: bool, own: Tensor) -> bool:
+        return begin_together(self.communicators, loaded, own)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        if skipped:
+            self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
+        elif (noise := self._weights.noise) is not None:
+            correct(optimizer, noise.shares, self._weights.ranks)
+            lengthen(optimizer, noise.steps, noise.shares, self._weights.ranks)
+        # the last of several ends an iteration: ranks count these, not optimizers' steps
+        if optimizer is self.outer.optimizers[-1]:
+            self.step()
+        else:
+            self._changes.remember()
+
+    def _forward(self, *_given: Any) -> None:
+        if torch.is_grad_enabled():
+            self._before_forward()
+
+    def _before_forward(self) -> None:
+        ddp, module = self._ddp(), self._plain()
+        if ddp is not None:
+            module = ddp.module
+            if ddp._join_config.enable:
+                raise ConfigurationError(
+                    "join() is for gradients, and updates are exchanged; without it, call sync.step() on "
+                    "a rank that is out of batches, as often as the others' optimizers step"
+                )
+        assert module is not None
+        if ddp is None:
+            check_outside_ddp(module)
+        self._weights.reshard()
+        if self.outer.optimizers:
+            # before a batch is seen: SAM, and layers that begin with it, change weights themselves; but
+            # a graph cannot send messages, and stages of a pipeline wait for each other in their
+            # forward passes: then it is asked before the step
+            if self._inner is None and not torch.compiler.is_compiling():
+                self._check_start()
+        elif self._begins:  # ``step`` is too late: it comes after theirs
+            self._begins = False
+            require(
+                not self._loaded(self._weights.read(_EVERYTHING)),
+                "weights were loaded after attach; load them before, or give attach the optimizer",
+            )
+        trained = self._weights.trained.values()
+        if (seen := training(module)) != self._seen and not substituted(module):
+            alone = () if ddp is None else ddp.parameters_to_ignore
+            check_same_parameters(module, trained, alone=alone)
+            self._seen = seen
+
+    # ---- a step ------------------------------------------------------------------------------------
+
+    def contribute(
+        self,
+        seen: float | None = None,
+        /,
+        *,
+        tokens: float | None = None,
+        samples: float | None = None,
+    ) -> None:
+        """Weigh this rank's updates by what its steps have seen, summed until they are exchanged.
+
+        Call it on all ranks before every ``optimizer.step()``, from the first one on, with one number
+        >= 0: of tokens, samples, or whatever the loss is a mean of.  A rank that has seen nothing may
+        leave it out.  Without any call ranks weigh the same.
+
+        Raises:
+            ConfigurationError: not one such number, the first call after an exchange, or this replica is
+                divided among ranks.
+
+        Cost: one round of 16 bytes before every exchange.
+
+        Example::
+
+            loss = cross_entropy(model(tokens), targets)  # a mean over this rank's tokens
+            loss.backward()
+            sync.contribute(tokens=targets.numel())
+            optimizer.step()
+        """
+        if not self._countable:
+            raise ConfigurationError(
+                "contribute() is for replicas of one rank, and this one is divided (a node, or shards); "
+                "weigh the loss inside the replica, and let replicas see equally much"
+            )
+        self.outer.contributions.add(seen, tokens, samples)
+
+    def _count_for_node(self) -> None:
+        """Count the local steps of a node's ranks, which average in every one."""
+        if (node := self._weights.node) is not None:
+            node.comm.ledger.begin_step(self.outer.steps)
+
+    def _count_ranks(self) -> None:
+        """Let steps be corrected for as many ranks as average noise away."""
+        counted = self.outer.contributions
+        if counted.weighs and counted.ranks:
+            self._weights.ranks = counted.ranks
+
+    def step(self) -> None:
+        """Count a local step; begin and end exchanges.  The optimizer's hook calls it, if one was given.
+
+        Call it yourself in place of an iteration that this rank leaves out and others do not.
+
+        Raises:
+            NonFiniteGradientError: NaN or Inf on some rank, twice in a row.
+            CommunicationError: a peer is gone, or took longer than the timeout.
+        """
+        outer = self.outer
+        self._check_own("an optimizer's step")
+        if outer.optimizers:  # else this is after the step
+            self._check_start()
+        if self._before is None:
+            self._before = outer.steps, self.reducer.comm.ledger.set_up()
+            self._started = time.perf_counter()
+        try:
+            if self._weights.noise is not None and outer.begins_last(outer.steps):
+                self._weights.noise.sample(outer.steps, self._skipped)
+            self._weights.average_buffers()
+            run(outer.advance(self._weights, outer.steps))
+        finally:
+            outer.steps += 1
+            self._skipped.clear()
+            self._changes.remember()
+            self._count_for_node()
+        self._count_ranks()
+        self._look_at_agreement()
+        if name := self._weights.strayed():
+            say(
+                f"rank {self.reducer.comm.rank}: buffer '{name}' held NaN or Inf when the model was "
+                "attached, so it is not averaged, and it has become finite since: every rank has its "
+                "own; make it finite before attach if ranks are to share it"
+            )
+        if self.reducer.monitor is not None:
+            self.reducer.monitor.write()
+        sentinel = self._sentinel
+        if sentinel is not None and sentinel.due(outer.steps - 1):
+            run(outer.settle())
+            tensors = {"the shared weights": outer.memory["shared"]}
+            comm, place = self.reducer.channel("weights"), f"local step {outer.steps - 1}"
+            run(check_replicas(sentinel, comm, tensors, place, self._inner))
+            if self._weights.node is not None and self._inner is not None:
+                own = {name: local_of(p) for name, p in self._weights.trained.items()}
+                run(check_replicas(sentinel, self._inner, own, place))
+        if self.advises and outer.steps - self._before[0] == _ADVISED:
+            self._advise()
+
+    def _look_at_agreement(self) -> None:
+        """Say once that ranks' data seem to differ."""
+        noise = None if self._warned else self._weights.noise
+        agreement = None if noise is None else noise.agreement
+        if agreement is None or agreement >= _AGREEING:
+            return
+        self._warned = True
+        if self.reducer.comm.rank == 0:
+            say(
+                f"the ranks' gradients hardly agree: {100 * agreement:.0f} % of what lasts in "
+                "them is common to all, as if their data differed; shuffle the data over ranks, or "
+                "expect more loss than dense training's (docs/optimizers.md)"
+            )
+
+    def _advise(self) -> None:
+        """Say so where plain DDP would wait no longer, or hardly longer: it loses no accuracy."""
+        seconds = (time.perf_counter() - self._started) / _ADVISED
+        waited, dense = self._waited / _ADVISED, self._dense_seconds()
+        if dense < max(_NEGLIGIBLE * seconds, waited) and dist.get_rank() == 0:
+            say(
+                f"dense wins here: a step takes {1e3 * seconds:.1f} ms, {1e3 * waited:.1f} of "
+                f"which it waits for updates; an allreduce of all gradients would take about "
+                f"{1e3 * dense:.1f} ms, and plain DDP loses nothing"
+            )
+
+    def _dense_seconds(self) -> float:
+        """Estimate the seconds of an allreduce of all gradients from two small ones."""
+        run(self.outer.settle())
+        size, channel = self.outer.layout.end, self.reducer.channel("weights")
+        channel.ledger = Ledger()  # of no step
+        best = []
+        for count in (1, min(size, _PROBE)):
+            spent = []
+            for _ in range(3):
+                run(channel.barrier())
+                began = time.perf_counter()
+                run(channel.allreduce(torch.zeros(count), "probe"))
+                spent.append(time.perf_counter() - began)
+            best.append(min(spent))
+        return best[0] + max(best[1] - best[0], 0.0) * size / min(size, _PROBE)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return DDP's own context; gradients add up on this rank in any case."""
+        ddp = self._ddp()
+        return nullcontext() if ddp is None else ddp.no_sync()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Put the shared weights into the model, to evaluate or save them; restore this rank's after."""
+        shows, own = self._shows, self._weights.read(_EVERYTHING)
+        self._weights.write(_EVERYTHING, self.outer.memory["shared"])
+        self._shows = True
+        try:
+            yield
+        finally:
+            self._weights.write(_EVERYTHING, own)
+            self._shows = shows
+            self._changes.remember()
+
+    def _check_own(self, what: str) -> None:
+        """Refuse what needs this rank's own weights while the shared ones are in the model."""
+        require(
+            not self._shows,
+            f"{what} within shared(), which hides this rank's own weights; leave that block first",
+        )
+
+    def finish(self) -> None:
+        """Exchange all that is left and make replicas equal.  All ranks call it; training may go on."""
+        self._check_own("finish()")
+        run(self.outer.settle())  # what is under way belongs to steps
+        with self.reducer.comm.ledger.outside_steps():
+            run(self.outer.deliver(self._weights))
+        self._changes.remember()
+
+    # ---- state -------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms."""
+        outer, node = self.outer, self._weights.node
+        inner = [self._inner, node and node.comm]
+        phases = [comm.ledger.by_phase() for comm in inner if comm is not None]
+        return {
+            **reducer_stats(self.reducer, outer.steps, self._before),
+            "inner": {phase: its.as_dict() for part in phases for phase, its in part.items()},
+            **({"choices": [self.decided]} if self.decided else {}),
+            "exchange": "updates",
+            "exchange_seconds": self._busy,
+            "waited_seconds": self._waited,
+            **outer.settings(),
+            "drift": outer.drift,
+            "agreement": None if self._weights.noise is None else self._weights.noise.agreement,
+        }
+
+    def holds(self, value: object) -> bool:
+        """Tell whether this rank's state has that of a model or optimizer in it."""
+        ddp, module = self._ddp(), self._plain()
+        return any(value is own for own in (ddp, module, *self.outer.optimizers) if own is not None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, with its own weights, and its optimizers' moments."""
+        self._check_own("saving of this rank's weights")
+        run(self.outer.settle())
+        module, noise = self._plain(), self._weights.noise
+        assert module is not None
+        own = own_state(module, self._weights.trained, self.outer.optimizers)
+        return {
+            **self.outer.state_dict(),
+            **self.outer.layout.extents(),
+            **own,
+            # the next exchange sets that right; in any other state NaN is damage
+            "broken": is_broken(own, self._weights.exchanged),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "pieces": copy.deepcopy(self._pieces),
+            "noise": None if noise is None else noise.state_dict(),
+        }
+
+    def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
+        """Return what every field of a saved state has to be: as it is here and now."""
+        outer, module, noise = self.outer, self._plain(), self._weights.noise
+        assert module is not None
+        saved = state.get("reducer")
+        return {
+            **outer.kinds(state),
+            **{name: Exactly(value) for name, value in outer.layout.extents().items()},
+            **own_kinds(
+                module,
+                self._weights.trained,
+                outer.optimizers,
+                exchanged=self._weights.exchanged,
+                # thresholds and boundaries start again
+                resharded=isinstance(saved, Mapping) and saved.get("selectors", ()) is None,
+                finite=state.get("broken") is not True,
+            ),
+            "broken": bool,
+            "scaler": SCALER_KIND,
+            "pieces": Exactly(self._pieces),
+            "noise": Exactly(None) if noise is None else noise.kind(),
+        }
+
+    def validate(self, state: Mapping[str, Any]) -> ParsedState:
+        """Check on this rank alone that a saved state fits; nothing is changed.
+
+        Raises:
+            ConfigurationError: names the first field that does not.
+        """
+        self.outer.check_place(state)
+        check_saved(state, Fields(self.kinds(state)), "state", _CURE)
+        return parse_state(self.reducer, state["reducer"])
+
+    def common(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """Return what of a saved state, which fits, is equal on all ranks, by name."""
+        facts = common_facts(state, Fields(self.kinds(state)), digest)
+        there = [state[key] is not None for key in ("parameters", "scaler")]
+        return {**facts, "whether it has weights and a scaler": str(there)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
+
+        Raises:
+            ConfigurationError: see ``validate``; other ranks raise a ``CheckpointError`` that names this.
+            PeerError: the ranks' states are not of one save.
+
+        If it raises, nothing was changed on any rank.
+        """
+        self._check_own("load_state_dict()")
+        run(self.outer.settle())
+        comms = self.communicators
+        parsed = on_all_or_none(comms, lambda: self.validate(state), "load its saved state")
+        run(agree_state(self.reducer.comm, parsed, self.common(state), parts=self._inner))
+        # What may still fail comes first: optimizers, of which anybody may have written one.
+        self._load_optimizers(comms, state)
+        self._take(state, parsed)
+        self.reducer.comm.ledger.begin_step(self.reducer.step)
+
+    def _load_optimizers(self, comms: Sequence[Communicator], state: Mapping[str, Any]) -> None:
+        """Let optimizers and scaler take their states; if one does not, on any rank, all go back."""
+        module, scaler = self._plain(), self._scaler if state["scaler"] else None
+        assert module is not None
+        # the objects themselves: a load replaces them, and one that raises may raise again
+        former = [(one, one.state, one.param_groups) for one in self.outer.optimizers]
+        scale = None if scaler is None else scaler.state_dict()
+
+        def load() -> None:
+            load_optimizers(module, self.outer.optimizers, state)
+            if scaler is not None:
+                scaler.load_state_dict(state["scaler"])
+
+        try:
+            on_all_or_none(comms, load, "load the saved states of its optimizers")
+        except Exception:
+            for one, its, groups in former:
+                one.state, one.param_groups = its, groups
+            if scaler is not None:
+                scaler.load_state_dict(scale)
+            raise
+
+    def _take(self, state: Mapping[str, Any], parsed: ParsedState) -> None:
+        """Take a state over that was found to fit, on this rank alone."""
+        module = self._plain()
+        assert module is not None
+        self.outer.restore(state, parsed)
+        if state["parameters"] is None:
+            self.outer.restart(self._weights)
+        load_weights(module, self._weights.trained, state)
+        if self._weights.noise is not None:
+            self._weights.noise.load_state_dict(state["noise"])
+        self._count_ranks()
+        self._before = None
+        self._count_for_node()
+        self._begins = self._resumed = True
+        self._changes.remember()
+
+
+@final
+class _Carried(Operation):
+    """An exchange under way on the engine's thread.
+
+    No coroutine: one that nobody awaits, as where a process ends before the exchange has landed, warns.
+    """
+
+    def __init__(self, future: Future[float], sync: UpdateSync) -> None:
+        self._future, self._sync = future, weakref.ref(sync)
+
+    def wait(self) -> None:
+        """Block until it has ended; book the seconds that it took, and that this wait took."""
+        begin = time.perf_counter()
+        busy = self._future.result()
+        if (sync := self._sync()) is not None:
+            sync.book(busy, time.perf_counter() - begin)
+        self.done = True
+
+
+def _restore(ddp: weakref.ref[DistributedDataParallel], broadcasts: bool) -> None:
+    """Let DDP send buffers again, if it did."""
+    if (model := ddp()) is not None:
+        model.broadcast_buffers = broadcasts

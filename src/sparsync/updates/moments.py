@@ -1,0 +1,385 @@
+"""Lengthen Adam's steps on one rank of several, whose gradients are noisier than their average."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from sparsync.errors import require
+from sparsync.fields import Common, Fields, Kind, Number, Values
+from sparsync.kernels import backend_of, native
+from sparsync.units import flatten, is_finite, local_of, unflatten
+from sparsync.updates.lengths import of_own_length
+
+__all__ = [
+    "GradientNoise",
+    "common_rate",
+    "correct",
+    "corrects",
+    "drop_broken",
+    "found_inf",
+    "noise_of",
+    "with_moments",
+]
+
+
+_SIDE: Final = 8  # its square is the number of sums of a parameter's gradient at an exchange
+_RUN: Final = 1 << 18  # elements: a few runs stay in a cache, and memory for them is reused
+_SMALL: Final = 1 << 13  # elements: to join this many takes no longer than Python for one tensor
+_JOINED: Final = 64  # small ones at a time
+_PAIRS: Final = 25  # of measurements, until something is said about how ranks agree
+_FORGETS: Final = 0.98  # per pair
+_STEPS_KEPT: Final = 0.98  # per step, of measurements of steps
+_SURE: Final = 0.1  # of all that ranks differ in; what chance makes of it is below 0.02
+
+# first and second moment of a parameter, its weights, and the numbers of the pass over them
+_Job = tuple[Tensor, Tensor, Tensor, native.Moments]
+
+
+class GradientNoise:
+    """Measures by how much averaging over ranks would shrink the second moment of each parameter.
+
+    A gradient is a signal s, which all ranks have in common, and noise n of their own batches.  The
+    average over P ranks has squares ``s^2 + n^2 / P`` where a single rank's has ``s^2 + n^2``; their
+    quotient, from 1 / P (nothing but noise) to 1, is the parameter's ``share``.  It is found by really
+    averaging a few numbers per parameter, which travel with the model's buffers and cost no round of
+    their own: sums p of the gradient's elements with random signs, for which ``E |p|^2 = |g|^2``
+    whatever their distribution is.  (Of single elements, a few hold most of the squares.)  A rank's own
+    squares are those of its sums as well: then what chance adds to both leaves the quotient.  They are
+    remembered as long as Adam's v remembers them: at first it is of a few gradients that all ranks had
+    in common, and steps that are lengthened before v has forgotten them are too long.
+
+    One rank alone cannot tell.  Its first moment knows which part of the gradient *lasts*, but not what
+    the ranks have in common and what changes its sign from step to step, as happens along the steepest
+    directions at every rate that is worth using: taken for noise, these are lengthened as well, which
+    costs 15 % of the loss at dense Adam's best rate.
+
+    Two measurements in a row have the same signs.  Noise is new in each, so that the product of the two
+    tells what *lasts* in gradients: ``E p p' = s^2`` for the average, and for single ranks ``s^2 + d^2``,
+    where d is by how much a rank's data make its gradients other than those of all.
+
+    Of optimizers whose steps have a length of their own (``lengths.lengthen``) the steps are measured in
+    the same way, in place of gradients.
+
+    Args:
+        memory: Adam's second beta by parameter, in an order that all ranks have; shards count as what
+            they hold.
+        by_steps: parameters of which steps are measured.
+
+    Attributes:
+        values: `[parameters, 66]`, float32: sums of gradients, the sum of their squares, and every
+            second time that of products with the last ones; on the first parameter's device.
+        shares: by parameter, from 0 to 1; empty until something was measured.
+        steps: the last ones, of ``by_steps``.
+
+    Cost: 66 numbers per parameter and exchange, which the host reads once; one reading of the gradients.
+    State: ``state_dict()``, equal on all ranks.
+
+    References: McCandlish et al., `An Empirical Model of Large-Batch Training
+    <https://arxiv.org/abs/1812.06162>`_, 2018, section 2.2: the noise scale, there of all parameters.
+    """
+
+    def __init__(self, memory: Mapping[Tensor, float], by_steps: Iterable[Tensor] = ()) -> None:
+        self._parameters = list(memory)
+        self.steps = {one: torch.zeros_like(local_of(one.detach())) for one in by_steps}
+        self._by_steps = torch.tensor([one in self.steps for one in memory], dtype=torch.bool)
+        self._memory = torch.tensor(list(memory.values()), dtype=torch.float64)
+        like = next(map(local_of, memory), torch.zeros(0))
+        shape = len(self._parameters), _SIDE * _SIDE + 2
+        self.values = torch.zeros(shape, dtype=torch.float32, device=like.device)
+        self._last = torch.zeros_like(self.values)  # of this rank, with the same signs
+        self._common = torch.zeros(len(self._parameters), _SIDE * _SIDE, dtype=torch.float64)
+        # sums of what lasts and ranks have in common, what lasts in single ones, and all they differ in
+        self._lasting, self._pairs = torch.zeros(3, dtype=torch.float64), 0
+        self._squares = torch.zeros(2, len(self._parameters), dtype=torch.float64)
+        self._measured, self._step, self.shares = 0, 0, dict[Tensor, float]()
+
+    @torch.no_grad()
+    def sample(self, step: int, skipped: Collection[Tensor] = ()) -> None:
+        """Sum the gradients of a local step with signs that are random, new, and alike on all ranks.
+
+        Parameters that a GradScaler has ``skipped`` take no part: some hold Inf here, or the scale.
+        """
+        self._squares.mul_(self._memory ** (step - self._step))
+        self._step = step
+        left_out = set(skipped)
+        draw = torch.Generator()  # on the CPU: the same on every device
+        self.values.zero_()
+        for at, (row, parameter) in enumerate(zip(self.values, self._parameters, strict=True)):
+            # each by itself: tensor-parallel ranks hold shards of other sizes, between parameters that
+            # are whole on all of them and must be stepped alike
+            draw.manual_seed(self._measured // 2 * len(self._parameters) + at)
+            gradient = None
+            if parameter not in left_out:
+                gradient = self.steps.get(parameter)
+                if gradient is None:
+                    gradient = _gradient_of(parameter)
+            if gradient is not None and gradient.numel():
+                row[:-2] = _projected(gradient, draw)
+        self.values[:, -2] = self.values.square().sum(1)
+        if self._measured % 2:
+            self.values[:, -1] = (self.values * self._last)[:, :-2].sum(1)
+        # Inf of a step that somebody else has skipped must not refuse an exchange of weights that are
+        # finite
+        finite = torch.isfinite(self.values).all(1, keepdim=True)
+        self.values.copy_(torch.where(finite, self.values, 0.0))
+        self._last.copy_(self.values)
+
+    def measure(self) -> None:
+        """Take in the average over ranks of what they sampled."""
+        values = self.values.double().cpu()
+        sums, of_ranks, products = values[:, :-2], values[:, -2], values[:, -1]
+        of_average = sums.square().sum(1)
+        if self._measured % 2:
+            # steps have memory: what lasts in them may be the noise of one batch
+            common, known = (sums * self._common).sum(1), (of_ranks > 0) & ~self._by_steps
+            found = torch.stack([common, products - common, of_ranks - of_average])
+            # in units of each parameter's squares: all count alike, as in Adam's steps
+            self._lasting.mul_(_FORGETS).add_((found / of_ranks.clamp(min=1e-300))[:, known].sum(1))
+            self._pairs += int(known.any())
+        self._common = sums.clone()
+        self._measured += 1
+        # steps shrink with the rate: each measurement of them counts alike
+        unit = torch.where(self._by_steps & (of_ranks > 0), of_ranks, 1.0)
+        self._squares.add_(torch.stack([of_average, of_ranks]) / unit)
+        self._find_shares()
+
+    @property
+    def agreement(self) -> float | None:
+        """How much of what lasts in ranks' gradients is common to all, from 0 to 1; None: not yet known.
+
+        1 where ranks draw from the same data, however noisy it is; 0 where they pull in directions that
+        cancel out.
+        """
+        if self._pairs < _PAIRS:
+            return None
+        common, apart, differing = self._lasting.clamp(min=0.0).tolist()
+        return common / (common + apart) if apart > _SURE * differing else 1.0
+
+    def _find_shares(self) -> None:
+        of_average, of_ranks = self._squares
+        shares = torch.where(of_ranks > 0, of_average / of_ranks.clamp(min=1e-300), 1.0)
+        # Transports differ in the order of a sum, and so in its last bit, which must not reach the steps:
+        # then training over MPI is training over gloo, but for a share that falls between two of these.
+        shares = (shares.log2() * 64).round().div(64).exp2()
+        named = zip(self._parameters, shares.clamp(max=1.0).tolist(), strict=True)
+        self.shares = dict(named) if self._measured else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was measured, and this rank's samples, of which an exchange may be under way."""
+        named = ("squares", "last", "common", "lasting")
+        kept = {name: getattr(self, f"_{name}").clone() for name in named}
+        counts = {"measured": self._measured, "step": self._step, "pairs": self._pairs}
+        return {**kept, "values": self.values.clone(), **counts}
+
+    def kind(self) -> Kind:
+        """Return what every field of a saved state has to be."""
+
+        def as_here(tensor: Tensor, least: float = -math.inf) -> Values:
+            return Values(tuple(tensor.shape), tensor.dtype, least=least)
+
+        count = Common(Number(0, whole=True))
+        return Fields(
+            {
+                "squares": Common(as_here(self._squares, 0)),
+                "last": as_here(self._last),
+                "common": Common(as_here(self._common)),
+                "lasting": Common(as_here(self._lasting)),
+                "values": as_here(self.values),
+                **dict.fromkeys(("measured", "step", "pairs"), count),
+            }
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was measured."""
+        self._squares, self._common = state["squares"].clone(), state["common"].clone()
+        self._lasting, self._pairs = state["lasting"].clone(), int(state["pairs"])
+        self._measured, self._step = int(state["measured"]), int(state["step"])
+        self.values.copy_(state["values"])
+        self._last.copy_(state["last"])
+        self._find_shares()
+
+
+def _gradient_of(parameter: Tensor) -> Tensor | None:
+    """Return this rank's part of a dense gradient, as Adam sees it."""
+    gradient: Any = parameter.grad
+    if gradient is None or gradient.is_sparse:
+        return None
+    placements = getattr(parameter, "placements", None)
+    if getattr(gradient, "placements", None) != placements:
+        # torch 2.13 leaves the sum over tensor-parallel ranks to the reader: ``Partial``
+        gradient = gradient.redistribute(placements=placements)
+    return local_of(gradient.detach())
+
+
+def _projected(gradient: Tensor, draw: torch.Generator) -> Tensor:
+    """Return sums of elements with random signs: of a matrix's rows, and then of every 8th column."""
+    matrix = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
+    height, width = matrix.shape
+    rows, columns = (
+        torch.randint(2, shape, generator=draw).mul_(2).sub_(1).to(matrix)
+        for shape in ((_SIDE, height), (width,))
+    )
+    padded = matrix.new_zeros(_SIDE, -(-width // _SIDE) * _SIDE, dtype=torch.float32)
+    padded[:, :width] = (rows @ matrix).mul_(columns)
+    return padded.view(_SIDE, -1, _SIDE).sum(1).flatten()
+
+
+def corrects(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether ``correct`` knows the steps of an optimizer: torch's Adam and AdamW, not amsgrad."""
+    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not all(
+        group["amsgrad"] for group in optimizer.param_groups
+    )
+
+
+def noise_of(
+    optimizers: Iterable[torch.optim.Optimizer], trained: Mapping[str, Tensor]
+) -> GradientNoise | None:
+    """Return what measures noise, if ``correct`` or ``lengthen`` knows the steps of an optimizer."""
+    several = list(optimizers)
+    memory = {
+        parameter: group["betas"][1]
+        for optimizer in filter(corrects, several)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if not group["amsgrad"]
+    }
+    steps = {parameter for one in several for parameter, *_ in of_own_length(one)}
+    memory.update(dict.fromkeys(steps, _STEPS_KEPT))
+    # as the model orders them: optimizers may be given theirs in other orders
+    found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
+    return GradientNoise(found, [one for one in found if one in steps]) if found else None
+
+
+def with_moments(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
+    """Yield what Adam or AdamW has stepped, without ``amsgrad``: parameters, their state and group."""
+    for group in optimizer.param_groups if corrects(optimizer) else ():
+        for parameter in group["params"] if not group["amsgrad"] else ():
+            if state := optimizer.state.get(parameter):
+                yield parameter, state, group
+
+
+@torch.no_grad()
+def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ranks: float) -> None:
+    """Make the step just done as long as with the second moment of the average's gradients.
+
+    Averaged over P ``ranks``, the gradients of a parameter have k times the squares of a single rank's
+    (``shares``, see ``GradientNoise``), so dense training divides by the root of ``k v`` where a rank
+    divides by that of its own v, and makes steps up to sqrt(P) times shorter:
+
+        w -= lr m (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)),    1 / P <= k <= 1
+
+    where both moments are without bias.  They stay Adam's own, and nothing is divided by the rate: any
+    schedule will do.
+
+    A step that the optimizer was told to skip is none, and is not corrected.
+
+    Cost: one pass, which reads three tensors and writes one; where steps are counted on a device
+    (``fused``, ``capturable``), the host waits for them once.
+    """
+    found = with_moments(optimizer) if shares and ranks > 1 and not found_inf(optimizer) else ()
+    stepped = [its for its in found if its[0].grad is not None and shares.get(its[0], 1.0) < 1]
+    jobs: list[_Job] = []
+    for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
+        (beta1, beta2), share = group["betas"], max(shares[parameter], 1 / ranks)
+        own = 1 / (1 - beta2**step)
+        rate = -float(group["lr"]) / (1 - beta1**step)
+        moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
+        jobs.append((*moments, local_of(parameter), (own * share, own, float(group["eps"]), rate)))
+    _pass_over(jobs)
+
+
+def found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a GradScaler has told a fused optimizer, whose step this is, to do nothing."""
+    return bool(getattr(optimizer, "found_inf", False))
+
+
+def common_rate(optimizers: Iterable[torch.optim.Optimizer]) -> float:
+    """Return the learning rate of all groups, of a step by signs."""
+    rates = {float(group["lr"]) for one in optimizers for group in one.param_groups}
+    require(len(rates) == 1, f"sign: groups have learning rates {sorted(rates)}; give all the same")
+    return rates.pop()
+
+
+def drop_broken(
+    optimizers: Iterable[torch.optim.Optimizer], on_any_part: Callable[[bool], bool]
+) -> None:
+    """Drop optimizers' states of parameters where they are not finite; on all parts, or on none."""
+    states = [state for one in optimizers for state in one.state.values()]
+    tensors = [[v for v in s.values() if isinstance(v, Tensor)] for s in states]
+    broken = [not all(map(is_finite, values)) for values in tensors]
+    everything = on_any_part(any(broken))
+    for state, here in zip(states, broken, strict=True):
+        if here or everything:
+            state.clear()
+
+
+def _steps(stepped: Sequence[tuple[Tensor, dict[str, Any], dict[str, Any]]]) -> list[float]:
+    """Return the steps that each parameter has made."""
+    counts = [state["step"] for _, state, _ in stepped]
+    if any(isinstance(count, Tensor) and not count.is_cpu for count in counts):
+        return list(map(float, torch.stack(counts).tolist()))  # one wait for all of them
+    return list(map(float, counts))
+
+
+def _pass_over(jobs: Iterable[_Job]) -> None:
+    """Lengthen the step of every job; small ones are joined."""
+    waiting: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
+
+    def join(numbers: native.Moments, several: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        first, second, weights = zip(*several, strict=True)
+        joined = flatten(weights)
+        _lengthen(flatten(first), flatten(second), joined, numbers)
+        torch._foreach_copy_(weights, unflatten(joined, weights))
+
+    for *tensors, numbers in jobs:
+        first, second, weights = tensors
+        if weights.numel() > _SMALL:
+            _lengthen(first, second, weights, numbers)
+            continue
+        kind = numbers, *((tensor.dtype, tensor.device) for tensor in tensors)
+        several = waiting.setdefault(kind, [])
+        several.append((first, second, weights))
+        if len(several) == _JOINED:
+            join(numbers, waiting.pop(kind))
+    for (numbers, *_), several in waiting.items():
+        join(numbers, several)
+
+
+def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Moments) -> None:
+    """Lengthen a step in C++, or in PyTorch, in runs."""
+    tensors = first, second, weights
+    dense = all(tensor.is_contiguous() for tensor in tensors)
+    if dense and backend_of(*tensors) is native:
+        native.lengthen_(first, second, weights, numbers)
+    elif dense and weights.is_cpu:  # fresh memory costs more than the work
+        runs = (torch.split(tensor.view(-1), _RUN) for tensor in tensors)
+        for one, other, run in zip(*runs, strict=True):
+            _lengthen_plainly(one, other, run, numbers)
+    else:
+        _lengthen_plainly(first, second, weights, numbers)
+
+
+# ---- the specification, which ``native/moments_body.h`` follows: without fused multiply-adds ----------
+
+
+def _lengthen_plainly(
+    first: Tensor, second: Tensor, weights: Tensor, numbers: native.Moments
+) -> None:
+    lengthened, own, eps, rate = numbers
+    dtype = torch.promote_types(second.dtype, torch.float32)
+    square = second.to(dtype)
+    missing = _sqrt(square * lengthened).add_(eps).reciprocal_()
+    missing.sub_(_sqrt(square * own).add_(eps).reciprocal_())
+    weights.add_(missing.mul_(first.to(dtype) * rate).to(weights.dtype))
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Return square roots that are rounded correctly: torch's of float32 on a CPU are not."""
+    return x.double().sqrt_().to(x.dtype) if x.is_cpu else x.sqrt_()

@@ -22,7 +22,7 @@ from sparsync.options import Compression, Monitoring, Options, Transport
 
 if TYPE_CHECKING:
     from sparsync.feedback.correction import Correction
-    from sparsync.handle import Sync
+    from sparsync.handle import Handle
     from sparsync.updates.outer import OuterStep
 
 __all__ = ["attach", "check_optimizer"]
@@ -50,7 +50,7 @@ def attach(
     compression: Compression | None = None,
     transport: Transport | None = None,
     monitoring: Monitoring | None = None,
-) -> Sync:
+) -> Handle:
     """Compress what the replicas of a model exchange; the training loop stays as it is.
 
     Two things can be exchanged.  **Gradients**, sparsely, on every step: for SGD, whose steps are linear

@@ -26,7 +26,7 @@ from sparsync.errors import (
 )
 from sparsync.feedback.facts import number_of, set_up_digest
 from sparsync.feedback.reducer import Reducer
-from sparsync.handle import Sync
+from sparsync.handle import Handle
 from sparsync.messages import say
 from sparsync.options import Options
 from sparsync.state import packed, unpacked
@@ -377,7 +377,7 @@ class Attendance:
         self.members.donor, self.members.ready = donor, False
 
 
-class ElasticHandle(Sync):
+class ElasticHandle(Handle):
     """The handle of a model whose ranks come and go, whatever they exchange."""
 
     attendance: Attendance

@@ -27,7 +27,8 @@ from sparsync.gradients.consensus import PartsConsensus
 from sparsync.gradients.replicas import ReplicaStep, ReplicaSync
 from sparsync.gradients.runs import Run
 from sparsync.gradients.shards import Fsdp, Shard, shards_of
-from sparsync.handle import Hook, Step
+from sparsync.gradients.steps import Step
+from sparsync.handle import Hook
 from sparsync.monitoring import sink_of
 from sparsync.options import Options
 from sparsync.sparse import Vector

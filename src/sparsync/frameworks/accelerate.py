@@ -14,7 +14,7 @@ import torch
 
 from sparsync.errors import ConfigurationError
 from sparsync.frameworks.common import attach_wrapped, replace_method, resume, save_beside
-from sparsync.handle import Sync
+from sparsync.handle import Handle
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["attach"]
 
 
-def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> Sync:
+def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> Handle:
     """Exchange little between replicas of a prepared model; the training loop stays as it is.
 
     Args:
@@ -71,7 +71,7 @@ class _Loading:
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self.models: dict[str, tuple[Sync, torch.nn.Module]] = {}  # by the name of their folder
+        self.models: dict[str, tuple[Handle, torch.nn.Module]] = {}  # by the name of their folder
         self._load_state, self._folder = accelerator.load_state, ""
         functools.update_wrapper(self, self._load_state)
         self._undo = ExitStack()

@@ -17,7 +17,7 @@ from sparsync.checkpoint.files import states_in
 from sparsync.checkpoint.save_load import load_states, save_state
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.facts import weights_digest
-from sparsync.handle import Sync
+from sparsync.handle import Handle
 from sparsync.options import Monitoring
 from sparsync.transports.agree import agree
 from sparsync.transports.driver import run
@@ -59,7 +59,7 @@ def attach_wrapped(
     options: dict[str, Any],
     how: str,
     scaler: Any = None,
-) -> Sync:
+) -> Handle:
     """Attach to the module that a framework wrapped, and maybe compiled, for training.
 
     ``attach`` gets the optimizers that have parameters of the model.  ``options`` take precedence over
@@ -82,11 +82,11 @@ def attach_wrapped(
     monitoring = options.get("monitoring") or Monitoring()
     if monitoring.scaler is None:
         monitoring = replace(monitoring, scaler=scaler)
-    sync: Sync = attach(wrapped, **{**options, "monitoring": monitoring})
+    sync: Handle = attach(wrapped, **{**options, "monitoring": monitoring})
     return sync
 
 
-def save_beside(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
+def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
     """Write this rank's state into a folder of a framework's checkpoint, without asking other ranks.
 
     With it goes a digest of the weights: a job may end after this and before the framework has written
@@ -98,7 +98,7 @@ def save_beside(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-def resume(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
+def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
     """Load what ``save_beside`` wrote once the weights are loaded; all ranks call it.
 
     A checkpoint of a run without sparsync has no such folder: then residuals stay as they are, and a
@@ -121,7 +121,7 @@ def resume(sync: Sync, model: torch.nn.Module, folder: Path) -> None:
         )
 
 
-def _weights(sync: Sync, model: torch.nn.Module) -> str:
+def _weights(sync: Handle, model: torch.nn.Module) -> str:
     """Return a digest of a model's weights, as a framework saves them.
 
     None of shards, which may be cut in another way later; nor, where updates are exchanged, on ranks

@@ -19,7 +19,7 @@ from sparsync.frameworks.common import (
     resume,
     save_beside,
 )
-from sparsync.handle import Sync
+from sparsync.handle import Handle
 from sparsync.updates.engine import UpdateSync
 
 try:
@@ -59,7 +59,7 @@ class SparsyncCallback(Callback):
     """
 
     def __init__(self, **options: Any) -> None:
-        self.sync: Sync | None = None
+        self.sync: Handle | None = None
         self._options = options
         self._followed = ExitStack()  # restores the methods of the strategy
         self._module: Any = None  # that was trained last

@@ -18,7 +18,7 @@ from sparsync.frameworks.common import (
     resume,
     save_beside,
 )
-from sparsync.handle import Sync
+from sparsync.handle import Handle
 from sparsync.updates.engine import UpdateSync
 
 try:
@@ -52,7 +52,7 @@ class SparsyncCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Any, **options: Any) -> None:
-        self.sync: Sync | None = None
+        self.sync: Handle | None = None
         self._trainer, self._options, self._training = trainer, options, False
         self._model: Any = None
         self._checkpoint: Any = (

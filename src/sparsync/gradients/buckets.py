@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsync.errors import ConfigurationError
 from sparsync.gradients.runs import Place, Run, parts_of, runs_of, write_part
-from sparsync.handle import Step
+from sparsync.gradients.steps import Step
 from sparsync.sparse import Vector
 from sparsync.units import Unit
 

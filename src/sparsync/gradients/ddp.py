@@ -25,7 +25,8 @@ from sparsync.errors import ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.gradients.buckets import Bucket, BucketStep, Places
 from sparsync.gradients.hierarchy import NodeReducer
-from sparsync.handle import Sync, call_after_backward, weakly
+from sparsync.gradients.steps import GradientSync
+from sparsync.handle import call_after_backward, weakly
 from sparsync.options import Monitoring, Options
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.driver import run
@@ -113,7 +114,7 @@ def _check_not_nested(model: DistributedDataParallel) -> None:
 
 
 @final
-class DdpSync(Sync):
+class DdpSync(GradientSync):
     """The handle of a DDP model.
 
     DDP knows the parameters that it was built with, and exchanges once per forward pass.  Anything

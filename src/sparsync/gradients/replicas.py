@@ -25,7 +25,8 @@ from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.gradients.consensus import PartsConsensus
 from sparsync.gradients.runs import Run, parts_of, runs_of, write_part
 from sparsync.gradients.shards import Fsdp, Shard, aligned, keys_of, ranks_of, shards_of
-from sparsync.handle import Hook, Step, Sync, call_after_backward, weakly
+from sparsync.gradients.steps import GradientSync, Step
+from sparsync.handle import Hook, call_after_backward, weakly
 from sparsync.options import Options
 from sparsync.sparse import Vector
 from sparsync.transports import driver
@@ -112,7 +113,7 @@ def _units(options: Options, model: nn.Module, shards: Sequence[Shard]) -> list[
     return units
 
 
-class ReplicaSync(Sync):
+class ReplicaSync(GradientSync):
     """The handle of a model without DDP, which keeps it, as DDP keeps its own.
 
     The ``schedule`` of a pipeline: backward passes per step, and the factor of its gradients.

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsync.algorithm import Algorithm
 from sparsync.errors import ConfigurationError, require
 from sparsync.exclusive import Guard, check_outside_ddp
-from sparsync.feedback.facts import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.state import ParsedState, agree_state, parse_state
 from sparsync.feedback.step import Proposal
@@ -31,7 +30,7 @@ from sparsync.fields import Exactly, Fields, Kind, check_saved, common_facts
 from sparsync.gradients.ddp import CommHook, check_ddp
 from sparsync.gradients.hierarchy import Node
 from sparsync.gradients.sentinel import check_replicas
-from sparsync.handle import Hook, Sync, call_after_backward, weakly
+from sparsync.handle import Handle, Hook, call_after_backward, weakly
 from sparsync.messages import say
 from sparsync.optimizers import held_by
 from sparsync.options import Compression, Options
@@ -196,7 +195,7 @@ def _parts(module: nn.Module, replicate: Any, groups: Groups, options: Options) 
     return pieces, kinds, ranks, PartsConsensus(options.parts(ranks, groups))
 
 
-class UpdateSync(Sync):
+class UpdateSync(Handle):
     """The handle of a model whose optimizers take local steps between exchanges of updates."""
 
     def __init__(
@@ -210,7 +209,7 @@ class UpdateSync(Sync):
         consensus: Any,
         pieces: Any,
     ) -> None:
-        super().__init__(module, reducer, groups, options.monitoring, (), consensus, pieces)
+        super().__init__(module, reducer, groups, options.monitoring, consensus, pieces)
         self.outer, self._weights = outer, weights
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._seen: list[int] = []  # what trained when the model was looked at
@@ -565,9 +564,8 @@ class UpdateSync(Sync):
         inner = [self._inner, node and node.comm]
         phases = [comm.ledger.by_phase() for comm in inner if comm is not None]
         return {
-            **reducer_stats(self.reducer, outer.steps, self._before),
+            **super().stats(),
             "inner": {phase: its.as_dict() for part in phases for phase, its in part.items()},
-            **({"choices": [self.decided]} if self.decided else {}),
             "exchange": "updates",
             "exchange_seconds": self._busy,
             "waited_seconds": self._waited,

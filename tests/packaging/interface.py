@@ -13,12 +13,19 @@ from pathlib import Path
 
 MODULES = (
     "sparsync",
+    "sparsync.algorithm",
     "sparsync.averaging",
     "sparsync.collectives",
     "sparsync.errors",
     "sparsync.cli.lab",
     "sparsync.transports.launchers",
+    "sparsync.published.baselines",
+    "sparsync.published.oktopk",
+    "sparsync.published.redsync",
+    "sparsync.published.sparcml",
     "sparsync.published.sparcml.linear",
+    "sparsync.published.wagma",
+    "sparsync.rooms",
     "sparsync.monitoring",
     "sparsync.presets",
     "sparsync.selection",
@@ -27,6 +34,7 @@ MODULES = (
     "sparsync.transports.groups",
     "sparsync.transports.driver",
     "sparsync.transports.sim",
+    "sparsync.updates",
     "sparsync.wire",
 )
 FILE = Path(__file__).with_suffix(".txt")

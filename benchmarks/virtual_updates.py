@@ -17,6 +17,7 @@ from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync.updates import OUTER_SETTINGS, OuterStep
 from sparsync.updates.lengths import lengthen, remember
 from sparsync.updates.moments import correct, noise_of
+from sparsync.updates.outer import OuterEngine
 from sparsync.updates.weights import ModelWeights
 
 DEFAULT: Mapping[str, Any] = OUTER_SETTINGS["updates"]
@@ -31,19 +32,6 @@ def _several(given: Optimizers) -> list[torch.optim.Optimizer]:
 def _set_rates(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
     for group in (group for one in optimizers for group in one.param_groups):
         group["lr"] = rate
-
-
-class VirtualWeights:
-    """A model as a vector, whose exchanges run when their results are needed."""
-
-    def __init__(self, weights: ModelWeights) -> None:
-        self._weights = weights
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._weights, name)
-
-    def carry(self, _exchange: object) -> None:
-        """Leave it to whoever waits for the exchange."""
 
 
 def train_updates(
@@ -75,16 +63,23 @@ def train_updates(
     """
 
     async def program(comm: SimCommunicator) -> tuple[nn.Module, dict[str, Any]]:
-        model, outer = make_model(), OuterStep(**settings)
+        model, given = make_model(), OuterStep(**settings)
         optimizers = _several(make_optimizer(model))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        noise = noise_of(optimizers if outer.noise_correction else (), trained)
-        weights: Any = VirtualWeights(ModelWeights(model, trained, True, noise=noise))
-        units = outer.plan(weights.read(slice(0, None)), trained, rest=weights.rest)
-        reducer = Reducer(comm, units, await outer.chosen.on(comm), outer.density)
-        await outer.start(reducer, weights.read(slice(0, None)))
-        outer.optimizers, averaging = optimizers, float(ranks)
-        outer.contributions.weighs = None if seen else False
+        noise = noise_of(optimizers if given.noise_correction else (), trained)
+        weights = ModelWeights(model, trained, True, noise=noise)
+        layout = given.plan(weights.read(slice(0, None)), trained, rest=weights.rest)
+        reducer = Reducer(comm, layout.units, await given.chosen.on(comm), given.density)
+        # without a carrier, exchanges run when their results are needed
+        outer = OuterEngine(
+            given,
+            layout,
+            reducer,
+            weights,
+            optimizers=optimizers,
+            weighs=None if seen else False,
+        )
+        averaging = float(ranks)
         for step in range(steps):
             _set_rates(optimizers, rate_at(step))
             model.zero_grad()
@@ -102,12 +97,12 @@ def train_updates(
             after_step(model, optimizers[-1])
             if seen is not None:
                 outer.contributions.add(seen(step, comm.rank), None, None)
-            await outer.advance(weights, step)
+            await outer.advance(step)
             outer.steps += 1
             if outer.contributions.weighs:
                 averaging = outer.contributions.ranks or averaging
         sent = comm.ledger.total().sent
-        await outer.deliver(weights)
+        await outer.deliver()
         return model, {"sent": sent, "agreement": noise and noise.agreement}
 
     return simulate(program, ranks).results[0]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync.handle import Sync
+from sparsync.handle import Handle
 
 INPUTS, OUTPUTS = 64, 8
 
@@ -52,7 +52,7 @@ def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
     return inputs[mine], targets[mine]
 
 
-def waiting(sync: Sync) -> float:
+def waiting(sync: Handle) -> float:
     """Return the sum over ranks and elements of what has not been delivered."""
     values = [r.value.double().sum() for r in sync.reducer.residuals if r.value is not None]
     total = torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)

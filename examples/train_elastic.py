@@ -7,6 +7,7 @@ python examples/train_elastic.py http://HOST:29510        # ... and more of them
 
 import argparse
 import os
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,8 @@ def main() -> None:
     manager = make_manager(
         options.min_replicas, lighthouse=options.lighthouse, interface=options.interface
     )
-    with sparsync.attach(model, optimizer, elastic=manager) as sync:
+    sync: Any
+    with sparsync.attach(model, optimizer, elastic=manager) as sync:  # has carry() and left, too
         sync.carry(scheduler=scheduler)
         while sync.steps < options.steps and not sync.left:
             inputs = torch.randn(BATCH, INPUTS, generator=data)

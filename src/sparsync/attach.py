@@ -23,7 +23,7 @@ from sparsync.options import Compression, Monitoring, Options, Transport
 if TYPE_CHECKING:
     from sparsync.feedback.correction import Correction
     from sparsync.handle import Handle
-    from sparsync.updates.outer import OuterStep
+    from sparsync.updates.settings import OuterStep
 
 __all__ = ["attach", "check_optimizer"]
 

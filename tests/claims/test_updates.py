@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparsync import simulate
-from sparsync.updates import OUTER_SETTINGS, OuterStep
+from sparsync.updates import OUTER_SETTINGS, OuterAverager
 
 SIZE = 2**19  # of 64 ranks each owns blocks enough for headers not to count
 
@@ -14,7 +14,7 @@ def bytes_per_element(ranks, name):
     settings = {**OUTER_SETTINGS[name], "period": 1, "fragments": 1, "delay": 0}
 
     async def program(comm):
-        outer, start = OuterStep(**settings), torch.zeros(SIZE)
+        outer, start = OuterAverager(**settings), torch.zeros(SIZE)
         await outer.begin(comm, start, 0)
         before = comm.ledger.total()
         generator = torch.Generator().manual_seed(comm.rank)

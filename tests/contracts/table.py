@@ -25,7 +25,7 @@ from sparsync.published.sparcml import (
 from sparsync.published.wagma import Wagma
 from sparsync.selection import Blockwise, Exact, Sampled
 from sparsync.transports.communicator import Communicator
-from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterStep
+from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterAverager
 from sparsync.wire import CODECS as CODEC_ROWS
 from sparsync.wire import Coo, Packed, Qsgd, SparseQsgd, StreamCodec
 
@@ -137,14 +137,14 @@ AVERAGERS = {
     "sgp, 2 neighbours": partial(Sgp, neighbours=2),
     "wagma, synchronous": partial(Wagma, grouping="synchronous", sync_period=None),
     "wagma, fixed groups": partial(Wagma, dynamic=False),
-    "outer step, dense": partial(OuterStep, algorithm="allgather", density=1.0, period=3),
+    "outer step, dense": partial(OuterAverager, algorithm="allgather", density=1.0, period=3),
 }
 
 # their mean moves: an outer optimizer, or what compression keeps back
 DRIFTING_AVERAGERS = {
     **{name: partial(SCHEMES[name], period=3) for name in OUTER_SETTINGS},
     "outer step, adaptive": partial(
-        OuterStep, algorithm="quantised", density=1.0, period=AdaptivePeriod(0.3)
+        OuterAverager, algorithm="quantised", density=1.0, period=AdaptivePeriod(0.3)
     ),
     "wagma, int8": partial(Wagma, values="int8"),
     "wagma, synchronous, bf16": partial(Wagma, grouping="synchronous", values="bf16"),

@@ -17,7 +17,7 @@ from sparsync import ConfigurationError, Sentinel
 from sparsync.checkpoint import save_load
 from sparsync.checkpoint.reshard import state_like
 from sparsync.errors import CheckpointError, PeerError
-from sparsync.updates import OuterStep
+from sparsync.updates import OuterAverager
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import attach, attached, backward, batch, ddp_model, flat, model, train
@@ -156,7 +156,7 @@ def test_every_rank_gets_its_own_weights_back(folder):
     def make():
         net = model()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-        local = OuterStep(net, residual="weights", density=0.1, optimizer=optimizer)
+        local = OuterAverager(net, residual="weights", density=0.1, optimizer=optimizer)
         return local, {"model": net, "optimizer": optimizer}
 
     def steps(local, model, optimizer, which):

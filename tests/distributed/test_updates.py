@@ -15,8 +15,10 @@ from sparsync.cost.calibrate import Calibration
 from sparsync.cost.machine import Machine
 from sparsync.errors import CheckpointError, PeerError
 from sparsync.feedback.reducer import Reducer
-from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterStep
+from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterAverager, OuterStep
 from sparsync.updates.engine import UpdateSync
+from sparsync.updates.fragments import Weights
+from sparsync.updates.outer import OuterEngine
 from sparsync_papers.optimizers import UpdateSpaceAdamW
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
@@ -31,7 +33,7 @@ def step_of(net, optimizer, step):
 
 @on_ranks(3)
 def test_different_initial_weights_are_named():
-    local = OuterStep(model(seed=dist.get_rank() % 2), period=1)
+    local = OuterAverager(model(seed=dist.get_rank() % 2), period=1)
     with refused("the initial values of", error=PeerError):
         local.step()
 
@@ -44,7 +46,7 @@ def test_replicas_are_equal_where_they_should_be(algorithm, period):
     """And only there; that resuming is exact, ``test_recovery`` shows."""
     net = model()
     optimizer = adam(net)
-    local = OuterStep(net, algorithm=algorithm, residual="weights", density=0.1, period=period)
+    local = OuterAverager(net, algorithm=algorithm, residual="weights", density=0.1, period=period)
     for step in range(14):
         step_of(net, optimizer, step)
         local.step()
@@ -160,11 +162,14 @@ def test_transports_agree_with_the_simulator(settings):
     names = {name: parameter.detach() for name, parameter in model().named_parameters()}
 
     async def program(comm):
-        outer, results = OuterStep(**options), []
-        units = outer.plan(began, names)
-        await outer.start(Reducer(comm, units, outer.chosen, outer.density), began.clone())
+        given, weights, results = OuterStep(**options), Weights(began), []
+        layout = given.plan(began, names)
+        reducer = Reducer(comm, layout.units, given.chosen, given.density)
+        outer = OuterEngine(given, layout, reducer, weights)
         for step, vector in enumerate(everyone[0][comm.rank]):
-            results.append(await outer.average(comm, vector, step))
+            weights.hold(vector)
+            await outer.advance(step)
+            results.append(weights.vector)
         return torch.stack(results)
 
     assert torch.equal(torch.stack(sparsync.simulate(program, 3).results), everyone[1])
@@ -482,7 +487,7 @@ def test_other_rates_and_other_outer_settings_are_found_at_attach(algorithm):
             sparsync.attach(net, optimizer, outer)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02 if odd else 0.01)
-    local = OuterStep(net, **OUTER_SETTINGS["demo"], optimizer=optimizer)
+    local = OuterAverager(net, **OUTER_SETTINGS["demo"], optimizer=optimizer)
     with refused("the learning rate of a step by signs", "rank 2 has 0.02", error=PeerError):
         local.step()
 

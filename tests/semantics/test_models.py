@@ -285,7 +285,7 @@ def test_masks(column):
     updates="works. They are not exchanged, only a flag for each; one that begins to change, on any "
     "rank, is averaged from that exchange on.",
     UpdateSpace="works. They stay local.",
-    averaging="works. They travel with the model, unless `persistent=False`; `OuterStep` is like "
+    averaging="works. They travel with the model, unless `persistent=False`; `OuterAverager` is like "
     "`updates`.",
 )
 def test_still_buffers(column):

@@ -13,6 +13,7 @@ from sparsync.transports.sim import simulate
 from sparsync.updates import OuterStep
 from sparsync.updates.contributions import Contributions, contributions_kind
 from sparsync.updates.fragments import Weights
+from sparsync.updates.outer import OuterEngine
 
 SIZE, RANKS = 96, 4
 # what each rank sees in every step; one nothing, then nobody, then a single rank
@@ -27,12 +28,10 @@ def moves(rank, step):
 
 async def begun(comm, parameters=None, weighs=None, **settings):
     """Return an outer step that ``attach`` could have begun, and weights."""
-    outer, vector = OuterStep(**settings), torch.zeros(SIZE)
-    outer.contributions = Contributions(weighs=weighs)
-    units = outer.plan(vector, parameters or {"model": vector})
-    reducer = Reducer(comm, units, await outer.chosen.on(comm), outer.density)
-    await outer.start(reducer, vector.clone())
-    return outer, Weights(vector)
+    given, vector = OuterStep(**settings), torch.zeros(SIZE)
+    layout, weights = given.plan(vector, parameters or {"model": vector}), Weights(vector)
+    reducer = Reducer(comm, layout.units, await given.chosen.on(comm), given.density)
+    return OuterEngine(given, layout, reducer, weights, weighs=weighs), weights
 
 
 def residual_of(outer):
@@ -48,7 +47,7 @@ async def one_step(outer, weights, rank, step, seen):
     weights.add(slice(0, SIZE), -moves(rank, step))
     if seen is not None:
         outer.contributions.add(None, seen, None)
-    await outer.advance(weights, step)
+    await outer.advance(step)
     outer.steps += 1
 
 
@@ -109,7 +108,7 @@ def test_finish_leaves_the_weighted_mean_of_all_steps(settings):
         )
         for step in range(steps):
             await one_step(outer, weights, comm.rank, step, numbers[comm.rank])
-        await outer.deliver(weights)
+        await outer.deliver()
         return weights.vector, outer.contributions.ranks
 
     ends = simulate(program, RANKS).results
@@ -126,7 +125,7 @@ def test_steps_of_which_nobody_has_seen_anything_count_nothing():
         outer, weights = await begun(comm, algorithm="dense", density=1.0, period=1)
         for step in range(3):
             await one_step(outer, weights, comm.rank, step, 0)
-        await outer.deliver(weights)
+        await outer.deliver()
         return weights.vector
 
     assert all(not end.any() for end in simulate(program, RANKS).results)
@@ -143,7 +142,7 @@ def test_equal_numbers_are_as_none():
                 await one_step(outer, weights, comm.rank, step, seen)
             sent = comm.ledger.by_phase()["contributions"].sent
             before = weights.vector.clone()
-            await outer.deliver(weights)
+            await outer.deliver()
             return before, weights.vector, sent
 
         ends.append(simulate(program, RANKS).results)
@@ -166,10 +165,10 @@ def test_who_does_not_count_has_seen_nothing():
 
 def test_what_ranks_count_must_be_alike():
     async def program(comm):
-        outer, weights = await begun(comm, algorithm="dense", density=1.0, period=1)
+        outer, _ = await begun(comm, algorithm="dense", density=1.0, period=1)
         outer.contributions.add(*([None, 3, None] if comm.rank else [None, None, 3]))
         with pytest.raises(PeerError, match="ranks count tokens and samples; count the same"):
-            await outer.advance(weights, 0)
+            await outer.advance(0)
 
     simulate(program, RANKS)
 
@@ -219,6 +218,12 @@ def test_a_refused_exchange_takes_back_what_its_steps_have_seen():
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_a_saved_state_goes_on_bit_for_bit(delay):
+    async def steps_from(comm, outer, weights):
+        for step in range(7, 12):
+            await one_step(outer, weights, comm.rank, step, 1 + comm.rank * step)
+        await outer.deliver()
+        return weights.vector
+
     async def program(comm):
         settings = {"residual": "weights", "period": 3, "delay": delay, "algorithm": "quantised"}
         outer, weights = await begun(comm, **settings)
@@ -226,19 +231,11 @@ def test_a_saved_state_goes_on_bit_for_bit(delay):
             await one_step(outer, weights, comm.rank, step, 1 + comm.rank * step)
         await outer.settle()
         saved, vector = copy.deepcopy(outer.state_dict()), weights.vector.clone()
-        other = OuterStep(**settings)
-        units = other.plan(vector, {"model": vector})
-        reducer = Reducer(comm, units, await other.chosen.on(comm), other.density)
-        other.load_state_dict(saved)
-        ends = []
-        for one, its in ((outer, weights), (other, Weights(vector))):
-            if one is other:
-                await one.start(reducer, vector)
-                one.check(saved)
-            for step in range(7, 12):
-                await one_step(one, its, comm.rank, step, 1 + comm.rank * step)
-            await one.deliver(its)
-            ends.append(its.vector)
+        ends = [await steps_from(comm, outer, weights)]
+        other, copied = await begun(comm, **settings)
+        copied.hold(vector)
+        other.restore(saved, other.validate(saved))
+        ends.append(await steps_from(comm, other, copied))
         assert torch.equal(*ends)
 
     simulate(program, RANKS)

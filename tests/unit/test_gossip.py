@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from sparsync import ConfigurationError, simulate
 from sparsync.published.baselines.gossip import Dpsgd, Exponential, Graph, Ring, Sgp
 from sparsync.published.wagma.scheme import default_group_size, group_of
+from sparsync.updates import OuterAverager
 from sparsync.updates.family import OUTER_SETTINGS
-from sparsync.updates.outer import OuterStep
 from tests.mixing import mixing_matrix, mixing_steps, partition
 
 from .average_runs import SIZE, on_all_ranks, update
 
-Bmuf = partial(OuterStep, **OUTER_SETTINGS["bmuf"])
+Bmuf = partial(OuterAverager, **OUTER_SETTINGS["bmuf"])
 STEPS = 9
 WORLD_SIZES = [1, 2, 3, 5, 8]
 

@@ -13,9 +13,8 @@ from sparsync import ConfigurationError, simulate
 from sparsync.averaging import LocalSgd
 from sparsync.errors import NonFiniteGradientError
 from sparsync.presets import resolve
-from sparsync.updates import AdaptivePeriod
+from sparsync.updates import AdaptivePeriod, OuterAverager
 from sparsync.updates.family import OUTER_SETTINGS, sparseloco
-from sparsync.updates.outer import OuterStep
 
 from .average_runs import SIZE, WORLD_SIZE, on_all_ranks, update
 from .small_training import STEPS, backward, flat, model, trained
@@ -33,7 +32,7 @@ def residual(averager):
 
 @pytest.mark.parametrize("algorithm", ["dense", "allgather", resolve("sparcml", bits=None)])
 def test_everything_delivered_is_averaging(algorithm):
-    outer = on_all_ranks(lambda: OuterStep(algorithm=algorithm, density=1.0, period=3), 7)
+    outer = on_all_ranks(lambda: OuterAverager(algorithm=algorithm, density=1.0, period=3), 7)
     plain = on_all_ranks(lambda: LocalSgd(period=3), 7)
     torch.testing.assert_close(outer, plain, rtol=0, atol=1e-12)
 
@@ -41,7 +40,7 @@ def test_everything_delivered_is_averaging(algorithm):
 @pytest.mark.parametrize("name", sorted(OUTER_SETTINGS))
 def test_replicas_are_equal_after_every_exchange(name):
     at_once = {"period": 2, "fragments": 1, "delay": 0, "residual": "apart", "warmup_steps": 0}
-    models = on_all_ranks(lambda: OuterStep(**{**OUTER_SETTINGS[name], **at_once}), 9)
+    models = on_all_ranks(lambda: OuterAverager(**{**OUTER_SETTINGS[name], **at_once}), 9)
     after = [1, 3, 5, 7, 9]  # the last: conclude, in the middle of a period
     assert torch.equal(models[after], models[after][:, :1].expand_as(models[after]))
     assert not torch.equal(models[8, 0], models[8, 1])
@@ -61,7 +60,7 @@ def test_nothing_is_lost(algorithm, decay, density, seed):
         kept[step, rank] = residual(averager)
 
     def make():
-        return OuterStep(algorithm=algorithm, density=density, period=1, residual_decay=decay)
+        return OuterAverager(algorithm=algorithm, density=density, period=1, residual_decay=decay)
 
     def over_ranks(values, step):
         return sum(values[step, rank] for rank in range(WORLD_SIZE))
@@ -82,7 +81,7 @@ def test_nothing_is_lost(algorithm, decay, density, seed):
 @pytest.mark.parametrize("reload_at", [4, 5])
 def test_a_saved_state_continues_bit_for_bit(algorithm, reload_at):
     def make():
-        return OuterStep(algorithm=algorithm, density=0.1, period=2, momentum=0.9)
+        return OuterAverager(algorithm=algorithm, density=0.1, period=2, momentum=0.9)
 
     update = broken(1, 5)  # the first exchange after the reload is refused
     through = on_all_ranks(make, 11, update=update)
@@ -90,14 +89,14 @@ def test_a_saved_state_continues_bit_for_bit(algorithm, reload_at):
 
 
 def test_states_of_other_set_ups_are_refused():
-    state = OuterStep(model(), density=0.1).state_dict()
+    state = OuterAverager(model(), density=0.1).state_dict()
     with pytest.raises(ConfigurationError, match="load what state_dict"):
-        OuterStep(model()).load_state_dict({"steps": 3})
+        OuterAverager(model()).load_state_dict({"steps": 3})
     with pytest.raises(ConfigurationError, match="the saved state is not one"):
-        OuterStep(model(), density=0.1, residual="weights").load_state_dict(state)
+        OuterAverager(model(), density=0.1, residual="weights").load_state_dict(state)
     for what, other in (("density", 0.2), ("period", 2), ("algorithm", "quantised")):
         with pytest.raises(ConfigurationError, match=f"the saved state has {what}"):
-            OuterStep(model(), **{"density": 0.1, what: other}).load_state_dict(state)
+            OuterAverager(model(), **{"density": 0.1, what: other}).load_state_dict(state)
 
 
 def test_nan_on_one_rank_is_skipped_by_all_and_residuals_stay():
@@ -108,7 +107,7 @@ def test_nan_on_one_rank_is_skipped_by_all_and_residuals_stay():
         assert averager.state.refused == (step in (5, 6))
 
     def make():
-        return OuterStep(density=0.1, period=2, momentum=0.9, residual_decay=0.5)
+        return OuterAverager(density=0.1, period=2, momentum=0.9, residual_decay=0.5)
 
     models = on_all_ranks(make, 8, update=broken(1, 4), watch=watch)
     assert torch.equal(models[5], models[3])
@@ -123,11 +122,11 @@ def test_a_second_refusal_in_a_row_raises():
         return update(rank, step) * (math.nan if rank == 1 and step >= 2 else 1)
 
     with pytest.raises(NonFiniteGradientError, match=r"step 3: a second exchange in a row"):
-        on_all_ranks(lambda: OuterStep(density=0.1, period=1), 5, update=late)
+        on_all_ranks(lambda: OuterAverager(density=0.1, period=1), 5, update=late)
 
 
 def test_what_is_broken_at_the_end_is_left_out():
-    make = partial(OuterStep, density=0.1, period=2)
+    make = partial(OuterAverager, density=0.1, period=2)
     models = on_all_ranks(make, 3, update=broken(2, 2, math.inf))
     assert torch.equal(models[3], models[1])
 
@@ -137,13 +136,8 @@ def test_what_is_broken_at_the_end_is_left_out():
 
 def divided(**options):
     """On a vector of three parameters: of a model, whose names divide it."""
-    averager = OuterStep(**{"algorithm": "allgather", "density": 0.2, "period": 4, **options})
-    plan = averager.plan
-
-    def by_three(vector, parameters, output=(), rest=None):
-        return plan(vector, dict(zip("abc", vector.split([10, 10, 20]), strict=True)), output)
-
-    averager.plan = by_three
+    averager = OuterAverager(**{"algorithm": "allgather", "density": 0.2, "period": 4, **options})
+    averager.parts = lambda vector: dict(zip("abc", vector.split([10, 10, 20]), strict=True))
     return averager
 
 
@@ -172,8 +166,8 @@ def test_nothing_is_lost_on_the_way(algorithm, fragments, delay, residual_in):
 
 def test_a_delayed_exchange_leaves_what_was_done_meanwhile():
     """With everything delivered, a delay moves the average of period r by d steps, and nothing else."""
-    at_once = on_all_ranks(lambda: OuterStep(density=1.0, period=4), 12)
-    late = on_all_ranks(lambda: OuterStep(density=1.0, period=4, delay=2), 12)
+    at_once = on_all_ranks(lambda: OuterAverager(density=1.0, period=4), 12)
+    late = on_all_ranks(lambda: OuterAverager(density=1.0, period=4, delay=2), 12)
     for step in (5, 9):
         for rank in range(WORLD_SIZE):
             since = update(rank, step - 1) + update(rank, step)
@@ -225,7 +219,7 @@ def test_demo_is_decoupled_momentum():
         weights = weights - 0.1 * sent.mean(0).sign()
         expected.append(weights)
     options = {"dct": 16, "density": 0.1, "residual_decay": 0.9, "outer_lr": 0.1}
-    models = on_all_ranks(lambda: OuterStep(**{**OUTER_SETTINGS["demo"], **options}), 6)
+    models = on_all_ranks(lambda: OuterAverager(**{**OUTER_SETTINGS["demo"], **options}), 6)
     torch.testing.assert_close(
         models[:6], torch.stack(expected)[:, None].expand(-1, WORLD_SIZE, -1)
     )
@@ -244,7 +238,7 @@ def test_coefficients_lose_nothing(algorithm, residual_in):
 def test_a_step_by_signs_has_the_rate_that_is_scheduled():
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.01)
-    local = OuterStep(net, **OUTER_SETTINGS["demo"], optimizer=optimizer)
+    local = OuterAverager(net, **OUTER_SETTINGS["demo"], optimizer=optimizer)
     for step, rate in enumerate((0.1, 0.1, 0.02)):
         optimizer.param_groups[0]["lr"] = rate
         before = flat(net)
@@ -276,7 +270,7 @@ def test_every_member_trains(name):
     rate = 0.04 * (1 - (published.get("momentum") or 0))  # an outer momentum lengthens steps
 
     async def program(comm):
-        weights, outer = nn.Parameter(torch.zeros(8, 4)), OuterStep(**{**published, **small})
+        weights, outer = nn.Parameter(torch.zeros(8, 4)), OuterAverager(**{**published, **small})
         optimizer = INNER.get(name, torch.optim.AdamW)([weights], lr=0.02)
         outer.optimizers = [optimizer]
         await outer.begin(comm, torch.zeros(32), 0)
@@ -319,9 +313,9 @@ def test_nan_under_way_brings_all_fragments_back(residual_in):
 
 def test_a_delay_reaches_no_further_than_the_period():
     with pytest.raises(ConfigurationError, match="delay is 2; give steps from 0 to 1"):
-        OuterStep(period=2, delay=2)
+        OuterAverager(period=2, delay=2)
     with pytest.raises(ConfigurationError, match="fragments is 0"):
-        OuterStep(fragments=0)
+        OuterAverager(fragments=0)
 
 
 def train(net, averager, steps, optimizer=None):
@@ -334,7 +328,7 @@ def train(net, averager, steps, optimizer=None):
 
 def test_units_follow_the_names_of_a_model():
     net = model()
-    averager = OuterStep(net, algorithm="sparcml", density=0.1, period=2)  # layer by layer
+    averager = OuterAverager(net, algorithm="sparcml", density=0.1, period=2)  # layer by layer
     train(net, averager, range(3))
     units = [[slot.name for slot in unit.slots] for unit in averager.reducer.units]
     assert units == [[name] for name, _ in net.named_parameters()]
@@ -350,7 +344,7 @@ def test_units_follow_the_names_of_a_model():
 
 
 def in_weights(net, algorithm="allgather", **options):
-    return OuterStep(net, algorithm=algorithm, residual="weights", **options)
+    return OuterAverager(net, algorithm=algorithm, residual="weights", **options)
 
 
 @pytest.mark.parametrize("algorithm", ["quantised", "budgeted"])
@@ -378,9 +372,9 @@ def test_one_rank_trains_as_alone(algorithm):
 
 def test_the_period_makes_up_for_sending_every_element():
     for density, period in [(0.01, 4), (0.001, 33), (0.1, 1), (1.0, 1)]:
-        assert OuterStep(algorithm="quantised", density=density).period == period
+        assert OuterAverager(algorithm="quantised", density=density).settings.first_period == period
         assert (2 + 16 / 256) / 64 / period <= density  # sent per step, in words of pairs
-        assert OuterStep(density=density).period == 1
+        assert OuterAverager(density=density).settings.first_period == 1
 
 
 def test_the_period_doubles_while_warming_up():
@@ -400,7 +394,7 @@ def test_the_period_doubles_while_warming_up():
 
 def adaptive(drift=0.1, least=1, most=8, **options):
     options = {"algorithm": "quantised", "density": 1.0, "residual": "weights", **options}
-    return OuterStep(period=AdaptivePeriod(drift, least, most), **options)
+    return OuterAverager(period=AdaptivePeriod(drift, least, most), **options)
 
 
 def exchanges(rate, steps, make=adaptive, **options):
@@ -408,7 +402,7 @@ def exchanges(rate, steps, make=adaptive, **options):
     seen = set()
 
     def watch(rank, step, averager, local):
-        if averager._sent[0] == step:
+        if averager.engine._sent[0] == step:
             seen.add((step, averager.stats()["period"], rank))
 
     def moves(rank, step):
@@ -440,7 +434,7 @@ def test_drift_is_how_far_ranks_go_of_the_shared_weights():
         for step, moved in enumerate((0.5, 3.0)):
             shared = outer.memory["shared"].clone()
             await outer.average(comm, shared * (1 + moved * (comm.rank - 0.5)), step)
-            found.append((outer.drift, outer.period))
+            found.append((outer.engine.drift, outer.engine.period))
         return found
 
     (first, second), other = simulate(program, 2).results
@@ -476,7 +470,7 @@ def test_a_refused_exchange_does_not_choose():
     periods = {}
 
     def watch(rank, step, averager, local):
-        periods[step, rank] = averager.period
+        periods[step, rank] = averager.engine.period
 
     def moves(rank, step):
         return 0.02 * update_of(rank, step)
@@ -527,7 +521,7 @@ def test_adam_recovers_from_one_broken_gradient_if_it_is_known(known):
 
 def test_buffers_are_averaged_without_the_outer_optimizer():
     net = nn.BatchNorm1d(3)
-    averager = OuterStep(net, **{**OUTER_SETTINGS["diloco"], "period": 1})
+    averager = OuterAverager(net, **{**OUTER_SETTINGS["diloco"], "period": 1})
     for _ in range(4):
         net(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
         mean, variance = net.running_mean.clone(), net.running_var.clone()
@@ -538,7 +532,7 @@ def test_buffers_are_averaged_without_the_outer_optimizer():
 
 def test_rounding_to_16_bits_is_no_move():
     net = nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)
-    averager = OuterStep(net, density=1.0, period=1, outer_lr=0.3)
+    averager = OuterAverager(net, density=1.0, period=1, outer_lr=0.3)
     with torch.no_grad():
         net.weight += torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     averager.step()
@@ -569,7 +563,7 @@ def test_rounding_to_16_bits_is_no_move():
 )
 def test_bad_arguments_are_refused(bad, message):
     with pytest.raises(ConfigurationError, match=message):
-        OuterStep(**bad)
+        OuterAverager(**bad)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.transports.driver import run
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.sim import simulate
-from sparsync.updates import OuterStep
+from sparsync.updates import OuterAverager
 from sparsync_papers.optimizers import UpdateSpaceAdamW
 from tests.contracts.table import ALGORITHMS
 
@@ -258,7 +258,7 @@ def test_an_update_space_optimizer_moves_to_other_ranks():
 
 def test_outer_steps_do_not():
     model = torch.nn.Linear(3, 2)
-    state = OuterStep(model).state_dict()
+    state = OuterAverager(model).state_dict()
     with pytest.raises(
         ConfigurationError, match=r"their own, and cannot be divided; use attach\(\)"
     ):

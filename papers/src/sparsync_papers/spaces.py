@@ -11,7 +11,7 @@ from torch import nn
 from sparsync.cli.train.exchanges import Exchange
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
-from sparsync.updates import OuterStep
+from sparsync.updates import OuterAverager
 from sparsync_papers.optimizers import LocalAdamW, SecondMoment, UpdateSpaceAdamW, UpdateSpaceSGD
 
 __all__ = ["Local", "Updates"]
@@ -47,13 +47,13 @@ class Updates(Exchange):
 
 @final
 class Local(Exchange):
-    """Progress of each rank's own weights, by ``OuterStep``; the residual stays in them."""
+    """Progress of each rank's own weights, by ``OuterAverager``; the residual stays in them."""
 
     def __init__(self, settings: TrainSettings, name: str, model: nn.Module) -> None:
         comm, decay = settings.connect(), settings.weight_decay
         given = {n: getattr(settings, n) for n in ("density", "period", "warmup_steps")}
         given |= {"residual": "weights", "buffers": "local"}
-        outer = OuterStep(model, algorithm=name, comm=comm, **given)
+        outer = OuterAverager(model, algorithm=name, comm=comm, **given)
         optimizers = settings.make_optimizers(model)
         if settings.optimizer != "sgd":
             ranks = dist.get_world_size()

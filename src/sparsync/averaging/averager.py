@@ -209,6 +209,11 @@ class Averager(Stateful):
         finally:
             self.close()
 
+    def _settings(self) -> dict[str, Any]:
+        """Return what ranks compare: public numbers and names; what they count apart is in ``state``."""
+        plain = {k: v for k, v in vars(self).items() if isinstance(v, int | float | str)}
+        return {k: v for k, v in sorted(plain.items()) if not k.startswith("_")}
+
     def _bound(self) -> Binding:
         binding = self._binding
         if binding is None:
@@ -216,10 +221,7 @@ class Averager(Stateful):
                 f"{type(self).__name__} was made without a model; give it one to call step()"
             )
         if not self._begun:
-            # public numbers and names are the settings; what ranks count apart is in ``state``
-            plain = {k: v for k, v in vars(self).items() if isinstance(v, int | float | str)}
-            settings = {k: v for k, v in sorted(plain.items()) if not k.startswith("_")}
-            facts = {"the averager": type(self).__name__, "its settings": settings}
+            facts = {"the averager": type(self).__name__, "its settings": self._settings()}
             run(agree(binding.comm, facts))
             run(self.begin(binding.comm, run(binding.start()), self.steps))
             self._begun = True

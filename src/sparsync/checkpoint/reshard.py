@@ -62,9 +62,9 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
 
     Example:
         >>> import torch
-        >>> from sparsync.updates import OuterStep
+        >>> from sparsync.updates import OuterAverager
         >>> from sparsync.feedback.state import reducer_state
-        >>> sync = OuterStep(torch.nn.Linear(2, 1, bias=False), algorithm="dense")
+        >>> sync = OuterAverager(torch.nn.Linear(2, 1, bias=False), algorithm="dense")
         >>> saved = reducer_state(sync.reducer)
         >>> saved["residual"]["weight"] = torch.tensor([3.0, 4.0])
         >>> two = reshard([saved], 2)

@@ -129,9 +129,9 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
 
     Example:
         >>> import tempfile, torch
-        >>> from sparsync.updates import OuterStep
+        >>> from sparsync.updates import OuterAverager
         >>> model = torch.nn.Linear(2, 1)
-        >>> local = OuterStep(model)
+        >>> local = OuterAverager(model)
         >>> folder = tempfile.mkdtemp()
         >>> save(local, folder, model=model, epoch=3).name
         '000001-step-00000000'

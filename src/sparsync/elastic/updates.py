@@ -33,9 +33,9 @@ from sparsync.state import packed, unpacked
 from sparsync.transports.driver import run, together
 from sparsync.units import output_parameters
 from sparsync.updates.engine import UpdateSync
-from sparsync.updates.fragments import Begin, Exchange
+from sparsync.updates.fragments import Begin, Exchange, Layout
 from sparsync.updates.moments import noise_of
-from sparsync.updates.outer import OuterStep
+from sparsync.updates.settings import OuterStep
 from sparsync.updates.weights import ModelWeights, trained_of
 
 __all__ = ["ElasticUpdates", "attach_elastic_updates"]
@@ -57,7 +57,7 @@ def attach_elastic_updates(
     check_options(options, optimizers)
     for what, there in {
         "DistributedDataParallel": isinstance(model, nn.parallel.DistributedDataParallel),
-        "an AdaptivePeriod": outer.period_rule != "fixed",
+        "an AdaptivePeriod": outer.rule is not None,
         f"fragments={outer.fragments}": outer.fragments > 1,
         "sign=True": outer.sign,
         "a model of shards": any(hasattr(p, "to_local") for p in model.parameters()),
@@ -71,20 +71,19 @@ def attach_elastic_updates(
     noise = noise_of(optimizers if outer.noise_correction else (), trained)
     weights = ModelWeights(model, trained, buffers=True, noise=noise)
     output = output_parameters(model) if outer.chosen.output else ()
-    units = outer.plan(weights.read(_EVERYTHING), trained, output, rest=weights.rest)
+    layout = outer.plan(weights.read(_EVERYTHING), trained, output, rest=weights.rest)
     log = options.monitoring.log
     reducer = Reducer(
         group.comm,
-        units,
+        layout.units,
         run(options.algorithm.on(group.comm)),
         outer.density,
         options.compression.warmup(),
         xi_period=options.monitoring.xi_period,
         sink=None if log is None else sink_of(log, 0),
     )
-    run(outer.start(reducer, weights.read(_EVERYTHING)))
-    sync = ElasticUpdates(model, weights, outer, reducer, options, manager)
-    sync.watch(None, optimizers)
+    sync = ElasticUpdates(model, weights, outer, layout, reducer, optimizers, options, manager)
+    sync.watch(None)
     return sync
 
 
@@ -96,16 +95,37 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         self,
         model: nn.Module,
         weights: ModelWeights,
-        outer: OuterStep,
+        settings: OuterStep,
+        layout: Layout,
         reducer: Reducer,
+        optimizers: Sequence[torch.optim.Optimizer],
         options: Options,
         manager: Any,
     ) -> None:
-        super().__init__(model, weights, outer, reducer, ExitStack(), options, None, {})
-        outer.contributions.weighs = False
+        me = weakref.ref(self)
+
+        def reduce(exchange: Exchange, deltas: list[Tensor], units: range) -> Awaitable[bool]:
+            sync = me()
+            assert sync is not None
+            return sync._reduce(exchange, deltas, units)
+
+        super().__init__(
+            model,
+            weights,
+            settings,
+            layout,
+            reducer,
+            optimizers,
+            ExitStack(),
+            options,
+            None,
+            {},
+            reduce=reduce,
+            weighs=False,
+        )
+        outer = self.outer
         # when an exchange begins: with ``delay`` the optimizers go on meanwhile
         self._rates = rates_of(outer.optimizers)
-        me = weakref.ref(self)
 
         def rates() -> Rates:
             sync = me()
@@ -119,19 +139,12 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
                 lambda: weights_digest([outer.memory["shared"]]),
                 rates,
                 nonfinite=self._nonfinite,
-                **outer.settings(),
+                **outer.described(),
             )
         )
         self._phase, self._began_at = _LOCAL, 0
         # of the donor, when this rank has caught up: what it tells, and its optimizers' states
         self._arrival: tuple[dict[str, Any], list[Any]] | None = None
-
-        def reduce(exchange: Exchange, deltas: list[Tensor], units: range) -> Awaitable[bool]:
-            sync = me()
-            assert sync is not None
-            return sync._reduce(exchange, deltas, units)
-
-        outer.reduce = reduce
 
     def contribute(self, *_seen: Any, **_named: Any) -> None:
         """Refuse it: all present ranks weigh the same."""
@@ -187,7 +200,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
     def finish(self) -> None:
         """Exchange all that is left, make replicas equal, and wait until all have done so."""
         self._check_own("finish()")
-        run(self.outer.land(self._weights))
+        run(self.outer.land())
         self._after_exchange()
         with self.reducer.comm.ledger.outside_steps():
             if not self.left and self._phase == _LOCAL:
@@ -206,7 +219,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
     def _conclude(self) -> None:
         """Exchange all that is left."""
         self._phase = _LAST
-        run(self.outer.conclude_with(self._weights))
+        run(self.outer.conclude_with())
         self._after_exchange()
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:

@@ -1,7 +1,7 @@
 """Exchange what the optimizer has changed: ``sync = sparsync.attach(model, optimizer)``.
 
 Gradients stay on their rank, and each rank's optimizer takes its own steps.  After each step a hook on
-the optimizer starts the exchanges that are due (``sparsync.averaging.OuterStep``) on the engine's thread
+the optimizer starts the exchanges that are due (``OuterEngine``) on the engine's thread
 and applies those that have finished.  DDP, if it wraps the model, exchanges nothing.
 """
 
@@ -53,10 +53,10 @@ from sparsync.units import (
 )
 from sparsync.updates.changes import Changes, begin_together
 from sparsync.updates.family import OUTER_SETTINGS
-from sparsync.updates.fragments import Begin
+from sparsync.updates.fragments import Begin, Layout
 from sparsync.updates.lengths import lengthen, remember
 from sparsync.updates.moments import correct, noise_of
-from sparsync.updates.outer import OuterStep
+from sparsync.updates.outer import OuterEngine, Reduce, alone
 from sparsync.updates.own import (
     SCALER_KIND,
     is_broken,
@@ -65,6 +65,7 @@ from sparsync.updates.own import (
     own_kinds,
     own_state,
 )
+from sparsync.updates.settings import OuterStep
 from sparsync.updates.stepping import follow
 from sparsync.updates.weights import ModelWeights, trained_of
 
@@ -92,10 +93,6 @@ def make_outer(
         )
     if isinstance(algorithm, OuterStep):
         outer = algorithm
-        if outer.steps or outer.attached:
-            raise ConfigurationError(
-                "this OuterStep has a model already; make one for each attach, without a model"
-            )
     elif algorithm is None or algorithm in OUTER_SETTINGS:
         outer = OuterStep(**OUTER_SETTINGS[str(algorithm or "updates")])
     else:
@@ -106,8 +103,7 @@ def make_outer(
             "Compression(warmup_densities=..., overlap=False) are for gradients; for updates give "
             "warmup_steps, over which the period grows"
         )
-    outer.adapt(compression.compress, compression.unit_bytes, compression.warmup_steps)
-    return outer
+    return outer.adapted(compression.compress, compression.unit_bytes, compression.warmup_steps)
 
 
 def attach_updates(
@@ -149,17 +145,16 @@ def attach_updates(
         if node is not None:
             parameters = {name: node.run_of(local_of(p)) for name, p in trained.items()}
             if (compress := outer.chosen.compress) is not None:
-                outer.adapt(lambda name, _run: compress(name, trained[name]))
-        units = outer.plan(weights.read(slice(0, None)), parameters, output, kinds, weights.rest)
+                outer = outer.adapted(lambda name, _run: compress(name, trained[name]))
+        layout = outer.plan(weights.read(_EVERYTHING), parameters, output, kinds, weights.rest)
         if consensus is not None and consensus.parts.world_size > 1:
-            facts = {**outer.settings(), "fragments of each part": len(outer.layout.fragments)}
+            facts = {**outer.described(), "fragments of each part": len(layout.fragments)}
             run(agree(consensus.parts, facts))
-            outer.on_any_part = consensus.on_any
         reducer = options.reducer(
             groups.make(ranks),
-            units,
+            layout.units,
             consensus or Proposal.broken,
-            outer=outer.settings(),
+            outer=outer.described(),
             advises=advises,
             rates=[[group.get("lr") for group in one.param_groups] for one in optimizers],
             ranks_of_a_node=1 if node is None else node.comm.world_size,
@@ -168,14 +163,24 @@ def attach_updates(
     except BaseException:
         groups.close()
         raise
-    sync = UpdateSync(module, weights, outer, reducer, groups, options, consensus, pieces)
-    sync.advises = advises
+    sync = UpdateSync(
+        module,
+        weights,
+        outer,
+        layout,
+        reducer,
+        optimizers,
+        groups,
+        options,
+        consensus,
+        pieces,
+        advises=advises,
+    )
     try:
         named = [(name, local_of(parameter)) for name, parameter in trained.items()]
         for comm in sync.communicators if node is not None else [reducer.comm]:
             run(check_equal_parameters(comm, named))
-        run(outer.start(reducer, weights.read(slice(0, None))))
-        sync.watch(ddp, optimizers)
+        sync.watch(ddp)
     except BaseException:
         sync.close()
         raise
@@ -202,15 +207,21 @@ class UpdateSync(Handle):
         self,
         module: nn.Module,
         weights: ModelWeights,
-        outer: OuterStep,
+        settings: OuterStep,
+        layout: Layout,
         reducer: Reducer,
+        optimizers: Sequence[torch.optim.Optimizer],
         groups: Groups | ExitStack,
         options: Options,
         consensus: Any,
         pieces: Any,
+        *,
+        advises: bool = False,
+        reduce: Reduce | None = None,
+        weighs: bool | None = None,
     ) -> None:
         super().__init__(module, reducer, groups, options.monitoring, consensus, pieces)
-        self.outer, self._weights = outer, weights
+        self._weights = weights
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._seen: list[int] = []  # what trained when the model was looked at
         self._shows = False  # the model has the shared weights
@@ -218,15 +229,29 @@ class UpdateSync(Handle):
         self._changes = Changes(weights.trained.values())
         self._begins, self._resumed = True, False  # before the first step here; after a load
         self._busy = self._waited = 0.0  # seconds of exchanges, and of the training thread for them
-        self.advises, self._started = False, time.perf_counter()
+        self._advises, self._started = advises, time.perf_counter()
         self._warned = False  # that ranks hardly agree
-        if consensus is not None:
-            outer.ledgers.append(consensus.parts.ledger)
         parts = 1 if consensus is None else consensus.parts.world_size
         self._countable = weights.node is None and parts == 1
-        if self._countable:
-            outer.contributions.weighs = None  # it turns out in the first exchange
-        weights.carrier = weakref.WeakMethod(self._carry)
+        me = weakref.ref(self)
+
+        def carry(exchange: Begin) -> Awaitable[None]:
+            sync = me()
+            assert sync is not None
+            return sync._carry(exchange)
+
+        self.outer = OuterEngine(
+            settings,
+            layout,
+            reducer,
+            weights,
+            optimizers=optimizers,
+            carry=carry,
+            reduce=reduce,
+            on_any_part=consensus.on_any if parts > 1 else alone,
+            weighs=weighs if self._countable else False,
+            ledgers=[] if consensus is None else [consensus.parts.ledger],
+        )
 
     @property
     def steps(self) -> int:
@@ -264,11 +289,8 @@ class UpdateSync(Handle):
         self._busy += busy
         self._waited += waited
 
-    def watch(
-        self, ddp: DistributedDataParallel | None, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
+    def watch(self, ddp: DistributedDataParallel | None) -> None:
         """Let DDP exchange nothing, and follow the optimizers' steps, until ``close``."""
-        self.outer.optimizers = list(optimizers)
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
             hook = CommHook.taken(ddp, self)
@@ -281,9 +303,9 @@ class UpdateSync(Handle):
         before = Hook(self._forward)  # this one keeps the handle, as DDP's does
         handles: list[Any] = [(ddp or module).register_forward_pre_hook(before, prepend=True)]
         self._weights.ranks = self.reducer.comm.world_size
-        for one in optimizers:
+        for one in self.optimizers:
             handles += follow(one, weakly(self._before_step), weakly(self._after_step))
-        handles += [Guard(self)] if optimizers else []
+        handles += [Guard(self)] if self.optimizers else []
         for handle in handles:
             self.on_close.callback(handle.remove)
 
@@ -454,7 +476,7 @@ class UpdateSync(Handle):
             if self._weights.noise is not None and outer.begins_last(outer.steps):
                 self._weights.noise.sample(outer.steps, self._skipped)
             self._weights.average_buffers()
-            run(outer.advance(self._weights, outer.steps))
+            run(outer.advance(outer.steps))
         finally:
             outer.steps += 1
             self._skipped.clear()
@@ -479,7 +501,7 @@ class UpdateSync(Handle):
             if self._weights.node is not None and self._inner is not None:
                 own = {name: local_of(p) for name, p in self._weights.trained.items()}
                 run(check_replicas(sentinel, self._inner, own, place))
-        if self.advises and outer.steps - self._before[0] == _ADVISED:
+        if self._advises and outer.steps - self._before[0] == _ADVISED:
             self._advise()
 
     def _look_at_agreement(self) -> None:
@@ -553,7 +575,7 @@ class UpdateSync(Handle):
         self._check_own("finish()")
         run(self.outer.settle())  # what is under way belongs to steps
         with self.reducer.comm.ledger.outside_steps():
-            run(self.outer.deliver(self._weights))
+            run(self.outer.deliver())
         self._changes.remember()
 
     # ---- state -------------------------------------------------------------------------------------
@@ -569,7 +591,7 @@ class UpdateSync(Handle):
             "exchange": "updates",
             "exchange_seconds": self._busy,
             "waited_seconds": self._waited,
-            **outer.settings(),
+            **outer.described(),
             "drift": outer.drift,
             "agreement": None if self._weights.noise is None else self._weights.noise.agreement,
         }
@@ -683,7 +705,7 @@ class UpdateSync(Handle):
         assert module is not None
         self.outer.restore(state, parsed)
         if state["parameters"] is None:
-            self.outer.restart(self._weights)
+            self.outer.restart()
         load_weights(module, self._weights.trained, state)
         if self._weights.noise is not None:
             self._weights.noise.load_state_dict(state["noise"])

@@ -106,4 +106,4 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""Settings as published: ``OuterStep(model, **OUTER_SETTINGS["diloco"])``."""
+"""Settings as published: ``OuterStep(**OUTER_SETTINGS["diloco"])`` for ``attach``."""

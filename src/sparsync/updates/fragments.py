@@ -35,6 +35,8 @@ class Layout:
 
     Attributes:
         end: of the parameters.
+        fragments: with their places in the vector, and their units.
+        units: of all fragments.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Layout:
             self._spans[name] = slice(start, start + size)
             start += size
         self.fragments: list[Fragment] = []
-        self._units: list[Unit] = []
+        self.units: list[Unit] = []
         # of whole parameters, not of shards: all parts of a replica divide alike
         ends = list(itertools.accumulate(p.numel() for p in parameters.values()))
         total = 2 * max(ends[-1] if ends else 0, 1)
@@ -68,24 +70,23 @@ class Layout:
         compress: Callable[[str, Tensor], bool],
         output: Collection[str],
         kinds: Mapping[str, str],
-    ) -> list[Unit]:
-        """Return the units of all fragments, see ``plan_units``.
+    ) -> None:
+        """Plan the units of all fragments, see ``plan_units``.
 
         Parameters of different ``kinds`` have different units: those that other ranks hold as well must
         be rounded alike there, whatever else a unit holds.
         """
         for _, group in itertools.groupby(self._spans, self._number.__getitem__):
-            names, first = list(group), len(self._units)
+            names, first = list(group), len(self.units)
             for kind in dict.fromkeys(kinds.get(name) for name in names):
                 views = [
                     (name, vector[self._spans[name]].view(self._shapes.get(name, (-1,))))
                     for name in names
                     if kinds.get(name) == kind
                 ]
-                self._units += plan_units(views, unit_bytes, compress, output)
+                self.units += plan_units(views, unit_bytes, compress, output)
             span = slice(self._spans[names[0]].start, self._spans[names[-1]].stop)
-            self.fragments.append(Fragment(span, range(first, len(self._units))))
-        return self._units
+            self.fragments.append(Fragment(span, range(first, len(self.units))))
 
     def extents(self) -> dict[str, Any]:
         """Return the sizes of parameters, in order, and where fragments end, as plain numbers."""
@@ -99,7 +100,7 @@ class Layout:
         return slice(span.start - first, span.stop - first)
 
     def _slots(self, part: int) -> list[tuple[Slot, ...]]:
-        return [self._units[unit].slots for unit in self.fragments[part].units]
+        return [self.units[unit].slots for unit in self.fragments[part].units]
 
     def by_units(self, part: int, whole: Tensor) -> list[Tensor]:
         """Return the units' parts of a fragment; of a single unit that is all of it."""
@@ -217,7 +218,7 @@ def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
 
 
 class Weights:
-    """Weights as a vector, of which fragments are read and written; and who carries exchanges.
+    """Weights as a vector, of which fragments are read and written.
 
     This one is a tensor that is copied when it is written to; a model overrides all of it.
 
@@ -227,7 +228,11 @@ class Weights:
 
     cure = "; give optimizer= if you have not: then its broken moments are dropped"
 
-    def __init__(self, vector: Tensor) -> None:
+    def __init__(self, vector: Tensor | None = None) -> None:
+        self.hold(torch.zeros(0) if vector is None else vector)
+
+    def hold(self, vector: Tensor) -> None:
+        """Be this vector from now on."""
         self.vector, self._own = vector, False
 
     def read(self, span: slice, out: Tensor | None = None) -> Tensor:
@@ -259,7 +264,3 @@ class Weights:
 
     def landed(self, span: slice, shared: Tensor) -> None:
         """Take note that an exchange of a part was applied."""
-
-    def carry(self, exchange: Begin) -> Awaitable[None] | None:
-        """Begin an exchange, after those before; None: it can wait until its result is needed."""
-        return None

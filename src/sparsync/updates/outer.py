@@ -1,49 +1,44 @@
-"""Local steps with a compressed outer step; ``published`` lists the settings of published methods."""
+"""The outer step as it runs: exchanges of how far a rank has moved, and what they do to its weights.
+
+``OuterStep`` has the settings, ``attach`` and ``OuterAverager`` run an engine of them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, Final, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparsync.algorithm import Algorithm, check_density
-from sparsync.averaging.averager import Averager, mean
-from sparsync.collectives import Changing
-from sparsync.errors import ConfigurationError, NonFiniteGradientError, PeerError, require
-from sparsync.feedback.facts import reducer_stats
+from sparsync.averaging.averager import mean
+from sparsync.errors import NonFiniteGradientError, PeerError, require
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.schedule import Warmup
-from sparsync.feedback.state import (
-    ParsedState,
-    parse_state,
-    reducer_state,
-    restore_reducer,
-    take_state,
-)
+from sparsync.feedback.state import ParsedState, parse_state, reducer_state, take_state
 from sparsync.feedback.step import Proposal, Use
-from sparsync.fields import Kind
-from sparsync.presets import resolve
+from sparsync.fields import Common, Exactly, Fields, Kind, Number, check_saved, same
 from sparsync.sparse import DenseVector
-from sparsync.transports.agree import agree, unequal_steps
-from sparsync.transports.communicator import Communicator
+from sparsync.state import Stateful, brief
+from sparsync.transports.agree import unequal_steps
 from sparsync.transports.driver import together
 from sparsync.transports.ledger import Ledger
-from sparsync.units import Slot, Unit, output_parameters
+from sparsync.units import Slot, Unit
 from sparsync.updates.contributions import Contributions, shown_of
-from sparsync.updates.fragments import Exchange, Layout, Rooms, Weights, rotate_
+from sparsync.updates.fragments import Begin, Exchange, Layout, Rooms, Weights, rotate_
 from sparsync.updates.moments import common_rate, drop_broken
-from sparsync.updates.periods import AdaptivePeriod, drift_of, followed, share_of, warm_exchanges
+from sparsync.updates.periods import AdaptivePeriod, drift_of, followed, share_of
 from sparsync.updates.saved import outer_kinds
+from sparsync.updates.settings import OuterStep
 
-__all__ = ["OuterState", "OuterStep"]
+__all__ = ["Carry", "OuterEngine", "OuterState", "Reduce", "alone", "check_place", "kinds_of"]
 
-_PAIR_BITS = 64  # of an index and a value
+_CURE: Final = "load what this rank's state_dict() returned, into the same set-up"
+
+Carry = Callable[[Begin], Awaitable[None] | None]
+Reduce = Callable[[Exchange, list[Tensor], range], Awaitable[bool]]
 
 
 @dataclass(frozen=True)
@@ -53,229 +48,73 @@ class OuterState:
     refused: int = 0
 
 
+def _nobody(_exchange: Begin) -> None:
+    """Carry no exchange: it runs when its result is needed."""
+
+
+def alone(_here: bool) -> bool:
+    """Tell what is so on another part of a replica that has none."""
+    return False
+
+
 @final
-class OuterStep(Averager):
-    """Exchanges ``period`` local steps at once, compressed; an outer SGD applies them to shared weights.
-
-    ::
-
-        accumulated = decay * residual + (shared - weights)    every ``period`` steps
-        delivered, total = exchange(accumulated)               select, encode, sum
-        residual = accumulated - delivered
-        shared = SGD(shared, gradient = total / P)             bit-identical on all ranks
-        weights = shared
-
-    With ``residual="weights"`` the residual stays in the rank's own weights, ``weights = shared -
-    residual``, where the next gradients see it: mass that waits is not stale to its own rank.  With Adam
-    this is what keeps up with dense training (``benchmarks/adam.md``).
-
-    Buffers and moments that travel are averaged whole, without outer learning rate and momentum.
-
-    When NaN or Inf is in the sum, no rank applies it: all return to their weights after the last
-    exchange, residuals stay as they were, and the state of ``optimizer`` is dropped where it is broken.
-    A second time in a row raises ``NonFiniteGradientError``.
-
-    With ``fragments``, a part of the model is exchanged every ``period / fragments`` steps.  With
-    ``delay`` an exchange is under way while the next local steps are done; they are added to its result.
+class OuterEngine(Stateful):
+    """Runs an ``OuterStep`` on one rank: counts local steps, exchanges, and applies what has arrived.
 
     Args:
-        model: its parameters are the units' names, without it there is one unit.
-        algorithm: a preset's name or an ``Algorithm``; sums are divided by world_size, whatever it says.
-        density: what is sent per exchange, as k / n of index-value pairs.
-        period: local steps between exchanges, H.  None: 1 for sparse algorithms; for those that send
-            every element, the number at which the bytes per step are those of pairs at this density.
-            An ``AdaptivePeriod`` follows the measured drift.
-        fragments: runs of parameters of about equal size, exchanged in turn within a period.
-        delay: local steps from the begin of an exchange until it is applied, below the period.
-        warmup_steps: over these first steps the period doubles from 1 to H in equal parts: local steps
-            cost most while weights move fast.
-        residual: "apart": all ranks continue from equal weights, as the papers have it; or "weights".
-        outer_lr: the outer learning rate, > 0; 1 is averaging.
-        momentum: of the outer optimizer, in [0, 1); None: 1 - 1 / world_size, as BMUF has it.
-        nesterov: the outer momentum looks ahead, as ``torch.optim.SGD``'s.
-        residual_decay: of the residual at every exchange, in [0, 1].
-        noise_correction: Adam's steps are as long as with the second moment of averaged gradients, see
-            ``moments.correct``, and the average of steps that have a length of their own has that length,
-            see ``lengths.lengthen``.  This is for ``attach``, which knows the optimizer.
-        dct: exchange and keep the changes as cosine coefficients of runs of this many elements, see
-            ``rotate_``; None: as they are.  Ranks must compute alike, to the last bit.
-        sign: the outer step is ``outer_lr`` times the optimizer's learning rate, which all ranks and
-            groups have alike, in the direction of the average's signs (without optimizer: rate 1).
+        settings: of the outer step.
+        layout: of the vector of weights, as ``settings.plan`` has made it.
+        reducer: with the layout's units.
+        weights: this rank's, which are read and written.
+        optimizers: whose broken moments are dropped, and whose rate a step by signs has.
+        carry: begins an exchange, after those before, and returns what to await; None: it can wait until
+            its result is needed.
+        reduce: exchanges changes, which become averages; False: all ranks refuse them.  None: by the
+            reducer.
+        on_any_part: tells whether something is so on another part of this replica.
+        weighs: whether ranks weigh their updates; None: it turns out in the first exchange.
+        ledgers: further ones whose errors name the local step.
 
-    Cost: one exchange of the algorithm every ``period`` steps; memory: residual and shared weights, 2 n
-    elements, and n with momentum; for each exchange under way 2 to 4 times the largest fragment.
-    State: ``memory``: the vectors ``shared`` and ``momentum``; ``OuterState``; that of the reducer.
-    Differs from the paper: ``finish`` exchanges what is missing, dense and without momentum: the
-    residuals and a period that it falls into; with ``sign``, one more step in their direction.
-
-    Example:
-        >>> from sparsync import simulate
-        >>> async def program(comm):
-        ...     averager, shared = OuterStep(density=0.5, period=1), torch.zeros(2)
-        ...     await averager.begin(comm, shared, 0)
-        ...     local = shared + torch.tensor([1.0, 4.0 * comm.rank])
-        ...     return (await averager.average(comm, local, 0)).tolist()
-        >>> simulate(program, world_size=2).results
-        [[0.5, 2.0], [0.5, 2.0]]
-
-    References: Chen and Huo, blockwise model-update filtering (BMUF), ICASSP 2016; Basu et al.,
-    Qsparse-local-SGD, NeurIPS 2019, Algorithm 1; Douillard et al., DiLoCo, 2023, Algorithm 1; Peng et
-    al., `DeMo <https://arxiv.org/abs/2411.19870>`_, 2024; Sarfi et al.,
-    `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, Algorithm 1.
+    Attributes:
+        steps: local steps done.
+        memory: vectors, saved with the state: "shared", equal on all ranks, and "momentum".
+        state: of refused exchanges.
+        period: the present one.
+        drift: measured last, with an ``AdaptivePeriod``.
+        contributions: what ranks have seen.
     """
 
     def __init__(
         self,
-        model: nn.Module | None = None,
+        settings: OuterStep,
+        layout: Layout,
+        reducer: Reducer,
+        weights: Weights,
         *,
-        algorithm: str | Algorithm = "allgather",
-        density: float = 0.01,
-        period: int | AdaptivePeriod | None = None,
-        fragments: int = 1,
-        delay: int = 0,
-        warmup_steps: int = 0,
-        residual: Literal["apart", "weights"] = "apart",
-        outer_lr: float = 1.0,
-        momentum: float | None = 0.0,
-        nesterov: bool = False,
-        residual_decay: float = 1.0,
-        noise_correction: bool = False,
-        dct: int | None = None,
-        sign: bool = False,
-        **binding: Any,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        carry: Carry = _nobody,
+        reduce: Reduce | None = None,
+        on_any_part: Callable[[bool], bool] = alone,
+        weighs: bool | None = False,
+        ledgers: Sequence[Ledger] = (),
     ) -> None:
-        self.rule = rule = period if isinstance(period, AdaptivePeriod) else None
-        first = period.least if isinstance(period, AdaptivePeriod) else period
-        counted = first is None or (type(first) is int and first >= 1)
-        for name, value, fits, cure in (
-            ("period", period, counted, "at least 1 step, an AdaptivePeriod, or None"),
-            ("fragments", fragments, type(fragments) is int and fragments >= 1, "at least 1"),
-            ("residual", residual, residual in ("apart", "weights"), "'apart' or 'weights'"),
-            ("outer_lr", outer_lr, 0 < outer_lr < math.inf, "a rate > 0"),
-            ("momentum", momentum, momentum is None or 0 <= momentum < 1, "one in [0, 1), or None"),
-            ("nesterov", nesterov, not nesterov or momentum != 0, "a momentum > 0, too, e.g. 0.9"),
-            ("residual_decay", residual_decay, 0 <= residual_decay <= 1, "a factor in [0, 1]"),
-            ("noise_correction", noise_correction, type(noise_correction) is bool, "True or False"),
-            ("dct", dct, dct is None or (type(dct) is int and dct > 1), "elements, >= 2, or None"),
-            ("sign", sign, type(sign) is bool, "True or False"),
-        ):
-            require(fits, f"OuterStep: {name} is {value!r}; give {cure}")
-        # sums that are not divided, as SparCML's, would be an outer_lr of world_size
-        self.chosen = replace(resolve(algorithm), average=True, make_dense=Changing)
-        if fragments > 1:  # their units are selected from at different times
-            self.chosen = replace(self.chosen, shared=False)
-        self.algorithm = f"{self.chosen.name} {self.chosen.options}"  # ranks compare it
-        self.density, bits = check_density(density), self.chosen.bits or 0
-        # a dense exchange in 32 bits at 1 % of pairs of 64: every 50 steps
-        self.period = first or max(1, math.ceil(bits / (_PAIR_BITS * density)))  # the present one
-        self.period_rule = str(rule or "fixed")
-        self.drift = 0.0  # measured last, with an ``AdaptivePeriod``
-        require(
-            rule is None or (fragments == 1 and not delay),
-            f"OuterStep: fragments {fragments} and delay {delay!r} need a period that stays; give a "
-            "number of steps, or omit them",
-        )
-        require(
-            type(delay) is int and 0 <= delay < self.period,
-            f"OuterStep: delay is {delay!r}; give steps from 0 to {self.period - 1}: below the period",
-        )
-        self.fragments, self.delay, self.residual = fragments, delay, residual
-        self.warmup_steps = Warmup(warmup_steps).steps
-        self.adapt()
-        self.outer_lr, self.momentum, self.nesterov = outer_lr, momentum, nesterov
-        self.residual_decay, self.noise_correction = residual_decay, noise_correction
-        self.dct, self.sign = dct, sign
+        self.settings, self.layout, self.reducer = settings, layout, reducer
+        self.optimizers, self._weights = list(optimizers), weights
+        self._carry, self._reduce = carry, reduce or self._by_reducer
+        self._on_any_part, self._ledgers = on_any_part, [*ledgers, reducer.comm.ledger]
+        self.steps, self.period, self.drift = 0, settings.first_period, 0.0
+        self.memory = {"shared": weights.read(slice(0, None))}
         self.state = OuterState()
-        # whether something is so on another part of the replica; here there is none
-        self.on_any_part: Callable[[bool], bool] = lambda _here: False
-        # in place of ``_reduce``: exchanges changes, which become averages; False: all refuse them
-        self.reduce: Callable[[Exchange, list[Tensor], range], Awaitable[bool]] | None = None
-        self.contributions = Contributions()
-        self._reducer: Reducer | None = None
-        self._saved: Mapping[str, Any] | None = None
-        self.layout = Layout({}, {}, 1)
+        self.contributions = Contributions(weighs=weighs)
+        self.contributions.plan(len(layout.fragments))
+        self._sent = [-1] * len(layout.fragments)  # the last step after which each was exchanged
         self._under_way: list[Exchange] = []
         self._rooms = Rooms()
-        self.ledgers: list[Ledger] = []  # which know the local step: of all that exchange
-        self._sent: list[int] = []  # the last step after which each fragment was exchanged
-        super().__init__(model, nonfinite="spread", **binding)  # the exchange finds it on all ranks
-        bound = self._binding and self._binding.optimizer
-        self.optimizers: Sequence[torch.optim.Optimizer] = [bound] if bound else []
-
-    @property
-    def attached(self) -> bool:
-        """Whether there is a model."""
-        return self._binding is not None or self._reducer is not None
-
-    def adapt(
-        self,
-        compress: Callable[[str, Tensor], bool] | None = None,
-        unit_bytes: int | None = None,
-        warmup_steps: int = 0,
-    ) -> None:
-        """Take over the settings that ``attach`` was given in other arguments, if any."""
-        self.chosen = replace(
-            self.chosen,
-            compress=compress or self.chosen.compress,
-            unit_bytes=unit_bytes or self.chosen.unit_bytes,
-        )
-        self.warmup_steps = Warmup(warmup_steps).steps or self.warmup_steps
-        self._warm = warm_exchanges(self.warmup_steps, self.period)
-
-    def plan(
-        self,
-        vector: Tensor,
-        parameters: Mapping[str, Tensor],
-        output: Collection[str] = (),
-        kinds: Mapping[str, str] | None = None,
-        rest: Mapping[str, int] | None = None,
-    ) -> list[Unit]:
-        """Divide the vector into fragments, and these into units: see ``Layout``.
-
-        It holds these parameters, and then the ``rest``, by name and size.
-        """
-        chosen, kinds = self.chosen, kinds or {}
-        self.layout = Layout(parameters, rest or {}, self.fragments)
-
-        def compress(name: str, tensor: Tensor) -> bool:
-            if name not in parameters:
-                return False
-            return chosen.compress is None or chosen.compress(name, tensor)
-
-        return self.layout.plan(vector, chosen.unit_bytes, compress, output, kinds)
-
-    async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
-        """Plan the units; take over what was loaded, or share what all ranks begin with."""
-        bound = self._binding
-        trained = {"model": vector} if bound is None else bound.trained
-        output = output_parameters(bound.model) if self.chosen.output and bound else ()
-        units = self.plan(vector, trained, output, rest=bound.rest if bound else {})
-        if bound and self.sign:
-            await agree(comm, {"the learning rate of a step by signs": self._lr()})
-        reducer = Reducer(comm, units, await self.chosen.on(comm), self.density)
-        await self.start(reducer, vector.clone())
-
-    async def start(self, reducer: Reducer, shared: Tensor) -> None:
-        """Begin from weights that are equal on all ranks, or from the state that was loaded."""
-        saved, self._saved = self._saved, None
-        if saved is None:
-            self.memory = {"shared": shared}
-        require(
-            self.memory["shared"].shape == shared.shape,
-            f"the saved state is of {self.memory['shared'].numel()} elements, this model has "
-            f"{shared.numel()}; load it into the model that it was saved with",
-        )
-        self._reducer = reducer
-        self.ledgers.append(reducer.comm.ledger)
-        self._note(self.steps)
-        self._sent = self._sent or [self.steps - 1] * len(self.layout.fragments)
-        self.contributions.plan(len(self.layout.fragments))
-        if saved is not None:
-            await restore_reducer(reducer, saved)
+        self._note(0)
 
     def _note(self, step: int) -> None:
         """Let errors name a local step, not only the exchange."""
-        for ledger in self.ledgers:
+        for ledger in self._ledgers:
             ledger.local_step = step
 
     def begin_again(self, shared: Tensor) -> None:
@@ -295,49 +134,43 @@ class OuterStep(Averager):
 
     def _due(self, step: int) -> list[int]:
         """Return the fragments whose period closes with local step ``step``."""
-        if step < self.warmup_steps:
-            return list(range(len(self.layout.fragments) or 1)) if step in self._warm else []
-        if self.rule is not None:
+        if step < self.settings.warmup_steps:
+            return (
+                list(range(len(self.layout.fragments) or 1)) if step in self.settings.warm else []
+            )
+        if self.settings.rule is not None:
             return [0] if step - self._sent[0] >= self.period else []
-        since = step - max(self._warm, default=-1)
+        since = step - max(self.settings.warm, default=-1)
         count = len(self.layout.fragments) or 1
         offsets = [part * self.period // count for part in range(count)]
         return [part for part, at in enumerate(offsets) if (since - at) % self.period == 0]
 
-    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return what this rank's model is after the exchanges that begin or end with this step."""
-        weights = Weights(vector)
-        await self.advance(weights, step)
-        return weights.vector
-
-    async def advance(self, weights: Weights, step: int) -> None:
+    async def advance(self, step: int) -> None:
         """Apply the exchanges that end after local step ``step``, and begin those that are due.
 
         Raises:
             NonFiniteGradientError: NaN or Inf was exchanged twice in a row.
         """
-        await self.land(weights, step)
+        await self.land(step)
         for part in self._due(step):
-            self._begin(weights, part, step, 0 if step < self.warmup_steps else self.delay)
-        await self.land(weights, step)
+            self._begin(part, step, 0 if step < self.settings.warmup_steps else self.settings.delay)
+        await self.land(step)
 
-    def _begin(
-        self, weights: Weights, part: int, step: int, delay: int = 0, *, last: bool = False
-    ) -> None:
+    def _begin(self, part: int, step: int, delay: int = 0, *, last: bool = False) -> None:
         """Begin the exchange of a fragment."""
         room, rows = self._room(part)
-        began = weights.read(self.layout.fragments[part].span, rows[0])
+        began = self._weights.read(self.layout.fragments[part].span, rows[0])
         exchange = Exchange(part, step + delay, delay > 0, began)
-        exchange.room, exchange.lr, self._sent[part] = room, self._lr(), step
+        exchange.room, exchange.lr, self._sent[part] = room, self.lr(), step
         exchange.last, exchange.seen = last, self.contributions.take(part)
-        exchange.carried = weights.carry(partial(self._exchange, exchange))
+        exchange.carried = self._carry(partial(self._exchange, exchange))
         self._under_way.append(exchange)
 
-    async def conclude_with(self, weights: Weights) -> None:
+    async def conclude_with(self) -> None:
         """Exchange the one fragment by the reducer, as that has planned it, and without momentum."""
-        await self.land(weights)
-        self._begin(weights, 0, self.steps, last=True)
-        await self.land(weights)
+        await self.land()
+        self._begin(0, self.steps, last=True)
+        await self.land()
 
     def go_on_from(self, step: int) -> None:
         """Count on from the others' local step, before which they have exchanged."""
@@ -348,7 +181,7 @@ class OuterStep(Averager):
         average, span = self._whole(0, deltas), self.layout.fragments[0].span
         self.memory["shared"] = self._stepped(average, span, momentum, 1.0, average)
 
-    async def land(self, weights: Weights, step: float = math.inf) -> None:
+    async def land(self, step: float = math.inf) -> None:
         """Apply the exchanges under way that end by local step ``step``, in order."""
         refused = False
         while self._under_way and (refused or self._under_way[0].lands <= step):
@@ -359,58 +192,53 @@ class OuterStep(Averager):
                 self.state, span = OuterState(), self.layout.fragments[exchange.part].span
                 if exchange.late:  # else it is there already
                     self.memory["shared"][span] = exchange.shared
-                (weights.add if exchange.late else weights.write)(span, exchange.weights)
+                (self._weights.add if exchange.late else self._weights.write)(
+                    span, exchange.weights
+                )
                 if self.contributions.applied(exchange):
-                    weights.landed(span, self.memory["shared"])
-                if self.rule is not None:
-                    self._follow_drift(self.rule, exchange)
+                    self._weights.landed(span, self.memory["shared"])
+                if self.settings.rule is not None:
+                    self._follow_drift(self.settings.rule, exchange)
             self._rooms.keep(exchange.room)
         if not refused:
             return
         self.state = OuterState(self.state.refused + 1)
-        drop_broken(self.optimizers, self.on_any_part)
+        drop_broken(self.optimizers, self._on_any_part)
         if self.state.refused > 1:
-            raise weights.refused(self.reducer.comm.ledger.local_step)
-        self.restart(weights)
+            raise self._weights.refused(self.reducer.comm.ledger.local_step)
+        self.restart()
 
     def _follow_drift(self, rule: AdaptivePeriod, exchange: Exchange) -> None:
         """Choose the next period, on all ranks and all parts of a replica alike."""
         self.drift = exchange.drift
-        period = followed(rule, self.period, self.drift, self.on_any_part)
-        if exchange.lands >= self.warmup_steps:
+        period = followed(rule, self.period, self.drift, self._on_any_part)
+        if exchange.lands >= self.settings.warmup_steps:
             self.period = period
 
-    def restart(self, weights: Weights) -> None:
+    def restart(self) -> None:
         """Set the weights to what they were on this rank after its last exchange."""
         self.contributions.drop()
         for part, whole in enumerate(self.layout.fragments):
-            weights.write(whole.span, self._base(part))
+            self._weights.write(whole.span, self._base(part))
 
-    async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the shared weights plus all that was not delivered; without that, if it is NaN."""
-        weights = Weights(vector)
-        await self.deliver(weights, step)
-        return weights.vector
-
-    async def deliver(self, weights: Weights, step: int | None = None) -> None:
+    async def deliver(self, step: int | None = None) -> None:
         """Finish the exchanges under way, then deliver all that is left, uncompressed.
 
         Args:
-            weights: this rank's.
             step: local steps that it has done; None: as counted by ``step()``.
 
         Raises:
             PeerError: ranks have not done the same number of local steps; nothing more was exchanged.
         """
-        await self.land(weights)
+        await self.land()
         await self._meet(self.steps if step is None else step)
         missing, reducer = [torch.zeros_like(self.memory["shared"][:0])], self.reducer
         for part, its in enumerate(await self.contributions.weigh_all(reducer)):
             span = self.layout.fragments[part].span
-            if self.residual == "weights" and not self.contributions.weighs:
-                missing.append(self.memory["shared"][span] - weights.read(span))
+            if self.settings.residual == "weights" and not self.contributions.weighs:
+                missing.append(self.memory["shared"][span] - self._weights.read(span))
             else:
-                moved = self._began(part).sub_(weights.read(span)).mul_(its.weight)
+                moved = self._began(part).sub_(self._weights.read(span)).mul_(its.weight)
                 missing.append(moved + self._withheld(part))
         try:
             average = await mean(reducer.comm, torch.cat(missing))
@@ -424,9 +252,9 @@ class OuterStep(Averager):
         if reducer.consensus(proposal) is None:  # all ranks decide alike
             for residual in reducer.residuals:
                 residual.load(None)
-            self.memory["shared"] = self._stepped(average, slice(0, None), 0.0, self._lr(), average)
+            self.memory["shared"] = self._stepped(average, slice(0, None), 0.0, self.lr(), average)
         for fragment in self.layout.fragments:
-            weights.write(fragment.span, self.memory["shared"][fragment.span].clone())
+            self._weights.write(fragment.span, self.memory["shared"][fragment.span].clone())
 
     async def _meet(self, step: int) -> None:
         """Refuse to finish after different numbers of local steps.
@@ -450,69 +278,50 @@ class OuterStep(Averager):
             reducer.fail()
             raise PeerError(f"finish(): {unequal_steps(min(counts), max(counts), step)}")
 
-    # ---- applied to a model -----------------------------------------------------------------------
+    # ---- numbers and state -------------------------------------------------------------------------
 
-    def _close_books(self, comm: Communicator) -> None:
-        """Leave it to the reducer, which does so after every exchange."""
-
-    @property
-    def reducer(self) -> Reducer:
-        """The exchange's state; of a model it begins, together with all ranks, when it is asked for."""
-        if self._reducer is None and self._binding is not None:
-            self._bound()
-        if self._reducer is None:
-            raise ConfigurationError("OuterStep: await begin() before average() and conclude()")
-        return self._reducer
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Put the shared weights into the model, to evaluate or save them; restore this rank's after."""
-        binding = self._bound()
-        own = binding.read()
-        binding.write_(self.memory["shared"])
-        try:
-            yield
-        finally:
-            binding.write_(own)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that make this member of the family, as plain values."""
-        names = ("period", "fragments", "delay", "warmup_steps", "residual", "outer_lr", "momentum")
-        more = ("nesterov", "residual_decay", "noise_correction", "dct", "sign")
-        return {name: getattr(self, name) for name in (*names, *more, "period_rule")}
-
-    def stats(self) -> dict[str, Any]:
-        """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms."""
-        here = {"period": self.period, "drift": self.drift}
-        return {**reducer_stats(self.reducer, self.steps), **here}
+    def described(self) -> dict[str, Any]:
+        """Return the settings as plain values, with the present period."""
+        return {**self.settings.described(), "period": self.period}
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank with its own model and optimizer."""
-        saved = None if self._reducer is None else reducer_state(self._reducer)
-        under_way = [exchange.state_dict() for exchange in self._under_way]
-        parts: dict[str, Any] = {"under_way": under_way, "sent": list(self._sent)}
-        parts["contributions"] = self.contributions.state_dict()
-        if self.rule is not None:
-            parts["present_period"] = self.period
-        return {**super().state_dict(), "reducer": saved, **parts}
+        memory = {name: vector.clone() for name, vector in self.memory.items()}
+        saved = {
+            **self.settings.place(self.period),
+            "steps": self.steps,
+            "state": super().state_dict(),
+            "memory": memory,
+            "reducer": reducer_state(self.reducer),
+            "under_way": [exchange.state_dict() for exchange in self._under_way],
+            "sent": list(self._sent),
+            "contributions": self.contributions.state_dict(),
+        }
+        return saved if self.settings.rule is None else {**saved, "present_period": self.period}
 
     def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
         """Return what every field of a saved state has to be."""
-        given = {"fragments": self.fragments, "momentum": self.momentum != 0, "rule": self.rule}
-        own = outer_kinds(state, self.layout, self.memory, **given)  # type: ignore[arg-type]
-        return {**super().kinds(state), **own}
+        place = self.settings.place(self.period)
+        return kinds_of(self.settings, place, state, self.layout, self.memory)
+
+    def check_place(self, state: Mapping[str, Any]) -> None:
+        """Refuse the state of another scheme or other settings, or none at all."""
+        check_place(self.settings.place(self.period), state)
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
         """Check on this rank alone that a saved state fits; nothing is changed."""
-        self.check(state)
+        self.check_place(state)
+        self.parsed_state(state["state"])
+        check_saved(state, Fields(self.kinds(state)), "state", _CURE)
         return parse_state(self.reducer, state["reducer"])
 
-    def restore(self, state: Mapping[str, Any], parsed: ParsedState | None = None) -> None:
-        """Take over a saved state: its reducer's in ``start``, or now, ``parsed`` by ``validate``."""
-        super().restore(state)
-        self._saved = state["reducer"] if parsed is None else None
+    def restore(self, state: Mapping[str, Any], parsed: ParsedState | None) -> None:
+        """Take over a saved state, with its reducer's, ``parsed`` by ``validate``, if it has one."""
+        super().load_state_dict(state["state"])
         if parsed is not None:
             take_state(self.reducer, parsed)
+        self.steps = int(state["steps"])
+        self.memory = {name: vector.clone() for name, vector in state["memory"].items()}
         self._under_way = [Exchange(**saved) for saved in state["under_way"]]
         self._sent = list(state["sent"])
         self.contributions.load_state_dict(state["contributions"])
@@ -537,24 +346,26 @@ class OuterStep(Averager):
         """Exchange how far a fragment has moved; the model itself is not changed yet."""
         part, reducer = exchange.part, self.reducer
         fragment = self.layout.fragments[part]
-        self._note(exchange.lands - self.delay if exchange.late else exchange.lands)
+        self._note(exchange.lands - self.settings.delay if exchange.late else exchange.lands)
         rows = self._room(part, exchange.room)[1]
         moved = self._began(part, rows[1]).sub_(exchange.weights)
         distance = (
-            None if self.rule is None else share_of(moved, self.memory["shared"], self.layout.end)
+            None
+            if self.settings.rule is None
+            else share_of(moved, self.memory["shared"], self.layout.end)
         )
         await self.contributions.weigh_(exchange, moved, reducer)
         deltas = self.layout.by_units(part, moved)
         for delta, unit in zip(deltas, fragment.units, strict=True):
-            rotate_(delta, self.dct)
+            rotate_(delta, self.settings.dct)
             kept = reducer.residuals[unit].value
-            if kept is not None and self.residual_decay < 1:
+            if kept is not None and self.settings.residual_decay < 1:
                 # here and not in the residual, which a refused exchange must leave as it is
-                delta.sub_(kept, alpha=1 - self.residual_decay)
+                delta.sub_(kept, alpha=1 - self.settings.residual_decay)
         try:
             if distance is not None:
                 exchange.drift = await drift_of(distance, reducer)
-            applied = await (self.reduce or self._reduce)(exchange, deltas, fragment.units)
+            applied = await self._reduce(exchange, deltas, fragment.units)
         except BaseException:
             reducer.refuse()
             raise
@@ -566,12 +377,12 @@ class OuterStep(Averager):
         momentum = self.momentum_of(exchange)
         exchange.shared = self._stepped(average, fragment.span, momentum, exchange.lr, here)
         base, free = exchange.shared, rows[2 if exchange.late else 0]
-        if self.residual == "weights":
+        if self.settings.residual == "weights":
             base = torch.sub(base, self._withheld(part), alpha=shown_of(exchange.weight), out=free)
         exchange.weights = torch.sub(base, exchange.weights, out=free) if exchange.late else base
         exchange.done = True
 
-    async def _reduce(self, _exchange: Exchange, deltas: list[Tensor], units: range) -> bool:
+    async def _by_reducer(self, _exchange: Exchange, deltas: list[Tensor], units: range) -> bool:
         """Exchange and apply changes, which become averages."""
         try:
             await self.reducer.reduce(deltas, units=units)
@@ -584,12 +395,16 @@ class OuterStep(Averager):
         """Return the outer momentum of an exchange."""
         if exchange.last:
             return 0.0
-        return 1 - 1 / self.reducer.comm.world_size if self.momentum is None else self.momentum
+        return (
+            1 - 1 / self.reducer.comm.world_size
+            if self.settings.momentum is None
+            else self.settings.momentum
+        )
 
     def _whole(self, part: int, deltas: Sequence[Tensor]) -> Tensor:
         """Return the fragment of which the units' changes are given; they are used up."""
         for delta in deltas:
-            rotate_(delta, self.dct, back=True)
+            rotate_(delta, self.settings.dct, back=True)
         return self.layout.joined(part, deltas)
 
     def _room(self, part: int, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -602,7 +417,7 @@ class OuterStep(Averager):
         """Return what this rank's weights are after an exchange, in a fragment."""
         shared = self.memory["shared"][self.layout.fragments[part].span]
         out = torch.empty_like(shared) if out is None else out
-        if self.residual == "apart":
+        if self.settings.residual == "apart":
             return out.copy_(shared)
         shown = self.contributions.shown[part]
         return torch.sub(shared, self._withheld(part), alpha=shown, out=out)
@@ -619,13 +434,13 @@ class OuterStep(Averager):
         """Return the residual of a fragment."""
         kept = [self.reducer.residuals[unit] for unit in self.layout.fragments[part].units]
         values = [torch.zeros_like(r.accumulated) if r.value is None else r.value for r in kept]
-        if self.dct:
-            values = [rotate_(value.clone(), self.dct, back=True) for value in values]
+        if self.settings.dct:
+            values = [rotate_(value.clone(), self.settings.dct, back=True) for value in values]
         return self.layout.joined(part, values)
 
-    def _lr(self) -> float:
+    def lr(self) -> float:
         """Return the size of a step by signs."""
-        return common_rate(self.optimizers) if self.sign and self.optimizers else 1.0
+        return common_rate(self.optimizers) if self.settings.sign and self.optimizers else 1.0
 
     def _stepped(
         self, average: Tensor, span: slice, momentum: float, lr: float, out: Tensor
@@ -640,24 +455,46 @@ class OuterStep(Averager):
                 self.memory["momentum"] = torch.zeros_like(self.memory["shared"][: self.layout.end])
             velocity = self.memory["momentum"][span]
             torch.add(gradient, velocity, alpha=momentum, out=velocity)
-            if self.nesterov:
+            if self.settings.nesterov:
                 gradient.add_(velocity, alpha=momentum)
             else:
                 gradient.copy_(velocity)
-        if self.sign:
+        if self.settings.sign:
             gradient.sign_().mul_(lr)
-        if self.outer_lr != 1:
-            gradient.mul_(self.outer_lr)
+        if self.settings.outer_lr != 1:
+            gradient.mul_(self.settings.outer_lr)
         return torch.sub(self.memory["shared"][span], average, out=out)
 
-    def _place(self) -> dict[str, Any]:
-        """Add what a saved residual depends on."""
-        period = self.period if self.rule is None else self.period_rule
-        place = {"algorithm": self.algorithm, "density": self.density, "period": period}
-        if self.residual == "weights":
-            place["residual"] = self.residual
-        if self.dct:
-            place["dct"] = self.dct
-        if self.fragments > 1 or self.delay:
-            place |= {"fragments": self.fragments, "delay": self.delay}
-        return super()._place() | place
+
+def kinds_of(
+    settings: OuterStep,
+    place: Mapping[str, Any],
+    state: Mapping[str, Any],
+    layout: Layout,
+    memory: Mapping[str, Tensor],
+) -> dict[str, Kind]:
+    """Return what every field of a saved state has to be."""
+    own = outer_kinds(
+        state,
+        layout,
+        memory,
+        fragments=settings.fragments,
+        momentum=settings.momentum != 0,
+        rule=settings.rule,
+    )
+    steps = Common(Number(0, whole=True))
+    return {**{name: Exactly(value) for name, value in place.items()}, "steps": steps, **own}
+
+
+def check_place(place: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Refuse a saved state that is of another place, or none at all."""
+    require(
+        isinstance(state, Mapping) and {*place, "steps", "state", "memory"} <= set(state),
+        "OuterStep: the saved state is not one; load what state_dict() returned",
+    )
+    for name, value in place.items():
+        require(
+            same(state[name], value),
+            f"the saved state has {name} {brief(state[name])}, this run has {value!r}; load each "
+            "rank's own state into the same set-up",
+        )

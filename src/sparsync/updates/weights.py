@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final, final
 
 import torch
@@ -12,7 +12,7 @@ from sparsync.averaging.binding import averaged_buffers, saved_buffers
 from sparsync.errors import ConfigurationError
 from sparsync.gradients.hierarchy import Node
 from sparsync.units import is_finite, local_of, unflatten
-from sparsync.updates.fragments import Begin, Weights
+from sparsync.updates.fragments import Weights
 from sparsync.updates.moments import GradientNoise
 
 __all__ = ["ModelWeights", "trained_of"]
@@ -81,7 +81,6 @@ class ModelWeights(Weights):
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         self.dtype = torch.float64 if wide else torch.float32
         self.ranks = 1.0  # over which the noise of second moments is averaged away
-        self.carrier: Callable[[], Callable[[Begin], Awaitable[None]] | None]  # while it is there
 
     def _tensors(self) -> list[Tensor]:
         """Return what the vector is made of; modules replace their buffers."""
@@ -187,9 +186,3 @@ class ModelWeights(Weights):
             if self.node is None:  # else the vector is a part of it
                 values.copy_(shared[shared.numel() - values.numel() :].view_as(values))
             self.noise.measure()
-
-    def carry(self, exchange: Begin) -> Awaitable[None]:
-        """Begin an exchange on the engine's thread."""
-        carry = self.carrier()
-        assert carry is not None
-        return carry(exchange)

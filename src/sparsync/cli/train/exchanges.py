@@ -24,7 +24,7 @@ from sparsync.presets import PRESETS, preset
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.ledger import Traffic
 from sparsync.updates.family import OUTER_SETTINGS
-from sparsync.updates.outer import OuterStep
+from sparsync.updates.settings import OuterStep
 
 __all__ = ["HOOKS", "Exchange", "check_algorithms", "dense_bytes_per_step", "make_exchange"]
 
@@ -229,7 +229,8 @@ def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
         if own:  # its rate is a step's length
             bound["optimizer"] = optimizers[0]
         scheme = averager = SCHEMES[name](model, **given, **bound)
-    chosen = {key: getattr(scheme, key, None) for key in has}
+    chosen = scheme.described() if isinstance(scheme, OuterStep) else vars(scheme)
+    chosen = {key: chosen.get(key) for key in has}
     plain = {k: value for k, value in chosen.items() if isinstance(value, int | float | str)}
     return Exchange(
         model,

@@ -1,0 +1,221 @@
+"""The outer step as a scheme of averaging: applied to a model by hand, and to vectors in simulations."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsync.averaging.averager import Averager
+from sparsync.errors import ConfigurationError, require
+from sparsync.feedback.facts import reducer_stats
+from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.state import restore_reducer
+from sparsync.fields import Kind
+from sparsync.transports.agree import agree
+from sparsync.transports.communicator import Communicator
+from sparsync.units import output_parameters
+from sparsync.updates.contributions import Contributions
+from sparsync.updates.fragments import Layout, Weights
+from sparsync.updates.outer import OuterEngine, OuterState, check_place, kinds_of
+from sparsync.updates.settings import OuterStep
+
+__all__ = ["OuterAverager"]
+
+_SETTINGS: Final = tuple(field.name for field in fields(OuterStep))
+
+
+@final
+class OuterAverager(Averager):
+    """Averages models by an outer step: ``OuterStep`` has the settings, which are given by name.
+
+    ``attach`` runs the same engine, with hooks, on a thread of its own.
+
+    Args:
+        model: its parameters are the units' names; without it there is one unit.
+        given: the settings of ``OuterStep``, and the arguments of every ``Averager``.
+
+    Attributes:
+        settings: of the outer step.
+        optimizers: whose broken moments are dropped, and whose rate a step by signs has.
+
+    Example:
+        >>> from sparsync import simulate
+        >>> import torch
+        >>> async def program(comm):
+        ...     averager, shared = OuterAverager(density=0.5, period=1), torch.zeros(2)
+        ...     await averager.begin(comm, shared, 0)
+        ...     local = shared + torch.tensor([1.0, 4.0 * comm.rank])
+        ...     return (await averager.average(comm, local, 0)).tolist()
+        >>> simulate(program, world_size=2).results
+        [[0.5, 2.0], [0.5, 2.0]]
+    """
+
+    # for tables of schemes, which show settings and their defaults
+    __signature__ = inspect.Signature(
+        [
+            inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
+            *(
+                p.replace(kind=p.KEYWORD_ONLY)
+                for p in inspect.signature(OuterStep).parameters.values()
+            ),
+            inspect.Parameter("binding", inspect.Parameter.VAR_KEYWORD),
+        ]
+    )
+
+    def __init__(self, model: nn.Module | None = None, **given: Any) -> None:
+        own = {name: given.pop(name) for name in _SETTINGS if name in given}
+        self.settings = OuterStep(**own)
+        self._engine: OuterEngine | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        self._weights = Weights()
+        super().__init__(model, nonfinite="spread", **given)  # the exchange finds it on all ranks
+        bound = self._binding and self._binding.optimizer
+        self.optimizers: list[torch.optim.Optimizer] = [bound] if bound else []
+
+    @property
+    def engine(self) -> OuterEngine:
+        """What runs; of a model it begins, together with all ranks, when it is asked for.
+
+        Raises:
+            ConfigurationError: there is no model, and ``begin`` was not awaited.
+        """
+        if self._engine is None and self._binding is not None:
+            self._bound()
+        if self._engine is None:
+            raise ConfigurationError("OuterAverager: await begin() before average() and conclude()")
+        return self._engine
+
+    @property
+    def state(self) -> OuterState:  # the engine's, once it runs
+        """Exchanges in a row that were refused."""
+        return OuterState() if self._engine is None else self._engine.state
+
+    @property
+    def reducer(self) -> Reducer:
+        """The exchange's state."""
+        return self.engine.reducer
+
+    # ---- the algorithm -----------------------------------------------------------------------------
+
+    def parts(self, vector: Tensor) -> Mapping[str, Tensor]:
+        """Return the parameters that a vector consists of, by name: the model's, or one."""
+        return {"model": vector} if self._binding is None else self._binding.trained
+
+    async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
+        """Plan the units; take over what was loaded, or share what all ranks begin with."""
+        bound, settings = self._binding, self.settings
+        trained = self.parts(vector)
+        output = output_parameters(bound.model) if settings.chosen.output and bound else ()
+        layout = settings.plan(vector, trained, output, rest=bound.rest if bound else {})
+        reducer = Reducer(comm, layout.units, await settings.chosen.on(comm), settings.density)
+        self._weights.hold(vector)
+        engine = OuterEngine(
+            settings,
+            layout,
+            reducer,
+            self._weights,
+            optimizers=self.optimizers,
+        )
+        if bound and settings.sign:
+            await agree(comm, {"the learning rate of a step by signs": engine.lr()})
+        loaded, self._loaded = self._loaded, None
+        engine.go_on_from(step)
+        if loaded is not None:
+            size = loaded["memory"]["shared"].numel()
+            require(
+                size == vector.numel(),
+                f"the saved state is of {size} elements, this model has {vector.numel()}; load it into "
+                "the model that it was saved with",
+            )
+            engine.restore(loaded, None)
+            await restore_reducer(reducer, loaded["reducer"])
+        self._engine = engine
+        self.memory = engine.memory
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether something is sent or applied after local step ``step``."""
+        return self._engine is None or self._engine.is_due(step)
+
+    async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return what this rank's model is after the exchanges that begin or end with this step."""
+        self._weights.hold(vector)
+        self.engine.steps = step
+        await self.engine.advance(step)
+        return self._weights.vector
+
+    async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
+        """Return the shared weights plus all that was not delivered; without that, if it is NaN."""
+        self._weights.hold(vector)
+        self.engine.steps = step
+        await self.engine.deliver()
+        return self._weights.vector
+
+    # ---- applied to a model ------------------------------------------------------------------------
+
+    def _close_books(self, comm: Communicator) -> None:
+        """Leave it to the reducer, which does so after every exchange."""
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Put the shared weights into the model, to evaluate or save them; restore this rank's after."""
+        binding, engine = self._bound(), self.engine
+        own = binding.read()
+        binding.write_(engine.memory["shared"])
+        try:
+            yield
+        finally:
+            binding.write_(own)
+
+    def stats(self) -> dict[str, Any]:
+        """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms."""
+        here = {"period": self.engine.period, "drift": self.engine.drift}
+        return {**reducer_stats(self.reducer, self.steps), **here}
+
+    # ---- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, to be saved per rank with its own model and optimizer."""
+        if self._loaded is not None:
+            return dict(self._loaded)
+        if self._engine is not None:
+            self._engine.steps = self.steps
+            return {**self._engine.state_dict(), **self._place()}
+        begins = {"under_way": [], "sent": [], "contributions": Contributions().state_dict()}
+        rule = self.settings.rule
+        period = {} if rule is None else {"present_period": self.settings.first_period}
+        start = {"steps": self.steps, "state": vars(OuterState()), "memory": {}, "reducer": None}
+        return {**self._place(), **start, **begins, **period}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise unless a saved state fits, as far as this rank alone can tell; change nothing."""
+        check_place(self._place(), state)
+        super().check({**state})
+
+    def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
+        """Return what every field of a saved state has to be."""
+        engine = self._engine
+        layout, memory = (
+            (Layout({}, {}, 1), {}) if engine is None else (engine.layout, engine.memory)
+        )
+        return kinds_of(self.settings, self._place(), state, layout, memory)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved state: all of it when the first step begins."""
+        self.steps = int(state["steps"])
+        self._loaded = None if state["reducer"] is None else state
+        self._engine, self._begun = None, False
+        if self._binding is not None:
+            self._binding.initial = None  # the model that is there now is what others must know
+
+    def _settings(self) -> dict[str, Any]:
+        return {**self.settings.described(), **self.settings.place(0), "steps": self.steps}
+
+    def _place(self) -> dict[str, Any]:
+        period = self.settings.first_period if self._engine is None else self._engine.period
+        return {**super()._place(), **self.settings.place(period)}

@@ -1,0 +1,229 @@
+"""The settings of an outer step, as ``attach`` takes them; ``family`` has those of published methods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, final
+
+from torch import Tensor
+
+from sparsync.algorithm import Algorithm, check_density
+from sparsync.collectives import Changing
+from sparsync.errors import require
+from sparsync.feedback.schedule import Warmup
+from sparsync.presets import resolve
+from sparsync.updates.fragments import Layout
+from sparsync.updates.periods import AdaptivePeriod, warm_exchanges
+
+__all__ = ["OuterStep"]
+
+_PAIR_BITS = 64  # of an index and a value
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OuterStep:
+    """Exchanges ``period`` local steps at once, compressed; an outer SGD applies them to shared weights.
+
+    ::
+
+        accumulated = decay * residual + (shared - weights)    every ``period`` steps
+        delivered, total = exchange(accumulated)               select, encode, sum
+        residual = accumulated - delivered
+        shared = SGD(shared, gradient = total / P)             bit-identical on all ranks
+        weights = shared
+
+    With ``residual="weights"`` the residual stays in the rank's own weights, ``weights = shared -
+    residual``, where the next gradients see it: mass that waits is not stale to its own rank.  With Adam
+    this is what keeps up with dense training (``benchmarks/adam.md``).
+
+    Buffers and moments that travel are averaged whole, without outer learning rate and momentum.
+
+    When NaN or Inf is in the sum, no rank applies it: all return to their weights after the last
+    exchange, residuals stay as they were, and the state of ``optimizer`` is dropped where it is broken.
+    A second time in a row raises ``NonFiniteGradientError``.
+
+    With ``fragments``, a part of the model is exchanged every ``period / fragments`` steps.  With
+    ``delay`` an exchange is under way while the next local steps are done; they are added to its result.
+
+    Args:
+        algorithm: a preset's name or an ``Algorithm``; sums are divided by world_size, whatever it says.
+        density: what is sent per exchange, as k / n of index-value pairs.
+        period: local steps between exchanges, H.  None: 1 for sparse algorithms; for those that send
+            every element, the number at which the bytes per step are those of pairs at this density.
+            An ``AdaptivePeriod`` follows the measured drift.
+        fragments: runs of parameters of about equal size, exchanged in turn within a period.
+        delay: local steps from the begin of an exchange until it is applied, below the period.
+        warmup_steps: over these first steps the period doubles from 1 to H in equal parts: local steps
+            cost most while weights move fast.
+        residual: "apart": all ranks continue from equal weights, as the papers have it; or "weights".
+        outer_lr: the outer learning rate, > 0; 1 is averaging.
+        momentum: of the outer optimizer, in [0, 1); None: 1 - 1 / world_size, as BMUF has it.
+        nesterov: the outer momentum looks ahead, as ``torch.optim.SGD``'s.
+        residual_decay: of the residual at every exchange, in [0, 1].
+        noise_correction: Adam's steps are as long as with the second moment of averaged gradients, see
+            ``moments.correct``, and the average of steps that have a length of their own has that length,
+            see ``lengths.lengthen``.  This is for ``attach``, which knows the optimizer.
+        dct: exchange and keep the changes as cosine coefficients of runs of this many elements, see
+            ``rotate_``; None: as they are.  Ranks must compute alike, to the last bit.
+        sign: the outer step is ``outer_lr`` times the optimizer's learning rate, which all ranks and
+            groups have alike, in the direction of the average's signs (without optimizer: rate 1).
+
+    Cost: one exchange of the algorithm every ``period`` steps; memory: residual and shared weights, 2 n
+    elements, and n with momentum; for each exchange under way 2 to 4 times the largest fragment.
+    State: ``memory``: the vectors ``shared`` and ``momentum``; ``OuterState``; that of the reducer.
+    Differs from the paper: ``finish`` exchanges what is missing, dense and without momentum: the
+    residuals and a period that it falls into; with ``sign``, one more step in their direction.
+
+    Example:
+        >>> OuterStep(algorithm="quantised", density=0.1).described()["period"]
+        1
+
+    References: Chen and Huo, blockwise model-update filtering (BMUF), ICASSP 2016; Basu et al.,
+    Qsparse-local-SGD, NeurIPS 2019, Algorithm 1; Douillard et al., DiLoCo, 2023, Algorithm 1; Peng et
+    al., `DeMo <https://arxiv.org/abs/2411.19870>`_, 2024; Sarfi et al.,
+    `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, Algorithm 1.
+    """
+
+    algorithm: str | Algorithm = "allgather"
+    density: float = 0.01
+    period: int | AdaptivePeriod | None = None
+    fragments: int = 1
+    delay: int = 0
+    warmup_steps: int = 0
+    residual: Literal["apart", "weights"] = "apart"
+    outer_lr: float = 1.0
+    momentum: float | None = 0.0
+    nesterov: bool = False
+    residual_decay: float = 1.0
+    noise_correction: bool = False
+    dct: int | None = None
+    sign: bool = False
+
+    def __post_init__(self) -> None:
+        period, given = self.period, vars(self)
+        first = period.least if isinstance(period, AdaptivePeriod) else period
+        counted = first is None or (type(first) is int and first >= 1)
+        momentum, dct = self.momentum, self.dct
+        for name, fits, cure in (
+            ("period", counted, "at least 1 step, an AdaptivePeriod, or None"),
+            ("fragments", type(self.fragments) is int and self.fragments >= 1, "at least 1"),
+            ("residual", self.residual in ("apart", "weights"), "'apart' or 'weights'"),
+            ("outer_lr", 0 < self.outer_lr < math.inf, "a rate > 0"),
+            ("momentum", momentum is None or 0 <= momentum < 1, "one in [0, 1), or None"),
+            ("nesterov", not self.nesterov or momentum != 0, "a momentum > 0, too, e.g. 0.9"),
+            ("residual_decay", 0 <= self.residual_decay <= 1, "a factor in [0, 1]"),
+            ("noise_correction", type(self.noise_correction) is bool, "True or False"),
+            ("dct", dct is None or (type(dct) is int and dct > 1), "elements, >= 2, or None"),
+            ("sign", type(self.sign) is bool, "True or False"),
+        ):
+            require(fits, f"OuterStep: {name} is {given[name]!r}; give {cure}")
+        check_density(self.density)
+        Warmup(self.warmup_steps)
+        require(
+            self.rule is None or (self.fragments == 1 and not self.delay),
+            f"OuterStep: fragments {self.fragments} and delay {self.delay!r} need a period that stays; "
+            "give a number of steps, or omit them",
+        )
+        require(
+            type(self.delay) is int and 0 <= self.delay < self.first_period,
+            f"OuterStep: delay is {self.delay!r}; give steps from 0 to {self.first_period - 1}: below "
+            "the period",
+        )
+
+    @cached_property
+    def chosen(self) -> Algorithm:
+        """The algorithm that exchanges, with what an outer step asks of it."""
+        # sums that are not divided, as SparCML's, would be an outer_lr of world_size
+        chosen = replace(resolve(self.algorithm), average=True, make_dense=Changing)
+        # units of different fragments are selected from at different times
+        return chosen if self.fragments == 1 else replace(chosen, shared=False)
+
+    @property
+    def rule(self) -> AdaptivePeriod | None:
+        """The rule that the period follows, if it changes."""
+        return self.period if isinstance(self.period, AdaptivePeriod) else None
+
+    @cached_property
+    def first_period(self) -> int:
+        """Local steps between exchanges, at first."""
+        if isinstance(self.period, AdaptivePeriod):
+            return self.period.least
+        if self.period is not None:
+            return self.period
+        # a dense exchange in 32 bits at 1 % of pairs of 64: every 50 steps
+        return max(1, math.ceil((self.chosen.bits or 0) / (_PAIR_BITS * self.density)))
+
+    @cached_property
+    def warm(self) -> tuple[int, ...]:
+        """The local steps of the warm-up that end with an exchange."""
+        return warm_exchanges(self.warmup_steps, self.first_period)
+
+    def adapted(
+        self,
+        compress: Callable[[str, Tensor], bool] | None = None,
+        unit_bytes: int | None = None,
+        warmup_steps: int = 0,
+    ) -> OuterStep:
+        """Return these settings with those that ``attach`` was given in other arguments, if any."""
+        algorithm = replace(
+            self.chosen,
+            compress=compress or self.chosen.compress,
+            unit_bytes=unit_bytes or self.chosen.unit_bytes,
+        )
+        steps = Warmup(warmup_steps).steps or self.warmup_steps
+        return replace(
+            self, algorithm=algorithm, period=self.rule or self.first_period, warmup_steps=steps
+        )
+
+    def plan(
+        self,
+        vector: Tensor,
+        parameters: Mapping[str, Tensor],
+        output: Collection[str] = (),
+        kinds: Mapping[str, str] | None = None,
+        rest: Mapping[str, int] | None = None,
+    ) -> Layout:
+        """Divide a vector into fragments, and these into units: see ``Layout``.
+
+        It holds these parameters, and then the ``rest``, by name and size.
+        """
+        layout, chosen = Layout(parameters, rest or {}, self.fragments), self.chosen
+
+        def compress(name: str, tensor: Tensor) -> bool:
+            if name not in parameters:
+                return False
+            return chosen.compress is None or chosen.compress(name, tensor)
+
+        layout.plan(vector, chosen.unit_bytes, compress, output, kinds or {})
+        return layout
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings that make this member of the family, as plain values."""
+        names = ("fragments", "delay", "warmup_steps", "residual", "outer_lr", "momentum")
+        more = ("nesterov", "residual_decay", "noise_correction", "dct", "sign")
+        return {
+            "period": self.first_period,
+            **{name: getattr(self, name) for name in (*names, *more)},
+            "period_rule": str(self.rule or "fixed"),
+        }
+
+    def place(self, period: int) -> dict[str, Any]:
+        """Return what a saved residual depends on, with the present period."""
+        chosen = self.chosen
+        place: dict[str, Any] = {
+            "scheme": "OuterStep",
+            "algorithm": f"{chosen.name} {chosen.options}",
+            "density": self.density,
+            "period": period if self.rule is None else str(self.rule),
+        }
+        if self.residual == "weights":
+            place["residual"] = self.residual
+        if self.dct:
+            place["dct"] = self.dct
+        if self.fragments > 1 or self.delay:
+            place |= {"fragments": self.fragments, "delay": self.delay}
+        return place

@@ -36,8 +36,8 @@ from sparsync.cli.launch import RankError
 from sparsync.cli.links import parse_links
 from sparsync.cli.network import Connection
 from sparsync.cost.machine import Machine
-from sparsync.cost.training import plan_loss
 from sparsync.presets import candidates
+from sparsync_papers.time_to_loss.methods import plan_loss
 
 HERE = Path(__file__).parent
 CURVES, CELLS = HERE / "frontier" / "results.jsonl", HERE / "surface" / "results.jsonl"

@@ -46,8 +46,8 @@ from steps import left_out, observations
 from surface import CELLS, CURVES, LAST, LINES, PREDICTED, machine_of, surface
 from surface import Cell as Measured
 
-from sparsync.cost.training import METHODS, plan_loss, step_seconds
 from sparsync.presets import candidates
+from sparsync_papers.time_to_loss.methods import METHODS, plan_loss, step_seconds
 
 OUT = Path(__file__).parent / "time_to_loss.md"
 PARTS = (2 / 3, 1.0)  # of dense's run

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from sparsync.cost.machine import Machine
+from sparsync.cost.planner import predict, seconds_of_updates
 from sparsync.errors import ConfigurationError
-from sparsync.presets import candidates
+from sparsync.presets import candidates, resolve
 from sparsync_papers.time_to_loss import steps
 from sparsync_papers.time_to_loss.methods import METHODS, allreduced, plan_loss, rounds
 from sparsync_papers.time_to_loss.steps import FARTHEST, Recipe, steps_ratio
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+LOADED = ("frontier", "steps", "surface")
 SLOW, FAST = Machine(alpha=1e-4, beta=8e-7), Machine(alpha=1e-6, beta=8e-11)
 GPT = ["--ranks", "4", "--model-size", "8443552", "--compute", "0.25"]
 
@@ -29,7 +31,7 @@ def fitted(monkeypatch):
     """The benchmark, imported as its command does."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module("steps")
-    for name in [name for name in sys.modules if name.split(".")[0] in ("frontier", "steps")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in LOADED]:
         del sys.modules[name]
 
 
@@ -90,6 +92,33 @@ def test_fewer_bytes_never_take_longer(alpha, idle):
         [rounds(2, size, 4, machine, idle) for size in sizes],
     ):
         assert seconds == sorted(seconds) and seconds[0] >= 2 * alpha
+
+
+def test_the_seconds_behind_auto_are_about_those_of_the_lab(fitted):
+    """``docs/planning.md``: what it takes without a model of TCP's windows and losses."""
+    surface, near, fewer = importlib.import_module("surface"), {}, set()
+    found = {}
+    for row in [*fitted.Results(fitted.DATA).rows, *fitted.Results(surface.CELLS).rows]:
+        if row["lab"] and row.get("rest") and row["optimizer"] == "adamw":
+            found[row["task"], row["lab"], row["method"]] = row
+    for task, lab, method in found:
+        if method != "updates":
+            continue
+        for name in ("dense", "updates"):
+            row = found[task, lab, name]
+            on = {"size": row["parameters"], "world_size": row["ranks"]}
+            on["machine"] = surface.machine_of(lab, row["ranks"])
+            one_bit = resolve("quantised", bits=1, block=512)
+            dense = predict(resolve("dense"), k=on["size"], **on).seconds
+            exchange = dense if name == "dense" else seconds_of_updates(one_bit, 2, **on)
+            ratio = (row["computation"] + exchange) / row["rest"]["seconds"]
+            near.setdefault(name, []).append(1 / 1.25 <= ratio <= 1.25)
+        fewer.add(
+            found[task, lab, "updates"]["rest"]["seconds"]
+            < found[task, lab, "dense"]["rest"]["seconds"]
+        )
+    counts = {name: (sum(good), len(good)) for name, good in near.items()}
+    assert counts == {"dense": (12, 15), "updates": (13, 15)} and fewer == {True}
 
 
 def test_slower_links_never_make_a_step_shorter():

@@ -133,7 +133,7 @@ def seconds_of_updates(
         >>> on = {"size": 10**7, "world_size": 4, "machine": gigabit}
         >>> one_bit = resolve("quantised", bits=1, block=512)
         >>> round(seconds_of_updates(one_bit, 2, **on), 3), round(predict(_DENSE, k=0, **on).seconds, 3)
-        (0.1, 0.485)
+        (0.096, 0.485)
     """
     made = predict(algorithm, size=size, k=size, world_size=world_size, machine=machine)
     whole = WORD_BYTES * size * machine.gamma

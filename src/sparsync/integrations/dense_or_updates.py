@@ -59,9 +59,12 @@ def by_seconds(outer: OuterStep, size: int, world_size: int, machine: Machine) -
         >>> by_seconds(outer, 10**7, 4, Machine(beta=8e-11)).exchange
         'gradients'
     """
-    on_these = {"size": size, "world_size": world_size, "machine": machine}
-    dense = predict(resolve("dense"), k=size, **on_these).seconds
-    updates = seconds_of_updates(outer.chosen, outer.period, **on_these)
+    dense = predict(
+        resolve("dense"), size=size, k=size, world_size=world_size, machine=machine
+    ).seconds
+    updates = seconds_of_updates(
+        outer.chosen, outer.period, size=size, world_size=world_size, machine=machine
+    )
     named = {
         "updates": (f"updates every {outer.period} steps", format_seconds(updates)),
         "gradients": ("dense gradients", format_seconds(dense)),

@@ -33,7 +33,7 @@ _UNKNOWN = (
 
 @dataclass(frozen=True)
 class Choice:
-    """What is exchanged, the same on all ranks."""
+    """The exchange that was chosen, the same on all ranks."""
 
     exchange: Literal["gradients", "updates"]
     why: str  # the seconds of both, and what they do not say

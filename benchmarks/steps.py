@@ -1,6 +1,6 @@
-"""How many more steps than dense a method needs: the planner's model, fitted to the frontier's curves.
+"""How many more steps than dense a method needs: the study's model, fitted to the frontier's curves.
 
-    python benchmarks/steps.py     (seconds; writes benchmarks/steps.md and the package's coefficients)
+    python benchmarks/steps.py     (seconds; writes benchmarks/steps.md, and coefficients into papers/)
 
 The data is what `frontier/results.jsonl` holds; nothing is trained. An observation is the steps to the
 loss that dense of the same optimizer has after half, two thirds and all of its run, over dense's: the
@@ -30,8 +30,8 @@ from frontier.report import Entry, entries, reached, table, value_at
 from frontier.results import Results, Row
 from rich.console import Console
 
-from sparsync.cost import steps as model
-from sparsync.cost.steps import Recipe, features
+from sparsync_papers.time_to_loss import steps as model
+from sparsync_papers.time_to_loss.steps import Recipe, features
 
 HERE = Path(__file__).parent
 DATA, OUT, PACKAGE = HERE / "frontier" / "results.jsonl", HERE / "steps.md", Path(model.__file__)
@@ -78,7 +78,7 @@ class Observation:
 
     @property
     def features(self) -> dict[str, float]:
-        """Those of the planner's model."""
+        """Those of the study's model."""
         return features(self.recipe, self.optimizer, self.ranks, self.steps)
 
 
@@ -90,7 +90,7 @@ OF_SGD = (
 
 
 def recipe_of(name: str) -> Recipe | None:
-    """Return what the planner's model knows of a method of the frontier; None: it knows no such."""
+    """Return what the study's model knows of a method of the frontier; None: it knows no such."""
     method = METHODS[name]
     given = {**method.settings, **method.untuned}
     if method.make is power_sgd:
@@ -312,7 +312,7 @@ def report(data: Sequence[Observation], found: Fit) -> str:
         "",
         *table(heads, rows),
         "",
-        f"8 of 10 are within a factor {likely(every):.2f}, which the planner prints.",
+        f"8 of 10 are within a factor {likely(every):.2f}, which `sparsync time-to-loss` prints.",
         "",
         "## Measured, fitted, and predicted without the task",
         "",

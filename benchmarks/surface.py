@@ -3,14 +3,14 @@
     python benchmarks/surface.py --curves     (about 40 minutes: trains what has no curve yet)
     python benchmarks/surface.py --cells      (about 2 hours; Linux, root; resumes)
     python benchmarks/surface.py --report     (only writes what is there)
-    python benchmarks/surface.py --predict    (what the planner says, before any cell is measured)
+    python benchmarks/surface.py --predict    (what the study says, before any cell is measured)
 
 4 ranks train the 8.4 M-parameter GPT of the frontier.  A loss by step does not depend on the network,
 so curves are the frontier's (``frontier/results.jsonl``).  In each cell a method trains for some steps,
 whose seconds and bytes are measured: seconds to the loss are steps to it times seconds per step.
 
 ``surface/predicted.json`` was written before the nine networks were measured; ``predicted_2.json`` after
-the planner had been revised with them, and before two others were measured; ``predicted_3.json`` after
+the study had been revised with them, and before two others were measured; ``predicted_3.json`` after
 a second revision, and before two more.
 """
 
@@ -36,15 +36,15 @@ from sparsync.cli.launch import RankError
 from sparsync.cli.links import parse_links
 from sparsync.cli.network import Connection
 from sparsync.cost.machine import Machine
-from sparsync.cost.training import plan_loss
 from sparsync.presets import candidates
+from sparsync_papers.time_to_loss.methods import plan_loss
 
 HERE = Path(__file__).parent
 CURVES, CELLS = HERE / "frontier" / "results.jsonl", HERE / "surface" / "results.jsonl"
 OUT, PICTURE = HERE / "surface.md", HERE.parent / "docs" / "images" / "surface.png"
 RATES, RTTS = ("10mbit", "100mbit", "1gbit"), (0, 20, 80)
 FASTEST = RATES[-1]
-# not in the tables: after the first revision of the planner, and after the second
+# not in the tables: after the first revision of the study, and after the second
 HELD_OUT, LAST = ("30mbit,40ms", "300mbit,10ms"), ("20mbit,30ms", "200mbit,50ms")
 RANKS, STEPS, GOAL = 4, 300, 200  # the goal: dense's loss after this many steps
 LONG = 600  # steps of methods that are not there after 300; a few need 400
@@ -71,7 +71,7 @@ class Line(NamedTuple):
     bytes_per_parameter: float  # and step, about
     steps: int = STEPS
     default: bool = False  # what one line gives
-    choice: bool = False  # one of this library's that the planner may choose instead
+    choice: bool = False  # one of this library's that the study may choose instead
 
 
 LINES = (
@@ -207,7 +207,7 @@ def _is_of(row: Row, line: Line, lab: str) -> bool:
 
 
 def machine_of(lab: str, ranks: int) -> Machine:
-    """Return what the planner is told of a network; nothing of it is measured."""
+    """Return what the study is told of a network; nothing of it is measured."""
     link, *_ = parse_links(lab, ranks)
     way = link.rtt / 2
     return Machine(alpha=ALPHA + way, beta=8 * FRAMED / min(link.up, link.down), distance=way)
@@ -217,7 +217,7 @@ def machine_of(lab: str, ranks: int) -> Machine:
 
 
 def predict(labs: Iterable[str], path: Path) -> None:
-    """Write what the planner says of every cell, its fit as it is now; it is not written twice."""
+    """Write what the study says of every cell, its fit as it is now; it is not written twice."""
     said: dict[str, dict[str, object]] = {}
     for lab in labs:
         for optimizer in ("adamw", "sgd"):
@@ -269,7 +269,7 @@ def write(found: dict[tuple[str, str], Cell]) -> None:
         "those with AdamW. Settings as published, rate "
         f"{RATE:g} (SGD: the better of {SGD_RATES}). Steps: with AdamW and fp16 of one "
         "seed, with SGD the mean of three. The three lines with fragments are what "
-        "the planner may choose in place of `attach`'s default.",
+        "the study may choose in place of `attach`'s default.",
         "",
         *(f"- {said}" for said in verdict(found)),
         "",
@@ -360,7 +360,7 @@ def main() -> None:
     parser.add_argument("--curves", action="store_true", help="train what has no curve yet")
     parser.add_argument("--cells", action="store_true", help="measure cells that are not there")
     parser.add_argument("--report", action="store_true", help="run nothing")
-    parser.add_argument("--predict", action="store_true", help="write the planner's predictions")
+    parser.add_argument("--predict", action="store_true", help="write the study's predictions")
     parser.add_argument("--networks", help="of the cells, with semicolons (default: all)")
     parser.add_argument("--methods", help="labels, with semicolons (default: all)")
     given = parser.parse_args()

@@ -1,15 +1,15 @@
-"""Time to dense's loss as the planner predicts it, against the frontier's curves and lab.
+"""Time to dense's loss as the study predicts it, against the frontier's curves and lab.
 
     python benchmarks/time_to_loss.py     (seconds; writes benchmarks/time_to_loss.md)
 
 Nothing is trained: `frontier/results.jsonl` has the curves, `surface/results.jsonl` and the frontier's
 lab the seconds per step on real links, with the computation next to them. Four questions are asked.
 
-What had the planner said of the surface before any of its cells was measured (`surface/predicted.json`)?
+What had the study said of the surface before any of its cells was measured (`surface/predicted.json`)?
 Seven of its nine networks had never been seen; of 10 and 100 Mbit/s without a distance, some methods
 had. The fit of steps knew AdamW's curves of this model, and none of SGD's.
 
-The planner was then revised: PowerSGD's dense start; windows that TCP halves in pauses, in sparse
+The study was then revised: PowerSGD's dense start; windows that TCP halves in pauses, in sparse
 exchanges, too; DDP's buckets, two at a time; headers; the simplest method within 10 % is chosen; and the
 fit of steps knows the new curves. What did that say of two other networks (`surface/predicted_2.json`),
 before they were measured?
@@ -46,8 +46,8 @@ from steps import left_out, observations
 from surface import CELLS, CURVES, LAST, LINES, PREDICTED, machine_of, surface
 from surface import Cell as Measured
 
-from sparsync.cost.training import METHODS, plan_loss, step_seconds
 from sparsync.presets import candidates
+from sparsync_papers.time_to_loss.methods import METHODS, plan_loss, step_seconds
 
 OUT = Path(__file__).parent / "time_to_loss.md"
 PARTS = (2 / 3, 1.0)  # of dense's run
@@ -93,7 +93,7 @@ class Time:
 
 
 def cells(rows: Sequence[Row]) -> list[Cell]:
-    """Return all methods that the planner knows and the lab has timed; the last run of each."""
+    """Return all methods that the study knows and the lab has timed; the last run of each."""
     found = {}
     for row in rows:
         if not row["lab"] or not row.get("rest"):
@@ -113,7 +113,7 @@ def cells(rows: Sequence[Row]) -> list[Cell]:
 
 
 def predicted(row: Row) -> float | None:
-    """Return a method's planned seconds per step; None: the planner does not know it."""
+    """Return a method's planned seconds per step; None: the study does not know it."""
     machine, size, ranks = machine_of(row["lab"], row["ranks"]), row["parameters"], row["ranks"]
     compute = row["computation"]
     if row["method"] == "gradients":
@@ -169,7 +169,7 @@ def share(found: Sequence[Cell] | Sequence[Time]) -> str:
 
 
 def simplicity(time: Time) -> int:
-    """Rank methods as the planner does, the simplest first."""
+    """Rank methods as the study does, the simplest first."""
     names = [method.name for method in METHODS]
     known = time.cell.method in names
     return names.index(time.cell.method) if known else len(names)

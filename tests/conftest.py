@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -18,3 +20,24 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # so starts a shell its jobs in the background, and the processes that tests interrupt inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run ``sparsync`` in 80 columns where starting a rank is an error; code, output and errors."""
+    from sparsync.cli import app as cli  # after the settings above
+    from sparsync.cli import network
+
+    def launch(*_args, **_options):
+        raise AssertionError("ranks were started")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["sparsync", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return stopped.value.code, *capsys.readouterr()
+
+    monkeypatch.setattr(network, "launch", launch)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("RANK", raising=False)
+    return run

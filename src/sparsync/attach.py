@@ -67,7 +67,8 @@ def attach(
             ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", threshold_period=128)``.  For updates
             the name of a member of the family ("diloco", "sparseloco", ...), an ``OuterStep`` without a
             model, or what ``OuterStep`` is to exchange with; None: 1 bit, every second step; "auto" with
-            DDP measures the group, and takes dense gradients where those are sooner at a loss.
+            DDP measures the group, and takes dense gradients where those take fewer seconds per step, or
+            hardly more; it does not know how many steps a loss takes.
         density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected; an
             ``AdaptiveDensity`` changes it as training goes on (gradients).  None: 1 %, of models below a
             million parameters more, up to all of 46,000 (``default_density``); rank 0 says it, once.
@@ -131,11 +132,12 @@ def attach(
     if why and algorithm == "auto" and elastic is replicate is carried.hierarchy is None:
         algorithm = None
         if isinstance(model, DistributedDataParallel):
-            from sparsync.soonest import dense_or_updates  # where it is asked for
+            from sparsync.dense_or_updates import measured_choice
+            from sparsync.updates.engine import make_outer
 
-            made = dense_or_updates(model, optimizers, carried)
+            made = measured_choice(model, make_outer(None, density, given), carried)
             decided = why = made.why
-            if made.choice == "dense":
+            if made.exchange == "gradients":
                 chosen, algorithm, density = "gradients", "dense", 1.0
                 why += "; plain DDP does the same without attach"
     outer = None

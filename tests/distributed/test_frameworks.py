@@ -533,7 +533,7 @@ def test_the_example_of_a_divided_model_learns(name, options, shape):
 
 @pytest.mark.parametrize("name", ["lightning", "transformers"])
 def test_a_missing_framework_is_named(name, monkeypatch):
-    module = f"sparsync.integrations.{name}"
+    module = f"sparsync.frameworks.{name}"
     monkeypatch.delitem(sys.modules, module, raising=False)
     for loaded in (name, *(m for m in sys.modules if m.startswith(f"{name}."))):
         monkeypatch.setitem(sys.modules, loaded, None)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import sparsync
-from sparsync import soonest
+from sparsync import dense_or_updates
 from sparsync.cost.calibrate import Calibration
 from sparsync.cost.machine import Machine
 from sparsync.errors import CheckpointError, PeerError
@@ -414,11 +414,11 @@ def test_attach_says_what_it_exchanges_and_why():
 
 
 @on_ranks(2)
-def test_auto_exchanges_what_is_sooner_at_a_loss():
+def test_auto_exchanges_what_takes_fewer_seconds_per_step():
     """On slow links updates, on fast ones dense gradients; without DDP it can only be updates."""
     for beta, exchange, way in (
-        (1e-3, "updates", "averages: updates"),
-        (0.0, "gradients", "dense"),
+        (1e-3, "updates", "updates every 2 steps take about "),
+        (0.0, "gradients", "dense gradients take about "),
     ):
 
         async def known(_comm, beta=beta):
@@ -427,7 +427,7 @@ def test_auto_exchanges_what_is_sooner_at_a_loss():
         net = ddp_model()
         optimizer = adam(net)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(soonest, "calibrate", known)
+            patch.setattr(dense_or_updates, "calibrate", known)
             sync = sparsync.attach(net, optimizer, "auto")
         with sync:
             for step in range(4):
@@ -435,6 +435,7 @@ def test_auto_exchanges_what_is_sooner_at_a_loss():
             stats = sync.stats()
             assert stats["exchange"] == exchange
             assert [text.startswith(way) for text in stats["choices"]] == [True]
+            assert "how many steps a loss takes" in stats["choices"][0]
             assert gathered(stats["choices"]) == [stats["choices"]] * 2
             if exchange == "updates":
                 sync.finish()
@@ -442,6 +443,20 @@ def test_auto_exchanges_what_is_sooner_at_a_loss():
     plain = model()
     with sparsync.attach(plain, adam(plain), "auto") as sync:
         assert sync.stats()["exchange"] == "updates" and sync.stats()["period"] == 2
+
+
+@on_ranks(2)
+def test_auto_refuses_a_density_before_it_measures():
+    """Whatever the links are: where dense gradients had won, it would have been ignored."""
+    net = ddp_model()
+
+    async def never(_comm):
+        raise AssertionError("the links were measured")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense_or_updates, "calibrate", never)
+        with refused("density is 0.1, but updates are exchanged"):
+            sparsync.attach(net, adam(net), "auto", 0.1)
 
 
 @on_ranks(2)

@@ -32,7 +32,7 @@ LAYERS = (
     ("feedback",),
     ("api", "averaging"),
     ("exclusive", "gradients", "handle", "optimizers", "options", "updates"),
-    ("elastic", "published", "soonest"),
+    ("dense_or_updates", "elastic", "published"),
     ("attach", "checkpoint", "frameworks", "testing"),
     ("__init__",),
     ("__main__", "cli"),

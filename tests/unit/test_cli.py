@@ -14,6 +14,18 @@ def test_alone_it_prints_help(command):
     assert (code, err) == (0, "") and "train" in out
 
 
+@pytest.mark.parametrize("name", ["reproduce", "time-to-loss"])
+def test_a_command_of_the_papers_names_their_package(command, monkeypatch, name):
+    monkeypatch.setattr(cli, "entry_points", lambda group: ())
+    code, out, err = command(name, "--ranks", 4)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(
+        f"error: sparsync {name} is of the package sparsync-papers, which is not "
+    )
+    assert "No such command" in command("nonsense")[2]
+    assert command()[0] == 0 and "time-to-loss" not in command()[1]
+
+
 def test_it_tells_its_version(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["sparsync", "--version"])
     with pytest.raises(SystemExit) as stopped:
@@ -186,7 +198,6 @@ BAD_INPUT = {
         (["new", "--ranks", "99999999999"], "ranks is 99999999999; give at most 4,096"),
     ],
     "doctor": [
-        (["--compute", "1"], "--compute is for --model-size alone"),
         (["--ranks", "0"], "ranks is 0; give at least 1"),
         (["--seconds", "0"], "seconds is 0; give some > 0 and at most --timeout, 60"),
         (["--seconds", "61"], "seconds is 61; give some > 0 and at most --timeout, 60"),

@@ -120,6 +120,16 @@ SHORT = {
     "simulate": ["--ranks", "2", "--model-size", "100000", "--steps", "1", "--warmup", "0"],
     "keys": ["--ranks", "2"],
     "reproduce": [],
+    "time-to-loss": [
+        "--ranks",
+        "4",
+        "--model-size",
+        "1000",
+        "--network",
+        "1gbit,1us",
+        "--optimizer",
+        "sgd",
+    ],
 }
 # a few more steps, ranks or bytes are no fault, but take their time
 LONG = {"--steps", "--warmup", "--epochs", "--sizes", "--scale"}

@@ -72,19 +72,6 @@ def test_the_page_says_what_was_found_and_what_it_means(examine):
         assert said in shown, said
 
 
-def test_it_says_how_to_train_a_model_that_was_named(examine, tmp_path):
-    path = tmp_path / "doctor.json"
-    found = examination(Check("ok", "all well"))
-    code, out, _ = examine(found, "--model-size", 8_443_552, "--compute", 0.2, "--json", path)
-    plan = json.loads(path.read_text())["plan"]
-    assert (
-        code == 0 and plan["why"] in " ".join(out.split()) and plan["why"].startswith(plan["way"])
-    )
-    code, _, err = examine(found, "--model-size", 9, "--optimizer", "lion")
-    assert code == 2 and "optimizer is lion; give one of" in err
-    assert "plan" not in as_json(found)
-
-
 def test_what_it_means():
     # 2 n (P - 1) / P words of 8.5 ns per byte are 0.751 s, 4 latencies 0.36 ms, the sums 7.1 ms
     said = sentence(examination())

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from sparsync import __version__
 from sparsync.cli.values import checked, out_of_memory
-from sparsync.errors import ConfigurationError, SparsyncError
+from sparsync.errors import ConfigurationError, SparsyncError, require
 from sparsync.messages import say
 from sparsync.transports.launchers import detect
 
@@ -40,6 +40,7 @@ COMMANDS: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
     }
 )
 _GROUP = "sparsync.commands"
+_OF_PAPERS = ("reproduce", "time-to-loss")  # for those who look for them where it is not installed
 
 # the base of all usage errors is click's UsageError, which newer versions of typer bring themselves
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
@@ -54,12 +55,18 @@ def make_app(wanted: str | None = None) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
+    points = sorted(entry_points(group=_GROUP), key=lambda point: point.name)
+    require(
+        wanted not in _OF_PAPERS or any(point.name == wanted for point in points),
+        f"sparsync {wanted} is of the package sparsync-papers, which is not installed; install it, from "
+        "papers/ in a clone of sparsync",
+    )
     for name, (module, line) in COMMANDS.items():
         if wanted in (name, None):
             app.command(name)(checked(importlib.import_module(f"sparsync.cli.{module}").command))
         else:
             app.command(name, help=line)(_nothing)
-    for point in sorted(entry_points(group=_GROUP), key=lambda point: point.name):
+    for point in points:
         if wanted in (point.name, None):
             app.command(point.name)(checked(point.load()))
         else:

@@ -15,15 +15,7 @@ from typer import Option
 from sparsync.cli.network import parse_network, parse_seconds
 from sparsync.cli.options import option
 from sparsync.cli.output import Columns, check_outputs, format_ratio, to_json, write_json
-from sparsync.cli.time_to_loss import USUAL_STEPS, Training, loss_as_json, loss_page
-from sparsync.cli.values import (
-    Bounds,
-    Bytes,
-    InputFile,
-    Positive,
-    Seconds,
-    read_text,
-)
+from sparsync.cli.values import Bounds, Bytes, InputFile, Seconds, read_text
 from sparsync.collectives.costs import WORD_BYTES
 from sparsync.cost.machine import Machine
 from sparsync.cost.planner import Plan, plan
@@ -33,10 +25,10 @@ from sparsync.cost.wording import (
     format_percent,
     format_seconds,
 )
-from sparsync.errors import ConfigurationError, require
+from sparsync.errors import ConfigurationError
 from sparsync.presets import candidates
 
-__all__ = ["as_json", "command", "read_machine"]
+__all__ = ["ManyRanks", "ModelSize", "as_json", "command", "machine_of", "read_machine"]
 
 # nothing is run, so more than any machine holds; a single rank, and a model of nothing, are answered
 ManyRanks = Annotated[int, Bounds(1, 10**6)]
@@ -58,14 +50,6 @@ def command(
     compute: Annotated[
         Seconds | None, option("Seconds of a step without exchange, which hide part of it.")
     ] = None,
-    goal: Annotated[
-        str | None,
-        option("step: collectives; loss: methods, by time to a loss.", "loss with --optimizer"),
-    ] = None,
-    optimizer: Annotated[str | None, option("sgd, adamw or muon: for --goal loss.")] = None,
-    steps_to_loss: Annotated[
-        Positive | None, option("Steps that dense takes to the loss.", f"{USUAL_STEPS}")
-    ] = None,
     machine: Annotated[
         InputFile | None,
         option("Measurements of sparsync doctor --json; --network overrides its links."),
@@ -82,23 +66,12 @@ def command(
 ) -> None:
     """Predict which collective is fastest, and from which bandwidth and density on dense is.
 
-    Times are those of the busiest rank for one step: selection and exchange.  With --optimizer, methods
-    of training are compared by their time to a loss: dense, averages, local steps, sparse gradients.
-    Nothing is run.
+    Times are those of the busiest rank for one step: selection and exchange.  Nothing is run.
     """
-    here = _machine(machine, network, rtt)
+    here = machine_of(machine, network, rtt)
     alone = json == Path("-")
     if not alone:
         check_outputs(json)
-    if _for_loss(goal, optimizer, steps_to_loss, budget, all_=all_):
-        training = Training(model_size, str(optimizer), compute, steps_to_loss, density)
-        found = training.planned(ranks, here)
-        if alone:
-            sys.stdout.write(to_json(loss_as_json(found)))
-        else:
-            write_json(json, loss_as_json(found))
-            Console().print(loss_page(found, training, ranks, here), highlight=False)
-        return
     made = plan(
         model_size,
         ranks,
@@ -113,29 +86,6 @@ def command(
     else:
         write_json(json, as_json(made))
         Console().print(_shown(made, here, model_size, ranks), highlight=False)
-
-
-def _for_loss(
-    goal: str | None,
-    optimizer: str | None,
-    steps: float | None,
-    budget: float | None,
-    *,
-    all_: bool,
-) -> bool:
-    """Tell whether methods are compared by their time to a loss; refuse what is for the other goal."""
-    require(goal in (None, "loss", "step"), f"--goal is {goal}; give loss or step")
-    if goal == "step" or (goal is None and optimizer is None and steps is None):
-        given = {"--optimizer": optimizer, "--steps-to-loss": steps}
-        extra = next((name for name, value in given.items() if value is not None), None)
-        require(extra is None, f"{extra} is for --goal loss; omit it, or --goal step")
-        return False
-    require(optimizer is not None, "--goal loss needs --optimizer: sgd, adamw or muon")
-    require(
-        budget is None and not all_,
-        "--budget and --all are for --goal step; omit them, or --optimizer",
-    )
-    return True
 
 
 def as_json(made: Plan) -> dict[str, Any]:
@@ -167,8 +117,12 @@ def read_machine(file: Path) -> Machine:
     return Machine.from_json(read_text(file, "--machine", "the file of sparsync doctor --json"))
 
 
-def _machine(file: Path | None, network: str | None, rtt: str | None) -> Machine:
-    """Return the measured machine, with the network and the round trip that were named."""
+def machine_of(file: Path | None, network: str | None, rtt: str | None) -> Machine:
+    """Return the measured machine, with the network and the round trip that were named.
+
+    Raises:
+        ConfigurationError: neither file nor network was named, or one of them makes no sense.
+    """
     if file is None and network is None:
         raise ConfigurationError(
             "no network is known; name one, e.g. --network 10gbit,20us, or give --machine FILE, "

@@ -45,11 +45,14 @@ from sparsync.selection import Everything
 __all__ = [
     "BACKWARD",
     "BUCKET_BYTES",
+    "EXCHANGE_PASSES",
+    "STEP_PASSES",
     "Plan",
     "Prediction",
     "bound_words",
     "plan",
     "predict",
+    "seconds_of_updates",
 ]
 
 # all are compared with it
@@ -57,6 +60,10 @@ _DENSE = Algorithm("dense", Everything, Dense, source="Ok-Topk, Table 1, Dense")
 _DEFAULT_DENSITY = 0.01
 BUCKET_BYTES = 25 * 2**20  # of gradients that dense exchanges at once, as PyTorch's DDP
 BACKWARD = 2 / 3  # of a pass: two matrix products per layer, where forward has one
+# passes over the model, each as long as adding it to another one: what updates take besides their
+# exchange, per local step (the optimizer's) and per exchange (the shared weights').  Set by hand to
+# steps of a GPT of 8.4 M parameters in the lab (benchmarks/time_to_loss.md)
+STEP_PASSES, EXCHANGE_PASSES = 8, 8
 _NEARLY = 0.9  # of the entries that fit a budget
 _SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second between which break-even is looked for
 _PER_DECADE, _HALVINGS = 4, 40  # points at which, and then halvings of the interval
@@ -110,6 +117,27 @@ def predict(
         equation=algorithm.source,
         lower_bound_words=0.0 if alone else bound_words(result, job),
     )
+
+
+def seconds_of_updates(
+    algorithm: Algorithm, period: int, *, size: int, world_size: int, machine: Machine
+) -> float:
+    """Predict what updates of whole models take per local step, exchanged every ``period`` steps.
+
+    Raises:
+        ConfigurationError: as of ``predict``.
+
+    Example:
+        >>> from sparsync.presets import resolve
+        >>> gigabit = Machine(alpha=50e-6, beta=8e-9)
+        >>> on = {"size": 10**7, "world_size": 4, "machine": gigabit}
+        >>> one_bit = resolve("quantised", bits=1, block=512)
+        >>> round(seconds_of_updates(one_bit, 2, **on), 3), round(predict(_DENSE, k=0, **on).seconds, 3)
+        (0.096, 0.485)
+    """
+    made = predict(algorithm, size=size, k=size, world_size=world_size, machine=machine)
+    whole = WORD_BYTES * size * machine.gamma
+    return STEP_PASSES * whole + (made.seconds + EXCHANGE_PASSES * whole) / period
 
 
 def bound_words(result: Result, job: Job) -> float:

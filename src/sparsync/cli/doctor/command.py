@@ -22,16 +22,13 @@ from sparsync.cli.options import (
     Lab,
     Timeout,
     Transport,
-    option,
     ranks_option,
     takes,
 )
 from sparsync.cli.output import Columns, check_outputs, progress, write_json
-from sparsync.cli.time_to_loss import USUAL_STEPS, Training, loss_as_json
-from sparsync.cli.values import Elements, Only, Positive, Ranks, Seconds, check, check_fields
+from sparsync.cli.values import Ranks, check, check_fields
 from sparsync.collectives.costs import allreduce
 from sparsync.cost.calibrate import Calibration, calibrate
-from sparsync.cost.machine import Machine
 from sparsync.cost.wording import format_bandwidth, format_seconds
 from sparsync.errors import PeerError
 from sparsync.transports.agree import check_equal_parameters
@@ -60,32 +57,12 @@ class DoctorSettings:
     seconds: Annotated[float, Option(help="About how long to measure; far links need more.")] = 3.0
     timeout: Timeout = 60.0
     hosts: Annotated[bool, Option("--hosts", help="Name the hosts in the report.")] = False
-    model_size: Annotated[Elements | None, option("Trained elements, to plan a training.")] = None
-    optimizer: Annotated[
-        str, Only(("model_size",), "adamw"), Option(help="Of that training: sgd, adamw or muon.")
-    ] = "adamw"
-    compute: Annotated[
-        Seconds | None, Only(("model_size",)), option("Seconds of its step without exchange.")
-    ] = None
-    steps_to_loss: Annotated[
-        Positive, Only(("model_size",), USUAL_STEPS), Option(help="Steps that dense takes.")
-    ] = USUAL_STEPS
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.training is not None:
-            # bad numbers are refused before a rank starts
-            self.training.planned(self.ranks, Machine())
         expected = f"some > 0 and at most --timeout, {self.timeout:g}"
         check("seconds", f"{self.seconds:g}", 0 < self.seconds <= self.timeout, expected)
         self.connection()
-
-    @property
-    def training(self) -> Training | None:
-        """The training that is planned on the measured links; None: its model was not named."""
-        if self.model_size is None:
-            return None
-        return Training(self.model_size, self.optimizer, self.compute, self.steps_to_loss)
 
     def connection(self) -> Connection:
         """Return how the ranks are connected."""
@@ -113,8 +90,8 @@ def command(*, json: Json = None, **fields: Any) -> None:
     """Measure the links and the ranks of a job, and check its software; a few seconds.
 
     Starts local ranks, or joins those of torchrun, mpiexec or srun.  The page names no host and no
-    address, so it can go into a bug report; --json is for sparsync plan --machine.  With --model-size
-    it also says how to train such a model on these links.  Ends with 1 if anything is bad.
+    address, so it can go into a bug report; --json is for sparsync plan --machine.  Ends with 1 if
+    anything is bad.
     """
     settings = DoctorSettings(**fields)
     if leads():
@@ -124,12 +101,7 @@ def command(*, json: Json = None, **fields: Any) -> None:
     if found is None:
         return
     Console().print(page(found), highlight=False)
-    planned = {}
-    if settings.training is not None:
-        made = settings.training.planned(len(found.facts), found.calibration.machine)
-        Console().print(made.why, highlight=False, soft_wrap=True)
-        planned = {"plan": loss_as_json(made)}
-    write_json(json, {**as_json(found), **planned})
+    write_json(json, as_json(found))
     if not found.healthy:
         raise typer.Exit(1)
 

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from sparsync.cost import steps
 from sparsync.cost.machine import Machine
-from sparsync.cost.steps import FARTHEST, Recipe, steps_ratio
-from sparsync.cost.training import METHODS, allreduced, plan_loss, rounds
+from sparsync.cost.planner import predict, seconds_of_updates
 from sparsync.errors import ConfigurationError
-from sparsync.presets import candidates
+from sparsync.presets import candidates, resolve
+from sparsync_papers.time_to_loss import steps
+from sparsync_papers.time_to_loss.methods import METHODS, allreduced, plan_loss, rounds
+from sparsync_papers.time_to_loss.steps import FARTHEST, Recipe, steps_ratio
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+LOADED = ("frontier", "steps", "surface")
 SLOW, FAST = Machine(alpha=1e-4, beta=8e-7), Machine(alpha=1e-6, beta=8e-11)
 GPT = ["--ranks", "4", "--model-size", "8443552", "--compute", "0.25"]
 
@@ -29,7 +31,7 @@ def fitted(monkeypatch):
     """The benchmark, imported as its command does."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module("steps")
-    for name in [name for name in sys.modules if name.split(".")[0] in ("frontier", "steps")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in LOADED]:
         del sys.modules[name]
 
 
@@ -90,6 +92,33 @@ def test_fewer_bytes_never_take_longer(alpha, idle):
         [rounds(2, size, 4, machine, idle) for size in sizes],
     ):
         assert seconds == sorted(seconds) and seconds[0] >= 2 * alpha
+
+
+def test_the_seconds_behind_auto_are_about_those_of_the_lab(fitted):
+    """``docs/planning.md``: what it takes without a model of TCP's windows and losses."""
+    surface, near, fewer = importlib.import_module("surface"), {}, set()
+    found = {}
+    for row in [*fitted.Results(fitted.DATA).rows, *fitted.Results(surface.CELLS).rows]:
+        if row["lab"] and row.get("rest") and row["optimizer"] == "adamw":
+            found[row["task"], row["lab"], row["method"]] = row
+    for task, lab, method in found:
+        if method != "updates":
+            continue
+        for name in ("dense", "updates"):
+            row = found[task, lab, name]
+            on = {"size": row["parameters"], "world_size": row["ranks"]}
+            on["machine"] = surface.machine_of(lab, row["ranks"])
+            one_bit = resolve("quantised", bits=1, block=512)
+            dense = predict(resolve("dense"), k=on["size"], **on).seconds
+            exchange = dense if name == "dense" else seconds_of_updates(one_bit, 2, **on)
+            ratio = (row["computation"] + exchange) / row["rest"]["seconds"]
+            near.setdefault(name, []).append(1 / 1.25 <= ratio <= 1.25)
+        fewer.add(
+            found[task, lab, "updates"]["rest"]["seconds"]
+            < found[task, lab, "dense"]["rest"]["seconds"]
+        )
+    counts = {name: (sum(good), len(good)) for name, good in near.items()}
+    assert counts == {"dense": (12, 15), "updates": (13, 15)} and fewer == {True}
 
 
 def test_slower_links_never_make_a_step_shorter():
@@ -234,21 +263,21 @@ def test_numbers_that_make_no_sense_are_refused(options, words):
 
 
 def test_the_page_names_a_way_and_why(command):
-    code, out, err = command("plan", *GPT, "--network", "10mbit,10ms", "--optimizer", "adamw")
+    given = [*GPT, "--network", "10mbit,10ms", "--optimizer", "adamw"]
+    code, out, err = command("time-to-loss", *given)
     assert (code, err) == (0, "")
     rows = [line.split()[0] for line in out.splitlines() if " x " in line or "not reached" in line]
     assert {"dense", "fp16", "updates", "updates-overlap", "diloco-h100"} <= set(rows)
     assert "local steps every" in out and "times (" in out and "that is: OuterStep" in out
-    code, out, _ = command(
-        "plan", "--ranks", 1, "--model-size", 9, "--network", "1gbit,1us", "--optimizer", "sgd"
-    )
+    alone = ["--ranks", 1, "--model-size", 9, "--network", "1gbit,1us", "--optimizer", "sgd"]
+    code, out, _ = command("time-to-loss", *alone)
     assert code == 0 and out.splitlines()[-1] == "dense: one rank has nobody to exchange with"
 
 
 def test_the_json_of_a_plan_has_ratios_and_times(command, tmp_path):
     path = tmp_path / "plan.json"
-    given = [*GPT, "--network", "100mbit,50us", "--goal", "loss", "--optimizer", "muon"]
-    assert command("plan", *given, "--steps-to-loss", 300, "--json", path)[0] == 0
+    given = [*GPT, "--network", "100mbit,50us", "--optimizer", "muon"]
+    assert command("time-to-loss", *given, "--steps-to-loss", 300, "--json", path)[0] == 0
     made = json.loads(path.read_text())
     assert (made["choice"], made["steps_of_dense"]) == (made["table"][0]["method"], 300)
     starts = {method.name: method.start for method in METHODS}
@@ -259,21 +288,27 @@ def test_the_json_of_a_plan_has_ratios_and_times(command, tmp_path):
         assert entry["seconds"]["mean"] == pytest.approx(until)
         assert entry["seconds"]["low"] <= until <= entry["seconds"]["high"]
         assert entry["reached"] == (entry["steps"]["mean"] <= steps.FARTHEST)
-    alone = json.loads(command("plan", *given, "--steps-to-loss", 300, "--json", "-")[1])
+    alone = json.loads(command("time-to-loss", *given, "--steps-to-loss", 300, "--json", "-")[1])
     assert alone == made
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--goal", "loss"], "--goal loss needs --optimizer"),
-        (["--goal", "time"], "--goal is time; give loss or step"),
-        (["--steps-to-loss", "300"], "--goal loss needs --optimizer"),
-        (["--goal", "step", "--optimizer", "sgd"], "--optimizer is for --goal loss"),
-        (["--optimizer", "sgd", "--budget", "9"], "--budget and --all are for --goal step"),
-        (["--optimizer", "lion"], "optimizer is lion"),
+        ([], "Missing option '--optimizer'"),
+        (["--optimizer", "lion"], "optimizer is lion; give one of adamw, muon, sgd"),
+        (["--optimizer", "sgd", "--steps-to-loss", "0"], "give a number > 0"),
+        (["--optimizer", "sgd", "--compute", "-1"], "compute is -1"),
     ],
 )
-def test_options_of_the_other_goal_are_refused(command, options, words):
-    code, out, err = command("plan", *GPT, "--network", "100mbit,50us", *options)
+def test_wrong_options_are_refused(command, options, words):
+    code, out, err = command("time-to-loss", *GPT[:4], "--network", "100mbit,50us", *options)
     assert code == 2 and err.startswith("error: ") and words in err and out == ""
+
+
+def test_it_takes_the_doctors_measurements(command, tmp_path):
+    path = tmp_path / "doctor.json"
+    path.write_text(json.dumps({"machine": SLOW.as_dict()}))
+    given = [*GPT, "--optimizer", "adamw", "--machine", path, "--json", "-"]
+    made = json.loads(command("time-to-loss", *given)[1])
+    assert made["why"] == planned(SLOW, compute=0.25).why

@@ -30,9 +30,9 @@ from sparsync.algorithm import Algorithm
 from sparsync.collectives.costs import WORD_BYTES, Job
 from sparsync.collectives.quantised import Quantised
 from sparsync.cost.machine import Machine
-from sparsync.cost.planner import BACKWARD, BUCKET_BYTES, plan
-from sparsync.cost.steps import Optimizer, Ratio, Recipe, steps_ratio
+from sparsync.cost.planner import BACKWARD, BUCKET_BYTES, EXCHANGE_PASSES, STEP_PASSES, plan
 from sparsync.errors import require
+from sparsync_papers.time_to_loss.steps import Optimizer, Ratio, Recipe, steps_ratio
 
 __all__ = [
     "METHODS",
@@ -61,8 +61,8 @@ _BUCKETS_AT_ONCE = 2  # that gloo sums
 # elements after compression per matrix rank and square root of n: two byte-level GPTs of 4 layers
 _LOW_RANK = 10.6
 # passes over the model, in the time of a dense sum: of PowerSGD's products, of sparse gradients besides
-# their selection, of Adam's and the shared weights' per step and per exchange (by hand, from the lab)
-_LOW_RANK_PASSES, _SPARSE_PASSES, _STEP_PASSES, _EXCHANGE_PASSES = 30, 6, 8, 8
+# their selection (by hand, from the lab)
+_LOW_RANK_PASSES, _SPARSE_PASSES = 30, 6
 _ALIKE = 1.1  # times as long, which is not told apart: then the simpler method is chosen
 _SPARSELOCO = 12.5 / 8 / 64  # bytes per element: one in 64 takes 12.5 bits
 
@@ -297,7 +297,7 @@ def step_seconds(
         hidden = min(each.wire * (1 - 1 / buckets), BACKWARD * compute * (1 - first))
     wait = max(each.wire - hidden, 0.0) + each.work
     often = parts / period
-    per_step = _STEP_PASSES * whole if averages else 0.0
+    per_step = STEP_PASSES * whole if averages else 0.0
     return compute + per_step + often * wait, often * each.nbytes
 
 
@@ -316,17 +316,17 @@ def _exchange(
         sent = _SPARSELOCO * size
         wire = rounds(1, sent, world_size, machine, idle)
         select = machine.select * size + machine.decode * world_size * size / 64
-        return _Exchange(wire, select + _EXCHANGE_PASSES * whole, (world_size - 1) * sent)
+        return _Exchange(wire, select + EXCHANGE_PASSES * whole, (world_size - 1) * sent)
     if family == "dense" or method.bits == 32:
         nbytes = size * method.bits / 8
-        passes = share + (_EXCHANGE_PASSES if family != "dense" else 2 * (method.bits < 32))
+        passes = share + (EXCHANGE_PASSES if family != "dense" else 2 * (method.bits < 32))
         bucket = BUCKET_BYTES * method.bits / 32 if family == "dense" else math.inf
         wire = allreduced(nbytes, world_size, machine, idle, bucket)
         return _Exchange(wire, passes * whole, 2 * share * nbytes)
     cost = Quantised(method.bits, method.block).cost(Job(size, size, world_size))
     wire = rounds(2, cost.nbytes / 2 / (world_size - 1), world_size, machine, idle)
     work = cost.dense_bytes * machine.gamma + cost.turns * machine.turn
-    return _Exchange(wire, work + _EXCHANGE_PASSES * whole, cost.nbytes)
+    return _Exchange(wire, work + EXCHANGE_PASSES * whole, cost.nbytes)
 
 
 def rounds(

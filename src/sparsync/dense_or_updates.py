@@ -1,0 +1,111 @@
+"""``attach(ddp, optimizer, "auto")`` without SGD: dense gradients or updates, by seconds per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsync.cost.calibrate import calibrate
+from sparsync.cost.machine import Machine
+from sparsync.cost.planner import predict, seconds_of_updates
+from sparsync.cost.wording import format_seconds
+from sparsync.gradients.ddp import check_ddp
+from sparsync.options import Transport
+from sparsync.presets import resolve
+from sparsync.transports.agree import agree
+from sparsync.transports.driver import run
+from sparsync.transports.process_group import Groups, TorchCommunicator, connect_group
+from sparsync.updates import OuterStep
+
+__all__ = ["Choice", "by_seconds", "measured_choice"]
+
+# of dense's seconds: where updates take more, dense is chosen, which changes no step of the training.
+# Predictions err by as much
+_CLEARLY = 0.9
+_UNKNOWN = (
+    "how many steps a loss takes differs between the two, and is not known here (sparsync time-to-loss, "
+    "of the package sparsync-papers, is a study of it)"
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The exchange that was chosen, the same on all ranks."""
+
+    exchange: Literal["gradients", "updates"]
+    why: str  # the seconds of both, and what they do not say
+
+
+def by_seconds(outer: OuterStep, size: int, world_size: int, machine: Machine) -> Choice:
+    """Choose what takes fewer seconds per step; dense gradients, if updates save less than 10 %.
+
+    The seconds of a backward pass are not known before the first step: nothing of a dense exchange
+    counts as hidden.  Arithmetic alone: ranks that are given the same machine choose alike.
+
+    Args:
+        outer: the updates that would be exchanged, all elements of them.
+        size: number of trained elements.
+        world_size: number of ranks.
+        machine: what they measured.
+
+    Example:
+        >>> from sparsync.updates.family import OUTER_SETTINGS
+        >>> outer = OuterStep(**OUTER_SETTINGS["updates"])
+        >>> by_seconds(outer, 10**7, 4, Machine(beta=8e-8)).why.split(";")[0]
+        'updates every 2 steps take about 166 ms per step, dense gradients 4.81 s'
+        >>> by_seconds(outer, 10**7, 4, Machine(beta=8e-11)).exchange
+        'gradients'
+    """
+    dense = predict(
+        resolve("dense"), size=size, k=size, world_size=world_size, machine=machine
+    ).seconds
+    updates = seconds_of_updates(
+        outer.chosen, outer.first_period, size=size, world_size=world_size, machine=machine
+    )
+    named = {
+        "updates": (f"updates every {outer.first_period} steps", format_seconds(updates)),
+        "gradients": ("dense gradients", format_seconds(dense)),
+    }
+    exchange: Literal["gradients", "updates"] = "gradients"
+    other: Literal["gradients", "updates"] = "updates"
+    if updates < _CLEARLY * dense:
+        exchange, other = other, exchange
+    (first, its), (second, others) = named[exchange], named[other]
+    return Choice(exchange, f"{first} take about {its} per step, {second} {others}; {_UNKNOWN}")
+
+
+def measured_choice(
+    model: DistributedDataParallel, outer: OuterStep, transport: Transport
+) -> Choice:
+    """Measure the group for a few seconds, and choose; all ranks call this.
+
+    Raises:
+        ConfigurationError: no DDP, or one that cannot be attached; links too slow to be measured.
+        PeerError: ranks disagree on what is asked for.
+    """
+    check_ddp(model)
+    size = sum(p.numel() for p in model.module.parameters() if p.requires_grad)
+    groups = Groups(model.process_group, **transport.waits)
+    try:
+        group = groups.make(dist.get_process_group_ranks(model.process_group))
+        asked = [
+            size,
+            f"{outer.chosen.name} {outer.chosen.options}",
+            outer.first_period,
+            transport.name,
+        ]
+        told = {"the choice of dense gradients or updates": asked}
+        run(agree(TorchCommunicator(group, timeout=transport.timeout), told))
+        comm = connect_group(
+            group, transport=transport.name, **transport.waits, **transport.sockets
+        )
+        try:
+            machine = run(calibrate(comm)).machine
+        finally:
+            comm.close()
+    finally:
+        groups.close()
+    return by_seconds(outer, size, dist.get_world_size(model.process_group), machine)

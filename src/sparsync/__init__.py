@@ -30,7 +30,6 @@ from sparsync.checkpoint.reshard import reshard
 from sparsync.collectives.base import Reduced
 from sparsync.errors import ConfigurationError, SparsyncError
 from sparsync.feedback.correction import Correction
-from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.attach import attach
 from sparsync.integrations.options import Compression, Monitoring, Transport
 from sparsync.integrations.sentinel import Sentinel
@@ -41,7 +40,6 @@ from sparsync.transports.sim import simulate
 __version__ = "0.1.0.dev0"
 
 __all__ = [
-    "AdaptiveDensity",
     "Algorithm",
     "Compression",
     "ConfigurationError",

@@ -21,7 +21,6 @@ from sparsync.elastic.group import group_of
 from sparsync.errors import CommunicationError, ConfigurationError, PeerError
 from sparsync.feedback.agreement import weights_digest
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.feedback.state import rescale_
 from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.options import Options
@@ -43,8 +42,6 @@ def attach_elastic(
     """Exchange gradients with the ranks of the present quorum; see ``attach``."""
     check_options(options, optimizers)
     given, watched = options.compression, options.monitoring
-    if isinstance(options.density, AdaptiveDensity):
-        raise ConfigurationError("AdaptiveDensity is not for elastic=; omit one of them")
     group = group_of(manager)
     shards = shards_of(model, ())
     parted = next((shard.name for shard in shards if shard.piece is not None), None)

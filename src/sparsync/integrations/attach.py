@@ -19,7 +19,6 @@ from sparsync.averaging.outer import OuterStep
 from sparsync.averaging.published import OUTER_SETTINGS
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.correction import Correction
-from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.ddp import attach_ddp
 from sparsync.integrations.exclusive import check_outermost, check_unattached
 from sparsync.integrations.optimizers import check_stepped, plain_optimizers, treatment_of
@@ -45,7 +44,7 @@ def attach(
     model: nn.Module,
     optimizer: Optimizers | None = None,
     algorithm: str | Algorithm | OuterStep | None = None,
-    density: float | AdaptiveDensity | None = None,
+    density: float | None = None,
     *,
     exchange: Literal["auto", "gradients", "updates"] = "auto",
     correction: Correction | None = None,
@@ -72,9 +71,9 @@ def attach(
             the name of a member of the family ("diloco", "sparseloco", ...), an ``OuterStep`` without a
             model, or what ``OuterStep`` is to exchange with; None: 1 bit, every second step; "auto" with
             DDP measures the group, and takes dense gradients where those are sooner at a loss.
-        density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected; an
-            ``AdaptiveDensity`` changes it as training goes on (gradients).  None: 1 %, of models below a
-            million parameters more, up to all of 46,000 (``default_density``); rank 0 says it, once.
+        density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected.
+            None: 1 %, of models below a million parameters more, up to all of 46,000
+            (``default_density``); rank 0 says it, once.
         exchange: "gradients", "updates", or "auto": updates if an optimizer is given that is not SGD, or
             an ``algorithm`` that is only for them; rank 0 says which and why, once, and what is done
             with the optimizer's steps.
@@ -165,11 +164,9 @@ def attach(
     if density is None:
         size = sum(p.numel() for p in model.parameters() if p.requires_grad)
         sparse = default_density(size) < 1
-    elif not isinstance(density, AdaptiveDensity):
+    else:
         density = check_density(density)
         sparse = density != 1
-    else:
-        sparse = True
     for one in optimizers:
         check_optimizer(one, correction, sparse=sparse and "dense" not in resolved.name)
     completed = replace(
@@ -206,7 +203,7 @@ def _chosen(
     algorithm: str | Algorithm | OuterStep | None,
     optimizers: Sequence[torch.optim.Optimizer],
     correction: Correction | None,
-    density: float | AdaptiveDensity | None,
+    density: float | None,
     compression: Compression,
 ) -> tuple[str, str]:
     """Return what is exchanged, and why if that was for ``attach`` to decide.
@@ -221,7 +218,6 @@ def _chosen(
     for_updates = isinstance(algorithm, OuterStep) or algorithm in OUTER_SETTINGS
     for_gradients = {
         "correction=": correction is not None,
-        "AdaptiveDensity": isinstance(density, AdaptiveDensity),
         "Compression(schedule=...)": compression.schedule is not None,
     }
     needs = next((name for name, there in for_gradients.items() if there), None)

@@ -18,7 +18,7 @@ from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.agreement import agree_on_reducer
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.schedule import AdaptiveDensity, Warmup
+from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.step import Consensus, Proposal
 from sparsync.integrations.sentinel import Sentinel
 from sparsync.messages import say
@@ -185,7 +185,7 @@ class Options:
     """
 
     algorithm: Algorithm
-    density: float | AdaptiveDensity | None
+    density: float | None
     correction: Correction | None
     compression: Compression
     transport: Transport

@@ -195,7 +195,6 @@ class ElasticSync(ElasticHandle, ReplicaSync):
     def _settle(self, this: Step, finished: Future[None]) -> bool:
         """Wait for the averages; if this rank has caught up, bring its weights to where they apply."""
         settled, attendance = super()._settle(this, finished), self.attendance
-        self._engine.submit(attendance.members.start_copy)
         extras, catch_up = attendance.extras, attendance.catch_up
         if extras is not None and catch_up is not None:
             attendance.extras = attendance.catch_up = None

@@ -20,9 +20,7 @@ from sparsync.units import Unit
 
 __all__ = ["Consensus", "Plan", "Proposal", "UnitPlan", "Use", "channel_of"]
 
-Use = Literal[
-    "shares", "xi", "weights", "used", "retry", "drift", "vote", "roll", "copy", "contributions"
-]
+Use = Literal["shares", "xi", "weights", "used", "retry", "drift", "vote", "roll", "contributions"]
 
 
 def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:

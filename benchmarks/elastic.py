@@ -34,15 +34,6 @@ ROWS = {
     "4 ranks, 8.6 M parameters, 10 Mbit/s, a kill every two minutes": (
         f"{LARGE} --steps 150 --lab 10mbit --kill random:120"
     ),
-    "4 ranks, no slow link, a kill every 10 s, copies of residuals": (
-        f"{SMALL} --ranks 4 --steps 1500 --kill random:10 --buddy"
-    ),
-    "4 ranks, 8.6 M parameters, 100 Mbit/s, a kill a minute, copies of residuals": (
-        f"{LARGE} --steps 300 --lab 100mbit --kill random:60 --buddy"
-    ),
-    "8 ranks, 0.3 s of pause in a step, a kill a minute for 30 minutes, copies of residuals": (
-        f"{SMALL} --ranks 8 --steps 4200 --kill random:60 --buddy {PACED}"
-    ),
 }
 COLUMNS = {
     "kills": "kills",
@@ -55,7 +46,6 @@ COLUMNS = {
     "of the ranks present": "throughput_of_present",
     "participation": "participation_mean",
     "lost norm": "lost_norm",
-    "of the killed, with a copy": "kept",
     "replicas equal": "replicas_equal",
     "held-out loss": "eval_loss",
     "fault-free": "eval_loss_fault_free",
@@ -106,9 +96,9 @@ def _write() -> None:
         "other; `budgeted`, density 1 %, SGD, unless said. A rank is killed by SIGKILL at random, and "
         "its process started again at once. Survivors go on: from the kill to a step that another group "
         "has applied. Of updates, these are local steps. "
-        "Lost norm: of the residuals that died. In rows with more kills than ranks, it and the "
-        "copies were counted as the rank saw them that was there longest, until the launcher put "
-        "together what all have seen: they are too low there.",
+        "Lost norm: of the residuals that died. In columns with more kills than ranks, it was counted as "
+        "the rank saw it that was there longest, until the launcher put together what all have seen: it "
+        "is too low there.",
         "",
         f"| | {' | '.join(names)} |",
         f"|---|{'---:|' * len(names)}",

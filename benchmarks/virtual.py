@@ -22,7 +22,6 @@ from sparsync.cli.output import progress
 from sparsync.cli.workloads import make_workload
 from sparsync.cli.workloads.workload import Draw, Workload
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync.units import plan_units
 
@@ -41,7 +40,7 @@ def workload_of(name: str) -> Workload:
 def train(
     workload: Workload,
     algorithm: Algorithm,
-    density: float | AdaptiveDensity,
+    density: float,
     make_optimizer: MakeOptimizer,
     *,
     ranks: int,

@@ -28,7 +28,6 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from sparsync.algorithm import Algorithm
 from sparsync.attach import attach
 from sparsync.errors import ConfigurationError, SparsyncError
 from sparsync.options import Compression, Monitoring, Transport
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from sparsync.checkpoint.reshard import reshard
     from sparsync.collectives import Reduced
     from sparsync.feedback.correction import Correction
-    from sparsync.feedback.schedule import AdaptiveDensity
     from sparsync.gradients.sentinel import Sentinel
     from sparsync.sparse import DenseVector, SparseVector
     from sparsync.transports.sim import simulate
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
-    "AdaptiveDensity",
     "Algorithm",
     "Compression",
     "ConfigurationError",
@@ -74,7 +71,6 @@ __all__ = [
 # ``attach`` cannot be: a module has the same name, which whoever imports it would put in its place
 _LATER = MappingProxyType(
     {
-        "AdaptiveDensity": "sparsync.feedback.schedule",
         "Algorithm": "sparsync.algorithm",
         "Correction": "sparsync.feedback.correction",
         "DenseVector": "sparsync.sparse",

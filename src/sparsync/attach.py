@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.algorithm import Algorithm, check_density, default_density
 from sparsync.errors import ConfigurationError
-from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.messages import say
 from sparsync.options import Compression, Monitoring, Options, Transport
 
@@ -41,7 +40,7 @@ def attach(
     model: nn.Module,
     optimizer: Optimizers | None = None,
     algorithm: str | Algorithm | OuterStep | None = None,
-    density: float | AdaptiveDensity | None = None,
+    density: float | None = None,
     *,
     exchange: Literal["auto", "gradients", "updates"] = "auto",
     correction: Correction | None = None,
@@ -69,9 +68,9 @@ def attach(
             model, or what ``OuterStep`` is to exchange with; None: 1 bit, every second step; "auto" with
             DDP measures the group, and takes dense gradients where those take fewer seconds per step, or
             hardly more; it does not know how many steps a loss takes.
-        density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected; an
-            ``AdaptiveDensity`` changes it as training goes on (gradients).  None: 1 %, of models below a
-            million parameters more, up to all of 46,000 (``default_density``); rank 0 says it, once.
+        density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected.
+            None: 1 %, of models below a million parameters more, up to all of 46,000
+            (``default_density``); rank 0 says it, once.
         exchange: "gradients", "updates", or "auto": updates if an optimizer is given that is not SGD, or
             an ``algorithm`` that is only for them; rank 0 says which and why, once, and what is done
             with the optimizer's steps.
@@ -170,11 +169,9 @@ def attach(
     if density is None:
         size = sum(p.numel() for p in model.parameters() if p.requires_grad)
         sparse = default_density(size) < 1
-    elif not isinstance(density, AdaptiveDensity):
+    else:
         density = check_density(density)
         sparse = density != 1
-    else:
-        sparse = True
     for one in optimizers:
         check_optimizer(one, correction, sparse=sparse and "dense" not in resolved.name)
     completed = replace(
@@ -213,7 +210,7 @@ def _chosen(
     algorithm: str | Algorithm | OuterStep | None,
     optimizers: Sequence[torch.optim.Optimizer],
     correction: Correction | None,
-    density: float | AdaptiveDensity | None,
+    density: float | None,
     compression: Compression,
 ) -> tuple[str, str]:
     """Return what is exchanged, and why if that was for ``attach`` to decide.
@@ -230,7 +227,6 @@ def _chosen(
     for_updates = isinstance(algorithm, OuterStep) or algorithm in OUTER_SETTINGS
     for_gradients = {
         "correction=": correction is not None,
-        "AdaptiveDensity": isinstance(density, AdaptiveDensity),
         "Compression(schedule=...)": compression.schedule is not None,
     }
     needs = next((name for name, there in for_gradients.items() if there), None)

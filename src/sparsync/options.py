@@ -18,7 +18,7 @@ from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.facts import agree_on_reducer
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.schedule import AdaptiveDensity, Warmup
+from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.step import Consensus, Proposal
 from sparsync.gradients.sentinel import Sentinel
 from sparsync.messages import say
@@ -184,7 +184,7 @@ class Options:
     """
 
     algorithm: Algorithm
-    density: float | AdaptiveDensity | None
+    density: float | None
     correction: Correction | None
     compression: Compression
     transport: Transport

@@ -32,7 +32,6 @@ _PERIODS = {"threshold_period": 2, "repartition_period": 2}
 _ALLGATHERED = {"global_threshold": "allgather", "balanced_split": False, "threshold_period": 2}
 _NESTEROV = subject.Correction(momentum=0.9, nesterov=True, clip=50.0)
 _PREVIOUS = subject.Correction(0.5, clip=50.0, clip_norm="previous", weight_decay=0.01)
-_ADAPTIVE = subject.AdaptiveDensity(0.02, high=0.05, period=2)
 OPTIONS: dict[str, Options] = {
     "budgeted, int8": {"codec": subject.Packed("int8")},
     "budgeted, coo, budget 1.5": {"codec": subject.Coo(), "budget": 1.5},
@@ -73,12 +72,11 @@ OPTIONS: dict[str, Options] = {
     "budgeted, momentum": {"correction": subject.Correction(momentum=0.9)},
     "redsync, Nesterov, clipped": {**_RGC, "correction": _NESTEROV},
     "oktopk, clipped to the last norm, decay": {"correction": _PREVIOUS},
-    "budgeted, adaptive density": {**_UNITS, "density": _ADAPTIVE},
     "allgather, xi": {"xi_period": 2},
 }
 
 _FEWER = (2, 3, 4)  # ranks of what has options
-_OF_THE_REDUCER = ("density", "warmup", "correction", "xi_period")
+_OF_THE_REDUCER = ("warmup", "correction", "xi_period")
 
 
 def rows() -> dict[str, Row]:

@@ -17,7 +17,7 @@ from sparsync.api import _prepare
 from sparsync.averaging.schemes import SCHEMES
 from sparsync.cost.machine import Machine
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.schedule import AdaptiveDensity, Warmup
+from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.presets import PRESETS, resolve
 from sparsync.published.baselines import GaussianK

@@ -188,16 +188,6 @@ def test_a_killed_replica_returns_over_gloo_and_encrypted(job, way, tmp_path):
     assert sum(c["died"] for c in changes) >= 1 and sum(c["came"] for c in changes) >= 4
 
 
-def test_what_a_killed_replica_has_not_delivered_is_taken_over(job):
-    run = job(3, buddy=True)
-    run.all_contribute([0, 1, 2])
-    run.all_contribute([0, 1, 2], since=time.time() + 0.5)
-    killed = run.kill(1)
-    run.all_contribute([0, 2], since=killed + 0.3)
-    (death,) = [change for change in run.finish()[0]["changes"] if change["died"]]
-    assert death["kept"] == 1 and death["lost_norm"] > 0
-
-
 def test_a_replica_with_keys_of_its_own_does_not_get_in(job, tmp_path):
     """It has the public keys of the others, and they do not have its."""
     ours, its = tmp_path / "ours", tmp_path / "its"

@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from sparsync import AdaptiveDensity
 from sparsync.errors import NonFiniteGradientError, PeerError
 from sparsync.units import local_of
 from tests.on_ranks import on_ranks, refused, same_everywhere
@@ -373,9 +372,8 @@ def test_tensor_parallel_refuses():
     with refused("'up.bias'", error=NonFiniteGradientError):
         train_over(mesh)(net, range(1))
     sync.close()
-    for options in ({"algorithm": "auto"}, {"density": AdaptiveDensity()}):
-        with refused("fixed density"):
-            attach(parallel(mesh), replicate=mesh["dp"], **options)
+    with refused("the algorithm 'auto' decides by what a rank holds"):
+        attach(parallel(mesh), replicate=mesh["dp"], algorithm="auto")
 
 
 # ---- updates --------------------------------------------------------------------------------------

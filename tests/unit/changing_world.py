@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from sparsync.cost import auto
-from sparsync.elastic.members import Members, _attempt_of, _number
+from sparsync.elastic.members import Members, _attempt_of
 from sparsync.errors import CommunicationError, NonFiniteGradientError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import PRESETS, resolve
@@ -175,13 +175,11 @@ class Account(NamedTuple):
     gained: np.ndarray  # what those that leave have dealt to it
     deals: bool  # the rest goes to others
     lost: np.ndarray  # rounded away
-    taken: dict  # copies of residuals that it takes over, by the number of the absent member
 
     @property
     def kept(self):
         """The residual that it begins the next step with."""
-        kept = self.gained if self.deals else self.rest + self.gained
-        return sum(self.taken.values(), kept)
+        return self.gained if self.deals else self.rest + self.gained
 
     @property
     def change(self):
@@ -196,14 +194,13 @@ class Member:
         self.world, self.number, self.weights = world, number, weights
         self.ends = Ends(world, number)
         self.reducer = Reducer(self.ends, world.units, world.algorithm, world.density)
-        self.members = Members(self.reducer, start=int(weights.sum()) + 1, buddy=world.buddy)
+        self.members = Members(self.reducer, start=int(weights.sum()) + 1)
         self.met = self.left = False
         self.whole = number < world.ranks  # it has had the weights
         self.granted = 0  # its last group, which it may not know yet
         self.outside = None  # that before it was away, until it has met the others again
         self.copied, self.log = None, []  # the step of the copied weights, and averages since
-        # of the residual, at the last roll: what its keeper had taken over; what another past has changed
-        self.given_up = self.swapped = 0.0
+        self.swapped = 0.0  # of the residual, at the last roll: what another past has changed
         self.last = (-1, 0)  # the last step that is closed here, and the attempt that was applied
         # the residual that it must begin its next step with
         self.before = np.zeros(world.size, np.float32)
@@ -273,9 +270,7 @@ class Member:
             if stale:
                 self.copied, self.log, self.members.ready = None, [], False
                 self.adopt(was)
-                # its keeper has it now, and it is to have given it up
-                self.given_up = world.taken.pop(self.number, 0.0)
-                self.before = self.before + self.swapped - self.given_up
+                self.before = self.before + self.swapped
             if self.is_outside and job > self.outside:
                 world.returned["stale" if stale else "current"] += 1
                 self.outside = None
@@ -328,7 +323,7 @@ class Member:
             try:
                 await reducer.exchange(0)
                 await reducer.share()
-                await members.keep()
+                await members.deal()
                 world.prepared(self, accumulated)
                 await members.vote()
                 break
@@ -339,7 +334,7 @@ class Member:
                 if self.ends.rank in verdict.stale:
                     kept = before if broken else accumulated  # if nothing of it is delivered
                     kept = world.meanwhile(self, step, before, kept)
-                    self.before = kept + self.swapped - self.given_up
+                    self.before = kept + self.swapped
                     return
                 self.met = False
         self.commit(step, before)
@@ -368,9 +363,8 @@ class Member:
             self.weights = self.world.weights[self.copied]
             for one in self.log:
                 self.weights = self.weights - one
-        self.before, self.given_up, self.swapped = self.residual, 0.0, 0.0
+        self.before, self.swapped = self.residual, 0.0
         self.last = step, members._past[-1][1]
-        members.start_copy()
         if not applied:
             near(self.before, before, "a refused step has changed a residual")
         self.world.committed(self, step, applied=applied)
@@ -401,7 +395,6 @@ class World:
         alone: that of an absence that begins when a member has committed, perhaps before others can.
         leaving: that of a member's wish to leave, in every step.
         broken: that of NaN in a gradient.
-        buddy: members keep copies of each other's residuals.
     """
 
     def __init__(
@@ -416,7 +409,6 @@ class World:
         broken=0.01,
         absence=0.004,
         alone=0.01,
-        buddy=False,
         density=0.1,
     ):
         self.ranks = ranks
@@ -433,9 +425,6 @@ class World:
         self.back = 0.0  # probability, at every message and move, that one returns
         self.severed = {}  # members that were cut off: the last group whose messages are lost
         self.returned = Counter()
-        self.buddy, self.taken = buddy, {}  # copies that were taken over, until their owners return
-        # after the last step; norms of what copies lacked of them
-        self.residuals, self.lacked = {}, []
         self.forks = 0  # steps that were taken back
         self.standing = ()  # the last group that has committed
         self.over = False  # somebody has reached the end
@@ -654,21 +643,9 @@ class World:
             gained,
             members.deals,
             0.0 if reduced.lost is None else reduced.lost.to_dense().numpy().copy(),
-            self.takes(member),
         )
         key = member.reducer.step, members.attempt
         self.accounts.setdefault(key, {})[member.number] = account
-
-    def takes(self, member):
-        """Return the copies that a member takes over, if the open step is applied."""
-        buddy, own = member.members.buddy, _number(member.number)
-        if buddy is None or own not in buddy.copied.ring:
-            return {}
-        absent = set(range(self.born)) - set(member.ends.ends)
-        taken = [n for n in absent if buddy.keepers.get(_number(n)) == own]
-        (copy,) = buddy._theirs
-        nothing = np.zeros(self.size, np.float32)
-        return {number: nothing if copy is None else copy.numpy().copy() for number in taken}
 
     def committed(self, member, step, *, applied):
         """A step is committed by one group; all of it was prepared; nothing is lost in it."""
@@ -693,13 +670,7 @@ class World:
         if not by:
             self.check_law(accounts.values())
         near(member.before, mine.kept, "a residual is wrong")
-        if not by and holds:  # whether or not those that take over live on
-            self.take_over(step, attempt)
         by.append(member.number)
-        for absent in mine.taken.keys() & self.residuals.keys():
-            lacked = self.residuals[absent] - mine.taken[absent]
-            self.lacked.append(float(np.linalg.norm(lacked)))
-        self.residuals[member.number] = member.before
         if not member.members.behind:
             known = self.reached.setdefault((step, attempt), member.weights)
             if holds:
@@ -712,19 +683,9 @@ class World:
         self.attempts[step] = attempt
         if former == attempt:
             return
-        for account in self.accounts.get((step, former), {}).values():
-            self.taken = {n: c for n, c in self.taken.items() if n not in account.taken}
         self.weights.pop(step + 1, None)
         if (step, attempt) in self.reached:
             self.weights[step + 1] = self.reached[step, attempt]
-        if self.committers[step, attempt]:
-            self.take_over(step, attempt)
-
-    def take_over(self, step, attempt):
-        accounts = self.accounts[step, attempt]
-        if np.isfinite(next(iter(accounts.values())).total).all():
-            for account in accounts.values():
-                self.taken |= account.taken
 
     def change_of(self, member, step, attempt):
         """Return what an attempt changes in a member's residual, if it is applied."""
@@ -733,7 +694,7 @@ class World:
 
     def check_law(self, accounts):
         """Nothing is lost in an attempt, or by those that leave with it."""
-        acc, totals, rests, gains, lasts, lost, _ = zip(*accounts, strict=True)
+        acc, totals, rests, gains, lasts, lost = zip(*accounts, strict=True)
         assert all(np.array_equal(total, totals[0]) for total in totals), "totals differ"
         near(sum(acc), totals[0] + sum(rests) + sum(lost), "the law")
         left = [rest for rest, last in zip(rests, lasts, strict=True) if last]
@@ -761,11 +722,11 @@ def near(found, expected, what):
 
 
 def world_of(seed, name):
-    """Return a world in which more happens than in the tests'; every other one keeps copies.
+    """Return a world in which more happens than in the tests'.
 
     Four ranks and six steps find the most per second: fewer are cheaper, and violations far rarer.
     """
-    return World(seed, name, steps=6, buddy=seed % 2 == 1, change=0.006, absence=0.008, alone=0.05)
+    return World(seed, name, steps=6, change=0.006, absence=0.008, alone=0.05)
 
 
 def play(job):

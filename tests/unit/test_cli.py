@@ -74,7 +74,6 @@ BAD_INPUT = {
         (["--batch-size", "1000000"], "give a smaller --batch-size"),
         (["--algorithm", "wagma", "--group-size", "100", "--ranks", "2"], "group_size is 100 of 2"),
         (["--kill", "random:30"], "--kill is for --elastic alone"),
-        (["--buddy"], "--buddy is for --elastic alone"),
         (["--timeout", "1e-6"], "timeout is 1e-06; give at least 0.1"),
         (["--optimizer", "adamw", "--momentum", "0.5"], "momentum is 0.5; give --optimizer sgd"),
         (["--json", "/dev/full"], "cannot write to '/dev/full' (No space left on device)"),

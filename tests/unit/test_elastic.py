@@ -26,7 +26,7 @@ def manager():
 
 
 def test_nobody_is_killed_while_the_others_have_not_returned():
-    run = _Run(TrainSettings(ranks=3), "budgeted", 1.0, buddy=False)
+    run = _Run(TrainSettings(ranks=3), "budgeted", 1.0)
     run.starts = [(0.0, rank) for rank in range(3)]
     for step in range(3):
         run.applied[step] = {r: Applied(1.0 + step, step, 1, 3, True, 0.0) for r in range(3)}

@@ -14,7 +14,7 @@ from sparsync import ConfigurationError
 from sparsync.algorithm import Algorithm
 from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.schedule import AdaptiveDensity, Warmup
+from sparsync.feedback.schedule import Warmup
 from sparsync.monitoring import Sink, XiProbe, sink_of
 from sparsync.presets import resolve
 from sparsync.published.oktopk import OkTopk, oktopk
@@ -255,15 +255,6 @@ def test_an_error_of_the_log_leaves_the_step_whole(ddp):
     backward(watched, 2)  # and nobody hears of it
     for handle in handles:
         handle.close()
-
-
-def test_attach_takes_an_adaptive_density(ddp):
-    wrapped = ddp()
-    sync = attaching.attach(wrapped, density=AdaptiveDensity(0.1), transport="torch")
-    backward(wrapped, 0)
-    assert sync.stats()["density"] == 0.1
-    assert sync.reducer.xi_period == AdaptiveDensity().period
-    sync.close()
 
 
 def test_what_cannot_be_logged_to_is_refused(ddp):

@@ -264,6 +264,8 @@ BROKEN = {
     "a hostile boundary": lambda s: s["collectives"][0].update(boundaries=["x"]),
     "another algorithm": lambda s: s.update(algorithm="dense"),
     "another rank": lambda s: s.update(rank=3),
+    "another density, of as many entries": lambda s: s.update(density=0.1001),
+    "quotas of another sum": lambda s: s.update(quotas=[4]),
 }
 
 

@@ -113,9 +113,7 @@ class Attendance:
     ) -> None:
         self.weights, self.rates = weights, rates
         self.manager, self.group, self.reducer = manager, group_of(manager), reducer
-        buddy = self.group.buddy
-        set_up = set_up_digest(reducer, buddy=buddy, **settings)
-        self.members = Members(reducer, number_of(weights()), set_up, buddy=buddy)
+        self.members = Members(reducer, number_of(weights()), set_up_digest(reducer, **settings))
         self.met = self.offered = self._asked = self._joined = False
         self._since = 0  # the step from which on this rank contributes
         self.catch_up: CatchUp | None = None
@@ -293,7 +291,7 @@ class Attendance:
     async def agree(self, told: Callable[[], dict[str, Any]]) -> None:
         """Vote, and hand over what is ``told`` to those whose gradients count from the next step on."""
         members, comm = self.members, self.reducer.channel("roll")
-        await members.keep()
+        await members.deal()
         present = self.rates()
         rates, lr = number_of(repr(_numbers(present))), float(present[0][0].get("lr") or 0)
         # between two looks at the weights, also after every rank that joins

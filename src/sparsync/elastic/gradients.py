@@ -21,7 +21,6 @@ from sparsync.elastic.group import group_of
 from sparsync.errors import CommunicationError, ConfigurationError, PeerError
 from sparsync.feedback.facts import weights_digest
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.feedback.state import rescale_
 from sparsync.gradients.consensus import PartsConsensus
 from sparsync.gradients.replicas import ReplicaStep, ReplicaSync
@@ -44,8 +43,6 @@ def attach_elastic(
     """Exchange gradients with the ranks of the present quorum; see ``attach``."""
     check_options(options, optimizers)
     given, watched = options.compression, options.monitoring
-    if isinstance(options.density, AdaptiveDensity):
-        raise ConfigurationError("AdaptiveDensity is not for elastic=; omit one of them")
     group = group_of(manager)
     shards = shards_of(model, ())
     parted = next((shard.name for shard in shards if shard.piece is not None), None)
@@ -199,7 +196,6 @@ class ElasticSync(ElasticHandle, ReplicaSync):
     def _settle(self, this: Step, finished: Future[None]) -> bool:
         """Wait for the averages; if this rank has caught up, bring its weights to where they apply."""
         settled, attendance = super()._settle(this, finished), self.attendance
-        self._engine.submit(attendance.members.start_copy)
         extras, catch_up = attendance.extras, attendance.catch_up
         if extras is not None and catch_up is not None:
             attendance.extras = attendance.catch_up = None

@@ -84,8 +84,6 @@ class ElasticGroup(ProcessGroup):
             that leads to the lighthouse (``TORCHFT_LIGHTHOUSE``), or to ``MASTER_ADDR``.
         port_range: of "zmq": first and last port that may be bound; a rank takes two of them.
         advertise: of "zmq": the address at which others find this rank, if that is not the interface's.
-        buddy: keep a copy of every rank's residual on another one, which takes it over if the rank is
-            killed; equal on all ranks.
 
     Example:
         >>> manager = make_manager(min_replicas=2)  # doctest: +SKIP
@@ -101,7 +99,6 @@ class ElasticGroup(ProcessGroup):
         interface: str | None = None,
         port_range: tuple[int, int] | None = None,
         advertise: str | None = None,
-        buddy: bool = False,
     ) -> None:
         super().__init__(0, 1)
         if transport not in ("zmq", "torch"):
@@ -114,7 +111,6 @@ class ElasticGroup(ProcessGroup):
             interface = way_to(lighthouse)
         interface = choose_interface(interface, HashStore())
         self.name = uuid.uuid4().hex  # nobody else can know it before the quorum
-        self.buddy = buddy
         self.quorum: Quorum | None = None
         self.store: Any = None  # of its manager, and where gloo's ranks meet
         self._keys: CurveKeys | None = None
@@ -240,8 +236,8 @@ def make_manager(
         lighthouse: its address, as http://HOST:29510; None: that in ``TORCHFT_LIGHTHOUSE``.
         name: of this rank in torchft's logs.
         timeout: seconds that a message of an exchange may take.
-        **options: of ``ElasticGroup``: ``transport``, ``curve_keys``, ``interface``, ``port_range``,
-            ``advertise`` and ``buddy``.
+        **options: of ``ElasticGroup``: ``transport``, ``curve_keys``, ``interface``, ``port_range``
+            and ``advertise``.
     """
     if lighthouse is not None:
         os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse

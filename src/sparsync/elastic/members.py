@@ -11,8 +11,7 @@ ends what the others wait for, and whoever is left meets in a new group, where t
 * nobody has: all exchange what they have accumulated once more, in the new group.
 
 So a step is applied by all that are left or by none, its gradients count once, and residuals are those of
-the ranks that took part.  A rank that is killed takes its residual along, unless another one keeps a copy
-(``buddy``).
+the ranks that took part.  A rank that is killed takes its residual along.
 
 A rank that has committed and is cut off may find on return that the others did the step again without it.
 The past of the latest group holds; the rank takes back what it had delivered, and fetches the weights.
@@ -27,15 +26,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from sparsync.elastic.buddy import Buddy, Copied
-from sparsync.errors import CheckpointError, CommunicationError, ConfigurationError
-from sparsync.feedback.facts import number_of
+from sparsync.errors import CheckpointError, ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.shares import SharesState
 from sparsync.sparse import DenseVector, Vector
@@ -136,7 +132,6 @@ class _Part(NamedTuple):
     minus: list[Vector]  # by unit; nothing: all have refused it
     plus: list[tuple[int, slice, Tensor]]  # dealt by ranks that leave
     deals: bool  # this rank leaves: what is left of its residuals goes to others
-    copies: Copied | None
     scale: float  # of the reducer
 
 
@@ -155,7 +150,6 @@ class Members:
     Args:
         start: digest of the weights before the first step.
         set_up: digest of everything that must be equal on all ranks.
-        buddy: keep a copy of every residual on another rank.
 
     Attributes:
         attempt: number of the present group, > 0.
@@ -173,11 +167,8 @@ class Members:
         facts: further numbers that go out with this rank's vote; ``told``: those of all ranks, by rank.
     """
 
-    def __init__(
-        self, reducer: Reducer, start: int, set_up: int = 0, *, buddy: bool = False
-    ) -> None:
+    def __init__(self, reducer: Reducer, start: int, set_up: int = 0) -> None:
         self.reducer, self._set_up = reducer, set_up
-        self.buddy = Buddy(reducer) if buddy else None
         reducer.plan.dense.overwrites = False  # what is accumulated may be needed again
         self.attempt, self.donor, self.first, self.newcomers = 0, 0, 0, dict[int, int]()
         self.behind = self.ready = self.leaving = self.left = False
@@ -188,8 +179,8 @@ class Members:
         self.counts, self.deals, self.clock = True, False, 0
         self._spent = False  # the residual was dealt
         # of every rank, in the open step and in the next, as sent with votes: does it contribute, does it
-        # leave, its donor, and the norm of its residual some steps ago, all and what its keeper lacks
-        self._present = self._next = torch.tensor([[1.0, 0, 0, 0, 0]], dtype=torch.float64)
+        # leave, its donor, and the norm of its residual some steps ago
+        self._present = self._next = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64)
         self._norm, self.facts, self.told = 0.0, [0.0], torch.zeros(1, 1)
         self._names: tuple[Hashable, ...] = ()  # of the group's ranks
         self._lost: dict[Hashable, float] = {}  # norms of the residuals of ranks that died, by name
@@ -224,9 +215,8 @@ class Members:
         if self.reducer.step % _MEASURED == 0 or not self._norm:
             kept = [torch.linalg.vector_norm(r.accumulated) for r in self.reducer.residuals]
             self._norm = math.hypot(*map(float, kept))
-        exposed = self.buddy.exposed if self.buddy else None
-        norms = self._norm, self._norm if exposed is None else exposed
-        mine = torch.tensor([counts, leaves, self.donor, *norms, *self.facts], dtype=torch.float64)
+        told = [counts, leaves, self.donor, self._norm, *self.facts]
+        mine = torch.tensor(told, dtype=torch.float64)
         rows = torch.stack(await self.reducer.channel("vote").allgather(mine, "vote"))
         self._next, self.told = rows[:, : -len(self.facts)], rows[:, -len(self.facts) :]
         new = (self._next[:, 0] > self._present[:, 0]).nonzero().flatten().tolist()
@@ -248,12 +238,10 @@ class Members:
         if arrived:
             self.behind = self.ready = False
         self.left = self._spent
-        part = self._applied() if applied else _Part([], [], False, None, 1.0)
+        part = self._applied() if applied else _Part([], [], False, 1.0)
         self._last = _Last(step, self._prepared, {**self._parts, self._prepared: part})
         self._parts, self._delivered = {}, []
         self._hand_over()
-        if self.buddy and applied:
-            self.buddy.conclude(step, self._prepared)
         if self._past[-1][1] != self._prepared:
             self._past = [*self._past[1 - _PAST :], (step, self._prepared)]
         self._prepared = 0
@@ -286,8 +274,7 @@ class Members:
                 all_of_it = delivered.to_dense()
                 delivered = DenseVector(all_of_it if rest is None else all_of_it + rest)
             minus.append(delivered)
-        copies = self.buddy.copied if self.buddy else None
-        return _Part(minus, self._dealt, self.deals, copies, self.reducer.scale)
+        return _Part(minus, self._dealt, self.deals, self.reducer.scale)
 
     async def end(self, *, whole: bool = True) -> bool:
         """Tell whether all are at the end, and have ``whole`` weights; those behind may still fetch them.
@@ -309,31 +296,11 @@ class Members:
         self._present, self.counts, self.deals = rows, counts == 1, leaves == 1
         self.reducer.divisor = max(self.contributors, 1)
 
-    async def keep(self) -> None:
-        """Secure what ranks would take along: deal residuals of those that leave, copy the others.
+    async def deal(self) -> None:
+        """Deal what those that leave did not deliver to those that stay, element by element in turn.
 
         Raises:
             CommunicationError: somebody is gone.
-        """
-        await self._deal()
-        if self.buddy:
-            await self.buddy.exchange(self.reducer.channel("copy"), *self._ring(), self.attempt)
-
-    def start_copy(self) -> None:
-        """Begin to send the copy of the residual, before the open step's gradients are accumulated."""
-        if self.buddy and self.attempt:
-            self.buddy.encode()
-            with suppress(CommunicationError):  # the step will say so
-                self.buddy.start(self.reducer.channel("copy"), *self._ring(), self.attempt)
-
-    def _ring(self) -> tuple[list[int], list[int]]:
-        """Return the numbers of the group's ranks, and of those that stay, sorted."""
-        numbers = [_number(name) for name in self._names]
-        leaves = self._present[:, 1].tolist()
-        return numbers, sorted(n for n, when in zip(numbers, leaves, strict=True) if not when)
-
-    async def _deal(self) -> None:
-        """Deal what those that leave did not deliver to those that stay, element by element in turn.
 
         Cost: n elements sent by each that leaves.
         """
@@ -390,7 +357,7 @@ class Members:
             alike = [e for e in entries if (e.step, e.history) == (first.step, first.history)]
             self.clock = max(entry.clock for entry in alike)
         rows = self._present.tolist()
-        norms = {name: row[3:] for name, row in zip(self._names, rows, strict=False)}
+        norms = {name: row[3] for name, row in zip(self._names, rows, strict=False)}
         self._note(tuple(names), verdict)
         await self._brief(comm, verdict)
         applied = [*self._past]
@@ -402,7 +369,7 @@ class Members:
             if leaves == 2 and _attempt_of(entry.step - 1, applied, verdict.step) != entry.history:
                 leaves = 1  # the step in which its residual was dealt does not hold
             counts = rank in verdict.current and leaves < 2
-            rows.append([counts, leaves, verdict.donor, *norms.get(names[rank], (0, 0))])
+            rows.append([counts, leaves, verdict.donor, norms.get(names[rank], 0)])
         self._next = torch.tensor(rows, dtype=torch.float64)
         self.newcomers = {}
         self._view = max(serial, 1 + max(entry.view for entry in entries))
@@ -427,19 +394,14 @@ class Members:
             past += past[-2:] * (_PAST - len(self._past))
             for rank in sorted(verdict.stale):
                 numbers = [verdict.step, *past, reducer.skipped, key, *shares.quotas]
-                known = self.buddy.known() if self.buddy else []
-                for told in ([*numbers, len(known)], known):
-                    raw = torch.tensor(told, dtype=torch.int64).view(torch.uint8)
-                    await comm.isend(raw, rank, "brief", Raw("control"))
+                raw = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
+                await comm.isend(raw, rank, "brief", Raw("control"))
         elif comm.rank in verdict.stale:
-            count = 4 + 2 * _PAST + len(reducer.units)
-            step, *rest, more = await _numbers_from(comm, verdict.there, count)
-            known = await _numbers_from(comm, verdict.there, more)
+            count = 3 + 2 * _PAST + len(reducer.units)
+            step, *rest = await _numbers_from(comm, verdict.there, count)
             past, (skipped, key, *quotas) = rest[: 2 * _PAST], rest[2 * _PAST :]
             self._past = list(dict.fromkeys(zip(past[::2], past[1::2], strict=True)))
             self._adopt(step)
-            if self.buddy:
-                self.buddy.return_to(known, _number(self._names[comm.rank]))
             self.behind = True
             reducer.plan.shares = SharesState(tuple(quotas), None if key < 0 else key)
             reducer.step, reducer.skipped = step, skipped
@@ -460,10 +422,9 @@ class Members:
                     if self.deals or delivered.values is residual.accumulated:
                         delivered = DenseVector(residual.accumulated.clone())
                     minus.append(delivered)
-            copies = self.buddy.copied if self.buddy else None
             while len(self._parts) >= _ATTEMPTS:
                 del self._parts[next(iter(self._parts))]
-            self._parts[self._prepared] = _Part(minus, plus, self.deals, copies, reducer.scale)
+            self._parts[self._prepared] = _Part(minus, plus, self.deals, reducer.scale)
         self._prepared, self._delivered = 0, []
 
     def _adopt(self, step: int) -> None:
@@ -480,12 +441,12 @@ class Members:
             else:
                 residual.keep()
         if part is not None:
-            self._apply(part, reducer.step, by)
+            self._apply(part)
         else:
             holds = _attempt_of(last.step, self._past, step)
             if holds is not None and holds != last.attempt:
                 self._take_back(last.parts.get(last.attempt))
-                self._apply(last.parts.get(holds), last.step, holds)
+                self._apply(last.parts.get(holds))
                 self._last = last = last._replace(attempt=holds)
         if step > reducer.step:
             self._last, self._parts = _Last(reducer.step, by, self._parts), {}
@@ -493,21 +454,17 @@ class Members:
             self._parts = last.parts if step == last.step else {}
             self._last = _Last(-1, 0, {})
 
-    def _apply(self, part: _Part | None, step: int, attempt: int) -> None:
-        """Bring residuals, and copies, to the end of a step that others have applied."""
+    def _apply(self, part: _Part | None) -> None:
+        """Bring residuals to the end of a step that others have applied."""
         if part is None or not part.minus:
             return
         self._add(part, 1.0)
         self._spent = self._spent or part.deals
-        if self.buddy:
-            self.buddy.conclude(step, attempt, part.copies)
 
     def _take_back(self, part: _Part | None) -> None:
         """Undo this rank's part in a step, which others have not applied."""
         if part is None or not part.minus:
             return
-        if self.buddy:
-            self.buddy.take_back()
         self._add(part, -1.0)
         self._spent = self._spent and not part.deals
 
@@ -532,8 +489,7 @@ class Members:
         )
         gone = {name: row for name, row in rows if name not in names}
         died = {name: row for name, row in gone.items() if row[1] != 2}
-        kept = {name for name in died if self._keeper_of(name) in names}
-        norms = {name: row[4 if name in kept else 3] for name, row in died.items()}
+        norms = {name: row[3] for name, row in died.items()}
         back = [name for name in names if self._lost.pop(name, None) is not None]
         self._lost |= norms
         event = {
@@ -543,23 +499,16 @@ class Members:
             "came": len(set(names) - set(self._names)),
             "left": len(gone) - len(died),
             "died": len(died),
-            "kept": len(kept),
             "back": len(back),
             "lost_norm": math.hypot(*norms.values()),
         }
         self._events, self._names = [*self._events[-999:], event], names
 
-    def _keeper_of(self, name: Hashable) -> Hashable:
-        """Return the name of the rank that keeps a copy of this one's residual; None: nobody does."""
-        number = self.buddy.keepers.get(_number(name)) if self.buddy else None
-        return next((other for other in self._names if _number(other) == number), None)
-
     def state(self) -> dict[str, Any]:
         """Return plain numbers: who is there, and what has changed.
 
-        "changes" has for each the step, the ranks from then on, how many came, left and died, and of how
-        many of those a copy of the residual is kept.  "lost_norm" is the norm of the residuals that died
-        with them, as measured at most 10 steps before; of those with a copy, of what the copy lacks.
+        "changes" has for each the step, the ranks from then on, and how many came, left and died.
+        "lost_norm" is the norm of the residuals that died with them, as measured at most 10 steps before.
         A rank that was only taken for dead comes back with its residual: then it is in "back", not lost.
         """
         return {
@@ -581,11 +530,6 @@ def _attempt_of(step: int, past: Sequence[tuple[int, int]], end: int) -> int | N
     if step >= end:
         return 0
     return next((attempt for since, attempt in reversed(past) if since <= step), None)
-
-
-def _number(name: Hashable) -> int:
-    """Return a number > 0 for a rank's name, the same on all ranks."""
-    return number_of(repr(name)) or 1
 
 
 async def _numbers_from(comm: Communicator, source: int, count: int) -> list[int]:

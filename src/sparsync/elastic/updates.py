@@ -237,7 +237,6 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         if steps != self._began_at:  # this rank was stale
             outer.go_on_from(outer.steps + steps - self._began_at)
             self._began_at, self._phase = steps, phase
-        self._engine.submit(self.attendance.members.start_copy)
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
             extras, states = arrival

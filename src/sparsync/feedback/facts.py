@@ -48,7 +48,7 @@ def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object
         "its options": reducer.algorithm.options,
         "settings": ", ".join(f"{name}={value}" for name, value in sorted(settings.items())),
         "its parts": [_settings(p) for p in (*reducer.selectors, *reducer.collectives)],
-        "density": reducer.plan.adaptive or reducer.plan.density,
+        "density": reducer.plan.density,
         "xi_period": reducer.xi_period,
         "the warm-up": reducer.plan.warmup,
         "the correction": reducer.correction,

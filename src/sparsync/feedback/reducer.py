@@ -24,7 +24,7 @@ from sparsync.algorithm import Algorithm
 from sparsync.collectives import Reduced
 from sparsync.feedback.correction import Correction, Corrector
 from sparsync.feedback.residual import Residual
-from sparsync.feedback.schedule import AdaptiveDensity, Warmup
+from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.step import Consensus, Plan, Proposal, Use, channel_of
 from sparsync.monitoring import Growth, Measured, Monitor, Sink
 from sparsync.sparse import DenseVector, Vector
@@ -40,8 +40,8 @@ class Reducer:
     """Averages the gradients of all units over the ranks of a communicator, step by step.
 
     A step is: ``accumulate`` every gradient, ``exchange`` every unit, then ``commit`` or ``refuse``.
-    ``xi_period`` is the number of steps between measurements of Assumption 1's xi (default: never, or as
-    the density needs), ``consensus`` who else must agree to a step, ``sink`` who takes its numbers.
+    ``xi_period`` is the number of steps between measurements of Assumption 1's xi (default: never),
+    ``consensus`` who else must agree to a step, ``sink`` who takes its numbers.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Reducer:
         comm: Communicator,
         units: Sequence[Unit],  # equal on all ranks
         algorithm: Algorithm,
-        density: float | AdaptiveDensity,  # k / n of every unit, in (0, 1]
+        density: float,  # k / n of every unit, in (0, 1]
         warmup: Warmup | None = None,
         correction: Correction | None = None,
         xi_period: int | None = None,
@@ -69,15 +69,13 @@ class Reducer:
         self.selectors = [selector for selector, _ in parts]
         self.collectives = [collective for _, collective in parts]
         self.plan = Plan(self.units, density, warmup, shared=algorithm.shared)
-        adaptive = self.plan.adaptive
-        self.xi_period = adaptive.period if xi_period is None and adaptive else xi_period
+        self.xi_period = xi_period
         self.monitor: Monitor | None = None
-        if sink is not None or self.xi_period is not None:
+        if sink is not None or xi_period is not None:
             start = warmup.steps if warmup and not warmup.densities else 0
-            self.monitor = Monitor(comm, self.units, sink, self.xi_period, start)
-        # None: it was noticed, or thresholds follow a density that changes
-        density = self.plan.density
-        self.growth = Growth(math.ceil(1 / density)) if density and not adaptive else None
+            self.monitor = Monitor(comm, self.units, sink, xi_period, start)
+        # None: it was noticed
+        self.growth = Growth(math.ceil(1 / density)) if density else None
         self.notice = ""  # for the user, who is told once
         self.reduced: dict[int, Reduced] = {}  # what the open step has exchanged, by unit
         self._committed: dict[int, Reduced] = {}  # and of that, what is applied already
@@ -186,7 +184,7 @@ class Reducer:
             return totals
         if self.corrector:
             self.corrector.retain([result.delivered for result in reduced.values()])
-        self.plan.commit(measured, self.comm.world_size)
+        self.plan.commit()
         self._close([self._committed[unit] for unit in range(len(self.units))], measured)
         return totals
 

@@ -20,7 +20,7 @@ from sparsync.sparse import SparseVector
 from sparsync.transports.communicator import Communicator
 from sparsync.units import Unit
 
-__all__ = ["SharesState", "Sharing", "edges", "next_shares", "resized"]
+__all__ = ["SharesState", "Sharing", "edges", "next_shares"]
 
 _BINS = 32  # per unit: 128 bytes
 _GAP_OCTAVES = 0.15  # 10 % below the last magnitude lie up to 5 times k entries
@@ -150,25 +150,6 @@ def next_shares(
         saturated = reached >= unit[0] / world_size > 0
         wishes.append(max(reached, 2.0 * quota) if saturated else reached)
     return SharesState(tuple(_apportion(wishes, k, least, sizes)), key)
-
-
-def resized(
-    state: SharesState, units: Sequence[int], entries: Sequence[int], sizes: Sequence[int]
-) -> SharesState:
-    """Return shares of another density, in the proportions of these, among the members ``units``.
-
-    ``entries`` are k of every unit by the new density alone.
-
-    Example:
-        >>> resized(SharesState((30, 10, 5)), [0, 1], [10, 10, 3], [99, 99, 99]).quotas
-        (15, 5, 3)
-    """
-    quotas = list(entries)
-    wishes, limits = [float(state.quotas[u]) for u in units], [sizes[u] for u in units]
-    least, k = [min(1, size) for size in limits], sum(entries[u] for u in units)
-    for unit, quota in zip(units, _apportion(wishes, k, least, limits), strict=True):
-        quotas[unit] = quota
-    return SharesState(tuple(quotas), state.key)
 
 
 def _reach(at: Sequence[int], totals: Sequence[int], wanted: int) -> tuple[int, float]:

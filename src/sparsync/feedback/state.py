@@ -103,7 +103,6 @@ class ParsedState:
     """A saved state that was found to fit a reducer."""
 
     saved: Mapping[str, Any]
-    density: float
     shares: SharesState
     residuals: list[Tensor | None]
     velocities: list[Tensor | None]
@@ -112,7 +111,7 @@ class ParsedState:
     def common(self) -> dict[str, object]:
         """Return what is equal on all ranks, by name."""
         saved, units = self.saved, len(self.residuals)
-        counts = [saved["step"], saved["skipped"], float(saved["scale"]), self.density, self.shares]
+        counts = [saved["step"], saved["skipped"], float(saved["scale"]), self.shares]
         return {
             "its collectives": [*counts, *self.parts[units:]],
             # None: nothing was ever kept back, on any rank
@@ -135,8 +134,8 @@ def parse_state(reducer: Reducer, state: Mapping[str, Any]) -> ParsedState:
         [_saved_values(state, what, unit) for unit in reducer.units]
         for what in ("residual", "velocity")
     )
-    plan = _saved_plan(reducer, state)
-    return ParsedState(state, *plan, residuals, velocities, _saved_parts(reducer, state))
+    shares = _saved_shares(reducer, state)
+    return ParsedState(state, shares, residuals, velocities, _saved_parts(reducer, state))
 
 
 async def agree_state(
@@ -182,7 +181,7 @@ def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = Fals
         reducer.corrector.load(parsed.velocities, saved["previous_norm"])
         reducer.corrector.scale = scale
     reducer.step, reducer.skipped, reducer.scale = saved["step"], saved["skipped"], scale
-    reducer.plan.density, reducer.plan.shares = parsed.density, parsed.shares
+    reducer.plan.shares = parsed.shares
     reducer.open()
     if not keep_scale:
         rescale_(reducer, wanted)
@@ -287,10 +286,14 @@ def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
         "world_size": reducer.comm.world_size,
         "rank": reducer.comm.rank,
         "momentum": _momentum(reducer),
+        "density": reducer.plan.density,
         "units": [[slot.name for slot in unit.slots] for unit in reducer.units],
         "sizes": [unit.layers for unit in reducer.units],
     }
-    cures = {"world_size": "sparsync.load, or sparsync.reshard, makes states for other world sizes"}
+    cures = {
+        "world_size": "sparsync.load, or sparsync.reshard, makes states for other world sizes",
+        "density": "load it with the density that it was saved with",
+    }
     for name, value in expected.items():
         if state[name] != value:
             cure = cures.get(name, "load each rank's own state into the same set-up")
@@ -337,23 +340,18 @@ def _saved_values(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | N
     return whole
 
 
-def _saved_plan(reducer: Reducer, state: Mapping[str, Any]) -> tuple[float, SharesState]:
-    """Return the density, which only an adaptive run has changed, and the shares."""
-    rule, density, quotas = reducer.plan.adaptive, reducer.plan.density, state["quotas"]
-    cure = "load it with the density that it was saved with"
-    if rule is not None:
-        density = float(state["density"])
-        if not rule.low <= density <= rule.high:
-            raise _misfit("density", density, f"one from {rule.low} to {rule.high}", cure)
+def _saved_shares(reducer: Reducer, state: Mapping[str, Any]) -> SharesState:
+    """Return the shares, which sum to what the density exchanges."""
+    quotas, cure = state["quotas"], "give what state_dict() of every rank returned"
     sizes = [unit.size for unit in reducer.units]
     if len(quotas) != len(sizes) or any(
         not 0 <= k <= n for k, n in zip(quotas, sizes, strict=True)
     ):
         raise _misfit("quotas", quotas, f"a number of entries for each of {len(sizes)} units", cure)
-    expected = sum(unit.entries(density) for unit in reducer.units)
+    expected = sum(unit.entries(reducer.plan.density) for unit in reducer.units)
     if sum(quotas) != expected:
         raise _misfit("a sum of quotas of", sum(quotas), expected, cure)
-    return density, SharesState(tuple(quotas), state["quota_key"])
+    return SharesState(tuple(quotas), state["quota_key"])
 
 
 def _momentum(reducer: Reducer) -> float:

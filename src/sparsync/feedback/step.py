@@ -11,9 +11,8 @@ import torch
 from sparsync.collectives import Changing, Collective, Dense
 from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.residual import Residual
-from sparsync.feedback.schedule import AdaptiveDensity, Warmup
-from sparsync.feedback.shares import SharesState, Sharing, resized
-from sparsync.monitoring import Measured
+from sparsync.feedback.schedule import Warmup
+from sparsync.feedback.shares import SharesState, Sharing
 from sparsync.selection import Everything, Selector
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
@@ -21,9 +20,7 @@ from sparsync.units import Unit
 
 __all__ = ["Consensus", "Plan", "Proposal", "UnitPlan", "Use", "channel_of"]
 
-Use = Literal[
-    "shares", "xi", "weights", "used", "retry", "drift", "vote", "roll", "copy", "contributions"
-]
+Use = Literal["shares", "xi", "weights", "used", "retry", "drift", "vote", "roll", "contributions"]
 
 
 def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
@@ -55,14 +52,12 @@ class Plan:
     def __init__(
         self,
         units: Sequence[Unit],
-        density: float | AdaptiveDensity,
+        density: float,
         warmup: Warmup | None,
         *,
         shared: bool,
     ) -> None:
-        self.adaptive = density if isinstance(density, AdaptiveDensity) else None
-        self.density = density.at_equal if isinstance(density, AdaptiveDensity) else density
-        self.warmup, self._all = warmup, units
+        self.density, self.warmup, self._all = density, warmup, units
         self.shares = self._next = SharesState(self._entries())  # of regular steps
         self._sharing = Sharing.among(units) if shared and len(units) > 1 else None
         self._dividing: Sharing | None = None  # in the open step
@@ -115,14 +110,9 @@ class Plan:
         if self._dividing:
             self._next = await self._dividing.agree(self.shares, channel, self._entries())
 
-    def commit(self, measured: Measured | None, world_size: int) -> None:
-        """Go on to the next step's shares, and to another density if that was measured."""
+    def commit(self) -> None:
+        """Go on to the next step's shares."""
         self.shares = self._next
-        if self.adaptive and measured:
-            self.density = self.adaptive.next(self.density, measured, world_size)
-            members = self._sharing.members if self._sharing else ()
-            sizes = [unit.size for unit in self._all]
-            self.shares = resized(self.shares, members, self._entries(), sizes)
 
     def _entries(self) -> tuple[int, ...]:
         """Return k of every unit, by the density alone."""

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from sparsync.errors import ConfigurationError
 from sparsync.exclusive import check_outside_ddp
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.gradients.consensus import PartsConsensus
 from sparsync.gradients.runs import Run, parts_of, runs_of, write_part
 from sparsync.gradients.shards import Fsdp, Shard, aligned, keys_of, ranks_of, shards_of
@@ -89,13 +88,11 @@ def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:
     kinds = {p.kind for p in shards}
     if len(kinds) == 1:
         return options
-    adapts = isinstance(options.density, AdaptiveDensity)
-    if adapts or options.algorithm.prepare is not None:
-        what = "AdaptiveDensity" if adapts else f"the algorithm '{options.algorithm.name}'"
+    if options.algorithm.prepare is not None:
         raise ConfigurationError(
-            f"{what} decides by what a rank holds, and parameters that lie on several ranks "
-            f"({', '.join(sorted(kinds))}) would be treated differently there; give a fixed density and "
-            "another algorithm"
+            f"the algorithm '{options.algorithm.name}' decides by what a rank holds, and parameters that "
+            f"lie on several ranks ({', '.join(sorted(kinds))}) would be treated differently there; give "
+            "another one"
         )
     return replace(options, algorithm=replace(options.algorithm, shared=False))
 

@@ -66,13 +66,6 @@ def command(
         Only(("elastic",), "none"),
         Option(help="Of --elastic: random:SECONDS, the mean time between kills; or none."),
     ] = "none",
-    buddy: Annotated[
-        bool,
-        Only(("elastic",)),
-        Option(
-            "--buddy", help="Of --elastic: another rank keeps a copy of what each has not sent."
-        ),
-    ] = False,
     json: Json = None,
     plot: Plot = None,
     **fields: Any,
@@ -87,7 +80,7 @@ def command(
         check_outputs(json, plot)
     settings.connection().prepare()
     if elastic:
-        _elastic(settings, algorithm, kill, buddy, json, plot)
+        _elastic(settings, algorithm, kill, json, plot)
         return
     results = train(settings, names(algorithm))
     if results is None:
@@ -99,14 +92,14 @@ def command(
 
 
 def _elastic(
-    settings: TrainSettings, algorithm: str, kill: str, buddy: bool, json: Any, plot: Path | None
+    settings: TrainSettings, algorithm: str, kill: str, json: Any, plot: Path | None
 ) -> None:
     """Train while ranks are killed."""
     if find_spec("torchft") is None:
         raise ConfigurationError("--elastic needs torchft: pip install 'sparsync[elastic]'")
     from sparsync.cli.train.elastic import table, train_elastic, write_elastic_plot
 
-    result = train_elastic(settings, algorithm, kill, buddy=buddy)
+    result = train_elastic(settings, algorithm, kill)
     write_json(json, result)
     if plot is not None:
         write_elastic_plot(result, plot)

@@ -58,7 +58,6 @@ class Change(NamedTuple):
     step: int
     ranks: int
     died: int
-    kept: int  # of the dead, those whose residual another rank had a copy of
     lost_norm: float
 
 
@@ -98,7 +97,6 @@ class ElasticResult:
     throughput_of_present: float  # the same, over the share of ranks that were alive
     participation_mean: float  # contributions per step and rank
     lost_norm: float  # of the residuals that were lost with the killed ranks
-    kept: int  # of the killed ones, those whose residual another rank had a copy of
     replicas_equal: bool
     eval_loss: float
     eval_loss_fault_free: float
@@ -122,9 +120,7 @@ def check_kill(text: str) -> float:
     raise ConfigurationError(f"kill is {text!r}; give none, or random:SECONDS, as random:30")
 
 
-def train_elastic(
-    settings: TrainSettings, algorithm: str, kill: str, *, buddy: bool = False
-) -> ElasticResult:
+def train_elastic(settings: TrainSettings, algorithm: str, kill: str) -> ElasticResult:
     """Train without faults, then with them; at the same time where ranks mostly wait (``--delay``).
 
     Raises:
@@ -138,7 +134,7 @@ def train_elastic(
 
         def play(text: str, mean: float) -> _Run:
             with row(text) as bar:
-                return _Run(settings, algorithm, mean, buddy=buddy).play(bar)
+                return _Run(settings, algorithm, mean).play(bar)
 
         waits = parse_delay(settings.delay).kind != "none" and not settings.lab
         with ThreadPoolExecutor(max_workers=1 + waits) as pool:
@@ -177,11 +173,8 @@ def table(result: ElasticResult) -> Columns:
 class _Run:
     """One training, and what is heard of it."""
 
-    def __init__(
-        self, settings: TrainSettings, algorithm: str, mean: float, *, buddy: bool
-    ) -> None:
+    def __init__(self, settings: TrainSettings, algorithm: str, mean: float) -> None:
         self.settings, self.algorithm, self.mean = settings, algorithm, mean
-        self.buddy = buddy
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["sparsync", "torch._dynamo"])
         self.random = random.Random(settings.seed)
@@ -227,7 +220,7 @@ class _Run:
     def _start(self, rank: int, lab: Lab | None, address: str) -> None:
         self.pipes[rank], theirs = self.context.Pipe(duplex=False)
         seat = None if lab is None else lab.seat(rank)
-        call = theirs, seat, rank, self.settings, self.algorithm, address, self.buddy
+        call = theirs, seat, rank, self.settings, self.algorithm, address
         self.starts.append((time.time(), rank))
         self.processes[rank] = self.context.Process(target=_be_rank, args=call, daemon=True)
         self.processes[rank].start()
@@ -367,7 +360,6 @@ class _Run:
             throughput_of_present=rate / free_rate / self._present(),
             participation_mean=fmean(contributors) / ranks,
             lost_norm=math.hypot(*(change.lost_norm for change in changes)),
-            kept=sum(change.kept for change in changes),
             replicas_equal=len({ended.weights for ended in self.ended.values()}) == 1,
             eval_loss=self._held_out(),
             eval_loss_fault_free=free._held_out(),
@@ -452,12 +444,7 @@ def _hush() -> None:
 
 
 def _train(
-    pipe: Connection,
-    rank: int,
-    settings: TrainSettings,
-    algorithm: str,
-    lighthouse: str,
-    buddy: bool,
+    pipe: Connection, rank: int, settings: TrainSettings, algorithm: str, lighthouse: str
 ) -> None:
     import sparsync
     from sparsync.elastic import make_manager  # torchft is needed for this command alone
@@ -479,7 +466,6 @@ def _train(
         transport="zmq" if settings.transport == "auto" else settings.transport,
         curve_keys=keys,
         interface=own,
-        buddy=buddy,
     )
     delay = parse_delay(settings.delay)
     exchange: Any = "updates" if algorithm in OUTER_SETTINGS else "gradients"

@@ -16,6 +16,7 @@ from sparsync.cost.machine import Machine
 from sparsync.errors import CheckpointError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations import soonest
+from sparsync.integrations.frameworks import save_beside
 from sparsync.integrations.updates import UpdateSync
 from sparsync_papers.optimizers import UpdateSpaceAdamW
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
@@ -583,7 +584,9 @@ def test_other_numbers_of_steps_are_told_by_finish_and_save(transport, folder):
         sync.finish()
     with refused(f"nothing is saved: {both} {6 - rank}", more, error=CheckpointError):
         sparsync.save(sync, folder / "run")
-    assert torch.equal(flat(net), before) and not list(folder.glob("run/*step*"))
+    with refused(f"nothing is saved: {both} {6 - rank}", more, error=CheckpointError):
+        save_beside(sync, net, folder / "beside")
+    assert torch.equal(flat(net), before) and not list(folder.rglob("*sparsync-rank*"))
     if rank == 1:
         sync.step()
     assert sparsync.save(sync, folder / "run").name == "000001-step-00000006"

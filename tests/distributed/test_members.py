@@ -66,7 +66,7 @@ class Job:
         self.address = self.light_pipe.recv()
         self.port = int(self.address.rpartition(":")[2])
 
-    def start(self, number, seed=0, late=0.0, **options):
+    def start(self, number, seed=0, late=False, **options):
         self.pipes[number], theirs = self.context.Pipe(duplex=False)
         seat = None if self.lab is None else self.lab.seat(number)
         options = {**self.options, **options}
@@ -222,7 +222,7 @@ def test_a_replica_with_keys_of_its_own_does_not_get_in(job, tmp_path):
 def test_one_that_has_not_caught_up_at_the_end_gets_the_last_weights(job, outer):
     run = job(2, outer=outer)
     run.all_contribute([0, 1])
-    run.start(2, seed=5, late=1.5)
+    run.start(2, seed=5, late=True)
     run.wait_for(lambda: any(2 in ones for ones in run.steps.values()))
     ends = run.finish()
     assert len(ends) == 3 and not run.contributed(2, 0.0)

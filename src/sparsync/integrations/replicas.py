@@ -25,7 +25,15 @@ from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.exclusive import check_outside_ddp
 from sparsync.integrations.options import Options
 from sparsync.integrations.runs import Run, parts_of, runs_of, write_part
-from sparsync.integrations.shards import Fsdp, Shard, aligned, keys_of, ranks_of, shards_of
+from sparsync.integrations.shards import (
+    Fsdp,
+    Shard,
+    aligned,
+    elements_of,
+    keys_of,
+    ranks_of,
+    shards_of,
+)
 from sparsync.integrations.sync import Hook, Step, Sync, call_after_backward, weakly
 from sparsync.sparse import Vector
 from sparsync.transports import driver
@@ -78,7 +86,7 @@ def _microbatches(schedule: Any) -> tuple[int, float] | None:
 
 def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -> Options:
     """Decide the density, where it was not given, by the size of the whole model, alike on all parts."""
-    mine = torch.tensor([sum(local_of(shard.parameter).numel() for shard in shards)])
+    mine = torch.tensor([elements_of(shards)])
     elements = sum(int(size) for size in driver.run(parts.allgather(mine, "sizes")))
     return options.for_size(elements, says=dist.get_rank() == 0)
 

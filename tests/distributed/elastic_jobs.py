@@ -29,11 +29,12 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
     """Train to step ``until.value``; tell of every step what was applied.
 
     With ``outer`` settings updates are exchanged by an ``OuterStep`` of these.  A ``late`` replica begins
-    to fetch a copy once it has taken the last step, however slow the machine is.  Its stderr goes to a file, ``errors``.  ``options`` are more of
-    the manager, and: ``carries`` the scheduler; ``handles`` SIGTERM by itself, set after attach, with
-    exit code 7.
+    to fetch a copy once it has taken the last step, however slow the machine is.  Its stderr goes to a
+    file, ``errors``.  ``options`` are more of the manager, and: ``carries`` the scheduler; ``handles``
+    SIGTERM by itself, set after attach, with exit code 7; the ``density``.
     """
     carries, handles = options.pop("carries", True), options.pop("handles", False)
+    density = options.pop("density", 0.1)
     at_once = catch_up.fetch
 
     def fetch_late(source, timeout, since, stop):
@@ -62,7 +63,7 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     if outer is None:
-        sync = sparsync.attach(model, optimizer, density=0.1, elastic=manager)
+        sync = sparsync.attach(model, optimizer, density=density, elastic=manager)
     else:
         settings = {**OUTER_SETTINGS["updates"], **outer}
         sync = sparsync.attach(model, optimizer, OuterStep(**settings), elastic=manager)

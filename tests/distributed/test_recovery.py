@@ -199,7 +199,10 @@ DAMAGES = {  # of rank 1's file: by what; what that rank says, or all
         lambda state: state["residual"].update({"0.weight": torch.zeros(7)}),
         "the saved residual of '0.weight' is (7,) torch.float32, expected a tensor of",
     ),
-    "scale": (lambda state: state.update(scale=torch.nan), "has scale nan, expected a finite float"),
+    "scale": (
+        lambda state: state.update(scale=torch.nan),
+        "has scale nan, expected a finite float",
+    ),
     "threshold": (
         lambda state: state["selectors"][0].update(threshold_key=torch.nan),
         "threshold_key",

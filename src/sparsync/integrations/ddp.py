@@ -25,7 +25,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.integrations.buckets import Bucket, BucketStep, Places
 from sparsync.integrations.hierarchy import NodeReducer
-from sparsync.integrations.options import Monitoring, Options
+from sparsync.integrations.options import Monitoring, Options, say_on_rank_0
 from sparsync.integrations.sync import Sync, call_after_backward, weakly
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.driver import run
@@ -50,7 +50,7 @@ def attach_ddp(model: Any, options: Options) -> DdpSync:
         if parameter.requires_grad and name not in model.parameters_to_ignore
     }
     elements = sum(parameter.numel() for parameter in trained.values())
-    options = options.for_size(elements, says=dist.get_rank() == 0)
+    options = options.for_size(elements, say_on_rank_0)
     units = options.units(trained.items(), model.module)
     ranks = dist.get_process_group_ranks(model.process_group)
     groups, nodes = Groups(model.process_group, **options.transport.waits), None

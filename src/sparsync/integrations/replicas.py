@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError
@@ -23,7 +22,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import AdaptiveDensity
 from sparsync.integrations.consensus import PartsConsensus
 from sparsync.integrations.exclusive import check_outside_ddp
-from sparsync.integrations.options import Options
+from sparsync.integrations.options import Options, say_on_rank_0
 from sparsync.integrations.runs import Run, parts_of, runs_of, write_part
 from sparsync.integrations.shards import (
     Fsdp,
@@ -88,7 +87,7 @@ def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -
     """Decide the density, where it was not given, by the size of the whole model, alike on all parts."""
     mine = torch.tensor([elements_of(shards)])
     elements = sum(int(size) for size in driver.run(parts.allgather(mine, "sizes")))
-    return options.for_size(elements, says=dist.get_rank() == 0)
+    return options.for_size(elements, say_on_rank_0)
 
 
 def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:

@@ -30,7 +30,7 @@ from sparsync.feedback.agreement import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.state import ParsedState, agree_state, parse_state
 from sparsync.feedback.step import Proposal
-from sparsync.fields import Exactly, Fields, Kind, check_saved, common_facts
+from sparsync.fields import Common, Exactly, Fields, Kind, check_saved, common_facts
 from sparsync.integrations.changes import Changes, begin_together
 from sparsync.integrations.ddp import CommHook, check_ddp
 from sparsync.integrations.exclusive import Guard, check_outside_ddp
@@ -165,6 +165,7 @@ def attach_updates(
             rates=[[group.get("lr") for group in one.param_groups] for one in optimizers],
             ranks_of_a_node=1 if node is None else node.comm.world_size,
             stepped_parameters=held_by(optimizers, trained),
+            buffers_that_hold_nan_or_inf=sorted(weights.left_out),
         )
     except BaseException:
         groups.close()
@@ -593,7 +594,8 @@ class UpdateSync(Sync):
             **self.outer.layout.extents(),
             **own,
             # the next exchange sets that right; in any other state NaN is damage
-            "broken": is_broken(own, self._weights.exchanged),
+            "broken": is_broken(own, self._weights.exchanged()),
+            "left_out": {name: name in self._weights.left_out for name in self._weights.buffers},
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "pieces": copy.deepcopy(self._pieces),
             "noise": None if noise is None else noise.state_dict(),
@@ -603,7 +605,7 @@ class UpdateSync(Sync):
         """Return what every field of a saved state has to be: as it is here and now."""
         outer, module, noise = self.outer, self._plain(), self._weights.noise
         assert module is not None
-        saved = state.get("reducer")
+        saved, left_out = state.get("reducer"), _left_out(state)
         return {
             **outer.kinds(state),
             **{name: Exactly(value) for name, value in outer.layout.extents().items()},
@@ -611,12 +613,13 @@ class UpdateSync(Sync):
                 module,
                 self._weights.trained,
                 outer.optimizers,
-                exchanged=self._weights.exchanged,
+                exchanged=self._weights.exchanged(left_out),
                 # thresholds and boundaries start again
                 resharded=isinstance(saved, Mapping) and saved.get("selectors", ()) is None,
                 finite=state.get("broken") is not True,
             ),
             "broken": bool,
+            "left_out": Fields({name: Common(bool) for name in self._weights.buffers}),
             "scaler": SCALER_KIND,
             "pieces": Exactly(self._pieces),
             "noise": Exactly(None) if noise is None else noise.kind(),
@@ -684,6 +687,7 @@ class UpdateSync(Sync):
         module = self._plain()
         assert module is not None
         self.outer.restore(state, parsed)
+        self._weights.leave_out(_left_out(state))
         if state["parameters"] is None:
             self.outer.restart(self._weights)
         load_weights(module, self._weights.trained, state)
@@ -713,6 +717,12 @@ class _Carried(Operation):
         if (sync := self._sync()) is not None:
             sync.book(busy, time.perf_counter() - begin)
         self.done = True
+
+
+def _left_out(state: Mapping[str, Any]) -> list[str]:
+    """Return the buffers that a saved state's ranks have left out; of one without, none."""
+    saved = state.get("left_out")
+    return [n for n, out in saved.items() if out is True] if isinstance(saved, Mapping) else []
 
 
 def _restore(ddp: weakref.ref[DistributedDataParallel], broadcasts: bool) -> None:

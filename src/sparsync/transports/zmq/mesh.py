@@ -23,6 +23,7 @@ from sparsync.transports.zmq.descriptors import OWN, require_descriptors
 from sparsync.transports.zmq.links import (
     MAX_MESSAGE,
     PIECE,
+    TAMPERED,
     Link,
     Parcel,
     happened,
@@ -326,7 +327,7 @@ class Mesh:
             self.lose(
                 rank,
                 "its connection ended; it died, closed its communicator, or gave no sign of life for "
-                f"{longest_silence(self._timeouts[0]):g} s",
+                f"{longest_silence(self._timeouts[0]):g} s{TAMPERED if self.keys else ''}",
             )
         self._ended.clear()
         for rank, reason in self._unreached(now).items():

@@ -42,8 +42,8 @@ from sparsync.transports.zmq.messages import (
 __all__ = ["Mesh", "bind", "tcp"]
 
 LINGER: Final = 5.0  # seconds that ``close`` gives the last messages to leave
-# the same after ``abort``, from which they count: the thread whose waits end takes its part of them, and a
-# process that ends is to do so within 5 s
+# the same after ``abort``, from which they count: the thread whose waits end takes its part of them, and
+# a process that ends is to do so within 5 s
 LINGER_ABORTED: Final = 4.5
 LEAST_LINGER: Final = 1.0  # that there is in any case
 TICK: Final = 0.05  # seconds between looks at connections while a wait is on

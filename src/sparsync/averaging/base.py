@@ -174,7 +174,7 @@ class Averager(Stateful):
             f"{type(self).__name__}: the saved state is not one; load what state_dict() returned",
         )
         here, saved = place.get("left_out", []), state.get("left_out")
-        other = set(here) ^ set(saved) if fits(saved, Sequence[str]) else set()
+        other = set(here) ^ set(saved or []) if fits(saved, Sequence[str]) else set()
         for name in sorted(other):
             runs = ("this run", "the saved one") if name in here else ("the saved run", "this one")
             raise ConfigurationError(

@@ -34,7 +34,15 @@ from sparsync.transports.process_group import (
 )
 from sparsync.units import Unit, output_parameters, plan_units
 
-__all__ = ["Compress", "Compression", "Monitoring", "Nonfinite", "Options", "Transport"]
+__all__ = [
+    "Compress",
+    "Compression",
+    "Monitoring",
+    "Nonfinite",
+    "Options",
+    "Transport",
+    "say_on_rank_0",
+]
 
 Nonfinite = Literal["raise", "skip", "propagate"]
 Compress = Callable[[str, Tensor], bool]
@@ -190,10 +198,10 @@ class Options:
     transport: Transport
     monitoring: Monitoring
 
-    def for_size(self, elements: int, *, says: bool) -> Options:
+    def for_size(self, elements: int, tell: Callable[[str], object]) -> Options:
         """Decide the density for a model of this many trained elements, if not given.
 
-        ``says``: this rank tells, once.
+        ``tell`` gets the line in which the user is told of it, once per job.
         """
         if self.density is not None:
             return self
@@ -210,8 +218,7 @@ class Options:
                 f"the others wait, some {1 / density:.0f} steps, which a training of a few hundred "
                 "feels: there give density=0.1"
             )
-        if says:
-            say(f"exchanges {said} (density= decides otherwise); {lag}")
+        tell(f"exchanges {said} (density= decides otherwise); {lag}")
         return replace(self, density=density, compression=given)
 
     def agree_with(self, parts: Communicator) -> None:
@@ -313,6 +320,12 @@ class Options:
             comm.close()
             raise
         return reducer
+
+
+def say_on_rank_0(line: str) -> None:
+    """Tell the user, once per job."""
+    if dist.get_rank() == 0:
+        say(line)
 
 
 def _nothing(_name: str, _parameter: Tensor) -> bool:

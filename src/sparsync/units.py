@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,9 @@ __all__ = [
     "training",
     "unflatten",
 ]
+
+# torch's mark of parameters that an optimizer steps inside ``backward()``; it never takes it back
+_STEPPED_INSIDE: Final = "_in_backward_optimizers"
 
 
 # A box of a parameter: ``parameter.reshape(shape)[offset[0] : offset[0] + size[0], ...]``, flattened;
@@ -195,9 +199,12 @@ def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[
 
 
 def training(model: nn.Module) -> list[int]:
-    """Return the identities of what trains, as often as modules have it: quick to compare."""
+    """Return the identities of what trains, as often as modules have it: quick to compare.
+
+    Below 0 once an optimizer steps it inside ``backward()``: see ``check_stepped_later``.
+    """
     return [
-        id(parameter)
+        -id(parameter) if hasattr(parameter, _STEPPED_INSIDE) else id(parameter)
         for module in model.modules()
         for parameter in module._parameters.values()
         if parameter is not None and parameter.requires_grad
@@ -237,8 +244,7 @@ def check_same_parameters(
 def check_stepped_later(model: nn.Module, alone: Collection[str] = ()) -> None:
     """Refuse an optimizer that steps inside ``backward()``, before anything is exchanged."""
     for name, parameter in model.named_parameters():
-        # torch's mark, which it never takes back
-        if name not in alone and hasattr(parameter, "_in_backward_optimizers"):
+        if name not in alone and hasattr(parameter, _STEPPED_INSIDE):
             raise ConfigurationError(
                 f"'{name}' is stepped inside backward(), by torch's _apply_optimizer_in_backward, before "
                 "its gradient is exchanged; build the model without it, and step an optimizer after "

@@ -28,14 +28,22 @@ def shared_by_all(sync):
 def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, errors, options):
     """Train to step ``until.value``; tell of every step what was applied.
 
-    With ``outer`` settings updates are exchanged by an ``OuterStep`` of these.  A copy that this replica
-    fetches comes ``late`` seconds later.  Its stderr goes to a file, ``errors``.  ``options`` are more of
-    the manager, and: ``carries`` the scheduler; ``handles`` SIGTERM by itself, set after attach, with
-    exit code 7.
+    With ``outer`` settings updates are exchanged by an ``OuterStep`` of these.  A ``late`` replica begins
+    to fetch a copy once it has taken the last step, however slow the machine is.  Its stderr goes to a
+    file, ``errors``.  ``options`` are more of the manager, and: ``carries`` the scheduler; ``handles``
+    SIGTERM by itself, set after attach, with exit code 7; the ``density``.
     """
     carries, handles = options.pop("carries", True), options.pop("handles", False)
+    density = options.pop("density", 0.1)
     at_once = catch_up.fetch
-    catch_up.fetch = lambda *given: (time.sleep(late), at_once(*given))[1]
+
+    def fetch_late(source, timeout, since, stop):
+        while not stop() and sync.steps < until.value:
+            time.sleep(0.01)
+        return at_once(source, timeout, since, stop)
+
+    if late:
+        catch_up.fetch = fetch_late
     torch.set_num_threads(1)
     if seat is not None:
         seat.enter()
@@ -55,7 +63,7 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     if outer is None:
-        sync = sparsync.attach(model, optimizer, density=0.1, elastic=manager)
+        sync = sparsync.attach(model, optimizer, density=density, elastic=manager)
     else:
         settings = {**OUTER_SETTINGS["updates"], **outer}
         sync = sparsync.attach(model, optimizer, OuterStep(**settings), elastic=manager)

@@ -66,7 +66,7 @@ class Job:
         self.address = self.light_pipe.recv()
         self.port = int(self.address.rpartition(":")[2])
 
-    def start(self, number, seed=0, late=0.0, **options):
+    def start(self, number, seed=0, late=False, **options):
         self.pipes[number], theirs = self.context.Pipe(duplex=False)
         seat = None if self.lab is None else self.lab.seat(number)
         options = {**self.options, **options}
@@ -208,11 +208,25 @@ def test_a_replica_with_keys_of_its_own_does_not_get_in(job, tmp_path):
     )
 
 
+def test_the_density_is_said_by_one_replica_and_by_none_that_joins(job):
+    """It joins as the lowest rank: these go by names."""
+    run = job(0, density=None)
+    for number in (1, 2):
+        run.start(number)
+    run.all_contribute([1, 2])
+    run.start(0)
+    run.all_contribute([0, 1, 2], since=time.time())
+    run.finish()
+    said = run.errors_of_replicas()
+    assert said.count("exchanges all 880 gradient entries") == 1
+    assert "exchanges" not in Path(run.errors.name, "0").read_text()
+
+
 @BOTH
 def test_one_that_has_not_caught_up_at_the_end_gets_the_last_weights(job, outer):
     run = job(2, outer=outer)
     run.all_contribute([0, 1])
-    run.start(2, seed=5, late=1.5)
+    run.start(2, seed=5, late=True)
     run.wait_for(lambda: any(2 in ones for ones in run.steps.values()))
     ends = run.finish()
     assert len(ends) == 3 and not run.contributed(2, 0.0)

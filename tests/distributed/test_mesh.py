@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -21,12 +21,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from sparsync.algorithm import default_density
 from sparsync.errors import NonFiniteGradientError, PeerError
 from sparsync.units import local_of
-from tests.on_ranks import on_ranks, refused, same_everywhere
+from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import (
     attach,
+    attached,
     batch,
     flat,
     local_flat,
@@ -374,6 +376,19 @@ def test_tensor_parallel_refuses():
     sync.close()
     with refused("the algorithm 'auto' decides by what a rank holds"):
         attach(parallel(mesh), replicate=mesh["dp"], algorithm="auto")
+
+
+@on_ranks(4)
+def test_the_default_density_counts_what_tensor_parallel_ranks_replicate_once():
+    """A table of 30,000 is on both; a DTensor of 30,000 as well; 60,000 lie in halves."""
+    mesh = mesh_of(dp=2, tp=2)
+    sizes = {"table": 100, "copied": 100, "up": 200}
+    net = torch.nn.ModuleDict({n: torch.nn.Linear(300, k, bias=False) for n, k in sizes.items()})
+    parallelize_module(net["up"], mesh["tp"], ColwiseParallel())
+    copied = distribute_tensor(net["copied"].weight, mesh["tp"], [Replicate()])
+    net["copied"].weight = torch.nn.Parameter(copied)
+    with attached(net, "budgeted", replicate=mesh["dp"], density=None) as sync:
+        assert gathered(sync.reducer.plan.density) == [default_density(120_000)] * 4
 
 
 # ---- updates --------------------------------------------------------------------------------------

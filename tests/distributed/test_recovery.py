@@ -1,5 +1,6 @@
 """Overflows, diverging replicas and checkpoints on four real ranks."""
 
+import copy
 import time
 import warnings
 
@@ -13,14 +14,16 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
-from sparsync import ConfigurationError, Sentinel
+from sparsync import ConfigurationError, Correction, Sentinel
 from sparsync.checkpoint import save_load
 from sparsync.checkpoint.reshard import state_like
+from sparsync.checkpoint.save_load import seat_of
 from sparsync.errors import CheckpointError, PeerError
 from sparsync.updates import OuterAverager
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import attach, attached, backward, batch, ddp_model, flat, model, train
+from .test_update_checkpoints import net_of
 
 # ---- overflows ------------------------------------------------------------------------------------
 
@@ -175,30 +178,90 @@ def test_every_rank_gets_its_own_weights_back(folder):
     assert torch.equal(through, steps(again, **fresh, which=range(3, 6)))
 
 
+DAMAGES = {  # of rank 1's file: by what; what that rank says, or all
+    "residual": (
+        lambda state: state["residual"]["0.weight"][3:4].fill_(torch.nan),
+        "the saved residual of '0.weight' holds NaN or Inf",
+    ),
+    "the end of a residual": (
+        lambda state: state["residual"]["2.bias"][-1:].fill_(-torch.inf),
+        "the saved residual of '2.bias' holds NaN or Inf",
+    ),
+    "velocity": (
+        lambda state: state["velocity"]["0.bias"][:1].fill_(torch.nan),
+        "the saved velocity of '0.bias' holds NaN or Inf",
+    ),
+    "a part of a residual": (
+        lambda state: state["residual"].pop("2.bias"),
+        "the saved residual of '2.bias' is None, expected a tensor",
+    ),
+    "shape": (
+        lambda state: state["residual"].update({"0.weight": torch.zeros(7)}),
+        "the saved residual of '0.weight' is (7,) torch.float32, expected a tensor of",
+    ),
+    "scale": (
+        lambda state: state.update(scale=torch.nan),
+        "has scale nan, expected a finite float",
+    ),
+    "threshold": (
+        lambda state: state["selectors"][0].update(threshold_key=torch.nan),
+        "threshold_key",
+    ),
+    "step": (lambda state: state.update(step=1), "ranks disagree on the step of the saved state"),
+    "no residual": (
+        lambda state: state["residual"].clear(),
+        "ranks disagree on which residuals and velocities it has",
+    ),
+}
+
+
 @on_ranks(4)
-def test_what_one_rank_cannot_load_all_refuse(folder):
-    """All raise at once, nothing is changed, and training goes on."""
-    ddp, first = ddp_model(), dist.get_rank() == 1
-    with attached(ddp) as sync:
-        train(ddp, range(2))
-        saved = sparsync.save(sync, folder, model=ddp.module)
-        if first:
-            file = saved / "sparsync-rank-1-of-4.pt"
-            state = torch.load(file, weights_only=True)
-            state["residual"]["0.weight"][3] = torch.nan
-            torch.save(state, file)
-        dist.barrier()
-        train(ddp, range(2, 4))
-        weights, waiting, begin = flat(ddp), sync.state_dict()["residual"], time.monotonic()
-        own, others = (ConfigurationError, "NaN"), (CheckpointError, "rank 1 could not")
-        error, words = own if first else others
-        with refused(words, error=error):
-            sparsync.load(sync, folder, model=ddp.module)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_what_one_rank_cannot_load_all_refuse(kind, folder):
+    """All raise at once, nothing is changed, and training goes on as if nobody had tried."""
+    runs, rank = [], dist.get_rank()
+    for refuses in (True, False):
+        net, where = net_of(kind)
+        correction = Correction(momentum=0.5)
+        with attached(net, correction=correction, **where) as sync:
+            train(net, range(2))
+            if refuses:
+                file = sparsync.save(sync, folder) / seat_of(sync).name
+            train(net, range(2, 4))
+            for damage, words in DAMAGES.values() if refuses else ():
+                refuse_all(sync, net, file, damage, words)
+            train(net, range(4, 6))
+            runs.append((flat(net), sync.state_dict()))
+    (weights, state), (undisturbed, expected) = runs
+    assert torch.equal(weights, undisturbed) and state["step"] == 6
+    for what in ("residual", "velocity"):
+        assert all(torch.equal(state[what][n], value) for n, value in expected[what].items())
+    assert rank != 1 or state["residual"]["0.weight"].any(), "the test would say nothing"
+
+
+def refuse_all(sync, net, file, damage, words):
+    """Damage the file of rank 1; let all load, from files and from memory, and put it back."""
+    first, saved = dist.get_rank() == 1, torch.load(file, weights_only=True)
+    damaged, weights = copy.deepcopy(saved), flat(net)
+    if first:
+        damage(damaged)
+        torch.save(damaged, file)
+    dist.barrier()
+    alike = "ranks disagree" in words
+    error = PeerError if alike else ConfigurationError if first else CheckpointError
+    others = "ranks disagree on" if alike else "rank 1 could not"
+    for load in (
+        lambda: sparsync.load(sync, file.parent.parent),
+        lambda: sync.load_state_dict(damaged),
+    ):
+        begin = time.monotonic()
+        with refused(words if first else others, error=error):
+            load()
         assert time.monotonic() - begin < 15, "waited for the timeout of 30 s"
-        assert torch.equal(weights, flat(ddp)) and sync.reducer.step == 4
-        assert all(torch.equal(waiting[n], v) for n, v in sync.state_dict()["residual"].items())
-        train(ddp, range(4, 5))
-        assert sync.reducer.step == 5
+        assert torch.equal(weights, flat(net)) and sync.reducer.step == 4
+    dist.barrier()
+    if first:
+        torch.save(saved, file)
 
 
 @on_ranks(4)

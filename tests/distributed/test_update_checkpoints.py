@@ -1,6 +1,8 @@
 """Checkpoints while ranks have weights and moments of their own."""
 
+import contextlib
 import copy
+import io
 import threading
 import time
 from functools import partial
@@ -161,6 +163,44 @@ def test_other_numbers_of_ranks_begin_without_what_broke(name, folder):
         assert flat(net).isfinite().all()
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("ranks", [4, 2])
+@pytest.mark.parametrize("first", [torch.inf, 1.0])
+@pytest.mark.parametrize("name", ["default", "weights"])
+def test_a_buffer_may_be_finite_in_one_run_and_not_in_the_other(name, first, ranks, folder):
+    """As an observer's extreme, which begins with Inf: the first run decides if it is averaged."""
+    rank, ends, lines = dist.get_rank(), [], io.StringIO()
+
+    def begin(ranks, seed, value):
+        inner = model(seed)
+        inner.register_buffer("lowest", torch.full((3,), value))
+        return attached_to(ranks, SETTINGS[name], inner)
+
+    net, optimizer, sync = begin(4, 0, first)
+    with sync:
+        steps(net, optimizer, range(2))
+        net.module.lowest.fill_(2.0 + rank)
+        steps(net, optimizer, range(2, 7))
+        sparsync.save(sync, folder, model=net, optimizer=optimizer)
+        saved = net.module.lowest.clone()
+        # left out, it is each rank's own
+        assert same_everywhere(saved) == (first == 1.0 and name == "default")
+        ends.append((steps(net, optimizer, range(7, 12)), net.module.lowest.clone()))
+    net, optimizer, sync = begin(ranks, 3, 1.0 if first == torch.inf else -torch.inf)
+    with sync, contextlib.redirect_stderr(lines):
+        sparsync.load(sync, folder, model=net, optimizer=optimizer)
+        loaded = net.module.lowest.clone()
+        ends.append((steps(net, optimizer, range(7, 12)), net.module.lowest.clone()))
+        sync.finish()
+        assert ranks < 4 or same_everywhere(flat(net))
+    if ranks == 4:
+        assert torch.equal(loaded, saved) and all(map(torch.equal, *ends))
+        assert ("'lowest' held NaN or Inf" in lines.getvalue()) == (first == torch.inf)
+    elif first == 1.0:  # of fewer ranks, all begin with what they share
+        assert loaded.isfinite().all()
+    assert ends[-1][1].isfinite().all()
+
+
 DAMAGES = {
     "sent": (
         lambda state: state.update(sent=[0.5]),
@@ -250,11 +290,12 @@ def undelivered(states, name):
     return total
 
 
-def attached_to(ranks, settings, seed):
-    """DDP on the first ranks, and on every other such run of them alike."""
+def attached_to(ranks, settings, inner):
+    """DDP on the first ranks, and on every other such run of them alike; of a module, or a seed's."""
+    inner = model(inner) if isinstance(inner, int) else inner
     runs = [dist.new_group(range(at, at + ranks)) for at in range(0, dist.get_world_size(), ranks)]
     group = runs[dist.get_rank() // ranks]
-    net = torch.nn.parallel.DistributedDataParallel(model(seed), process_group=group)
+    net = torch.nn.parallel.DistributedDataParallel(inner, process_group=group)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     outer = OuterStep(**settings) if settings else None
     return net, optimizer, sparsync.attach(net, optimizer, outer, exchange="updates")

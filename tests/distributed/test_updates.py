@@ -15,6 +15,7 @@ from sparsync.cost.calibrate import Calibration
 from sparsync.cost.machine import Machine
 from sparsync.errors import CheckpointError, PeerError
 from sparsync.feedback.reducer import Reducer
+from sparsync.frameworks.common import save_beside
 from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterAverager, OuterStep
 from sparsync.updates.engine import UpdateSync
 from sparsync.updates.fragments import Weights
@@ -603,7 +604,9 @@ def test_other_numbers_of_steps_are_told_by_finish_and_save(transport, folder):
         sync.finish()
     with refused(f"nothing is saved: {both} {6 - rank}", more, error=CheckpointError):
         sparsync.save(sync, folder / "run")
-    assert torch.equal(flat(net), before) and not list(folder.glob("run/*step*"))
+    with refused(f"nothing is saved: {both} {6 - rank}", more, error=CheckpointError):
+        save_beside(sync, net, folder / "beside")
+    assert torch.equal(flat(net), before) and not list(folder.rglob("*sparsync-rank*"))
     if rank == 1:
         sync.step()
     assert sparsync.save(sync, folder / "run").name == "000001-step-00000006"

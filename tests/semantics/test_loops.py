@@ -504,11 +504,16 @@ def test_optimizer_in_backward(column):
         with refused("'0.weight' is stepped inside backward()"):
             training.step()
         return
-    training = Training(column, net)
-    _in_backward(net)
-    with refused("'0.weight' is stepped inside backward()"):
-        training.backward(0)
-    training.close()
+    for steps in (0, 1):  # and once the model was looked at
+        net = network()
+        training = Training(column, net)
+        for step in range(steps):
+            training.backward(step)
+            training.step()
+        _in_backward(net)
+        with refused("'0.weight' is stepped inside backward()"):
+            training.backward(steps)
+        training.close()
     exchange = "gradients" if column == "attach" else "updates"
     for model, options in ((Ddp(net), {}), (net, {"replicate": dist.group.WORLD})):
         with refused("'0.weight' is stepped inside backward()", "after backward()"):

@@ -305,6 +305,22 @@ def test_a_resumed_run_continues_bit_for_bit(load_first):
     assert not torch.equal(own, other)
 
 
+@pytest.mark.parametrize(("first", "then"), [(torch.inf, 1.0), (1.0, -torch.inf)])
+def test_a_state_of_a_run_in_which_a_buffer_was_finite_or_not_is_refused_by_its_name(first, then):
+    """Not by sizes: only one of the two averages it."""
+
+    def averager(value):
+        model = linear()
+        model.register_buffer("lowest", torch.tensor([value]))
+        return Smoothed(model)
+
+    saved = averager(first).state_dict()
+    averager(first).load_state_dict(saved)
+    words = failure(ConfigurationError, averager(then).load_state_dict, saved)
+    assert "buffer 'lowest' held NaN or Inf when " in words and "as it was when" in words
+    assert ("the saved run made" in words) == (first == torch.inf)
+
+
 def test_states_of_others_are_refused():
     state = Smoothed(linear()).state_dict()
     for wrong, words in [

@@ -13,6 +13,7 @@ from sparsync import simulate
 from sparsync.algorithm import LARGE, default_density
 from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
+from sparsync.messages import say
 from sparsync.monitoring import Growth
 from sparsync.options import Compression, Monitoring, Options, Transport
 from sparsync.presets import resolve
@@ -41,7 +42,7 @@ def settings(density=None, algorithm="budgeted", **compression):
     ],
 )
 def test_small_models_are_exchanged_whole_and_large_ones_as_before(elements, entries, said, capsys):
-    options = settings().for_size(elements, says=True)
+    options = settings().for_size(elements, say)
     assert options.density == default_density(elements)
     (unit,) = options.units([("w", torch.empty(elements))], nn.Linear(1, 1))
     assert unit.dense == (entries == elements)
@@ -61,9 +62,9 @@ def test_density_falls_with_size_to_the_usual_one():
 
 def test_a_density_that_was_given_is_taken_as_given(capsys):
     given = settings(0.01)
-    assert given.for_size(520, says=True) is given
-    assert settings(algorithm="dense").for_size(10**8, says=True).density == 1.0  # nothing to say
-    own = settings(compress=lambda name, _: name == "w").for_size(520, says=False)
+    assert given.for_size(520, say) is given
+    assert settings(algorithm="dense").for_size(10**8, say).density == 1.0  # nothing to say
+    own = settings(compress=lambda name, _: name == "w").for_size(520, str)
     assert not own.units([("w", torch.empty(520))], nn.Linear(1, 1))[0].dense
     assert capsys.readouterr().err == ""
 
@@ -82,7 +83,7 @@ def train(make_model, lr, momentum, density=None, steps=120, ranks=2):
         model = make_model()
         model.load_state_dict(begin)
         optimizer = torch.optim.SGD(model.parameters(), lr, momentum=momentum)
-        options = settings(density).for_size(size, says=False)
+        options = settings(density).for_size(size, str)
         (unit,) = options.units(model.named_parameters(), model)
         reducer, notices = Reducer(comm, [unit], options.algorithm, options.density), []
         for step in range(steps):

@@ -205,6 +205,47 @@ def test_the_last_messages_are_delivered_after_close(monkeypatch):
     assert together(program, 2)[1] == list(range(50))
 
 
+@pytest.mark.parametrize("held", [0.0, 2.0])
+def test_the_last_messages_are_delivered_after_abort_to_a_peer_that_stood_still(held, monkeypatch):
+    """For longer than the thread whose waits end; and nobody waits once they have left."""
+
+    def program(comm):
+        if comm.rank == 0:
+            for place in range(50):
+                comm.isend(torch.full((200_000,), place, dtype=torch.uint8), 1, "p", RAW)
+            begin = time.monotonic()
+            comm.abort()
+            comm.close()
+            return time.monotonic() - begin
+        time.sleep(held)
+        receives = [comm.irecv(0, 200_000, "p", RAW) for _ in range(50)]
+        for operation in receives:
+            operation.wait()
+        return [int(r.result[-1]) for r in receives]
+
+    monkeypatch.setattr(links, "HIGH_WATER", 4)
+    seconds, received = together(program, 2)
+    assert received == list(range(50)) and held <= seconds + 0.5 < held + 2.0
+
+
+def test_an_aborted_communicator_drops_what_does_not_leave_in_time(monkeypatch):
+    def program(comm):
+        if comm.rank == 1:
+            return meet(comm)  # without taking anything in
+        for place in range(50):
+            comm.isend(torch.full((200_000,), place, dtype=torch.uint8), 1, "p", RAW)
+        begin = time.monotonic()
+        comm.abort()
+        time.sleep(1.0)  # as a thread that takes its time to end
+        comm.close()
+        seconds = time.monotonic() - begin
+        meet(comm)
+        return seconds
+
+    monkeypatch.setattr(links, "HIGH_WATER", 4)
+    assert mesh.LINGER_ABORTED - 0.1 < together(program, 2)[0] < 5.0
+
+
 def test_close_twice_and_use_after_close():
     def program(comm):
         waiting = comm.irecv(1 - comm.rank, 1, "p", RAW)

@@ -253,9 +253,7 @@ def test_bytes_that_were_changed_on_the_way_end_the_wait(tmp_path):
             return meet_all.wait(30)
         change.wait(10)
         began = time.monotonic()
-        with pytest.raises(
-            CommunicationError, match=r"message from rank 1 .* (were changed|its connection)"
-        ):
+        with pytest.raises(CommunicationError, match=r"message from rank 1 .* were changed"):
             comm.irecv(1, 2000, "p", RAW).wait()
         assert time.monotonic() - began < 10
         return meet_all.wait(30)

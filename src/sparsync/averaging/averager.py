@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, final
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sparsync.averaging.binding import Binding, BufferRule, MomentRule, NonFiniteRule
 from sparsync.errors import ConfigurationError, PeerError, require
 from sparsync.fields import Common, Exactly, Fields, Kind, Number, Plain, check_saved, same
-from sparsync.state import Stateful, brief
+from sparsync.state import Stateful, brief, fits
 from sparsync.transports.actors import Actor, Reply
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
@@ -173,6 +173,15 @@ class Averager(Stateful):
             isinstance(state, Mapping) and {*place, "steps", "state", "memory"} <= set(state),
             f"{type(self).__name__}: the saved state is not one; load what state_dict() returned",
         )
+        here, saved = place.get("left_out", []), state.get("left_out")
+        other = set(here) ^ set(saved or []) if fits(saved, Sequence[str]) else set()
+        for name in sorted(other):
+            runs = ("this run", "the saved one") if name in here else ("the saved run", "this one")
+            raise ConfigurationError(
+                f"buffer '{name}' held NaN or Inf when {runs[0]} made its averager, which leaves such "
+                f"buffers out, and was finite in {runs[1]}; make the averager with a model in which it "
+                "is as it was when the saved run began"
+            )
         for name, value in place.items():
             require(
                 same(state[name], value),
@@ -191,6 +200,7 @@ class Averager(Stateful):
         if self._binding is not None:
             comm = self._binding.comm
             place |= {"rank": comm.rank, "world_size": comm.world_size}
+            place["left_out"] = self._binding.left_out
         return place
 
     def close(self) -> None:

@@ -57,6 +57,7 @@ class Binding:
 
     Attributes:
         initial: the vector when the binding was made; None: ranks begin with models of their own.
+        left_out: buffers that would be averaged, but held NaN or Inf when the binding was made.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class Binding:
         self.model, self.comm, self.nonfinite = model, comm, nonfinite
         self.buffers, self.optimizer, self.moments = buffers, optimizer, moments
         self._averaged = set(averaged_buffers(model) if buffers == "average" else ())
+        floating = [n for n, b in saved_buffers(model).items() if b.is_floating_point()]
+        self.left_out = [n for n in floating if buffers == "average" and n not in self._averaged]
         ruled = self._ruled(self._tensors())
         self._shapes = {name: tensor.shape for name, tensor in ruled.items()}
         wide = any(tensor.dtype == torch.float64 for tensor in ruled.values())

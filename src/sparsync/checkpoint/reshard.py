@@ -202,7 +202,7 @@ def _updates_like(template: State, states: Sequence[State]) -> dict[str, Any]:
     }
     begun |= {"broken": False}
     kept = {key: value for key, value in donor.items() if key not in template or key == "weights"}
-    same = ("steps", "state", "sent", "present_period", "groups", "scaler")
+    same = ("steps", "state", "sent", "present_period", "groups", "scaler", "left_out")
     common = {key: donor[key] for key in same if key in donor}
     return {**kept, **template, **common, **begun, "under_way": []}
 
@@ -227,7 +227,9 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
     """
     sizes = state["layout"]
     shared = state["memory"]["shared"].clone()
-    vectors = [state["parameters"][name] for name in sizes if name in state["parameters"]]
+    left_out = {name for name, out in state["left_out"].items() if out}
+    held = {name: state["parameters"][name] for name in sizes if name in state["parameters"]}
+    vectors = [torch.zeros_like(v) if name in left_out else v for name, v in held.items()]
     if (noise := state["noise"]) is not None:
         vectors.append(noise["values"])
     own = torch.cat([vector.flatten().to(shared.dtype) for vector in vectors])

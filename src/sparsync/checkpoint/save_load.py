@@ -288,8 +288,18 @@ def _holds(sync: Saveable, value: object) -> bool:
 
 
 def save_state(sync: Saveable, folder: Path, weights: str) -> None:
-    """Write this rank's file, and a digest of its weights, without asking other ranks."""
-    write_file(folder / seat_of(sync).name, {**sync.state_dict(), "weights": weights})
+    """Write this rank's file, and a digest of its weights; all ranks call it together.
+
+    Raises:
+        CheckpointError: on all ranks, if any of them has done another number of local steps (then nothing
+            is written), or could not write.
+    """
+    _same_steps(sync)
+
+    def write() -> None:
+        write_file(folder / seat_of(sync).name, {**sync.state_dict(), "weights": weights})
+
+    _together(sync, write, f"write its part of {folder}")
 
 
 def load_states(sync: Saveable, folder: Path, weights: str) -> None:

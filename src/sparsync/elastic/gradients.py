@@ -52,7 +52,8 @@ def attach_elastic(
             f"that cannot change ({parted or 'DistributedDataParallel'}); give the module itself"
         )
     elements = sum(shard.parameter.numel() for shard in shards)
-    options = options.for_size(elements, says=True)  # every process comes by itself
+    said = list[str]()
+    options = options.for_size(elements, said.append)
     assert options.density is not None
     names = [shard.name for shard in shards]
     consensus = PartsConsensus(SoloCommunicator(), {n: i for i, n in enumerate(sorted(names))})
@@ -67,6 +68,9 @@ def attach_elastic(
         consensus,
         None if watched.log is None else sink_of(watched.log, 0),
     )
+    reducer.notice = "".join(
+        said
+    )  # every process comes by itself: the first step tells whose it is
     return ElasticSync(model, reducer, shards, consensus, options, manager, optimizers)
 
 
@@ -214,6 +218,12 @@ class ElasticSync(ElasticHandle, ReplicaSync):
             self._end_of_leaving()
         missed, self._missed = self._missed, False
         return settled and not missed and not self.left
+
+    def _tell(self) -> None:
+        """Tell what the lowest rank has noticed; one that joins has nothing that is new to the others."""
+        if self.attendance.members.behind:
+            self.reducer.notice = ""
+        super()._tell()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep what repeats this step on a rank that catches up, or on this one."""

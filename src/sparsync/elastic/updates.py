@@ -139,6 +139,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
                 lambda: weights_digest([outer.memory["shared"]]),
                 rates,
                 nonfinite=self._nonfinite,
+                buffers_that_hold_nan_or_inf=sorted(weights.left_out),
                 **outer.described(),
             )
         )

@@ -245,7 +245,8 @@ def check_fields(state: object) -> None:
             )
         value = state[name]
         if not fits(value, kind) or (name in _COUNTS and (value or 0) < 0):
-            expected = f"{getattr(kind, '__name__', kind)}{' >= 0' if name in _COUNTS else ''}"
+            named = "a finite float" if kind is float else getattr(kind, "__name__", kind)
+            expected = f"{named}{' >= 0' if name in _COUNTS else ''}"
             raise _misfit(name, value, expected, "give what state_dict() of every rank returned")
         if name == "density" and not 0 < value <= 1:
             raise _misfit(

@@ -87,10 +87,13 @@ def attach_wrapped(
 
 
 def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
-    """Write this rank's state into a folder of a framework's checkpoint, without asking other ranks.
+    """Write this rank's state into a folder of a framework's checkpoint; all ranks call it.
 
     With it goes a digest of the weights: a job may end after this and before the framework has written
     them, or the other way round.
+
+    Raises:
+        CheckpointError: see ``save_state``.
     """
     save_state(sync, folder, _weights(sync, model))
     for seat, file in states_in(folder).items():

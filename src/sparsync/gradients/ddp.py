@@ -27,7 +27,7 @@ from sparsync.gradients.buckets import Bucket, BucketStep, Places
 from sparsync.gradients.hierarchy import NodeReducer
 from sparsync.gradients.steps import GradientSync
 from sparsync.handle import call_after_backward, weakly
-from sparsync.options import Monitoring, Options
+from sparsync.options import Monitoring, Options, say_on_rank_0
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
@@ -51,7 +51,7 @@ def attach_ddp(model: Any, options: Options) -> DdpSync:
         if parameter.requires_grad and name not in model.parameters_to_ignore
     }
     elements = sum(parameter.numel() for parameter in trained.values())
-    options = options.for_size(elements, says=dist.get_rank() == 0)
+    options = options.for_size(elements, say_on_rank_0)
     units = options.units(trained.items(), model.module)
     ranks = dist.get_process_group_ranks(model.process_group)
     groups, nodes = Groups(model.process_group, **options.transport.waits), None

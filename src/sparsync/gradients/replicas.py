@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError
@@ -23,10 +22,18 @@ from sparsync.exclusive import check_outside_ddp
 from sparsync.feedback.reducer import Reducer
 from sparsync.gradients.consensus import PartsConsensus
 from sparsync.gradients.runs import Run, parts_of, runs_of, write_part
-from sparsync.gradients.shards import Fsdp, Shard, aligned, keys_of, ranks_of, shards_of
+from sparsync.gradients.shards import (
+    Fsdp,
+    Shard,
+    aligned,
+    elements_of,
+    keys_of,
+    ranks_of,
+    shards_of,
+)
 from sparsync.gradients.steps import GradientSync, Step
 from sparsync.handle import Hook, call_after_backward, weakly
-from sparsync.options import Options
+from sparsync.options import Options, say_on_rank_0
 from sparsync.sparse import Vector
 from sparsync.transports import driver
 from sparsync.transports.agree import check_equal_parameters
@@ -78,9 +85,9 @@ def _microbatches(schedule: Any) -> tuple[int, float] | None:
 
 def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -> Options:
     """Decide the density, where it was not given, by the size of the whole model, alike on all parts."""
-    mine = torch.tensor([sum(local_of(shard.parameter).numel() for shard in shards)])
+    mine = torch.tensor([elements_of(shards)])
     elements = sum(int(size) for size in driver.run(parts.allgather(mine, "sizes")))
-    return options.for_size(elements, says=dist.get_rank() == 0)
+    return options.for_size(elements, say_on_rank_0)
 
 
 def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:

@@ -24,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from sparsync.errors import ConfigurationError
 from sparsync.units import Piece
 
-__all__ = ["Fsdp", "Shard", "aligned", "keys_of", "ranks_of", "shards_of"]
+__all__ = ["Fsdp", "Shard", "aligned", "elements_of", "keys_of", "ranks_of", "shards_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,15 +118,30 @@ def ranks_of(replicate: Any) -> list[int]:
 
 
 def keys_of(shards: Sequence[Shard]) -> dict[str, int]:
-    """Hash every parameter's name and ranks: layers of two stages may have the same name.
+    """Hash every parameter's name and ranks: layers of two stages may have the same name."""
+    texts = {name: f"{name} {sorted(ranks)}" for name, ranks in _holders(shards).items()}
+    hashes = {n: hashlib.blake2b(text.encode(), digest_size=8) for n, text in texts.items()}
+    return {n: int.from_bytes(h.digest(), "little", signed=True) for n, h in hashes.items()}
+
+
+def elements_of(shards: Sequence[Shard]) -> int:
+    """Return the elements of the parameters of whose holders this rank is the first, shards as wholes.
+
+    The sum over all parts of a replica is that of the model, in which a parameter counts once, divided or
+    replicated.
+    """
+    holders, me = _holders(shards), dist.get_rank()
+    return sum(p.parameter.numel() for p in shards if min(holders[p.name]) == me)
+
+
+def _holders(shards: Sequence[Shard]) -> dict[str, frozenset[int]]:
+    """Return the ranks of a replica that hold each parameter, or a part of it.
 
     A plain one next to DTensors is whole on each of their ranks.
     """
     meshes = {p.name: _ranks(p.parameter) for p in shards}
-    everywhere = frozenset().union(*meshes.values()) or {dist.get_rank()}
-    texts = {name: f"{name} {sorted(ranks or everywhere)}" for name, ranks in meshes.items()}
-    hashes = {n: hashlib.blake2b(text.encode(), digest_size=8) for n, text in texts.items()}
-    return {n: int.from_bytes(h.digest(), "little", signed=True) for n, h in hashes.items()}
+    everywhere = frozenset().union(*meshes.values()) or frozenset([dist.get_rank()])
+    return {name: ranks or everywhere for name, ranks in meshes.items()}
 
 
 @final

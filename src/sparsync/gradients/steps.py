@@ -338,11 +338,14 @@ class GradientSync(Handle):
             this.jobs.clear()
             if self.reducer.monitor is not None:
                 self.reducer.monitor.write()  # here, what it raises spoils no gradient
-        if self.reducer.notice:
-            if self.reducer.comm.rank == 0:
-                say(self.reducer.notice)
-            self.reducer.notice = ""
+        self._tell()
         return True
+
+    def _tell(self) -> None:
+        """Tell the user what the reducer of the lowest rank has noticed, once."""
+        if self.reducer.notice and self.reducer.comm.rank == 0:
+            say(self.reducer.notice)
+        self.reducer.notice = ""
 
     def _end_step(self, *, alike: bool = False) -> None:
         """Compare replicas if it is time; on the training thread, when the engine has nothing to do.

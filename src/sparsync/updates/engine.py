@@ -26,7 +26,7 @@ from sparsync.exclusive import Guard, check_outside_ddp
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.state import ParsedState, agree_state, parse_state
 from sparsync.feedback.step import Proposal
-from sparsync.fields import Exactly, Fields, Kind, check_saved, common_facts
+from sparsync.fields import Common, Exactly, Fields, Kind, check_saved, common_facts
 from sparsync.gradients.ddp import CommHook, check_ddp
 from sparsync.gradients.hierarchy import Node
 from sparsync.gradients.sentinel import check_replicas
@@ -159,6 +159,7 @@ def attach_updates(
             rates=[[group.get("lr") for group in one.param_groups] for one in optimizers],
             ranks_of_a_node=1 if node is None else node.comm.world_size,
             stepped_parameters=held_by(optimizers, trained),
+            buffers_that_hold_nan_or_inf=sorted(weights.left_out),
         )
     except BaseException:
         groups.close()
@@ -613,7 +614,8 @@ class UpdateSync(Handle):
             **self.outer.layout.extents(),
             **own,
             # the next exchange sets that right; in any other state NaN is damage
-            "broken": is_broken(own, self._weights.exchanged),
+            "broken": is_broken(own, self._weights.exchanged()),
+            "left_out": {name: name in self._weights.left_out for name in self._weights.buffers},
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "pieces": copy.deepcopy(self._pieces),
             "noise": None if noise is None else noise.state_dict(),
@@ -623,7 +625,7 @@ class UpdateSync(Handle):
         """Return what every field of a saved state has to be: as it is here and now."""
         outer, module, noise = self.outer, self._plain(), self._weights.noise
         assert module is not None
-        saved = state.get("reducer")
+        saved, left_out = state.get("reducer"), _left_out(state)
         return {
             **outer.kinds(state),
             **{name: Exactly(value) for name, value in outer.layout.extents().items()},
@@ -631,12 +633,13 @@ class UpdateSync(Handle):
                 module,
                 self._weights.trained,
                 outer.optimizers,
-                exchanged=self._weights.exchanged,
+                exchanged=self._weights.exchanged(left_out),
                 # thresholds and boundaries start again
                 resharded=isinstance(saved, Mapping) and saved.get("selectors", ()) is None,
                 finite=state.get("broken") is not True,
             ),
             "broken": bool,
+            "left_out": Fields({name: Common(bool) for name in self._weights.buffers}),
             "scaler": SCALER_KIND,
             "pieces": Exactly(self._pieces),
             "noise": Exactly(None) if noise is None else noise.kind(),
@@ -704,6 +707,7 @@ class UpdateSync(Handle):
         module = self._plain()
         assert module is not None
         self.outer.restore(state, parsed)
+        self._weights.leave_out(_left_out(state))
         if state["parameters"] is None:
             self.outer.restart()
         load_weights(module, self._weights.trained, state)
@@ -733,6 +737,12 @@ class _Carried(Operation):
         if (sync := self._sync()) is not None:
             sync.book(busy, time.perf_counter() - begin)
         self.done = True
+
+
+def _left_out(state: Mapping[str, Any]) -> list[str]:
+    """Return the buffers that a saved state's ranks have left out; of one without, none."""
+    saved = state.get("left_out")
+    return [n for n, out in saved.items() if out is True] if isinstance(saved, Mapping) else []
 
 
 def _restore(ddp: weakref.ref[DistributedDataParallel], broadcasts: bool) -> None:

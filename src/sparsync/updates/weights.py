@@ -17,6 +17,7 @@ from sparsync.updates.moments import GradientNoise
 
 __all__ = ["ModelWeights", "trained_of"]
 
+_UNSEEN: Final = (0, -1)  # the mark of a buffer that was not looked at
 _SAMPLES: Final = "(samples of gradients)"  # parentheses: no buffer has this name
 
 
@@ -55,6 +56,13 @@ class ModelWeights(Weights):
 
     float64 if any of them is, else float32.  Inside a node, a rank reads only its own runs of the vector;
     to write, all ranks of the node call together and gather each other's.
+
+    Buffers that hold NaN or Inf at first are constants, it is hoped.  They are read as zeros and never
+    written to, and have their place in the vector all the same: whether a saved state fits does not
+    depend on what they hold.
+
+    Attributes:
+        left_out: their names.
     """
 
     cure = ""  # its optimizers are known
@@ -70,35 +78,38 @@ class ModelWeights(Weights):
         self.noise = noise
         self._module, self.trained, self.node = module, dict(trained), node
         self._divisor = 1 if node is None else node.comm.world_size
-        self.buffers = averaged_buffers(module) if buffers else []
         floating = {n: b for n, b in saved_buffers(module).items() if b.is_floating_point()}
-        # held NaN or Inf: constants, it is hoped
-        self._left_out = {
-            n: _mark(b) for n, b in floating.items() if n not in self.buffers and buffers
-        }
+        self.buffers = list(floating) if buffers else []
+        self.left_out = frozenset(self.buffers) - frozenset(averaged_buffers(module))
+        self._marks = {name: _mark(floating[name]) for name in self.left_out}  # of those to look at
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained.values())
         tensors = self._tensors()
-        wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+        wide = any(tensor.dtype == torch.float64 for _, tensor in tensors)
         self.dtype = torch.float64 if wide else torch.float32
         self.ranks = 1.0  # over which the noise of second moments is averaged away
 
-    def _tensors(self) -> list[Tensor]:
-        """Return what the vector is made of; modules replace their buffers."""
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        """Return what the vector is made of, with names; modules replace their buffers."""
         buffers = dict(self._module.named_buffers()) if self.buffers else {}
-        own = [local_of(t) for t in (*self.trained.values(), *(buffers[n] for n in self.buffers))]
-        return own if self.noise is None else [*own, self.noise.values]
+        named = [*self.trained.items(), *((name, buffers[name]) for name in self.buffers)]
+        own = [(name, local_of(tensor)) for name, tensor in named]
+        return own if self.noise is None else [*own, (_SAMPLES, self.noise.values)]
 
     @property
     def rest(self) -> dict[str, int]:
         """The sizes of buffers and samples, which follow the trained parameters."""
-        tensors = self._tensors()[len(self.trained) :]
-        named = zip((*self.buffers, _SAMPLES), tensors, strict=False)
+        named = self._tensors()[len(self.trained) :]
         return {name: -(-t.numel() // self._divisor) for name, t in named if t.numel()}
 
-    @property
-    def exchanged(self) -> list[str]:
-        """Names of the parameters and buffers that the vector is made of."""
-        return [*self.trained, *self.buffers]
+    def exchanged(self, left_out: Collection[str] | None = None) -> list[str]:
+        """Return the names of what is exchanged, if these buffers are left out, not those of now."""
+        left_out = self.left_out if left_out is None else left_out
+        return [*self.trained, *(name for name in self.buffers if name not in left_out)]
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Leave these buffers out from now on, and no others."""
+        self.left_out = frozenset(names)
+        self._marks = dict.fromkeys(self.left_out, _UNSEEN)
 
     def reshard(self) -> None:
         """Let FSDP2 forget the whole parameters that an evaluation has left: they are others now."""
@@ -106,37 +117,46 @@ class ModelWeights(Weights):
             if hasattr(owner, "unshard"):
                 owner.reshard()  # type: ignore[operator]
 
-    def _within(self, span: slice) -> Iterator[tuple[Tensor, slice]]:
-        """Yield the tensors of a span of whole tensors, and their places in it."""
+    def _within(self, span: slice) -> Iterator[tuple[str, Tensor, slice]]:
+        """Yield the tensors of a span of whole tensors, their names, and their places in it."""
         first, last, end = span.start or 0, span.stop, 0
-        for tensor in self._tensors():
+        for name, tensor in self._tensors():
             start, end = end, end - (-tensor.numel() // self._divisor)
             if start >= first and (last is None or end <= last) and tensor.numel():
-                yield tensor, slice(start - first, end - first)
+                yield name, tensor, slice(start - first, end - first)
 
     @torch.no_grad()
     def read(self, span: slice, out: Tensor | None = None) -> Tensor:
         """Return a copy of a part, in ``out`` if that is given."""
         run_of = torch.flatten if self.node is None else self.node.run_of
-        found = [run_of(tensor).to(self.dtype) for tensor, _ in self._within(span)]
+        found = [
+            run_of(torch.zeros_like(tensor) if name in self.left_out else tensor).to(self.dtype)
+            for name, tensor, _ in self._within(span)
+        ]
         return torch.cat(found, out=out) if found else torch.zeros(0, dtype=self.dtype)
 
     def _pairs(self, span: slice, values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors of a span, and what a vector has for them."""
+        """Return the tensors of a span that are exchanged, and what a vector has for them."""
         found = list(self._within(span))
-        tensors = [tensor for tensor, _ in found]
         if self.node is None:
-            return tensors, unflatten(values, tensors)
-        rows = self.node.gathered(values)
-        pieces = [rows[:, at].flatten()[: tensor.numel()] for tensor, at in found]
-        return tensors, [its.view(one.shape) for one, its in zip(tensors, pieces, strict=True)]
+            parts = unflatten(values, [tensor for _, tensor, _ in found])
+        else:
+            rows = self.node.gathered(values)
+            parts = [rows[:, at].flatten()[: t.numel()].view(t.shape) for _, t, at in found]
+        pairs = [
+            (tensor, part)
+            for (name, tensor, _), part in zip(found, parts, strict=True)
+            if name not in self.left_out
+        ]
+        return [tensor for tensor, _ in pairs], [part for _, part in pairs]
 
     @torch.no_grad()
     def average_buffers(self) -> None:
         """Average buffers inside the node, whose ranks see other batches."""
         if self.node is not None:
-            for buffer in self._tensors()[len(self.trained) :][: len(self.buffers)]:
-                self.node.average_(buffer)
+            for name, tensor in self._tensors()[len(self.trained) :]:
+                if name in self.buffers and name not in self.left_out:
+                    self.node.average_(tensor)
             self.node.check()
 
     @torch.no_grad()
@@ -155,8 +175,9 @@ class ModelWeights(Weights):
 
     def broken(self) -> str:
         """Name a parameter or buffer of this rank that is not finite; empty: there is none."""
-        for name, tensor in zip(self.exchanged, self._tensors(), strict=False):
-            if not is_finite(tensor):
+        exchanged = set(self.exchanged())
+        for name, tensor in self._tensors():
+            if name in exchanged and not is_finite(tensor):
                 left_out = " (persistent=False would leave it out)" if name in self.buffers else ""
                 return f"'{name}'{left_out}"
         return ""
@@ -166,12 +187,12 @@ class ModelWeights(Weights):
 
         Each is named once.  Cost: a look at those that were written to.
         """
-        now = dict(self._module.named_buffers()) if self._left_out else {}
-        for name, mark in list(self._left_out.items()):
+        now = dict(self._module.named_buffers()) if self._marks else {}
+        for name, mark in list(self._marks.items()):
             if name in now and (written := _mark(now[name])) != mark:
-                self._left_out[name] = written
+                self._marks[name] = written
                 if bool(torch.isfinite(now[name]).all()):
-                    del self._left_out[name]
+                    del self._marks[name]
                     return name
         return ""
 
@@ -181,7 +202,7 @@ class ModelWeights(Weights):
         They are read from the ``shared`` one: a late exchange is added to a rank's own vector, which
         rounds on each rank in another way, and shares must be equal on all.
         """
-        if self.noise is not None and any(t is self.noise.values for t, _ in self._within(span)):
+        if self.noise is not None and any(name == _SAMPLES for name, *_ in self._within(span)):
             values = self.noise.values
             if self.node is None:  # else the vector is a part of it
                 values.copy_(shared[shared.numel() - values.numel() :].view_as(values))

@@ -265,7 +265,7 @@ class ZmqCommunicator(Communicator):
         return received
 
     def abort(self) -> None:
-        """End all waits within two looks at the connections; ``close`` then takes a second at most."""
+        """End all waits within two looks at the connections; ``close`` then ends 4.5 s after this."""
         super().abort()
         self.mesh.abort()
 

@@ -43,6 +43,8 @@ MAX_MESSAGE: Final = 2**31  # bytes of one payload; a peer that sends more is cu
 OVERHEAD: Final = 2**10  # bytes of a frame that are not its piece's, encryption included
 # seconds for a second attempt at a connection, whose error ZeroMQ does not tell
 PROBE: Final = 0.5
+# ZeroMQ may report the end of a connection alone where a peer has refused what came over it
+TAMPERED: Final = ", or bytes were changed on the way, which ends a connection with keys"
 WATCHED: Final = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_CONNECTED
@@ -204,7 +206,8 @@ class Link:
                     "protocol; give all ranks the same curve_keys"
                 )
             elif self.opened:
-                self._lose(f"rank {self.peer} is gone (its connection ended)")
+                changed = TAMPERED if self._encrypted else ""
+                self._lose(f"rank {self.peer} is gone (its connection ended){changed}")
             else:
                 self._lose(self._unreached(self._probed()))
         if not self.lost and not self.opened and time.monotonic() > self.by:

@@ -23,6 +23,7 @@ from sparsync.transports.zmq.descriptors import OWN, require_descriptors
 from sparsync.transports.zmq.links import (
     MAX_MESSAGE,
     PIECE,
+    TAMPERED,
     Link,
     Parcel,
     happened,
@@ -41,7 +42,10 @@ from sparsync.transports.zmq.messages import (
 __all__ = ["Mesh", "bind", "tcp"]
 
 LINGER: Final = 5.0  # seconds that ``close`` gives the last messages to leave
-LINGER_ABORTED: Final = 1.0  # the same after ``abort``, of what was sent in earlier exchanges
+# the same after ``abort``, from which they count: the thread whose waits end takes its part of them, and
+# a process that ends is to do so within 5 s
+LINGER_ABORTED: Final = 4.5
+LEAST_LINGER: Final = 1.0  # that there is in any case
 TICK: Final = 0.05  # seconds between looks at connections while a wait is on
 BUSY: Final = 10  # ticks between looks at connections while messages come
 # seconds between the loss of the link to a rank that was never heard of and giving up on that rank: its
@@ -63,6 +67,21 @@ STRANGERS: Final = (
     16  # connections that may be silent, in addition to those of ranks not heard of yet
 )
 MOST_MEMBERS: Final = 1024  # of a group that changes
+
+
+@final
+class _Patience:
+    """How long the last messages may take to leave.  Not the mesh's: at exit, that is gone."""
+
+    def __init__(self) -> None:
+        self.aborted: float | None = None  # on the monotonic clock
+
+    def until(self) -> float:
+        """Return when what has not left by then is dropped."""
+        now = time.monotonic()
+        if self.aborted is None:
+            return now + LINGER
+        return max(self.aborted + LINGER_ABORTED, now + LEAST_LINGER)
 
 
 @final
@@ -110,9 +129,9 @@ class Mesh:
         sockets = list[zmq.Socket[Any]]()
         guards = list[Doorkeeper]()
         # before there is a socket: a context with one that is open never ends, nor does its process
-        self._linger = [LINGER]
+        self._patience = _Patience()
         self.close = weakref.finalize(
-            self, _close, context, sockets, self.links, guards, self._linger, os.getpid()
+            self, _close, context, sockets, self.links, guards, self._patience, os.getpid()
         )
         # per link: a socket and its monitor's pair
         context.max_sockets = 8 + 3 * (MOST_MEMBERS if changing else world_size)
@@ -225,7 +244,7 @@ class Mesh:
     def abort(self) -> None:
         """Let the waits of another thread end; whoever calls closes the sockets when they have."""
         self._aborted = True
-        self._linger[0] = LINGER_ABORTED
+        self._patience.aborted = time.monotonic()
         # not at exit by itself: where the other thread does not end, libzmq would abort the process
         self.close.atexit = False
 
@@ -308,7 +327,7 @@ class Mesh:
             self.lose(
                 rank,
                 "its connection ended; it died, closed its communicator, or gave no sign of life for "
-                f"{longest_silence(self._timeouts[0]):g} s",
+                f"{longest_silence(self._timeouts[0]):g} s{TAMPERED if self.keys else ''}",
             )
         self._ended.clear()
         for rank, reason in self._unreached(now).items():
@@ -565,13 +584,13 @@ def _close(
     sockets: list[zmq.Socket[Any]],
     links: dict[int, Link],
     guards: list[Doorkeeper],
-    patience: list[float],
+    patience: _Patience,
     pid: int,
 ) -> None:
     """Let the last messages leave, then close everything.  Not a method: it runs at exit as well."""
     if context.closed or os.getpid() != pid:  # a forked child has no part in its parent's sockets
         return
-    deadline = time.monotonic() + patience[0]
+    deadline = patience.until()
     for link in links.values():
         while link.queue and not link.lost and time.monotonic() < deadline:
             link.flush()

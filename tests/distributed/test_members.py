@@ -9,6 +9,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("torchft")
 from torchft.coordination import LighthouseServer
@@ -255,6 +256,35 @@ def test_a_handler_of_the_program_runs_after_the_replica_has_left(job, outer):
     assert run.processes[2].exitcode == 7
     changes = run.finish()[0]["changes"]
     assert (sum(c["left"] for c in changes), sum(c["died"] for c in changes)) == (1, 0)
+
+
+@BOTH
+def test_a_replica_that_takes_no_step_leaves_in_the_others_steps(job, outer):
+    """Whatever it is busy with; nothing that it had put in is lost, and nothing counts twice."""
+    run, put = job(1, outer=outer), []
+    run.all_contribute([0])
+    run.start(1)
+    run.all_contribute([0, 1])
+    for number, where in enumerate(["shared", "native", "asleep", "returns"], start=2):
+        run.start(number, pauses=where)
+        run.wait_for(lambda number=number: number in run.ends)
+        held = run.ends.pop(number)
+        assert held["mean residual"] > 0
+        put.append(held["put"])
+        asked = run.kill(number, signal.SIGTERM)
+        run.processes[number].join(15)
+        assert time.time() - asked < 7, "it has waited for its end"
+        assert run.processes[number].exitcode == (0 if where == "returns" else -signal.SIGTERM)
+        run.wait_for(lambda number=number: number not in run.pipes)
+        run.ends.pop(number, None)
+        run.all_contribute([0, 1], since=asked + 0.5)
+    ends = run.finish()
+    changes = ends[0]["changes"]
+    assert (sum(c["left"] for c in changes), sum(c["died"] for c in changes)) == (4, 0)
+    assert ends[0]["lost_norm"] == 0
+    put += [ends[number]["put"] for number in (0, 1)]
+    there = ends[0]["applied"] + ends[0]["residual"] + ends[1]["residual"]
+    assert torch.allclose(sum(put), there, rtol=1e-4, atol=1e-4), (sum(put) - there).abs().max()
 
 
 @BOTH

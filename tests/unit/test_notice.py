@@ -13,7 +13,9 @@ import ctypes, os, signal, sys, threading, time
 from sparsync.elastic import notice
 notice._LEAVES = notice._NATIVE = 0.5
 said = []
-ours = notice.Notice(lambda: [said.append("leaves")] != [])
+def leave(seconds):
+    return "" if ours._over.wait(seconds) else "this rank has not left"
+ours = notice.Notice(lambda: [said.append("leaves")] != [], leave)
 """
 
 
@@ -62,12 +64,12 @@ threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
 {state}
 """)
     assert code == -signal.SIGTERM
-    assert words.startswith("sparsync: this rank took no step") and words.count("\n") == 1
+    assert words.startswith("sparsync: this rank has not left") and words.count("\n") == 1
 
 
 def test_the_signal_is_passed_on_at_once_where_the_handle_is_gone():
     code, said, words = ends_with("""
-ours._leave = lambda: False
+ours._start = lambda: False
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(60)
 """)

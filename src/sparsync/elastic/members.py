@@ -166,6 +166,7 @@ class Members:
         leaving: this rank wants to leave: after a step in which its residual is dealt to the others, and
             one more, to which it contributes nothing: when that is committed, all have the first.
         left: it has.
+        idle: it takes part without training until then; it is behind, and fetches nothing.
         counts: this rank's gradient counts in the open step.
         deals: its residual is dealt in the open step.
         clock: a number that says where training is; that of the others once this rank was stale.
@@ -180,7 +181,7 @@ class Members:
         self.buddy = Buddy(reducer) if buddy else None
         reducer.plan.dense.overwrites = False  # what is accumulated may be needed again
         self.attempt, self.donor, self.first, self.newcomers = 0, 0, 0, dict[int, int]()
-        self.behind = self.ready = self.leaving = self.left = False
+        self.behind = self.ready = self.leaving = self.left = self.idle = False
         # (step, attempt) since which steps were committed by it; the first is of the weights alone
         self._past, self._prepared, self._view = [(-1, start)], 0, 0
         self._parts: dict[int, _Part] = {}  # in the open step, of attempts before the present one
@@ -207,7 +208,23 @@ class Members:
         """Whether some rank is behind in the open step."""
         return bool(((self._present[:, 0] == 0) & (self._present[:, 1] == 0)).any())
 
+    @property
+    def spent(self) -> bool:
+        """Whether the others have this rank's residual."""
+        return self._spent
+
     # ---- a step ------------------------------------------------------------------------------------
+
+    def withdraw(self) -> None:
+        """Leave without training on: only what was not delivered counts from now on."""
+        self.leaving = self.behind = self.idle = True
+        self.ready = False
+
+    def count_only(self, came: Tensor) -> None:
+        """Divide averages by those contributors alone whose gradients ``came``; before the commit."""
+        self._present = self._present.clone()
+        self._present[:, 0] *= came
+        self.reducer.divisor = max(self.contributors, 1)
 
     async def vote(self) -> None:
         """Say that all of the open step is here, and wait until all others say so.

@@ -42,7 +42,7 @@ class Account:
         place = 0
         for parameter in self.parameters.values():
 
-            def see(parameter, at=slice(place, place + parameter.numel())):
+            def see(parameter, at=slice(place, place + parameter.numel())):  # noqa: B008
                 self.waits[at] = parameter.grad.flatten()
 
             parameter.register_post_accumulate_grad_hook(see)
@@ -109,10 +109,12 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
     With ``outer`` settings updates are exchanged by an ``OuterStep`` of these.  A copy that this replica
     fetches comes ``late`` seconds later.  Its stderr goes to a file, ``errors``.  ``options`` are more of
     the manager, and: ``carries`` the scheduler; ``handles`` SIGTERM by itself, set after attach, with
-    exit code 7; ``pauses``, and where, once it has contributed to some steps.
+    exit code 7; ``pauses``, and where, once it has contributed to some steps;
+    the ``algorithm`` of gradients.
     """
     carries, handles = options.pop("carries", True), options.pop("handles", False)
     pauses, contributions = options.pop("pauses", ""), 0
+    algorithm = options.pop("algorithm", None)
     at_once = catch_up.fetch
     catch_up.fetch = lambda *given: (time.sleep(late), at_once(*given))[1]
     torch.set_num_threads(1)
@@ -136,7 +138,7 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
     account = Account(model)
     if outer is None:
         account.of_gradients()
-        sync = sparsync.attach(model, optimizer, density=0.1, elastic=manager)
+        sync = sparsync.attach(model, optimizer, algorithm=algorithm, density=0.1, elastic=manager)
     else:
         settings = {**OUTER_SETTINGS["updates"], **outer}
         sync = sparsync.attach(model, optimizer, OuterStep(**settings), elastic=manager)

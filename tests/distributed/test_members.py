@@ -129,7 +129,7 @@ class Job:
         self.until.value = max(self.steps) + 15
         self.wait_for(lambda: not self.pipes)
         weights = {end["weights"] for end in self.ends.values()}
-        assert len(weights) == 1, "replicas differ at the end"
+        assert len(weights) == 1, f"replicas differ at the end\n{self.errors_of_replicas()}"
         return self.ends
 
     def close(self):

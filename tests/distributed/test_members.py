@@ -281,6 +281,7 @@ def test_a_replica_that_takes_no_step_leaves_in_the_others_steps(job, outer):
         run.ends.pop(number, None)
         run.all_contribute([0, 1], since=asked + 0.5)
     ends = run.finish()
+    assert sorted(ends) == [0, 1], run.errors_of_replicas()
     changes = ends[0]["changes"]
     assert (sum(c["left"] for c in changes), sum(c["died"] for c in changes)) == (4, 0)
     assert ends[0]["lost_norm"] == 0

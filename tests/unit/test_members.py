@@ -72,6 +72,7 @@ def test_dense_updates_need_no_copies():
 def test_residuals_are_dealt_by_those_that_leave():
     worlds = [World(seed, "budgeted", change=0, leaving=0.15) for seed in range(20)]
     assert sum(world.run() for world in worlds) > 20
+    assert sum(world.withdrawn for world in worlds) > 5
 
 
 @pytest.mark.parametrize(

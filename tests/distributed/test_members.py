@@ -291,6 +291,20 @@ def test_a_replica_that_takes_no_step_leaves_in_the_others_steps(job, outer):
 
 
 @BOTH
+def test_all_replicas_are_asked_to_end_at_once(job, outer):
+    """As at Slurm's time limit: there is nobody to take residuals over, and nobody waits for that."""
+    run = job(2, outer=outer, pauses="asleep")
+    run.wait_for(lambda: run.ends)
+    asked = run.kill(0, signal.SIGTERM)
+    run.kill(1, signal.SIGTERM)
+    for number in (0, 1):
+        run.processes[number].join(15)
+    assert time.time() - asked < 7, run.errors_of_replicas()
+    assert [run.processes[n].exitcode for n in (0, 1)] == [-signal.SIGTERM] * 2
+    assert "SIGTERM" not in run.errors_of_replicas()
+
+
+@BOTH
 def test_a_replica_that_joins_with_a_schedule_of_its_own_is_refused(job, outer):
     """Its weights would not be the others'; these go on."""
     run = job(2, outer=outer)

@@ -440,7 +440,7 @@ class ElasticHandle(Sync):
         self._carried |= named
 
     def leave(self) -> None:
-        """Leave after the next two steps, in which the residual is dealt to the others; see ``left``.
+        """Leave with the next two steps, of which the first deals the residual to others; see ``left``.
 
         SIGTERM calls it, and ends the process when it has left: in the others' steps, if this rank is in
         none.

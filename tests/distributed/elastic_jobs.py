@@ -174,12 +174,15 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
         time.sleep(0.01)
         if pauses and contributions >= 5:
             rest = account.put if outer is None else account.put + account.waits
-            pipe.send({"put": rest, "mean residual": account.residual(sync).abs().mean().item()})
+            kept = account.residual(sync).abs().mean().item()
+            pipe.send({"put": rest.numpy(), "mean residual": kept})
             busy_without_steps(pauses, sync, model)
             pauses = ""
     sync.finish()
     end = {"weights": weights_digest(model.parameters()), "loss": loss.item()}
-    end |= {"put": account.put, "applied": account.applied, "residual": account.residual(sync)}
+    # tensors would be fetched from this process, which ends
+    end |= {"put": account.put.numpy(), "applied": account.applied.numpy()}
+    end["residual"] = account.residual(sync).numpy()
     pipe.send({**sync.stats()["elastic"], **end})
     sync.close()  # the others have its last word then
     os._exit(0)

@@ -36,6 +36,17 @@ print(*said, ours.came)
     assert (code, said.split()) == (0, ["leaves", "left", "theirs", "True"])
 
 
+def test_a_handler_that_was_not_seen_has_the_signal_once():
+    code, said, _ = ends_with("""
+signal.signal(signal.SIGTERM, lambda *_: said.append("theirs"))
+os.kill(os.getpid(), signal.SIGTERM)
+ours._over.wait(10)
+time.sleep(2 * notice._NATIVE)
+print(*sorted(said), ours.came)
+""")
+    assert (code, said.split()) == (0, ["leaves", "theirs", "True"])
+
+
 def test_a_handler_that_is_set_later_stays_after_close():
     code, said, _ = ends_with("""
 def theirs(*_): pass

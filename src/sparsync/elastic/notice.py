@@ -120,14 +120,16 @@ class Notice:
         """Leave, and pass the signal on when that is done, or the time is over."""
         until = time.monotonic() + _LEAVES
         if words := self._leave(_LEAVES):
-            self._over.wait(
-                max(until - time.monotonic(), 0)
-            )  # the main thread's own steps may do it
+            # the main thread's own steps may do it
+            self._over.wait(max(until - time.monotonic(), 0))
         with self._lock:
             if self._over.is_set():
                 return
             if words:
                 say(words)
+            if signal.getsignal(signal.SIGTERM) is not self._handler:
+                self._over.set()  # a handler that was set since ``watch``: it has had the signal
+                return
             self._late = True
             # the main thread may be asleep: it hands over there
             os.kill(os.getpid(), signal.SIGTERM)

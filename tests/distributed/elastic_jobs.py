@@ -168,11 +168,12 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
                 account.count(sync.last_step, average)
             rate = optimizer.param_groups[0]["lr"]
             weights = model.parameters() if outer is None else shared_by_all(sync)
-            same = carries and not sync.attendance.members.behind
+            members = sync.attendance.members
+            same = carries and not members.behind and not members.idle
             now = (weights_digest(weights), rate) if same else None
             pipe.send((time.time(), sync.steps, contributors, counts, now))
         time.sleep(0.01)
-        if pauses and contributions >= 5:
+        if pauses and contributions >= 5 and sync.last_step[1] > 1:
             rest = account.put if outer is None else account.put + account.waits
             kept = account.residual(sync).abs().mean().item()
             pipe.send({"put": rest.numpy(), "mean residual": kept})

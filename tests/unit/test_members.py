@@ -104,6 +104,12 @@ def test_the_furthest_step_of_the_latest_group_with_whole_weights_holds(
     assert verdict.donor == min(current)
 
 
+def test_weights_come_from_a_rank_that_stays_if_there_is_one():
+    leaves = Entry(4, 2, 0, 0, 1, 1)
+    assert judge([leaves, leaves._replace(leaves=0), FRESH]).donor == 1
+    assert judge([FRESH, leaves, leaves._replace(leaves=2)]).donor == 1
+
+
 @pytest.mark.parametrize(
     "entries",
     [[Entry(5, 3, 0, 1, 0, 1)], [Entry(5, 3, 0, 1, 0, 1), FRESH], [FRESH._replace(behind=1)]],

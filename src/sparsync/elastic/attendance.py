@@ -371,7 +371,8 @@ class Attendance:
 
     def offer(self, copy: Callable[[], memoryview]) -> None:
         """Serve a copy of the state before the open step, if a rank wants one and this has it."""
-        if self.group.copies.wanted.is_set() and not self.members.behind:
+        members = self.members
+        if self.group.copies.wanted.is_set() and not (members.behind or members.idle):
             self.offered = True
             self.group.copies.offer(self.reducer.step, copy())
 

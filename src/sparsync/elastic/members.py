@@ -73,7 +73,7 @@ class Verdict(NamedTuple):
         current: ranks whose weights are those of that step, once ``commits`` have committed.
         commits: ranks that are to commit the step before.
         stale: ranks that have missed steps, or come from another past: they begin to fetch weights.
-        donor: the first current rank, from which they are fetched.
+        donor: the first current rank that does not leave, if any, from which they are fetched.
         there: the first rank that has committed the step before, if it may be behind.
     """
 
@@ -114,11 +114,12 @@ def judge(entries: Sequence[Entry]) -> Verdict:
         sets = frozenset(current), frozenset(commits), frozenset(stale)
         if current:
             view = max(entries[rank].view for rank in there | commits)
-            verdicts.append((view, Verdict(step, *sets, min(current), min(there))))
+            donor = min(current, key=lambda rank: (entries[rank].leaves > 0, rank))
+            verdicts.append((view, Verdict(step, *sets, donor, min(there))))
     reached = max((verdict.step for _, verdict in verdicts), default=0)
     _, chosen = max(
         ((view, verdict) for view, verdict in verdicts if verdict.step >= reached - 1),
-        key=lambda one: (one[0], one[1].step, len(one[1].current), -one[1].donor),
+        key=lambda one: (one[0], one[1].step, len(one[1].current), -min(one[1].current)),
         default=(0, None),
     )
     furthest = max(entry.step for entry in entries)
@@ -166,7 +167,7 @@ class Members:
         leaving: this rank wants to leave: after a step in which its residual is dealt to the others, and
             one more, to which it contributes nothing: when that is committed, all have the first.
         left: it has.
-        idle: it takes part without training until then; it is behind, and fetches nothing.
+        idle: it takes part without training until then, and nobody can have the weights from it.
         counts: this rank's gradient counts in the open step.
         deals: its residual is dealt in the open step.
         clock: a number that says where training is; that of the others once this rank was stale.
@@ -217,7 +218,7 @@ class Members:
 
     def withdraw(self) -> None:
         """Leave without training on: only what was not delivered counts from now on."""
-        self.leaving = self.behind = self.idle = True
+        self.leaving = self.idle = True
         self.ready = False
 
     def count_only(self, came: Tensor) -> None:
@@ -237,7 +238,7 @@ class Members:
         self._prepared, reduced = self.attempt, self.reducer.reduced
         self._delivered = [reduced[unit].delivered for unit in range(len(reduced))]
         leaves = 2 if self.deals or self._spent else int(self.leaving)
-        counts = (not self.behind or self.ready) and leaves < 2
+        counts = (not self.behind or self.ready) and leaves < 2 and not self.idle
         if self.reducer.step % _MEASURED == 0 or not self._norm:
             kept = [torch.linalg.vector_norm(r.accumulated) for r in self.reducer.residuals]
             self._norm = math.hypot(*map(float, kept))

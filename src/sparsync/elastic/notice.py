@@ -25,7 +25,7 @@ class Notice:
 
     Args:
         begin: begins to leave, on any thread; False: nothing is there any more that could.
-        leave: leaves within so many seconds without the main thread, unless that is in a step; it is
+        leave: leaves within the seconds given without the main thread, unless that is in a step; it is
             called on a thread of its own, and returns nothing, or a line that says why it has not left.
 
     Attributes:

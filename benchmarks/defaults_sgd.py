@@ -241,7 +241,7 @@ def make(run: Mapping[str, Any], bar: Callable[[int], None]) -> dict[str, Any]:
         model, losses = task.make_model(seed), []
         after = 0.0 if correction else momentum
         optimizer = torch.optim.SGD(model.parameters(), run["lr"], momentum=after)
-        options = given.for_size(sum(p.numel() for p in model.parameters()), says=False)
+        options = given.for_size(sum(p.numel() for p in model.parameters()), lambda _said: None)
         units = options.units(model.named_parameters(), model)
         warmup = options.compression.warmup()
         reducer = Reducer(comm, units, options.algorithm, options.density, warmup, correction)

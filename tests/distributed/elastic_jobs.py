@@ -1,5 +1,6 @@
 """A replica of the tests of elastic training: a small model, SGD or AdamW, clipping, a schedule."""
 
+import ctypes
 import os
 import signal
 import time
@@ -25,16 +26,95 @@ def shared_by_all(sync):
     ]
 
 
+class Account:
+    """What this rank has put into exchanges, and what exchanges have applied, by element.
+
+    Of the sums over all that have ever taken part the law holds: put in is applied, or a residual.
+    """
+
+    def __init__(self, model):
+        self.parameters = dict(model.named_parameters())
+        size = sum(p.numel() for p in self.parameters.values())
+        self.put, self.applied, self.waits = (torch.zeros(size).double() for _ in range(3))
+
+    def of_gradients(self):
+        """See every gradient before it is exchanged; call it before attach."""
+        place = 0
+        for parameter in self.parameters.values():
+
+            def see(parameter, at=slice(place, place + parameter.numel())):  # noqa: B008
+                self.waits[at] = parameter.grad.flatten()
+
+            parameter.register_post_accumulate_grad_hook(see)
+            place += parameter.numel()
+
+    def of_updates(self, sync):
+        """See every local step before it is exchanged."""
+        self.sync, outer, size = sync, sync.outer, len(self.put)
+        outer.advance = self.around(outer.advance)
+        outer.conclude_with = self.around(outer.conclude_with)
+        self.last = sync._weights.read(slice(size)).double()
+
+    def around(self, exchange):
+        async def seen(weights, *rest):
+            sync, here = self.sync, slice(len(self.put))
+            self.waits += self.last - weights.read(here)
+            step, shared = sync.reducer.step, sync.outer.memory["shared"][here].double()
+            await exchange(weights, *rest)
+            if sync.reducer.step > step:
+                self.count(sync.last_step, shared - sync.outer.memory["shared"][here])
+            self.last = weights.read(here).double()
+
+        return seen
+
+    def count(self, last_step, average):
+        """Book an exchange."""
+        _, contributors, counts = last_step
+        if counts:
+            self.put += self.waits
+        self.applied += contributors * average
+        self.waits.zero_()
+
+    def residual(self, sync):
+        """Return this rank's residual."""
+        found = {}
+        for unit, kept in zip(sync.reducer.units, sync.reducer.residuals, strict=True):
+            value = torch.zeros(unit.size) if kept.value is None else kept.value
+            found |= {s.name: value[s.start : s.start + s.size] for s in unit.slots}
+        return torch.cat([found[name] for name in self.parameters]).double()
+
+
+def busy_without_steps(where, sync, model):
+    """Do something for a minute in which no step comes."""
+    until = time.monotonic() + 60
+    if where == "shared":
+        with sync.shared(), torch.no_grad():
+            while time.monotonic() < until:
+                model(torch.randn(8, 20))
+    elif where == "native":  # no signal interrupts it: a mutex that is locked twice
+        mutex = ctypes.create_string_buffer(128)
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    elif where == "asleep":
+        time.sleep(60)
+    else:  # the program goes on to a step when this rank has left
+        assert where == "returns"
+        while not sync.left and time.monotonic() < until:
+            time.sleep(0.1)
+
+
 def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, errors, options):
     """Train to step ``until.value``; tell of every step what was applied.
 
     With ``outer`` settings updates are exchanged by an ``OuterStep`` of these.  A ``late`` replica begins
     to fetch a copy once it has taken the last step, however slow the machine is.  Its stderr goes to a
     file, ``errors``.  ``options`` are more of the manager, and: ``carries`` the scheduler; ``handles``
-    SIGTERM by itself, set after attach, with exit code 7; the ``density``.
+    SIGTERM by itself, set after attach, with exit code 7; ``pauses``, and where, once it has contributed
+    to some steps; the ``algorithm`` of gradients; the ``density``.
     """
     carries, handles = options.pop("carries", True), options.pop("handles", False)
-    density = options.pop("density", 0.1)
+    pauses, contributions = options.pop("pauses", ""), 0
+    algorithm, density = options.pop("algorithm", None), options.pop("density", 0.1)
     at_once = catch_up.fetch
 
     def fetch_late(source, timeout, since, stop):
@@ -62,15 +142,21 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    account = Account(model)
     if outer is None:
-        sync = sparsync.attach(model, optimizer, density=density, elastic=manager)
+        account.of_gradients()
+        given = {"algorithm": algorithm, "density": density}
+        sync = sparsync.attach(model, optimizer, elastic=manager, **given)
     else:
         settings = {**OUTER_SETTINGS["updates"], **outer}
         sync = sparsync.attach(model, optimizer, OuterStep(**settings), elastic=manager)
+        account.of_updates(sync)
     if carries:
         sync.carry(scheduler=scheduler)
     if handles:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+    if pauses == "returns":
+        signal.signal(signal.SIGTERM, lambda *_: None)
     data = torch.Generator().manual_seed(number)
     while sync.steps < until.value and not sync.left:
         optimizer.zero_grad()
@@ -78,19 +164,34 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
         step = sync.steps
         loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True).tanh())
         loss.backward()
+        average = [torch.zeros(p.numel()) if p.grad is None else p.grad for p in model.parameters()]
+        average = torch.cat([one.flatten() for one in average])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         if sync.steps > step:
             _, contributors, counts = sync.last_step
+            contributions += counts
+            if outer is None:
+                account.count(sync.last_step, average)
             rate = optimizer.param_groups[0]["lr"]
             weights = model.parameters() if outer is None else shared_by_all(sync)
-            same = carries and not sync.attendance.members.behind
+            members = sync.attendance.members
+            same = carries and not members.behind and not members.idle
             now = (weights_digest(weights), rate) if same else None
             pipe.send((time.time(), sync.steps, contributors, counts, now))
         time.sleep(0.01)
+        if pauses and contributions >= 5 and sync.last_step[1] > 1:
+            rest = account.put if outer is None else account.put + account.waits
+            kept = account.residual(sync).abs().mean().item()
+            pipe.send({"put": rest.numpy(), "mean residual": kept})
+            busy_without_steps(pauses, sync, model)
+            pauses = ""
     sync.finish()
     end = {"weights": weights_digest(model.parameters()), "loss": loss.item()}
+    # tensors would be fetched from this process, which ends
+    end |= {"put": account.put.numpy(), "applied": account.applied.numpy()}
+    end["residual"] = account.residual(sync).numpy()
     pipe.send({**sync.stats()["elastic"], **end})
     sync.close()  # the others have its last word then
     os._exit(0)

@@ -8,6 +8,7 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torchft")
@@ -128,7 +129,7 @@ class Job:
         self.until.value = max(self.steps) + 15
         self.wait_for(lambda: not self.pipes)
         weights = {end["weights"] for end in self.ends.values()}
-        assert len(weights) == 1, "replicas differ at the end"
+        assert len(weights) == 1, f"replicas differ at the end\n{self.errors_of_replicas()}"
         return self.ends
 
     def close(self):
@@ -259,6 +260,55 @@ def test_a_handler_of_the_program_runs_after_the_replica_has_left(job, outer):
     assert run.processes[2].exitcode == 7
     changes = run.finish()[0]["changes"]
     assert (sum(c["left"] for c in changes), sum(c["died"] for c in changes)) == (1, 0)
+
+
+@BOTH
+def test_a_replica_that_takes_no_step_leaves_in_the_others_steps(job, outer):
+    """Whatever it is busy with; nothing that it had put in is lost, and nothing counts twice."""
+    exact = {"algorithm": "allgather", "density": 0.1}  # which rounds nothing away
+    run = job(1, outer=exact) if outer == {} else job(1, algorithm="allgather")
+    put = []
+    run.all_contribute([0])
+    run.start(1)
+    run.all_contribute([0, 1])
+    for number, where in enumerate(["shared", "native", "asleep", "returns"], start=2):
+        run.start(number, pauses=where)
+        run.wait_for(lambda number=number: number in run.ends)
+        held = run.ends.pop(number)
+        assert held["mean residual"] > 0
+        put.append(held["put"])
+        asked = run.kill(number, signal.SIGTERM)
+        run.processes[number].join(15)
+        assert time.time() - asked < 7, "it has waited for its end"
+        assert run.processes[number].exitcode == (0 if where == "returns" else -signal.SIGTERM)
+        run.wait_for(lambda number=number: number not in run.pipes)
+        run.ends.pop(number, None)
+        since = [ones[0] for ones in run.steps.values() if 0 in ones and ones[0][0] > asked]
+        if outer is None:  # it has brought no gradient, so averages are not over it
+            assert since and {contributors for _, contributors, _ in since} == {2}
+        run.all_contribute([0, 1], since=asked + 0.5)
+    ends = run.finish()
+    assert sorted(ends) == [0, 1], run.errors_of_replicas()
+    changes = ends[0]["changes"]
+    assert (sum(c["left"] for c in changes), sum(c["died"] for c in changes)) == (4, 0)
+    assert ends[0]["lost_norm"] == 0
+    put += [ends[number]["put"] for number in (0, 1)]
+    there = ends[0]["applied"] + ends[0]["residual"] + ends[1]["residual"]
+    assert np.allclose(sum(put), there, rtol=1e-4, atol=1e-4), abs(sum(put) - there).max()
+
+
+@BOTH
+def test_all_replicas_are_asked_to_end_at_once(job, outer):
+    """As at Slurm's time limit: there is nobody to take residuals over, and nobody waits for that."""
+    run = job(2, outer=outer, pauses="asleep")
+    run.wait_for(lambda: run.ends)
+    asked = run.kill(0, signal.SIGTERM)
+    run.kill(1, signal.SIGTERM)
+    for number in (0, 1):
+        run.processes[number].join(15)
+    assert time.time() - asked < 7, run.errors_of_replicas()
+    assert [run.processes[n].exitcode for n in (0, 1)] == [-signal.SIGTERM] * 2
+    assert "SIGTERM" not in run.errors_of_replicas()
 
 
 @BOTH

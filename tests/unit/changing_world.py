@@ -306,11 +306,17 @@ class Member:
         if reducer.step >= world.steps:
             return
         step, gradient = reducer.step, world.gradient()
-        if members.behind:
+        if members.idle:
+            pass
+        elif members.behind:
             self.fetch(step)
         elif world.rng.random() < world.leaving and world.can_spare(self):
-            members.leaving = True
-        if not members.counts:
+            if (step + self.number) % 2:
+                members.leaving = True
+            else:
+                members.withdraw()
+                world.withdrawn += 1
+        if not members.counts or members.idle:
             gradient.zero_()
         before = self.residual
         near(before, self.before, "a gradient was lost, or counted twice")
@@ -426,6 +432,7 @@ class World:
         self.severed = {}  # members that were cut off: the last group whose messages are lost
         self.returned = Counter()
         self.forks = 0  # steps that were taken back
+        self.withdrawn = 0  # members that have left without training on
         self.standing = ()  # the last group that has committed
         self.over = False  # somebody has reached the end
         self.asked, self.groups = {}, [()]  # who asks for a quorum; the groups by number

@@ -114,6 +114,39 @@ def test_what_is_carried_has_a_state(net, manager):
         assert (sync.steps, sync.left, sync.stats()["elastic"]["ranks"]) == (0, False, 1)
 
 
+def test_a_rank_that_cannot_leave_without_steps_of_its_own_says_why(net, manager):
+    scaled = sparsync.Monitoring(scaler=torch.amp.GradScaler("cpu"))
+    with attached(net, manager, monitoring=scaled) as sync:
+        assert sync._leave_within(1.0) == ""  # it has met nobody
+        sync.attendance.members.attempt = 1
+        lost = "; it ends, and what it had not delivered is lost"
+        assert "1 s of SIGTERM (its residual has the scale of a GradScaler" in sync._leave_within(1)
+        sync.attendance.offered = True
+        assert sync._leave_within(1).endswith(f"(another rank fetches its weights){lost}")
+        sync._turns.take()
+        words = "this rank has not left within 0.1 s of SIGTERM (a step of its own was under way)"
+        assert sync._leave_within(0.1) == words + lost
+
+
+def test_updates_are_handed_over_but_for_those_from_weights_of_the_programs(net, manager):
+    optimizer = torch.optim.AdamW(net.parameters(), 0.1)
+    with attached(net, manager, optimizer) as sync:
+        start, own = sync.outer.memory["shared"].clone(), slice(sync.outer.layout.end)
+        with torch.no_grad():
+            net.weight.add_(1.0)
+        sync._changes.remember()  # as after a step
+        stepped = sync._weights.read(slice(None))
+        assert not torch.equal(stepped[own], start[own])
+        assert torch.equal(sync._apart().vector, stepped)
+        with sync.shared():
+            assert torch.equal(sync._weights.read(slice(None)), start)
+            assert torch.equal(sync._apart().vector, stepped)
+            with sync.shared():
+                assert torch.equal(sync._apart().vector, stepped)
+        net.weight.data = torch.zeros_like(net.weight)
+        assert torch.equal(sync._apart().vector, start)
+
+
 @pytest.mark.parametrize(
     "text", ["random", "random:", "random:0", "random:-3", "often", "random:x"]
 )

@@ -48,6 +48,7 @@ def test_a_step_that_one_rank_applied_alone_is_taken_back(name):
 def test_residuals_are_dealt_by_those_that_leave():
     worlds = [World(seed, "budgeted", change=0, leaving=0.15) for seed in range(20)]
     assert sum(world.run() for world in worlds) > 20
+    assert sum(world.withdrawn for world in worlds) > 5
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,12 @@ def test_the_furthest_step_of_the_latest_group_with_whole_weights_holds(
     found = verdict.step, set(verdict.current), set(verdict.commits), set(verdict.stale)
     assert found == (step, current, commits, stale)
     assert verdict.donor == min(current)
+
+
+def test_weights_come_from_a_rank_that_stays_if_there_is_one():
+    leaves = Entry(4, 2, 0, 0, 1, 1)
+    assert judge([leaves, leaves._replace(leaves=0), FRESH]).donor == 1
+    assert judge([FRESH, leaves, leaves._replace(leaves=2)]).donor == 1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ import ctypes, os, signal, sys, threading, time
 from sparsync.elastic import notice
 notice._LEAVES = notice._NATIVE = 0.5
 said = []
-ours = notice.Notice(lambda: [said.append("leaves")] != [])
+def leave(seconds):
+    return "" if ours._over.wait(seconds) else "this rank has not left"
+ours = notice.Notice(lambda: [said.append("leaves")] != [], leave)
 """
 
 
@@ -32,6 +34,17 @@ ours.pass_on()
 print(*said, ours.came)
 """)
     assert (code, said.split()) == (0, ["leaves", "left", "theirs", "True"])
+
+
+def test_a_handler_that_was_not_seen_has_the_signal_once():
+    code, said, _ = ends_with("""
+signal.signal(signal.SIGTERM, lambda *_: said.append("theirs"))
+os.kill(os.getpid(), signal.SIGTERM)
+ours._over.wait(10)
+time.sleep(2 * notice._NATIVE)
+print(*sorted(said), ours.came)
+""")
+    assert (code, said.split()) == (0, ["leaves", "theirs", "True"])
 
 
 def test_a_handler_that_is_set_later_stays_after_close():
@@ -62,12 +75,12 @@ threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
 {state}
 """)
     assert code == -signal.SIGTERM
-    assert words.startswith("sparsync: this rank took no step") and words.count("\n") == 1
+    assert words.startswith("sparsync: this rank has not left") and words.count("\n") == 1
 
 
 def test_the_signal_is_passed_on_at_once_where_the_handle_is_gone():
     code, said, words = ends_with("""
-ours._leave = lambda: False
+ours._start = lambda: False
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(60)
 """)

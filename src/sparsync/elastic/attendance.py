@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from typing import Any, Final, final
 
@@ -17,6 +19,7 @@ from sparsync.elastic.catch_up import CatchUp, Rates
 from sparsync.elastic.group import Quorum, group_of
 from sparsync.elastic.members import Members, Verdict
 from sparsync.elastic.notice import Notice
+from sparsync.elastic.turns import Turns
 from sparsync.errors import (
     CheckpointError,
     CommunicationError,
@@ -280,7 +283,7 @@ class Attendance:
                 quorum = self._again(PeerError(str(error)))
         stale = quorum.rank in verdict.stale
         known = self.catch_up is not None and self.catch_up.donor in quorum.names
-        if stale or (self.members.behind and not known):
+        if (stale or (self.members.behind and not known)) and not self.members.idle:
             self._fetch(quorum, verdict.donor)
         if known and self.catch_up is not None:
             self.members.donor = quorum.names.index(self.catch_up.donor)
@@ -292,14 +295,8 @@ class Attendance:
         """Vote, and hand over what is ``told`` to those whose gradients count from the next step on."""
         members, comm = self.members, self.reducer.channel("roll")
         await members.deal()
-        present = self.rates()
-        rates, lr = number_of(repr(_numbers(present))), float(present[0][0].get("lr") or 0)
-        # between two looks at the weights, also after every rank that joins
-        looks = self._joined or self.reducer.step % _LOOK == 0
-        weights = number_of(self.weights()) if looks else 0
-        # numbers of 64 bits, of which float64 holds 53
-        numbers = rates % _EXACT, lr, weights % _EXACT
-        members.facts = [members.counts, *numbers, self._since]
+        compared = members.counts and not members.idle
+        members.facts = [compared, *(self._numbers() if compared else (0, 0, 0)), self._since]
         await members.vote()
         self._check_alike()
         self._joined = bool(members.newcomers)
@@ -315,6 +312,16 @@ class Attendance:
                 raw = await comm.irecv(donor, _EXTRAS, "extras", framing)
                 self.extras = unpacked(raw.numpy())
 
+    def _numbers(self) -> tuple[float, ...]:
+        """Return a digest of this rank's rates, its learning rate, and now and then one of weights."""
+        present = self.rates()
+        rates, lr = number_of(repr(_numbers(present))), float(present[0][0].get("lr") or 0)
+        # between two looks at the weights, also after every rank that joins
+        looks = self._joined or self.reducer.step % _LOOK == 0
+        weights = number_of(self.weights()) if looks else 0
+        # numbers of 64 bits, of which float64 holds 53
+        return rates % _EXACT, lr, weights % _EXACT
+
     def _check_alike(self) -> None:
         """Refuse rates and weights that are not those of the rank that has contributed for longest.
 
@@ -324,7 +331,7 @@ class Attendance:
             ConfigurationError: on the rank that differs; the others go on without it.
         """
         me, told = self.reducer.comm.rank, self.members.told.tolist()
-        if not self.members.counts:
+        if not told[me][0]:
             return
         counted = [rank for rank, (counts, *_) in enumerate(told) if counts]
         first = min(counted, key=lambda rank: (told[rank][-1], rank))
@@ -362,7 +369,8 @@ class Attendance:
 
     def offer(self, copy: Callable[[], memoryview]) -> None:
         """Serve a copy of the state before the open step, if a rank wants one and this has it."""
-        if self.group.copies.wanted.is_set() and not self.members.behind:
+        members = self.members
+        if self.group.copies.wanted.is_set() and not (members.behind or members.idle):
             self.offered = True
             self.group.copies.offer(self.reducer.step, copy())
 
@@ -374,25 +382,38 @@ class Attendance:
         self.catch_up = CatchUp(quorum.names[donor], endpoint, timeout, self.reducer.step)
         self.members.donor, self.members.ready = donor, False
 
+    def withdraw(self) -> None:
+        """Leave without training on."""
+        if self.catch_up is not None:
+            self.catch_up.stop()
+            self.catch_up = None
+        self.members.withdraw()
+
 
 class ElasticHandle(Handle):
     """The handle of a model whose ranks come and go, whatever they exchange."""
 
     attendance: Attendance
+    _gone = False  # this rank has left between two steps, and the program may not know yet
 
     def _attend(self, attendance: Attendance) -> None:
         """Take part from now on; watch for SIGTERM until ``close``."""
         self.attendance = attendance
         self._carried: dict[str, Any] = {}
         self.on_close.callback(attendance.group.copies.close)
+        self._turns = Turns()
         me = weakref.ref(self)
 
-        def leave() -> bool:
+        def begin() -> bool:
             if (sync := me()) is not None:
                 sync.leave()
             return sync is not None
 
-        self._notice = Notice(leave)
+        def leave(seconds: float) -> str:
+            sync = me()
+            return "" if sync is None else sync._leave_within(seconds)
+
+        self._notice = Notice(begin, leave)
         self.on_close.callback(self._notice.close)
 
     @property
@@ -418,11 +439,72 @@ class ElasticHandle(Handle):
         self._carried |= named
 
     def leave(self) -> None:
-        """Leave after the next two steps, in which the residual is dealt to the others; see ``left``.
+        """Leave with the next two steps, of which the first deals the residual to others; see ``left``.
 
-        SIGTERM calls it, and ends the process when it has left.
+        SIGTERM calls it, and ends the process when it has left: in the others' steps, if this rank is in
+        none.
         """
         self.attendance.members.leaving = True
+
+    def _leave_within(self, seconds: float) -> str:
+        """Take part in the others' steps until this rank has left, as soon as it is in none of its own.
+
+        Returns:
+            A line that says why it has not; nothing if it has left, or has met nobody yet.
+        """
+        until, members = time.monotonic() + seconds, self.attendance.members
+        if not self._turns.begin_leaving(seconds):
+            why = "a step of its own was under way"
+        elif self.left or not members.attempt:
+            self._turns.end_leaving()
+            return ""
+        elif why := self._held_up():
+            self._turns.end_leaving()
+        else:
+            why = self._leave_alone(until)
+        rest = (
+            "the others have its residual" if members.spent else "what it had not delivered is lost"
+        )
+        return why and (
+            f"this rank has not left within {seconds:g} s of SIGTERM ({why}); it ends, and {rest}"
+        )
+
+    def _leave_alone(self, until: float) -> str:
+        """Leave on the engine's thread; steps wait until that is over, however long this waits.
+
+        Returns:
+            Why it has not left; nothing if it has.
+        """
+
+        def job() -> None:
+            self.attendance.withdraw()
+            self._take_part()
+            self._gone = True
+
+        try:
+            leaving = self._engine.submit(job)
+        except ConfigurationError as error:
+            self._turns.end_leaving()
+            return str(error)
+        leaving.add_done_callback(lambda _: self._turns.end_leaving())
+        if not wait([leaving], max(until - time.monotonic(), 0)).done:
+            return "the others did not take the three steps of that"
+        if leaving.cancelled():
+            return "its handle was closed"
+        failure = leaving.exception()
+        return "" if failure is None else (str(failure) or type(failure).__name__).splitlines()[0]
+
+    def _held_up(self) -> str:
+        """Say why this rank cannot leave without steps of its own, if so."""
+        return "another rank fetches its weights" if self.attendance.offered else ""
+
+    @abstractmethod
+    def _take_part(self) -> None:
+        """Do the others' steps without training until this rank has left; on the engine's thread."""
+
+    def _ask(self) -> None:
+        """Ask for the next step's quorum, unless this rank leaves."""
+        self._turns.unless_leaving(self.attendance.ask)
 
     def stats(self) -> dict[str, Any]:
         """Return plain numbers; "elastic" has the present members, changes, and what was lost."""
@@ -433,6 +515,10 @@ class ElasticHandle(Handle):
         self._notice.watch()
         if self.left:
             raise PeerError("this rank has left; end it, or start another one")
+        if self.attendance.members.idle:  # averages were not applied here
+            raise PeerError(
+                "this rank was leaving, and something went wrong; end it, or start another one"
+            )
 
     def _told(self) -> dict[str, Any]:
         """Return the states that a rank takes over when it has caught up."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, final
 
 import torch
@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from sparsync.elastic.attendance import Attendance, ElasticHandle, check_options
 from sparsync.elastic.catch_up import Rates, keep_gradients, load_copy, make_copy, rates_of, repeat
 from sparsync.elastic.group import group_of
-from sparsync.errors import CommunicationError, ConfigurationError, PeerError
+from sparsync.errors import (
+    CommunicationError,
+    ConfigurationError,
+    NonFiniteGradientError,
+    PeerError,
+)
 from sparsync.feedback.facts import weights_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.state import rescale_
@@ -103,6 +108,7 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         self._compared = True  # the roll does
         self._missed = self._exchanged = False
         self._rates: dict[int, Rates] = {}  # by step, since a copy was offered
+        self._last_task: int | None = None  # of autograd, that found that this rank has left
         self._follow(model)
 
     def _follow(self, model: nn.Module) -> None:
@@ -112,7 +118,7 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         def before_forward(_module: Any, _inputs: Any) -> None:
             if (sync := me()) is not None and torch.is_grad_enabled():
                 sync._notice.watch()
-                sync.attendance.ask()
+                sync._ask()
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if (sync := me()) is not None:
@@ -131,21 +137,48 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         def copy() -> memoryview:
             return make_copy(model, self._optimizers)
 
-        with self.reducer.comm.ledger.outside_steps():
+        with self._turns.step(), self.reducer.comm.ledger.outside_steps():
             taken = self._engine.submit(lambda: self.attendance.end(copy)).result()
         if taken is not None:
             load_copy(taken, model, self._optimizers)
 
     # ---- a step ------------------------------------------------------------------------------------
 
+    def on_gradient(self, parameter: Tensor) -> None:
+        """Count a gradient; drop those of the backward pass that finds that this rank has left."""
+        if self._paused or self._open is not None or not self._is_late():
+            super().on_gradient(parameter)
+        else:
+            parameter.grad = None  # every optimizer passes over it
+
+    def _is_late(self) -> bool:
+        """Wait while this rank leaves; tell whether it has, and the program does not know yet."""
+        self._turns.take()
+        if not self._gone:
+            return False
+        self._turns.end()
+        task = torch._C._current_graph_task_id()
+        if self._last_task is None:
+            self._last_task = task
+        return task == self._last_task
+
     def _begin_step(self) -> None:
         """Wait for the quorum before the first gradient is accumulated."""
-        self._check_here()
-        if self._before is None:
-            self._before = self.reducer.step, self.reducer.comm.ledger.set_up()
-        self._engine.submit(self.attendance.ready).result()
-        if self._scaler is not None:
-            rescale_(self.reducer, self._scaler.get_scale())
+        self._turns.take()
+        try:
+            self._check_here()
+            if self._before is None:
+                self._before = self.reducer.step, self.reducer.comm.ledger.set_up()
+            self._engine.submit(self.attendance.ready).result()
+            if self._scaler is not None:
+                rescale_(self.reducer, self._scaler.get_scale())
+        except BaseException:
+            self._turns.end()
+            raise
+
+    def _discard(self) -> None:
+        super()._discard()
+        self._turns.end()
 
     def _accumulate(self, run: Run, gradient: Tensor, parameters: Sequence[Tensor]) -> None:
         """Accumulate, or nothing: of weights that are not the others', gradients do not count."""
@@ -165,25 +198,39 @@ class ElasticSync(ElasticHandle, ReplicaSync):
 
     def _averages(self, this: Step) -> list[Vector] | None:
         """Exchange until a group has all of the step, then commit; None: others did without this rank."""
-        assert isinstance(this, ReplicaStep)
+        came = this.came if isinstance(this, ReplicaStep) else ()
 
         async def attempt() -> None:
             reducer = self.reducer
             units = [reducer.exchange(unit) for unit in range(len(reducer.units))]
-            used = self._parts.share_used(reducer.channel("used"), this.came)
+            used = self._parts.share_used(reducer.channel("used"), came)
             await together([*units, used, reducer.share()])
             await self._agree()
 
         try:
             for job in this.jobs:
                 job.result()
-            run(self._agree())
+            run(self._agree() if this.jobs else attempt())
         except CommunicationError as error:
             if not self.attendance.persist(error, attempt, missed=lambda: False):
                 self._missed = True
                 return None
         self._exchanged = True
+        self.attendance.members.count_only(self._parts.came)
         return self.reducer.commit(propagate_nonfinite=self._nonfinite == "propagate")
+
+    def _held_up(self) -> str:
+        scaled = "its residual has the scale of a GradScaler, which goes on with its own steps"
+        return super()._held_up() or (scaled if self._scaler is not None else "")
+
+    def _take_part(self) -> None:
+        while not self.left:
+            self.attendance.ready()
+            for unit, its in enumerate(self.reducer.units):
+                zeros = torch.zeros(its.size, dtype=its.dtype, device=its.device)
+                self.reducer.accumulate(unit, 0, zeros)
+            with suppress(NonFiniteGradientError):
+                self._finish(_OthersStep(self.reducer.units))
 
     async def _agree(self) -> None:
         model = self._plain()
@@ -199,7 +246,13 @@ class ElasticSync(ElasticHandle, ReplicaSync):
 
     def _settle(self, this: Step, finished: Future[None]) -> bool:
         """Wait for the averages; if this rank has caught up, bring its weights to where they apply."""
-        settled, attendance = super()._settle(this, finished), self.attendance
+        try:
+            return self._settle_here(super()._settle(this, finished))
+        finally:
+            self._turns.end()
+
+    def _settle_here(self, settled: bool) -> bool:
+        attendance = self.attendance
         extras, catch_up = attendance.extras, attendance.catch_up
         if extras is not None and catch_up is not None:
             attendance.extras = attendance.catch_up = None
@@ -238,3 +291,11 @@ class ElasticSync(ElasticHandle, ReplicaSync):
 
     def _weights(self) -> str:
         return weights_digest(self._parameters.values())
+
+
+@final
+class _OthersStep(Step):
+    """A step in which this rank has no gradients, and applies no averages."""
+
+    def write(self, averages: Sequence[Vector]) -> None:
+        """Leave the gradients alone."""

@@ -69,7 +69,7 @@ class Verdict(NamedTuple):
         current: ranks whose weights are those of that step, once ``commits`` have committed.
         commits: ranks that are to commit the step before.
         stale: ranks that have missed steps, or come from another past: they begin to fetch weights.
-        donor: the first current rank, from which they are fetched.
+        donor: the first current rank that does not leave, if any, from which they are fetched.
         there: the first rank that has committed the step before, if it may be behind.
     """
 
@@ -110,11 +110,12 @@ def judge(entries: Sequence[Entry]) -> Verdict:
         sets = frozenset(current), frozenset(commits), frozenset(stale)
         if current:
             view = max(entries[rank].view for rank in there | commits)
-            verdicts.append((view, Verdict(step, *sets, min(current), min(there))))
+            donor = min(current, key=lambda rank: (entries[rank].leaves > 0, rank))
+            verdicts.append((view, Verdict(step, *sets, donor, min(there))))
     reached = max((verdict.step for _, verdict in verdicts), default=0)
     _, chosen = max(
         ((view, verdict) for view, verdict in verdicts if verdict.step >= reached - 1),
-        key=lambda one: (one[0], one[1].step, len(one[1].current), -one[1].donor),
+        key=lambda one: (one[0], one[1].step, len(one[1].current), -min(one[1].current)),
         default=(0, None),
     )
     furthest = max(entry.step for entry in entries)
@@ -160,6 +161,7 @@ class Members:
         leaving: this rank wants to leave: after a step in which its residual is dealt to the others, and
             one more, to which it contributes nothing: when that is committed, all have the first.
         left: it has.
+        idle: it takes part without training until then, and nobody can have the weights from it.
         counts: this rank's gradient counts in the open step.
         deals: its residual is dealt in the open step.
         clock: a number that says where training is; that of the others once this rank was stale.
@@ -171,7 +173,7 @@ class Members:
         self.reducer, self._set_up = reducer, set_up
         reducer.plan.dense.overwrites = False  # what is accumulated may be needed again
         self.attempt, self.donor, self.first, self.newcomers = 0, 0, 0, dict[int, int]()
-        self.behind = self.ready = self.leaving = self.left = False
+        self.behind = self.ready = self.leaving = self.left = self.idle = False
         # (step, attempt) since which steps were committed by it; the first is of the weights alone
         self._past, self._prepared, self._view = [(-1, start)], 0, 0
         self._parts: dict[int, _Part] = {}  # in the open step, of attempts before the present one
@@ -198,7 +200,23 @@ class Members:
         """Whether some rank is behind in the open step."""
         return bool(((self._present[:, 0] == 0) & (self._present[:, 1] == 0)).any())
 
+    @property
+    def spent(self) -> bool:
+        """Whether the others have this rank's residual."""
+        return self._spent
+
     # ---- a step ------------------------------------------------------------------------------------
+
+    def withdraw(self) -> None:
+        """Leave without training on: only what was not delivered counts from now on."""
+        self.leaving = self.idle = True
+        self.ready = False
+
+    def count_only(self, came: Tensor) -> None:
+        """Divide averages by those contributors alone whose gradients ``came``; before the commit."""
+        self._present = self._present.clone()
+        self._present[:, 0] *= came
+        self.reducer.divisor = max(self.contributors, 1)
 
     async def vote(self) -> None:
         """Say that all of the open step is here, and wait until all others say so.
@@ -211,7 +229,7 @@ class Members:
         self._prepared, reduced = self.attempt, self.reducer.reduced
         self._delivered = [reduced[unit].delivered for unit in range(len(reduced))]
         leaves = 2 if self.deals or self._spent else int(self.leaving)
-        counts = (not self.behind or self.ready) and leaves < 2
+        counts = (not self.behind or self.ready) and leaves < 2 and not self.idle
         if self.reducer.step % _MEASURED == 0 or not self._norm:
             kept = [torch.linalg.vector_norm(r.accumulated) for r in self.reducer.residuals]
             self._norm = math.hypot(*map(float, kept))

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Final, final
 
@@ -13,8 +14,7 @@ from sparsync.messages import say
 
 __all__ = ["Notice"]
 
-# seconds in which a rank leaves, in two steps; what does not come to them, as in a long evaluation, ends
-# without: Slurm and Kubernetes kill 30 s after SIGTERM
+# seconds in which a rank leaves, or ends without: Slurm and Kubernetes kill 30 s after SIGTERM
 _LEAVES: Final = 8.0
 _NATIVE: Final = 1.5  # seconds more in which the main thread returns to Python, where handlers run
 
@@ -24,15 +24,18 @@ class Notice:
     """Handles SIGTERM in place of the program's handler, which gets the signal when the rank has left.
 
     Args:
-        leave: begins to leave, on any thread; False: nothing is there any more that could.
+        begin: begins to leave, on any thread; False: nothing is there any more that could.
+        leave: leaves within the seconds given without the main thread, unless that is in a step; it is
+            called on a thread of its own, and returns nothing, or a line that says why it has not left.
 
     Attributes:
         came: the signal was received.
     """
 
-    def __init__(self, leave: Callable[[], bool]) -> None:
+    def __init__(self, begin: Callable[[], bool], leave: Callable[[float], str]) -> None:
         self.came = False
-        self._leave, self._handler = leave, self._receive  # one object, to be recognised by
+        self._start, self._leave = begin, leave
+        self._handler = self._receive  # one object, to be recognised by
         self._former: Any = None
         self._late = False
         self._over = threading.Event()  # it was passed on
@@ -80,9 +83,12 @@ class Notice:
 
     def pass_on(self) -> None:
         """Let the program's own handler have the signal; the main thread calls this when it has left."""
-        self.close()
-        self._over.set()
-        os.kill(os.getpid(), signal.SIGTERM)
+        with self._lock:
+            if self._over.is_set():
+                return
+            self.close()
+            self._over.set()
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
         """Put the program's handler back, unless it has set another one; the main thread alone can."""
@@ -106,20 +112,27 @@ class Notice:
         with self._lock:
             if self.came:
                 return
-            self.came, self._late = True, not self._leave()
+            self.came, self._late = True, not self._start()
         if not self._late:
-            threading.Thread(target=self._expire, name="sparsync-notice", daemon=True).start()
+            threading.Thread(target=self._end, name="sparsync-notice", daemon=True).start()
 
-    def _expire(self) -> None:
-        """Pass the signal on if the rank has not left in time, because no step comes."""
-        if self._over.wait(_LEAVES):
-            return
-        say(
-            f"this rank took no step to leave in within {_LEAVES:g} s of SIGTERM; it ends, and its "
-            "residual is lost"
-        )
-        self._late = True
-        os.kill(os.getpid(), signal.SIGTERM)  # the main thread may be asleep: it hands over there
+    def _end(self) -> None:
+        """Leave, and pass the signal on when that is done, or the time is over."""
+        until = time.monotonic() + _LEAVES
+        if words := self._leave(_LEAVES):
+            # the main thread's own steps may do it
+            self._over.wait(max(until - time.monotonic(), 0))
+        with self._lock:
+            if self._over.is_set():
+                return
+            if words:
+                say(words)
+            if signal.getsignal(signal.SIGTERM) is not self._handler:
+                self._over.set()  # a handler that was set since ``watch``: it has had the signal
+                return
+            self._late = True
+            # the main thread may be asleep: it hands over there
+            os.kill(os.getpid(), signal.SIGTERM)
         if not self._over.wait(_NATIVE) and self._former == signal.SIG_DFL:
             # it is in native code, as in a compilation, and could not: what the kernel would have done
             ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, None)

@@ -33,7 +33,7 @@ from sparsync.state import packed, unpacked
 from sparsync.transports.driver import run, together
 from sparsync.units import output_parameters
 from sparsync.updates.engine import UpdateSync
-from sparsync.updates.fragments import Begin, Exchange, Layout
+from sparsync.updates.fragments import Begin, Exchange, Layout, Weights
 from sparsync.updates.moments import noise_of
 from sparsync.updates.settings import OuterStep
 from sparsync.updates.weights import ModelWeights, trained_of
@@ -144,6 +144,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             )
         )
         self._phase, self._began_at = _LOCAL, 0
+        self._knows = False  # the program was told that this rank has left
         # of the donor, when this rank has caught up: what it tells, and its optimizers' states
         self._arrival: tuple[dict[str, Any], list[Any]] | None = None
 
@@ -159,9 +160,14 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         self._notice.watch()
         super()._before_forward()
         if not self.attendance.members.attempt:
-            self._join()
+            with self._turns.step():
+                self._join()
         elif self.outer.is_due(self.outer.steps):
-            self.attendance.ask()
+            self._ask()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._turns.take()  # it writes to the weights; ``step`` ends this
+        super()._before_step(optimizer)
 
     def _join(self) -> None:
         """Meet the others; if they are further, take part in the exchange that they are in."""
@@ -193,14 +199,22 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             NonFiniteGradientError: NaN or Inf on some rank, twice in a row.
             PeerError: this rank has left.
         """
-        self._check_here()
-        self._phase = _LOCAL
-        super().step()
-        self._after_exchange()
+        with self._turns.step():
+            if self._gone and not self._knows:  # this step was one too many, and is not exchanged
+                self._knows = True
+                return
+            self._check_here()
+            self._phase = _LOCAL
+            super().step()
+            self._after_exchange()
 
     def finish(self) -> None:
         """Exchange all that is left, make replicas equal, and wait until all have done so."""
         self._check_own("finish()")
+        with self._turns.step():
+            self._finish_all()
+
+    def _finish_all(self) -> None:
         run(self.outer.land())
         self._after_exchange()
         with self.reducer.comm.ledger.outside_steps():
@@ -224,20 +238,28 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         self._after_exchange()
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:
-        attendance = self.attendance
-        self._began_at, self._rates = self.outer.steps, rates_of(self.outer.optimizers)
-        attendance.members.clock = self._began_at * _PHASES + self._phase
-        attendance.offer(self._copy)
+        self._rates = rates_of(self.outer.optimizers)
+        self._note_begin()
+        self.attendance.offer(self._copy)
         return super()._carry(exchange)
+
+    def _note_begin(self) -> None:
+        """Note where this rank is when it begins an exchange."""
+        self._began_at = self.outer.steps
+        self.attendance.members.clock = self._began_at * _PHASES + self._phase
+
+    def _go_on(self) -> None:
+        """Go on from where the others are, if this rank was stale."""
+        steps, phase = divmod(self.attendance.members.clock, _PHASES)
+        if steps != self._began_at:
+            self.outer.go_on_from(self.outer.steps + steps - self._began_at)
+            self._began_at, self._phase = steps, phase
 
     def _after_exchange(self) -> None:
         """Go on with the ranks that there are, and from where they are."""
         members, outer = self.attendance.members, self.outer
         self._weights.ranks = max(members.contributors, 1)
-        steps, phase = divmod(members.clock, _PHASES)
-        if steps != self._began_at:  # this rank was stale
-            outer.go_on_from(outer.steps + steps - self._began_at)
-            self._began_at, self._phase = steps, phase
+        self._go_on()
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
             extras, states = arrival
@@ -246,6 +268,40 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             self._take_over(extras, outer.optimizers)
         if self.left:
             self._end_of_leaving()
+
+    # ---- leaving between steps, on the engine's thread ---------------------------------------------
+
+    def _take_part(self) -> None:
+        weights, noise, outer = self._go_apart(), self._weights.noise, self.outer
+        sampled = noise is None
+        while not self.left:
+            step, self._phase = outer.steps, _LOCAL
+            if noise is not None and not sampled and outer.begins_last(step):
+                noise.sample(step)
+                weights.write(slice(-noise.values.numel(), None), noise.values.flatten())
+                sampled = True
+            run(outer.advance(step))
+            outer.steps += 1
+            self._go_on()
+
+    def _go_apart(self) -> Weights:
+        """Go on with this rank's weights as a vector, after what is under way: the program has the model.
+
+        Where the program has written to the model since the last step, as to show averaged weights, these
+        are not this rank's, and its local steps since the last exchange are lost.
+        """
+        device = self.outer.memory["shared"].device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        with self._swap:
+            own, lost = self._own, self._own is None and self._changes.written()
+            weights = Weights(self._weights.read(_EVERYTHING) if own is None else own)
+        # this is the engine's thread already: an exchange runs when its result is needed
+        self.outer.go_on_with(weights, lambda _exchange: self._note_begin())
+        run(self.outer.land())
+        if lost:
+            self.outer.restart()
+        return weights
 
     # ---- an exchange, on the engine's thread -------------------------------------------------------
 

@@ -40,6 +40,7 @@ class PartsConsensus:
 
     Attributes:
         used: names of the parameters that have a gradient, once a step is committed.
+        came: of every replica of this part, whether it used any in the open step.
 
     Cost: an allgather of 121 bytes per part and step.  With keys a byte per parameter more; another
     allgather of these over the replicas; and one more over the parts if nobody used some parameter.
@@ -58,11 +59,13 @@ class PartsConsensus:
         self._places = torch.searchsorted(every, mine)
         self._marks = torch.zeros(len(every), dtype=torch.bool)  # used by a replica of this part
         self.used: set[str] = set()
+        self.came = torch.ones(1, dtype=torch.bool)
 
     async def share_used(self, replicas: Communicator, used: Collection[str]) -> None:
         """Tell the other replicas of this part which parameters this rank used; learn theirs."""
         mine = torch.tensor([name in used for name in self._names], dtype=torch.bool)
         everyone = torch.stack(await replicas.allgather(mine, "used"))
+        self.came = everyone.any(1)
         self._marks.zero_()
         self._marks[self._places] = everyone.any(0)
 

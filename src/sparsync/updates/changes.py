@@ -52,6 +52,11 @@ class Changes:
         self._versions = [parameter._version for parameter in self._parameters]
         self._sample = self._some()
 
+    def written(self) -> bool:
+        """Tell whether any parameter was written to, as far as counters and samples show."""
+        now = [parameter._version for parameter in self._parameters]
+        return now != self._versions or self.differ()
+
     def differ(self) -> bool:
         """Tell whether any of the sampled elements is another one."""
         now, before = self._some(), self._sample

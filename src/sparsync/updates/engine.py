@@ -8,6 +8,7 @@ and applies those that have finished.  DDP, if it wraps the model, exchanges not
 from __future__ import annotations
 
 import copy
+import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -225,7 +226,9 @@ class UpdateSync(Handle):
         self._weights = weights
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._seen: list[int] = []  # what trained when the model was looked at
-        self._shows = False  # the model has the shared weights
+        # this rank's own weights, while the model has the shared ones
+        self._own: Tensor | None = None
+        self._swap = threading.RLock()  # a handler of a signal may ask for the shared ones within
         self._skipped = set[Tensor]()  # parameters of which a GradScaler skips the present step
         self._changes = Changes(weights.trained.values())
         self._begins, self._resumed = True, False  # before the first step here; after a load
@@ -554,20 +557,22 @@ class UpdateSync(Handle):
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Put the shared weights into the model, to evaluate or save them; restore this rank's after."""
-        shows, own = self._shows, self._weights.read(_EVERYTHING)
-        self._weights.write(_EVERYTHING, self.outer.memory["shared"])
-        self._shows = True
+        with self._swap:
+            outside, before = self._own, self._weights.read(_EVERYTHING)
+            self._weights.write(_EVERYTHING, self.outer.memory["shared"])
+            self._own = before if outside is None else outside
         try:
             yield
         finally:
-            self._weights.write(_EVERYTHING, own)
-            self._shows = shows
-            self._changes.remember()
+            with self._swap:
+                self._weights.write(_EVERYTHING, before)
+                self._own = outside
+                self._changes.remember()
 
     def _check_own(self, what: str) -> None:
         """Refuse what needs this rank's own weights while the shared ones are in the model."""
         require(
-            not self._shows,
+            self._own is None,
             f"{what} within shared(), which hides this rank's own weights; leave that block first",
         )
 

@@ -117,6 +117,10 @@ class OuterEngine(Stateful):
         for ledger in self._ledgers:
             ledger.local_step = step
 
+    def go_on_with(self, weights: Weights, carry: Carry) -> None:
+        """Go on with a copy of the weights, as of a rank that leaves while its program has the model."""
+        self._weights, self._carry = weights, carry
+
     def begin_again(self, shared: Tensor) -> None:
         """Begin from other weights, equal on all ranks: nothing waits, and nothing is under way."""
         self.memory, self.state = {"shared": shared}, OuterState()

@@ -137,14 +137,14 @@ def test_updates_are_handed_over_but_for_those_from_weights_of_the_programs(net,
         sync._changes.remember()  # as after a step
         stepped = sync._weights.read(slice(None))
         assert not torch.equal(stepped[own], start[own])
-        assert torch.equal(sync._apart().vector, stepped)
+        assert torch.equal(sync._go_apart().vector, stepped)
         with sync.shared():
             assert torch.equal(sync._weights.read(slice(None)), start)
-            assert torch.equal(sync._apart().vector, stepped)
+            assert torch.equal(sync._go_apart().vector, stepped)
             with sync.shared():
-                assert torch.equal(sync._apart().vector, stepped)
+                assert torch.equal(sync._go_apart().vector, stepped)
         net.weight.data = torch.zeros_like(net.weight)
-        assert torch.equal(sync._apart().vector, start)
+        assert torch.equal(sync._go_apart().vector, start)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -160,55 +159,6 @@ def test_transports_know_no_algorithm():
     for module in (m for m in MODULES if axis_of(m) == "transports"):
         used = {axis_of(name) for name in inner_imports_of(module)}
         assert used <= {"transports", "errors"}, module
-
-
-# ---- prose ----------------------------------------------------------------------------------------
-
-# phrases that a reader stumbles over, and better ones
-BANNED = {
-    r"\bleav(e|es|ing|en) (it|them|\w+) away\b": "omit",
-    r"\bso many\b": "this many, N",
-    r"\banew\b": "again",
-    r"\bgo(es)? with\b": "works with",
-    r"\bas ever\b": "as before",
-    r"\bas 0\.\d": "e.g. 0.01",
-    r"\b(came|come) (to|from) here\b": "was given",
-    r"(?<!from )\bbeside\b": "with, next to",
-    r"(?<!hides )(?<!hide )\bbehind (it|them|which|every|each|its|the (exchange|last|step))\b": "after",
-    r"\b(is|are|and) ours\b|\(ours(\)|: |, measured)": "name the benchmark that measured it",
-}
-
-
-def prose() -> Iterator[Path]:
-    """Every file that people read, but the log of changes and what this very rule quotes."""
-    yield from FILES
-    for pattern in ("*.md", "docs/**/*.md", "examples/*.py", "docs/site_pages/*.py"):
-        yield from (p for p in sorted(ROOT.glob(pattern)) if p.name != "CONTRIBUTING.md")
-
-
-def test_prose_reads_as_written_in_english():
-    any_of_them = re.compile("|".join(BANNED), re.IGNORECASE)
-    found = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()} ({better})"
-        for path in prose()
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if any_of_them.search(line) and not line.lstrip().startswith("assert")
-        for pattern, better in BANNED.items()
-        if re.search(pattern, line, re.IGNORECASE)
-    ]
-    assert not found, "\n".join(found)
-
-
-def test_docstrings_say_what_a_thing_is():
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    riddles = [
-        f"{module}: {title}"
-        for module, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, kinds)
-        and re.match(r"(What|Who)\b", title := (ast.get_docstring(node) or "").split("\n")[0])
-    ]
-    assert not riddles, "\n".join(riddles)
 
 
 # ---- state and output -----------------------------------------------------------------------------

@@ -44,6 +44,10 @@ class OuterAverager(Averager):
         settings: of the outer step.
         optimizers: whose broken moments are dropped, and whose rate a step by signs has.
 
+    Cost: as ``OuterStep``.
+    State: that of ``OuterEngine``, once it runs.
+    Differs from the paper: as ``OuterStep``.
+
     Example:
         >>> from sparsync import simulate
         >>> import torch

@@ -2,7 +2,8 @@
 
 A call ends with 0 or 2 within its limits of memory and time, without a traceback (with 1 where memory
 was too little for an input that could work); with 2 it has said one line, and nothing else.  No rank is
-started: where a command would, the call has been accepted.
+started: where a command would, the call has been accepted.  Some of the accepted ones are then made
+once more, with ranks.
 """
 
 import contextlib
@@ -135,7 +136,7 @@ SHORT = {
 LONG = {"--steps", "--warmup", "--epochs", "--sizes", "--scale"}
 
 
-def drawn(rng, name, command, paths):
+def drawn(rng, name, command, paths, numbers=NUMBERS):
     """Draw a command line: some options, each with a value that somebody might give."""
     options = [p for p in command.params if p.param_type_name == "option"]
     line = [name]
@@ -144,7 +145,7 @@ def drawn(rng, name, command, paths):
         if option.is_flag:
             line.append(flag)
             continue
-        pool = [NUMBERS, WORDS, paths][rng.choices(range(3), _weights(option))[0]]
+        pool = [numbers, WORDS, paths][rng.choices(range(3), _weights(option))[0]]
         value = rng.choice(pool)
         if flag in LONG and value in ("65537", "5000", "4096", "1_000"):
             value = "3"
@@ -275,6 +276,61 @@ def test_many_hostile_values_end_in_one_line(folder):
     print(f"{CALLS} calls, by exit code: {codes}; wrong: {len(wrong)}")
     for why, line in wrong:
         print(why, line)
+    assert not wrong
+
+
+# ranks that are started take these for short
+STARTED = {
+    "train": ["--ranks", "2", "--steps", "2", "--workload", "digits", "--timeout", "20"],
+    "bench": ["--ranks", "2", "--size", "1000", "--steps", "1", "--warmup", "0"],
+    "linear": ["--ranks", "2", "--rows", "200", "--dimensions", "5000", "--epochs", "1"],
+    "doctor": ["--ranks", "2"],
+}
+FEW = [number for number in NUMBERS if number not in BEYOND]
+STARTS = 16
+ENDS = 120  # seconds of a call with ranks
+
+
+def started(line):
+    """Make an accepted call with its ranks, in a process of its own; return what is wrong, or ""."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "sparsync", *line],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=ENDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return "no end"
+    if "Traceback" in said:
+        return f"a traceback: {said[-300:]!r}"
+    if process.returncode not in (0, 1, 2):
+        return f"ends with {process.returncode}: {said[-300:]!r}"
+    if process.returncode and "error: " not in said:
+        return f"ends with {process.returncode}, and does not say why: {said[-300:]!r}"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_accepted_calls_end_with_their_ranks(folder):
+    rng, paths, known, wrong, made = random.Random(2), files(folder), commands(), [], 0
+    while made < STARTS:
+        name = sorted(STARTED)[made % len(STARTED)]
+        line = drawn(rng, name, known[name], paths, FEW)
+        for flag, value in zip(STARTED[name][::2], STARTED[name][1::2], strict=True):
+            if flag not in line:
+                line += [flag, value]
+        if call(line) != ("", 0):
+            continue  # refused, or made without ranks
+        made += 1
+        if why := started(line):
+            wrong.append((why, [part[:80] for part in line]))
     assert not wrong
 
 

@@ -24,7 +24,6 @@ Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector
 ``sparsync.iallreduce`` for a future.
 """
 
-from sparsync.algorithm import Algorithm
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any

@@ -131,20 +131,33 @@ def test_the_help_of_train_names_the_collective_and_the_scheme(newcomer):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("star", "def row(): ..."), ("pairs", "row = 1"), ("bitmap", "class row: ..."), ("random-k", "row = ''")],
-)  # fmt: skip
+    [
+        ("star", "def row(): ..."),
+        ("pairs", "row = 1"),
+        ("bitmap", "class row: ..."),
+        ("random-k", "row = ''"),
+    ],
+)
 def test_an_entry_point_that_names_no_row_is_refused_where_it_is_asked_for(install, name, value):
     table = TABLES[name]
     install(f"[{table.group}]\n{name} = my_package.row:row\n", row=value)
-    message = rf"entry point '{name}' = 'my_package.row:row' of group '{table.group}' is {BAD[name]};"
+    message = (
+        rf"entry point '{name}' = 'my_package.row:row' of group '{table.group}' is {BAD[name]};"
+    )
     with pytest.raises(ConfigurationError, match=message):
         table[name]
 
 
 @pytest.mark.parametrize(
     ("table", "taken"),
-    [(PRESETS, "dense"), (PRESETS, "oktopk"), (SCHEMES, "wagma"), (CODECS, "coo"), (SELECTORS, "exact")],
-)  # fmt: skip
+    [
+        (PRESETS, "dense"),
+        (PRESETS, "oktopk"),
+        (SCHEMES, "wagma"),
+        (CODECS, "coo"),
+        (SELECTORS, "exact"),
+    ],
+)
 def test_a_name_that_exists_is_refused_when_all_are_listed(install, table, taken):
     install(f"[{table.group}]\n{taken} = my_package.row:row\n", row="row = 1")
     with pytest.raises(ConfigurationError, match=f"'{taken}' .* a name that exists already"):

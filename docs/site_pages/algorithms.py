@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
-from site_pages import docstrings
+from site_pages import docstrings, rooms
 from site_pages.choosing import NETWORKS, machine_on
 from site_pages.examples import algorithm_program, output_of
 from site_pages.tables import algorithm_rows, linked, table_row
@@ -73,6 +73,7 @@ def page(name: str) -> str:
         f"# {name}",
         docstrings.summary(row.make),
         f"**From:** {origin}" + (f"\n\n**In short:** {remark}" if remark else ""),
+        *rooms.pointer("algorithms", name),
         *map(docstrings.as_markdown, more),
         _parts(algorithm),
         "## Cost",

@@ -1,4 +1,4 @@
-"""SparCML: allreduce of sparse streams, which turn dense in time, and quantised top-k SGD.
+"""SparCML: allreduce of sparse streams, which may turn dense on the way, and quantised top-k SGD.
 
 Cedric Renggli, Saleh Ashkboos, Mehdi Aghagolzadeh, Dan Alistarh and Torsten Hoefler, `SparCML:
 High-Performance Sparse Communication for Machine Learning <https://arxiv.org/abs/1802.08021>`_, SC

@@ -29,11 +29,11 @@ wait-avoiding_group_allreduce (line 9)        ``grouping="wait-avoiding"``; ``Mo
 sync_allreduce (line 16)                      a global round: ``ModelRounds.synchronous``
 stale, line 10                                ``Round.contributed < version``
 1/S, 1/(S + 1) (lines 11, 13)                 ``Wagma.average``: ``total / models``, or with W' once more
-collective activation, activator (3.1.1)      ``Agent``; ``Kind.ACTIVATE``, ``tree_children``
-activation messages, binomial tree            phase "average" of the ledger
+collective activation, activator (3.1.1)      ``Agent.arrive``
+activation messages, binomial tree            messages of ``Kind.ACTIVATE``, ``tree_children``
 version number of a collective                ``round_of(step)``, ``Round.version``
 send buffer, passive contribution             the model that an agent was last handed (``publish``)
-solo, majority collectives (section 6)        ``sparsync.published.baselines.EagerSgd``, ``quorum=``
+solo, majority collectives (section 6)        ``sparsync.published.baselines.EagerSgd``
 alpha, wait-avoiding allreduce (section 4)    ``grouping="wait-avoiding"``
 beta, normal group allreduce                  ``grouping="synchronous"``
 alpha = beta = false                          ``group_size=1``: local SGD
@@ -97,7 +97,7 @@ Not here
   ``sparsync_papers.workloads``.  Habitat's navigation is replaced by PPO on CartPole
   (``sparsync_papers.workloads.ppo``).
 * Averages of gradients in place of models: ``sparsync.attach``.
-* MPI for the agents: theirs are ZeroMQ's connections, whatever carries the rest.
+* Agents over MPI: they have ZeroMQ's connections of their own, whatever carries the rest.
 * The paper's throughput on Piz Daint: here it is simulated, with its compute and network.
 
 Figures

@@ -3,7 +3,7 @@
 * ``on_config``: every page is in the navigation: a page of ``docs/`` that nobody listed under REST, one
   that the code writes in the section that ``SECTIONS`` names;
 * ``on_files``: a page per paper's room, algorithm, scheme of averaging and package of the API;
-* ``on_page_markdown``: where a page names another one as ``docs/NAME.md``, that is a link.
+* ``on_page_markdown``: where a page names another one as ``docs/NAME.md``, or a room, that is a link.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SECTIONS: Mapping[str, str] = {
 }
 """Sections of the navigation, and their pages: presets or schemes of the core, a room, the API."""
 
-_NAMED = re.compile(r"(?<![\[`])`docs/([\w-]+\.md)`(?!`)")
+_NAMED = re.compile(r"(?<![\[`])`(?:docs/([\w-]+\.md)|sparsync\.published\.(\w+))`(?!`)")
 _FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -133,9 +133,10 @@ def link_documents(markdown: str, source: str, known: set[str]) -> str:
     here = posixpath.dirname(source)
 
     def link(name: re.Match[str]) -> str:
-        if name[1] not in known or name[1] == source:
+        page = name[1] or rooms.page_of(name[2])
+        if page not in known or page == source:
             return name[0]
-        return f"[{name[0]}]({posixpath.relpath(name[1], here or '.')})"
+        return f"[{name[0]}]({posixpath.relpath(page, here or '.')})"
 
     pieces = _FENCED.split(markdown)
     pieces[::2] = [_NAMED.sub(link, piece) for piece in pieces[::2]]

@@ -84,6 +84,15 @@ def test_every_algorithm_has_a_page_whose_program_prints_what_it_shows(name):
     assert printed_by(program) == blocks(page, "text")[0]
 
 
+def test_a_page_shows_the_defaults_of_the_preset_and_not_those_of_its_collective():
+    options = re.findall(
+        r"^\| `(\w+)` \| `([^`]*)` \|", algorithms.page("oktopk-paper"), re.MULTILINE
+    )
+    shown = dict(options)
+    assert (shown["boundaries"], shown["global_threshold"]) == ("'average'", "'allgather'")
+    assert (shown["cap"], shown["threshold_period"], shown["codec"]) == ("None", "32", "None")
+
+
 def test_the_table_has_every_algorithm():
     rows = re.findall(r"^\| \[`([\w-]+)`\]\(\1.md\)", algorithms.overview(), flags=re.MULTILINE)
     assert sorted(rows) == sorted(PRESETS)
@@ -283,9 +292,7 @@ def test_presets_and_schemes_of_the_core_are_no_papers():
 
 def test_the_home_page_begins_with_the_picture_and_the_table_of_the_readme():
     home, readme = page_of("index.md"), (ROOT / "README.md").read_text(encoding="utf-8")
-    picture, table, links = (
-        home.index(mark) for mark in ("](images/demo.png)", "\n| ", "](papers/")
-    )
+    picture, table, links = (home.index(mark) for mark in ("](images/demo.png)", "\n| ", ".md)"))
     assert picture < table < links
     results = home[table : home.index("\n\n", table)].strip()
     assert len(results.splitlines()) == 6 and results in readme
@@ -297,6 +304,9 @@ def test_documents_that_a_page_names_become_links(hooks):
     linked = hooks.link_documents(text, "api/core.md", known)
     assert linked == text.replace("see `docs/lab.md`", "see [`docs/lab.md`](../lab.md)")
     assert hooks.link_documents(text, "lab.md", known) == text
+    known.add("papers/wagma/index.md")
+    linked = hooks.link_documents("`sparsync.published.wagma`, `sparsync.wire`", "a/b.md", known)
+    assert linked == "[`sparsync.published.wagma`](../papers/wagma/index.md), `sparsync.wire`"
 
 
 @pytest.mark.parametrize("module", [choosing, docstrings, examples, reference, rooms, tables])

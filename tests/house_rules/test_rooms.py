@@ -175,7 +175,8 @@ WORDS = {"average", "finish", "n", "publish", "rank", "total", "world_size"}
 
 @pytest.mark.parametrize("room", PAPERS)
 def test_the_names_of_a_page_exist(room):
-    pytest.importorskip("sparsync_papers")
+    for needed in ("sparsync_papers", "sklearn"):
+        pytest.importorskip(needed)
     text, names, taken = text_of(room), known_names(room), parameters(room)
     quoted = [" ".join(q.split()) for q in re.findall(r"``(.+?)``", text, re.DOTALL)]
     assert len(quoted) > 30

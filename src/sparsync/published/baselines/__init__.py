@@ -72,7 +72,7 @@ Differs from the papers
 -----------------------
 
 * **Gaussian-k**: the threshold is lowered at most 32 times, by a tenth; after that the k largest are
-  taken. The mean's magnitude is used, and moments are of finite elements in float64.  The preset caps a
+  taken.  The mean's magnitude is used, and moments are of finite elements in float64.  The preset caps a
   rank at 2 k entries (``cap=2.0``), as the estimate has no upper end; ``cap=None``: as published.
 * **gTop-k**: P is any number of ranks.  A sum that a rank drops on the way up stays in that rank's
   residual, so that nothing is lost or counted twice.
@@ -98,11 +98,11 @@ Not here
 Figures
 -------
 
-* ``benchmarks/frontier.md``, ``docs/results.md``: loss over bytes, and times, next to this project's.
 * ``benchmarks/averaging-throughput.md``, ``benchmarks/averaging-convergence.md``: the schemes next to
   WAGMA.
 * ``benchmarks/selection.md``: time of the selectors.
-* ``benchmarks/reproduced.md``: Ok-Topk's Table 1 and Figure 6, by ``sparsync reproduce oktopk-table1``.
+* ``benchmarks/reproduced.md``: Ok-Topk's Table 1 and Figure 6, by ``sparsync reproduce oktopk-table1``
+  and ``sparsync reproduce oktopk-fig6``.
 """
 
 from collections.abc import Mapping

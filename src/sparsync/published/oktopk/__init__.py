@@ -112,9 +112,8 @@ Not here
   ``sparsync_papers.optimizers.UpdateSpaceSGD``, or ``sparsync train --space update``.
 * VGG-16 on CIFAR-10, LSTM on AN4 and BERT on Wikipedia: ``sparsync_papers.models`` and
   ``sparsync_papers.workloads``.
-* The paper's BERT was trained with Adam on sparse gradients.  ``attach`` exchanges updates with Adam,
-  because sparse gradients distort its moments (``docs/optimizers.md``); ``exchange="gradients"`` does
-  as the paper does.
+* Adam on sparse averages, as for the paper's BERT: ``attach`` exchanges updates with Adam, because sparse
+  averages distort its moments (``docs/optimizers.md``), unless told ``exchange="gradients"``.
 * The paper's times on Piz Daint: figures here are counted, simulated or of small models.
 
 Figures

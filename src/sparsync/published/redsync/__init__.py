@@ -77,7 +77,8 @@ Differs from the paper
   are taken.
 * **The counter of the reuse** belongs to the layer; as printed in Algorithm 5 it is 0 in every call.  A
   reused threshold takes at most 2 k entries (``cap=2.0``); None: any number, as published.
-* **Two tiers, not three**: ``thsd1=None`` leaves out exact top-k, as section 5.4 does.
+* **Layers of no size are selected by exact top-k** (``thsd1=None``), as in section 5.4; Algorithm 5 has
+  that tier as well, below ``thsd1``.
 * **The signs never mix** in "redsync-quantized"; the paper's "smallest k" take positive values where
   fewer than k are negative.
 * **The quantised mean's error stays in the residual** (``keep_error=True``); the paper drops it.

@@ -88,12 +88,14 @@ Differs from the paper
   ``cap=None``: any number, as published.
 * **The size of the result is learned** ("sparcml-auto") from the last total; the user gives no hint.
 * **Nothing is sent that is neutral**: an element that is not stored is the operation's neutral element.
-* **The quantiser draws reproducibly** (seed, rank, step) and has codes of fixed width; its scale is the
-  largest magnitude of a block ("max"), as in QSGD's experiments; ``scale="l2"`` is QSGD's analysis.
-  The paper does not say which.
+* **Quantised is either what ranks select** (``quantize="local"``, the default), as Algorithm 1 says,
+  **or the dense half of DSAR** (``quantize="reduced"``), as section 6 does.
+* **The quantiser draws reproducibly** (seed, rank, step).  Its scale is the largest magnitude of a block
+  ("max"), as in QSGD's experiments; ``scale="l2"`` is QSGD's analysis.  The paper does not say which.
 * **The error of quantising** is lost, as in Algorithm 1, and reported (``stats()["lost_norm"]``).  With
   ``keep_error=True`` it stays in the residual, and decoded values are shrunk so that it cannot explode.
-* **The error of quantising a reduced sum** (``quantize="reduced"``) is kept by the region's owner.
+* **The error of quantising a reduced sum** (``quantize="reduced"``) is kept by the region's owner.  So
+  that it cannot explode, blocks have 256 entries there and not 1024.
 * **The residual holds gradients**, not gradients times the learning rate.
 * **MPI-OPT**: an intercept, which is not penalised; asynchronous steps are late by a fixed number, so
   that a run can be repeated; SCD says how a rank learns the derivative at others' rows, which the paper

@@ -79,8 +79,7 @@ Differs from the paper
 * **A group's sum** is by recursive doubling or by reduce-scatter and allgather, whichever is cheaper.
 * **Tensors that do not train** have rules (``buffers=``, ``moments=``): BatchNorm's statistics are
   averaged with the parameters, or stay local; an optimizer's moments stay local by default.
-* **Global averages close a period**: ``(t + 1) mod tau == 0``, as in Algorithm 2.  ``finish`` is one
-  more, after the last step.
+* **A last global average** is taken by ``finish``, so that training ends with one model.
 
 Additions, off by default:
 

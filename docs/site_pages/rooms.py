@@ -79,7 +79,7 @@ def pages_below(room: str) -> list[str]:
 
 
 def pointer(kind: str, name: str) -> list[str]:
-    """Return what leads from the page of a preset or scheme to its room, if it has one."""
+    """Return a link from the page of a preset or scheme to its room's, if it has one."""
     room = room_of(kind, name)
     if room is None:
         return []

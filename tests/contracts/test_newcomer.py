@@ -165,7 +165,7 @@ def test_a_name_that_exists_is_refused_when_all_are_listed(install, table, taken
     assert table[taken] != 1
 
 
-def test_what_rooms_declare_is_in_the_tables():
+def test_the_tables_have_the_rows_of_all_rooms():
     kinds = {table.group.partition(".")[2]: table for table in TABLES.values()}
     found = 0
     for room in ROOMS:

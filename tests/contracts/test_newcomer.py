@@ -19,6 +19,7 @@ from sparsync.presets import PRESETS
 from sparsync.rooms import ROOMS, Table
 from sparsync.selection import SELECTORS
 from sparsync.wire import CODECS
+from tests.fresh import run_python
 
 EXTENDING = Path(__file__).parents[2] / "docs" / "extending.md"
 FILES = {
@@ -121,9 +122,19 @@ def test_auto_may_choose_the_collective(newcomer):
     assert presets.resolve("auto", candidates=("star",)).make_collective().name == "star"
 
 
-def test_the_help_of_train_names_the_collective_and_the_scheme(newcomer):
-    shown = run("train", "--help")
-    assert re.search(r"\bstar\b", shown) and re.search(r"\bpairs\b", shown)
+def test_the_help_of_train_names_the_collective_and_the_scheme(newcomer, tmp_path):
+    """In a process of its own: a command lists the names when it is imported."""
+    script = f"""
+import sys
+
+sys.path.insert(0, {str(tmp_path)!r})
+from sparsync.cli.app import make_app
+
+make_app("train")(["train", "--help"])
+"""
+    done = run_python(script, COLUMNS="200")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\bstar\b", done.stdout) and re.search(r"\bpairs\b", done.stdout)
 
 
 # ---- rows that are none, and names that are taken ---------------------------------------------------

@@ -14,6 +14,7 @@ Terms
 ============================================  ========================================================
 in the paper                                  here
 ============================================  ========================================================
+RGC, Quantized-RGC (section 6)                presets "redsync" and "redsync-quantized"
 N nodes, p in section 5.4                     P: ``world_size`` ranks
 D, density ratio                              ``density=``; k of a layer is D times its elements
 residual V, Algorithm 1 (RGC)                 accumulated; the residual (``sparsync.feedback.residual``)

@@ -17,6 +17,7 @@ in the paper                                  here
 n, k, density k / n                           ``size``, ``k``, ``density=`` of ``attach``
 P workers, worker i                           ``world_size`` ranks, ``rank``
 iteration t, from 1                           ``step``, from 0: ``step % period == 0`` opens a period
+Topk(sum of Topk(G)) (3.1)                    the total of ``OkTopk.reduce``: inner, outer selection
 Algorithm 1, O(k) sparse allreduce            ``OkTopk.reduce``, after the selector ``Reused``
 lines 2-4: local_th, th_re_evaluate           ``Reused``; the threshold is ``ReusedState.threshold_key``
 tau' (3.1.3), threshold re-evaluation period  ``threshold_period=``: 32; the paper's BERT: 128
@@ -38,6 +39,7 @@ Algorithm 2, Ok-Topk SGD                      ``sparsync.attach(model, optimizer
 acc, accumulator; epsilon, residuals          accumulated; the residual (``sparsync.feedback.residual``)
 1/P of u_t (Algorithm 2, line 7)              the average (``sparsync.feedback.reducer``)
 xi, Assumption 1                              ``Monitoring(xi_period=)``, ``sparsync.monitoring.XiProbe``
+fill-in (section 5.2)                         ``benchmarks/fill_in.md``; presets "allgather", "topkdsa"
 COO format                                    ``sparsync.wire.Coo``
 alpha, beta (per word)                        ``sparsync.cost.machine.Machine``: beta is per byte
 Equations 1, 2 and 3                          ``split_cost``, ``gather_cost``, ``equation_3`` in

@@ -35,9 +35,11 @@ sparse synchronization, allgather (5.3)       ``sparsync.collectives.Allgather``
 tensor fusion (5.3)                           ``fusion_bytes=``: layers that share a unit and a message
 Algorithm 4: momentum correction, U           ``sparsync.Correction(momentum=, nesterov=)``,
                                               ``sparsync.feedback.correction``
-momentum masking                              ``Correction(masking=)``
+momentum (factor) masking                     ``Correction(masking=)``
 weight decay of Algorithm 4                   ``Correction(weight_decay=)``
 local clipping, N^-1/2 (5.5)                  ``Correction(clip=)``
+overlap for CNNs, none for RNNs (5.5)         fused layers leave during the backward pass; with
+                                              ``Correction(clip=)`` after it
 warm-up training (5.6)                        ``Compression(warmup_steps=)``: dense first steps;
                                               ``warmup_densities=DGC_RAMP``: 25 %, 6.25 %, ..., 0.1 %
 Equations 1 and 2, appendix B                 ``sparsync_papers.redsync_costs``

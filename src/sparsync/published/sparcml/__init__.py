@@ -42,7 +42,10 @@ bucket of B entries, scaling factor           ``quantization_block=`` and ``scal
 low precision in the second half of DSAR      ``quantize="reduced"``; ``StreamCodec(dense=Qsgd(...))``
 non-blocking operations (section 7)           ``sparsync.iallreduce``
 MPI-OPT (sections 7 and 8.2)                  ``sparsync.published.sparcml.linear``
+SGD, SCD, Webspam and URL (8.2)               ``Sgd``, ``Scd``, ``load_shard`` of
+                                              ``sparsync.published.sparcml.linear``
 settings of section 8                         ``SPARCML_SETTINGS``
+block-momentum SGD, BMUF (8.4)                scheme "bmuf" of ``sparsync.updates``
 fill-in, E[K] (appendix B)                    ``sparsync.collectives.costs.expected_union``
 ============================================  ========================================================
 

@@ -1,15 +1,16 @@
-"""What MkDocs does beyond ``mkdocs.yml``: pages that the code writes, the rest of the navigation, links.
+"""Build the site beyond ``mkdocs.yml``: pages that the code writes, the rest of the navigation, links.
 
-* ``on_config``: every page of ``docs/`` is in the navigation, those that nobody listed under Guides;
-* ``on_files``: a page per algorithm, per scheme of averaging and per package of the API;
-* ``on_page_markdown``: where a page names another one as ``docs/NAME.md``, that is a link.
+* ``on_config``: every page is in the navigation: a page of ``docs/`` that nobody listed under REST, one
+  that the code writes in the section that ``SECTIONS`` names;
+* ``on_files``: a page per paper's room, algorithm, scheme of averaging and package of the API;
+* ``on_page_markdown``: where a page names another one as ``docs/NAME.md``, or a room, that is a link.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,30 @@ import torch
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from site_pages import algorithms, reference, schemes
+from site_pages import algorithms, reference, rooms, schemes
 
-GENERATED = {"Algorithms": "algorithms", "Averaging": "schemes", "API": "api"}
-REST = "Guides"
+REST = "Reference"
 
-_NAMED = re.compile(r"(?<![\[`])`docs/([\w-]+\.md)`(?!`)")
+SECTIONS: Mapping[str, str] = {
+    "Gradients": "algorithms",
+    "Updates and averages": "schemes",
+    "Ok-Topk": "oktopk",
+    "SparCML": "sparcml",
+    "RedSync": "redsync",
+    "WAGMA": "wagma",
+    "Baselines": "baselines",
+    "API": "api",
+}
+"""Sections of the navigation, and their pages: presets or schemes of the core, a room, the API."""
+
+_NAMED = re.compile(r"(?<![\[`])`(?:docs/([\w-]+\.md)|sparsync\.published\.(\w+))`(?!`)")
 _FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Complete the navigation."""
     present = sorted(path.name for path in Path(config.docs_dir).glob("*.md"))
-    config.nav = complete(config.nav or [], present, generated())
+    config.nav = complete(config.nav or [], present, sections())
     return config
 
 
@@ -51,7 +63,7 @@ def generated() -> dict[str, str]:
     if not _made:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # thousands of small vectors, on virtual ranks
-        for part in (algorithms, schemes, reference):
+        for part in (rooms, algorithms, schemes, reference):
             _made.update(part.pages())
         torch.set_num_threads(threads)
     return _made
@@ -60,27 +72,45 @@ def generated() -> dict[str, str]:
 _made: dict[str, str] = {}
 
 
-def complete(nav: list[Any], present: list[str], written: dict[str, str]) -> list[Any]:
+def complete(nav: list[Any], present: list[str], sections: Mapping[str, list[str]]) -> list[Any]:
     """Return the navigation without pages that are not there, and with all that are.
 
     Args:
         nav: of ``mkdocs.yml``.
         present: names of the files in ``docs/``.
-        written: pages that the code writes, by path.
+        sections: paths of the pages that the code writes, by the title of their section.
     """
     listed = set(_pages_of(nav))
     others = [name for name in present if name not in listed]
-    result = []
-    for entry in nav:
-        ((title, content),) = entry.items()
-        if isinstance(content, list):
-            content = [item for item in content if all(p in present for p in _pages_of([item]))]
-            folder = GENERATED.get(title)
-            content += [p for p in written if folder and posixpath.dirname(p) == folder]
-            content += others if title == REST else []
-        if content:
-            result.append({title: content})
-    return result
+
+    def filled(title: str, content: Any) -> Any:
+        if isinstance(content, str):
+            return content if content in present else None
+        inner = [item if isinstance(item, str) else _entry(filled, item) for item in content]
+        kept = [item for item in inner if item and (isinstance(item, dict) or item in present)]
+        first, *more = sections.get(title) or [None]  # an index stands first
+        return [p for p in [first, *kept, *more, *(others if title == REST else [])] if p]
+
+    return [entry for item in nav if (entry := _entry(filled, item))]
+
+
+def _entry(filled: Callable[[str, Any], Any], item: Mapping[str, Any]) -> dict[str, Any] | None:
+    ((title, content),) = item.items()
+    content = filled(title, content)
+    return {title: content} if content else None
+
+
+def sections() -> dict[str, list[str]]:
+    """Return the pages that the code writes, by the title of their section."""
+    return {title: _pages_in(what) for title, what in SECTIONS.items()}
+
+
+def _pages_in(what: str) -> list[str]:
+    if what == "api":
+        return list(reference.pages())
+    if what in rooms.NAMES:
+        return [rooms.page_of(what), *rooms.pages_below(what)]
+    return rooms.core(what)
 
 
 def _pages_of(nav: list[Any]) -> Iterator[str]:
@@ -103,9 +133,10 @@ def link_documents(markdown: str, source: str, known: set[str]) -> str:
     here = posixpath.dirname(source)
 
     def link(name: re.Match[str]) -> str:
-        if name[1] not in known or name[1] == source:
+        page = name[1] or rooms.page_of(name[2])
+        if page not in known or page == source:
             return name[0]
-        return f"[{name[0]}]({posixpath.relpath(name[1], here or '.')})"
+        return f"[{name[0]}]({posixpath.relpath(page, here or '.')})"
 
     pieces = _FENCED.split(markdown)
     pieces[::2] = [_NAMED.sub(link, piece) for piece in pieces[::2]]

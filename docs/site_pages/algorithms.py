@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from types import MappingProxyType
 from typing import Any
 
-from site_pages import docstrings
+from site_pages import docstrings, rooms
 from site_pages.choosing import NETWORKS, machine_on
 from site_pages.examples import algorithm_program, output_of
 from site_pages.tables import algorithm_rows, linked, table_row
-from sparsync.algorithm import Algorithm
+from sparsync.algorithm import Algorithm, Preset
 from sparsync.collectives.costs import Job
 from sparsync.cost.planner import bound_words, plan, predict
 from sparsync.cost.wording import format_bandwidth
@@ -73,6 +74,7 @@ def page(name: str) -> str:
         f"# {name}",
         docstrings.summary(row.make),
         f"**From:** {origin}" + (f"\n\n**In short:** {remark}" if remark else ""),
+        *rooms.pointer("algorithms", name),
         *map(docstrings.as_markdown, more),
         _parts(algorithm),
         "## Cost",
@@ -268,9 +270,17 @@ def _options(name: str, algorithm: Algorithm) -> str:
     said = {**docstrings.arguments(collective), **docstrings.arguments(row.make)}
     rows = [table_row("option", "default", "meaning"), table_row(*["---"] * 3)]
     for parameter in row.options.values():
-        default = f"`{parameter.default!r}`"
+        default = f"`{_default(row, algorithm, parameter)!r}`"
         rows.append(table_row(f"`{parameter.name}`", default, said.get(parameter.name, "")))
     return "\n".join(rows) if row.options else "None."
+
+
+def _default(row: Preset, algorithm: Algorithm, parameter: inspect.Parameter) -> Any:
+    """Return an option's default: a preset may pass another on than its collective has."""
+    if parameter.name in inspect.signature(row.make).parameters:
+        return parameter.default
+    passed = getattr(algorithm.make_collective(), parameter.name, parameter.default)
+    return passed if isinstance(passed, str | float | int | None) else parameter.default
 
 
 def _example(name: str, algorithm: Algorithm) -> list[str]:

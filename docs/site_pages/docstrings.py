@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from typing import Any
+
+from site_pages.tables import table_row
 
 __all__ = ["arguments", "as_markdown", "parts", "summary"]
 
@@ -12,6 +15,7 @@ _INDENTED = ("Args", "Attributes", "Example", "Raises", "Returns")
 _RUNNING = ("Cost", "State", "Differs from the paper", "References")
 _LABEL = re.compile(rf"(?:^|(?<=   ))({'|'.join(_INDENTED + _RUNNING)}):[ \n]", re.MULTILINE)
 _LINK = re.compile(r"`([^`<]+?)\s+<(https?://[^>]+)>`_")
+_RULE = re.compile(r"^( *)=+(?:  ?=+)+$")
 _ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
@@ -67,7 +71,7 @@ def as_markdown(text: str) -> str:
     """
     text = _LINK.sub(lambda link: f"[{' '.join(link[1].split())}]({link[2]})", text)
     lines, literal = [], None  # the indentation that a literal block exceeds
-    for line in text.split("\n"):
+    for line in _with_tables(text.split("\n")):
         indent = len(line) - len(line.lstrip())
         if literal is not None and line.strip() and indent <= literal:
             literal = None
@@ -76,3 +80,42 @@ def as_markdown(text: str) -> str:
             literal = indent
             lines[-1] = "" if line.strip() == "::" else lines[-1][:-1]
     return "\n".join(lines)
+
+
+def _with_tables(lines: list[str]) -> Iterator[str]:
+    r"""Rewrite simple tables, with a head or without; a row goes on where its first cell is empty.
+
+    Example:
+        >>> list(_with_tables(["== ==", "a  b", "== ==", "1  2", "   3", "== ==", "", "end"]))
+        ['| a | b |', '| --- | --- |', '| 1 | 2 3 |', '', 'end']
+        >>> list(_with_tables(["== ==", "1  2", "== =="]))
+        ['|  |  |', '| --- | --- |', '| 1 | 2 |']
+    """
+    rest = iter(lines)
+    for line in rest:
+        if not _RULE.match(line):
+            yield line
+            continue
+        starts = [part.start() for part in re.finditer("=+", line)]
+        rows: list[list[str]] = []
+        head = 0  # rows above the second rule
+        for inner in rest:
+            if not inner.strip():
+                break
+            if _RULE.match(inner):
+                head, closed = (len(rows), False) if not head else (head, True)
+                continue
+            cells = [inner[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
+            if cells[0]:
+                rows.append(cells)
+            else:
+                rows[-1] = [
+                    " ".join(filter(None, pair)) for pair in zip(rows[-1], cells, strict=True)
+                ]
+        if not closed:  # two rules: no head
+            rows.insert(0, [""] * len(starts))
+        yield table_row(*rows[0])
+        yield table_row(*["---"] * len(starts))
+        yield from (table_row(*row) for row in rows[1:])
+        if not inner.strip():
+            yield inner

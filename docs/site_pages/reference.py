@@ -11,8 +11,9 @@ from types import MappingProxyType
 
 import sparsync
 from site_pages.tables import ROOT, table_row
+from sparsync.rooms import ROOMS
 
-__all__ = ["HIDDEN", "modules", "pages"]
+__all__ = ["HIDDEN", "defined", "modules", "pages"]
 
 HIDDEN = MappingProxyType(
     {
@@ -57,7 +58,7 @@ def _groups() -> dict[str, list[str]]:
     return groups
 
 
-def _defined(path: Path) -> list[str]:
+def defined(path: Path) -> list[str]:
     """Return a module's public names that are its own, and not passed on from another."""
     own: set[str] = set()
     public: list[str] = []
@@ -75,7 +76,7 @@ def _defined(path: Path) -> list[str]:
 
 def _index(groups: dict[str, list[str]]) -> str:
     """Return the page of the names that ``import sparsync`` gives."""
-    homes = {name: home for home, path in modules().items() for name in _defined(path)}
+    homes = {name: home for home, path in modules().items() for name in defined(path)}
     rows = [table_row("name", "defined in"), table_row("---", "---")]
     for name in sparsync.__all__:
         home = getattr(getattr(sparsync, name), "__module__", homes.get(name))
@@ -112,7 +113,10 @@ def _about(name: str) -> str:
 def _page(name: str, members: list[str]) -> str:
     blocks = [f"# {_title(name)}"]
     for module in members:
-        shown = _defined(modules()[module])
+        shown = defined(modules()[module])
         listed = f"[{', '.join(shown)}]" if shown else "false"
-        blocks.append(f"::: {module}\n    options:\n      members: {listed}")
+        options = f"    options:\n      members: {listed}"
+        if module in ROOMS and module.startswith("sparsync.published."):  # its page shows it
+            options += "\n      show_docstring_description: false"
+        blocks.append(f"::: {module}\n{options}")
     return "\n\n".join(blocks) + "\n"

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from site_pages import docstrings
+from site_pages import docstrings, rooms
 from site_pages.examples import output_of, scheme_program
 from site_pages.tables import ROOT, linked, scheme_rows, table_row
 from sparsync import simulate
@@ -71,6 +71,7 @@ def page(name: str) -> str:
         f"# {name}",
         docstrings.summary(scheme),
         f"**From:** {origin}",
+        *rooms.pointer("schemes", name),
         *map(docstrings.as_markdown, more),
         "## Cost",
         f"**Sent per rank and step, models of n elements:** {volume}",

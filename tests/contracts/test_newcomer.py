@@ -1,34 +1,74 @@
-"""A collective is one file and one row: contracts and commands read both, with no other edit."""
+"""An algorithm is one file and one row: contracts and commands read both, with no other edit.
+
+The files and the entry points are those that ``docs/extending.md`` shows.
+"""
 
 import json
+import re
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from sparsync import presets, testing
+from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.app import make_app
 from sparsync.errors import ConfigurationError
+from sparsync.presets import PRESETS
+from sparsync.rooms import ROOMS, Table
+from sparsync.selection import SELECTORS
+from sparsync.wire import CODECS
+from tests.fresh import run_python
+
+EXTENDING = Path(__file__).parents[2] / "docs" / "extending.md"
+FILES = {
+    "star": "A collective",
+    "pairs": "A scheme of averaging",
+    "bitmap": "A codec",
+    "random_k": "A selector",
+}
+TABLES = {"star": PRESETS, "pairs": SCHEMES, "bitmap": CODECS, "random-k": SELECTORS}
+BAD = {"star": "a function", "pairs": "a int", "bitmap": "a type", "random-k": "a str"}
 
 
-def installed(tmp_path, monkeypatch, points):
-    """Install a package that has nothing but entry points."""
-    info = tmp_path / "newcomer-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: newcomer\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[sparsync.algorithms]\n{points}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    presets.presets.cache_clear()
+def section(title):
+    return EXTENDING.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-@pytest.fixture(autouse=True)
-def _rows_of_the_library_alone():
-    yield
-    presets.presets.cache_clear()
+def block(title, language="python"):
+    return re.search(rf"^```{language}\n(.*?)^```$", section(title), re.MULTILINE | re.DOTALL)[1]
+
+
+def entry_points():
+    """Return the groups of the page's pyproject.toml, in the words of an installed package."""
+    named = block("One row: a name for every command", "toml").replace('"', "")
+    return named.replace("project.entry-points.", "")
 
 
 @pytest.fixture
-def star(tmp_path, monkeypatch):
-    installed(tmp_path, monkeypatch, "star = tests.contracts.newcomer:row")
+def install(tmp_path, monkeypatch):
+    """Install a package of these files, and with these entry points."""
+
+    def put(points, **files):
+        package, info = tmp_path / "my_package", tmp_path / "my_package-1.0.dist-info"
+        package.mkdir()
+        info.mkdir()
+        (package / "__init__.py").touch()
+        for name, code in files.items():
+            (package / f"{name}.py").write_text(code)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(points)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield put
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_package"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def newcomer(install):
+    install(entry_points(), **{name: block(title) for name, title in FILES.items()})
 
 
 def run(*arguments):
@@ -37,15 +77,34 @@ def run(*arguments):
     return result.output
 
 
-def test_it_is_listed_and_keeps_the_contracts(star):
-    assert list(presets.presets()) == [*presets.PRESETS, "star"]
+def test_each_table_ends_with_the_rows_of_the_package(newcomer):
+    for name, table in TABLES.items():
+        assert list(table)[-1] == name
+        assert table[name] is not None
+    assert not set(TABLES) & {name for table in TABLES.values() for name in table._rooms}
+
+
+def test_the_collective_keeps_the_contracts(newcomer):
     algorithm = presets.resolve("star")
-    assert (algorithm.name, algorithm.source) == ("star", "tests")
+    assert (algorithm.name, algorithm.source) == ("star", "my paper, section 3")
     testing.check_collective(algorithm.make_collective, world_sizes=(1, 2, 5))
     testing.check_algorithm(algorithm, world_sizes=(1, 3))
 
 
-def test_bench_plan_and_simulate_run_it(star, tmp_path):
+def test_the_scheme_keeps_the_contract(newcomer):
+    assert options_of("pairs") == {"seed": 0}
+    testing.check_averager(SCHEMES["pairs"], world_sizes=(1, 2, 3, 4, 7))
+
+
+def test_the_codec_keeps_the_contract(newcomer):
+    testing.check_codec(CODECS["bitmap"])
+
+
+def test_the_selector_keeps_the_contract(newcomer):
+    testing.check_selector(SELECTORS["random-k"])
+
+
+def test_bench_plan_and_simulate_run_the_collective(newcomer, tmp_path):
     common, written = ("--ranks", 4, "--network", "1gbit,50us"), tmp_path / "rows.json"
     size = ("--collectives", "star", "--size", 4000, "--steps", 2, "--warmup", 0)
     run("bench", *common, *size, "--json", written)
@@ -53,24 +112,81 @@ def test_bench_plan_and_simulate_run_it(star, tmp_path):
     assert benched["collective"] == "star" and benched["wrong"] == 0
     planned = json.loads(run("plan", *common, "--model-size", 4000, "--json", "-"))
     [row] = [row for row in planned["table"] if row["collective"] == "star"]
-    assert row["messages"] == 6 and row["equation"] == "tests"
+    assert row["messages"] == 6 and row["equation"] == "my paper, section 3"
     simulated = run("simulate", *common, "--algorithm", "star", "--model-size", 4000, "--json")
     assert "star" in simulated
 
 
-def test_auto_may_choose_it(star):
+def test_auto_may_choose_the_collective(newcomer):
     assert "star" in presets.resolve("auto").make_collective().candidates
     assert presets.resolve("auto", candidates=("star",)).make_collective().name == "star"
 
 
+def test_the_help_of_train_names_the_collective_and_the_scheme(newcomer, tmp_path):
+    """In a process of its own: a command lists the names when it is imported."""
+    script = f"""
+import sys
+
+sys.path.insert(0, {str(tmp_path)!r})
+from sparsync.cli.app import make_app
+
+make_app("train")(["train", "--help"])
+"""
+    done = run_python(script, COLUMNS="200")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\bstar\b", done.stdout) and re.search(r"\bpairs\b", done.stdout)
+
+
+# ---- rows that are none, and names that are taken ---------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("point", "words"),
+    ("name", "value"),
     [
-        ("star = tests.contracts.newcomer:star", "is function"),
-        ("dense = tests.contracts.newcomer:row", "a name that exists already"),
+        ("star", "def row(): ..."),
+        ("pairs", "row = 1"),
+        ("bitmap", "class row: ..."),
+        ("random-k", "row = ''"),
     ],
 )
-def test_a_bad_entry_point_is_named(tmp_path, monkeypatch, point, words):
-    installed(tmp_path, monkeypatch, point)
-    with pytest.raises(ConfigurationError, match=words):
-        presets.presets()
+def test_an_entry_point_that_names_no_row_is_refused_where_it_is_asked_for(install, name, value):
+    table = TABLES[name]
+    install(f"[{table.group}]\n{name} = my_package.row:row\n", row=value)
+    message = (
+        rf"entry point '{name}' = 'my_package.row:row' of group '{table.group}' is {BAD[name]};"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        table[name]
+
+
+@pytest.mark.parametrize(
+    ("table", "taken"),
+    [
+        (PRESETS, "dense"),
+        (PRESETS, "oktopk"),
+        (SCHEMES, "wagma"),
+        (CODECS, "coo"),
+        (SELECTORS, "exact"),
+    ],
+)
+def test_a_name_that_exists_is_refused_when_all_are_listed(install, table, taken):
+    install(f"[{table.group}]\n{taken} = my_package.row:row\n", row="row = 1")
+    with pytest.raises(ConfigurationError, match=f"'{taken}' .* a name that exists already"):
+        list(table)
+    assert table[taken] != 1
+
+
+def test_the_tables_have_the_rows_of_all_rooms():
+    kinds = {table.group.partition(".")[2]: table for table in TABLES.values()}
+    found = 0
+    for room in ROOMS:
+        for kind, rows in __import__(room, fromlist=["ROWS"]).ROWS.items():
+            assert all(kinds[kind][name] is row for name, row in rows.items()), room
+            found += len(rows)
+    assert found == sum(len(table._rooms) for table in kinds.values()) > 20
+
+
+def test_a_name_that_nobody_declares_is_a_key_error():
+    table = Table("algorithms", {}, callable, "a row")
+    with pytest.raises(KeyError, match="nobody"):
+        table["nobody"]

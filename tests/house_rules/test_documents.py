@@ -109,6 +109,26 @@ def test_the_files_that_documents_name_are_there():
     assert [n for n in named if not any((place / n[1]).exists() for place in places)] == []
 
 
+def test_the_files_that_documents_link_to_are_there():
+    """On the site and in the repository alike: pages that the site makes are named, not linked."""
+    more = [
+        *(ROOT / "benchmarks").glob("*.md"),
+        ROOT / "papers" / "README.md",
+        ROOT / "CHANGELOG.md",
+    ]
+    linked = [
+        (document, target)
+        for document in [*DOCUMENTS, *more]
+        for target in re.findall(
+            r"\]\(([^)#\s]+)(?:#[^)]*)?\)",
+            re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL),
+        )
+        if "://" not in target
+    ]
+    assert len(linked) > 50
+    assert [(d.name, t) for d, t in linked if not (d.parent / t).exists()] == []
+
+
 def test_the_tests_that_documents_name_are_there():
     named = [
         (document.name, test)

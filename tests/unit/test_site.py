@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from site_pages import algorithms, choosing, docstrings, examples, reference, schemes, tables
+from site_pages import algorithms, choosing, docstrings, examples, reference, rooms, schemes, tables
 
 import sparsync
 from sparsync.averaging.schemes import SCHEMES
@@ -82,6 +82,15 @@ def test_every_algorithm_has_a_page_whose_program_prints_what_it_shows(name):
     attach, program = blocks(page)
     assert attach.strip() == algorithms.attach_line(name)
     assert printed_by(program) == blocks(page, "text")[0]
+
+
+def test_a_page_shows_the_defaults_of_the_preset_and_not_those_of_its_collective():
+    options = re.findall(
+        r"^\| `(\w+)` \| `([^`]*)` \|", algorithms.page("oktopk-paper"), re.MULTILINE
+    )
+    shown = dict(options)
+    assert (shown["boundaries"], shown["global_threshold"]) == ("'average'", "'allgather'")
+    assert (shown["cap"], shown["threshold_period"], shown["codec"]) == ("None", "32", "None")
 
 
 def test_the_table_has_every_algorithm():
@@ -159,16 +168,30 @@ def test_the_life_of_a_gradient_prints_what_it_shows():
 
 
 @pytest.mark.parametrize(
-    ("number", "contract"),
-    list(enumerate(["check_selector", "check_codec", "check_collective", "check_communicator"])),
+    ("title", "contract"),
+    [
+        ("A collective", "check_collective"),
+        ("A scheme of averaging", "check_averager"),
+        ("A codec", "check_codec"),
+        ("A selector", "check_selector"),
+        ("A transport", "check_communicator"),
+    ],
 )
-def test_every_extension_is_short_and_passes_its_contract(number, contract):
-    codes = [code for code in blocks(page_of("extending.md")) if "testing." in code]
-    code = codes[number]
+def test_every_extension_is_short_and_passes_its_contract(title, contract):
+    section = page_of("extending.md").split(f"\n## {title}\n")[1].split("\n## ")[0]
+    code = "\n".join(blocks(section))
     assert f"testing.{contract}(" in code
-    assert len([line for line in code.splitlines() if line.strip()]) <= 40
+    assert len([line for line in blocks(section)[0].splitlines() if line.strip()]) <= 40
     printed = printed_by(code)
     assert not printed or f"print({printed.strip()})" in code or printed.strip() in code
+
+
+def test_the_rows_of_the_page_of_extensions_are_a_rooms():
+    code = "\n".join(code for code in blocks(page_of("extending.md")) if "Threads" not in code)
+    scope = {"__name__": "block"}
+    exec(compile(re.sub(r"^testing\..*$", "", code, flags=re.MULTILINE), "block", "exec"), scope)
+    named = re.findall(r'"sparsync\.(\w+)"\]\n([\w-]+) = "', page_of("extending.md"))
+    assert [(kind, name) for kind, rows in scope["ROWS"].items() for name in rows] == named
 
 
 def test_a_link_on_the_page_of_extensions_that_loses_messages_is_seen():
@@ -202,35 +225,91 @@ def test_every_public_module_has_a_place():
     assert re.search(r"members: \[.*\bExact\b", pages["api/selection.md"])
 
 
-def test_the_navigation_has_every_page():
-    hooks = pytest.importorskip(
+@pytest.fixture
+def hooks():
+    return pytest.importorskip(
         "hooks", reason="mkdocs is not installed: make docs", exc_type=ImportError
     )
+
+
+def test_the_navigation_has_every_page_once(hooks):
+    yaml = pytest.importorskip("mkdocs.utils")
+    with (ROOT / "mkdocs.yml").open("rb") as file:
+        nav = yaml.yaml_load(file)["nav"]
     present = sorted(path.name for path in DOCS.glob("*.md"))
-    written = dict.fromkeys(["algorithms/a.md", "schemes/b.md", "api/c.md"], "")
-    nav = [
-        {"Home": "index.md"},
-        {"Guides": ["lab.md", "nobody-wrote-this.md"]},
-        *[{title: []} for title in hooks.GENERATED],
-        {"Nothing": ["nobody-wrote-this.md"]},
+    complete = hooks.complete(nav, present, hooks.sections())
+    assert [title for entry in complete for title in entry] == [
+        *("Home", "Start", "Train", "Papers", "Extend", "Plan and simulate", "Reference")
     ]
-    complete = hooks.complete(nav, present, written)
+    written = {
+        *(f"algorithms/{name}.md" for name in ["index", *PRESETS]),
+        *(f"schemes/{name}.md" for name in ["index", *SCHEMES]),
+        *(f"papers/{room}/index.md" for room in rooms.NAMES),
+        *reference.pages(),
+    }
     assert sorted(hooks._pages_of(complete)) == sorted([*present, *written])
-    assert [title for entry in complete for title in entry][-1] == "API"
+    assert set(hooks._pages_of(nav)) == set(present), "list a new page in mkdocs.yml"
 
 
-def test_documents_that_a_page_names_become_links():
-    hooks = pytest.importorskip(
-        "hooks", reason="mkdocs is not installed: make docs", exc_type=ImportError
+def test_pages_that_are_not_there_are_left_out_and_new_ones_are_listed(hooks):
+    nav = [{"Home": "a.md"}, {"Train": ["b.md", {"Gradients": []}]}, {"Gone": ["gone.md"]}]
+    complete = hooks.complete(
+        [*nav, {hooks.REST: []}], ["a.md", "b.md", "c.md"], {"Gradients": ["d"]}
     )
+    assert complete == [
+        {"Home": "a.md"},
+        {"Train": ["b.md", {"Gradients": ["d"]}]},
+        {hooks.REST: ["c.md"]},
+    ]
+
+
+@pytest.mark.parametrize("room", rooms.NAMES)
+def test_a_room_has_its_page_with_those_of_its_rows_below(room, hooks):
+    page = rooms.page(room)
+    assert page.startswith(f"# {rooms.NAMES[room]}\n")
+    for heading in ("Terms", "Run it", "Not here", "Figures"):
+        assert re.search(rf"^{heading}\n-+$", page, re.MULTILINE), heading
+    assert "====" not in page and "``" not in re.sub("^```.*$", "", page, flags=re.MULTILINE)
+    assert "::" not in page
+    below = rooms.pages_below(room)
+    assert below and all(f"](../../{path})" in page for path in below)
+    section = next(pages for pages in hooks.sections().values() if rooms.page_of(room) in pages)
+    assert section == [rooms.page_of(room), *below]
+    for path in below:
+        kind, name = path.removesuffix(".md").split("/")
+        assert f"](../{rooms.page_of(room)})" in rooms.pointer(kind, name)[0]
+
+
+def test_presets_and_schemes_of_the_core_are_no_papers():
+    assert set(rooms.core("algorithms")) == {
+        *("algorithms/index.md", "algorithms/dense.md", "algorithms/budgeted.md"),
+        *("algorithms/halving.md", "algorithms/allgather.md", "algorithms/auto.md"),
+        "algorithms/quantised.md",
+    }
+    assert {"schemes/local.md", "schemes/diloco.md"} < set(rooms.core("schemes"))
+    assert rooms.pointer("schemes", "diloco") == []
+
+
+def test_the_home_page_begins_with_the_picture_and_the_table_of_the_readme():
+    home, readme = page_of("index.md"), (ROOT / "README.md").read_text(encoding="utf-8")
+    picture, table, links = (home.index(mark) for mark in ("](images/demo.png)", "\n| ", ".md)"))
+    assert picture < table < links
+    results = home[table : home.index("\n\n", table)].strip()
+    assert len(results.splitlines()) == 6 and results in readme
+
+
+def test_documents_that_a_page_names_become_links(hooks):
     known = {"lab.md", "api/core.md"}
     text = "see `docs/lab.md`, not `docs/none.md`\n```\n`docs/lab.md`\n```\n"
     linked = hooks.link_documents(text, "api/core.md", known)
     assert linked == text.replace("see `docs/lab.md`", "see [`docs/lab.md`](../lab.md)")
     assert hooks.link_documents(text, "lab.md", known) == text
+    known.add("papers/wagma/index.md")
+    linked = hooks.link_documents("`sparsync.published.wagma`, `sparsync.wire`", "a/b.md", known)
+    assert linked == "[`sparsync.published.wagma`](../papers/wagma/index.md), `sparsync.wire`"
 
 
-@pytest.mark.parametrize("module", [choosing, docstrings, examples, tables, reference])
+@pytest.mark.parametrize("module", [choosing, docstrings, examples, reference, rooms, tables])
 def test_examples_of_the_generator(module):
     assert doctest.testmod(module).failed == 0
 

@@ -1,4 +1,109 @@
-"""The baselines of the four papers: gTop-k, Gaussian-k, TopkDSA; D-PSGD, SGP, AD-PSGD, Eager-SGD."""
+"""The baselines with which the papers compare: sparse allreduces, gossip, and partial collectives.
+
+* TopkDSA: SparCML's dynamic allreduce, as Ok-Topk's Table 1 has it (``sparsync.published.sparcml``).
+* Gaussiank: Shaohuai Shi, Xiaowen Chu, Ka Chun Cheung and Simon See, `Understanding Top-k
+  Sparsification in Distributed Deep Learning <https://arxiv.org/abs/1911.08772>`_, 2019.
+* gTopk: Shaohuai Shi, Qiang Wang, Kaiyong Zhao, Zhenheng Tang, Yuxin Wang, Xiang Huang and Xiaowen Chu,
+  `A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth Networks
+  <https://arxiv.org/abs/1901.04359>`_, ICDCS 2019.
+* D-PSGD: Xiangru Lian, Ce Zhang, Huan Zhang, Cho-Jui Hsieh, Wei Zhang and Ji Liu, `Can Decentralized
+  Algorithms Outperform Centralized Algorithms? A Case Study for Decentralized Parallel Stochastic
+  Gradient Descent <https://arxiv.org/abs/1705.09056>`_, NIPS 2017.
+* SGP: Mahmoud Assran, Nicolas Loizou, Nicolas Ballas and Michael Rabbat, `Stochastic Gradient Push for
+  Distributed Deep Learning <https://arxiv.org/abs/1811.10792>`_, ICML 2019.
+* AD-PSGD: Xiangru Lian, Wei Zhang, Ce Zhang and Ji Liu, `Asynchronous Decentralized Parallel Stochastic
+  Gradient Descent <https://arxiv.org/abs/1710.06952>`_, ICML 2018.
+* Eager-SGD: Shigang Li, Tal Ben-Nun, Salvatore Di Girolamo, Dan Alistarh and Torsten Hoefler, `Taming
+  Unbalanced Training Workloads in Deep Learning with Partial Collective Operations
+  <https://arxiv.org/abs/1908.04207>`_, PPoPP 2020.
+
+The first three are presets, and exchange sparse gradients; the others are schemes, and average models.
+
+Terms
+-----
+
+============================================  ========================================================
+in the papers                                 here
+============================================  ========================================================
+TopkA (Ok-Topk, Table 1)                      preset "allgather": ``sparsync.collectives.Allgather``
+TopkDSA (Ok-Topk, Table 1)                    preset "topkdsa": ``sparsync.published.sparcml.Dynamic``
+Gaussiank, Gaussian-k                         ``GaussianK``, a selector; preset "gaussiank"
+"more than 3k/4" (Ok-Topk, section 5.4)       ``GaussianK(enough=)``
+gTopk, gTop-k                                 ``GTopk``, preset "gtopk"
+reduction tree, broadcast tree                phases "reduce" and "broadcast" of the ledger
+Dense, Allreduce-SGD                          preset "dense"; scheme "allreduce"
+local SGD, H                                  scheme "local": ``sparsync.averaging.LocalSgd``, ``period=``
+D-PSGD                                        ``Dpsgd``, scheme "dpsgd"
+ring topology, two neighbours                 ``Ring`` of ``sparsync.published.baselines.gossip``
+communication steps per iteration             ``mixing_steps=``
+SGP, PushSum, w, x, z                         ``Sgp``, scheme "sgp"; ``SgpState.weight``
+directed exponential graph                    ``Exponential``
+communication neighbours, "SGP (2n)"          ``neighbours=``
+AD-PSGD, communication thread                 ``AdPsgd``, scheme "adpsgd"; its agent
+Eager-SGD, partial allreduce                  ``EagerSgd``
+solo allreduce                                ``quorum="solo"``, scheme "eager-solo"
+majority allreduce                            ``quorum="majority"``, scheme "eager-majority"
+============================================  ========================================================
+
+Run it
+------
+
+A preset, with DDP and SGD::
+
+    sync = sparsync.attach(ddp_model, optimizer, "gtopk", density=0.01)
+
+A scheme, with a plain module (not DDP) and any optimizer::
+
+    from sparsync.published.baselines import Sgp
+
+    with Sgp(model, neighbours=2) as averager:
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss_function(model(inputs), targets).backward()
+            optimizer.step()
+            averager.step()
+
+On virtual ranks, and on real ones of which one is late on every step::
+
+    sparsync bench --collectives allgather,topkdsa,gaussiank,gtopk --ranks 8 --size 100000 --steps 2
+    sparsync train --algorithm dpsgd,sgp,adpsgd,eager-solo --ranks 2 --steps 8 --delay random:1:0.05
+
+Differs from the papers
+-----------------------
+
+* **Gaussian-k**: the threshold is lowered at most 32 times, by a tenth; after that the k largest are
+  taken.  The mean's magnitude is used, and moments are of finite elements in float64.  The preset caps a
+  rank at 2 k entries (``cap=2.0``), as the estimate has no upper end; ``cap=None``: as published.
+* **gTop-k**: P is any number of ranks.  A sum that a rank drops on the way up stays in that rank's
+  residual, so that nothing is lost or counted twice.
+* **TopkDSA**: see ``sparsync.published.sparcml``.
+* **D-PSGD** averages after the local step; the paper allows either order.
+* **SGP**: exchange and computation are not overlapped.
+* **AD-PSGD**: any rank may ask any other, since agents answer at once and there is no deadlock; the
+  paper divides ranks in two halves.  An exchange is begun once per step, not as often as possible.
+* **Eager-SGD** sums updates of the ranks' optimizers, not gradients: the same for SGD.  A late rank
+  takes all sums that it missed, so replicas need no periodic synchronisation.  Updates that wait stay
+  in the rank's own weights: without them training diverges where ranks fall far behind.
+
+Not here
+--------
+
+* Allgather, dense allreduce and local SGD are the library's own: ``sparsync.collectives``,
+  ``sparsync.averaging``.
+* BMUF, Qsparse-local-SGD, DiLoCo and others that exchange after several local steps:
+  ``sparsync.updates``.
+* fp16 and PowerSGD: PyTorch's own hooks, in ``sparsync train --algorithm fp16,powersgd``.
+* SparDL and O(k) volume in O(log P) rounds: ``sparsync.collectives.Halving`` is this project's.
+
+Figures
+-------
+
+* ``benchmarks/averaging-throughput.md``, ``benchmarks/averaging-convergence.md``: the schemes next to
+  WAGMA.
+* ``benchmarks/selection.md``: time of the selectors.
+* ``benchmarks/reproduced.md``: Ok-Topk's Table 1 and Figure 6, by ``sparsync reproduce oktopk-table1``
+  and ``sparsync reproduce oktopk-fig6``.
+"""
 
 from collections.abc import Mapping
 from functools import partial

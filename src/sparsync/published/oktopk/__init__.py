@@ -1,4 +1,134 @@
-"""Ok-Topk: near-optimal sparse allreduce for distributed deep learning (Li & Hoefler, PPoPP 2022)."""
+"""Ok-Topk: sparse allreduce of O(k) volume on any number of ranks, with thresholds that are reused.
+
+Shigang Li and Torsten Hoefler, `Near-Optimal Sparse Allreduce for Distributed Deep Learning
+<https://doi.org/10.1145/3503221.3508399>`_, PPoPP 2022 (27th ACM SIGPLAN Symposium on Principles and
+Practice of Parallel Programming).
+
+Every rank selects its k largest entries.  Each of P regions has an owner, who sums it; the k largest of
+the sum go to all.  The preset "oktopk-paper" is Algorithm 1 as published.  The preset "oktopk" takes
+exactly k entries and keeps a bound of its volume on every step.
+
+Terms
+-----
+
+============================================  ========================================================
+in the paper                                  here
+============================================  ========================================================
+n, k, density k / n                           ``size``, ``k``, ``density=`` of ``attach``
+P workers, worker i                           ``world_size`` ranks, ``rank``
+iteration t, from 1                           ``step``, from 0: ``step % period == 0`` opens a period
+Topk(sum of Topk(G)) (3.1)                    the total of ``OkTopk.reduce``: inner, outer selection
+Algorithm 1, O(k) sparse allreduce            ``OkTopk.reduce``, after the selector ``Reused``
+lines 2-4: local_th, th_re_evaluate           ``Reused``; the threshold is ``ReusedState.threshold_key``
+tau' (3.1.3), threshold re-evaluation period  ``threshold_period=``: 32; the paper's BERT: 128
+lines 5-7: boundaries, space_repartition      ``OkTopkState.boundaries``, ``boundaries=``
+tau (3.1.1), space repartition period         ``repartition_period=``: 64
+line 8: split_and_reduce                      ``regions.split_reduce``, phase "split" of the ledger
+the worker in charge of a region              the region's owner: rank i of region i
+naive reduce (Figure 7a)                      ``balanced_split=False``
+destination rotation (Figure 2b)              ``rotate=``, ``regions.schedule``
+bucketing (3.1.1)                             ``window=``: messages in flight in each direction
+lines 9-12: global_th, all_reduced_topk       ``global_threshold="allgather"``
+line 13: balance_and_allgatherv               ``regions.balance_and_allgatherv``
+data balancing (3.1.2)                        ``balance=``, ``regions.balance_plan``
+four times the average (5.3)                  ``balance_trigger=``
+direct allgatherv (Figure 7b)                 ``balance=False``
+u_t, global top-k values                      ``Reduced.total``
+line 14: indexes, the intersection            indices of ``Reduced.delivered``
+Algorithm 2, Ok-Topk SGD                      ``sparsync.attach(model, optimizer, "oktopk")`` with SGD
+acc, accumulator; epsilon, residuals          accumulated; the residual (``sparsync.feedback.residual``)
+1/P of u_t (Algorithm 2, line 7)              the average (``sparsync.feedback.reducer``)
+xi, Assumption 1                              ``Monitoring(xi_period=)``, ``sparsync.monitoring.XiProbe``
+fill-in (section 5.2)                         ``benchmarks/fill_in.md``; presets "allgather", "topkdsa"
+COO format                                    ``sparsync.wire.Coo``
+alpha, beta (per word)                        ``sparsync.cost.machine.Machine``: beta is per byte
+Equations 1, 2 and 3                          ``split_cost``, ``gather_cost``, ``equation_3`` in
+                                              ``sparsync.published.oktopk.allreduce``
+Theorem 3.1, lower bound                      ``sparsync.collectives.costs.lower_bound_words``
+Dense, TopkA (Table 1)                        presets "dense" and "allgather"
+TopkDSA, gTopk, Gaussiank (Table 1)           presets "topkdsa", "gtopk", "gaussiank": those of
+                                              ``sparsync.published.baselines``
+DenseOvlp (5.4)                               plain DDP; a row of ``sparsync simulate``
+============================================  ========================================================
+
+Run it
+------
+
+With a model in DDP and SGD::
+
+    sync = sparsync.attach(ddp_model, optimizer, "oktopk", density=0.01)
+
+As published, with BERT's period::
+
+    algorithm = sparsync.presets.resolve("oktopk-paper", threshold_period=128)
+    sync = sparsync.attach(ddp_model, optimizer, algorithm, density=0.01)
+
+One vector, without a model::
+
+    reduced = sparsync.allreduce(torch.randn(10_000), sparsync.connect(), k=100, algorithm="oktopk")
+
+On virtual ranks::
+
+    sparsync simulate --algorithm oktopk,oktopk-paper --ranks 8 --model-size 100000
+    sparsync bench --collectives oktopk,oktopk-paper --ranks 8 --size 100000 --steps 4 --warmup 1
+
+Differs from the paper
+----------------------
+
+"oktopk-paper" and "oktopk":
+
+* **P** is any number of ranks.  The published recursive doubling needs a power of two; here ranks form
+  a circulant graph, with as many rounds and words.
+* **The residual holds gradients**, not gradients times the learning rate (Algorithm 2, line 4): a hook
+  of DDP sees gradients, and so the residual keeps its meaning when the rate changes.
+* **Sums are left folds in rank order**, whatever arrives first, so that all ranks and all transports
+  have the same bits.
+* **An allgatherv of uneven counts runs on a ring**, which sends nothing twice; dissemination would send
+  a large block up to log P times.
+* **An overfull rank hands over all of its entries** when balancing, and gets none back: it knows them
+  already.
+* **Indices are relative to their region**, so that 32 bits suffice for any n; a message has a header of
+  8 bytes.
+
+"oktopk" alone:
+
+* **At most k entries** are taken, locally and globally (``cap=1.0``).  A threshold that is 32 steps old
+  may find many times k, and then no bound holds per entry that was asked for.
+* **A floor** (``floor=2 / 3``): a step that finds fewer than 2 / 3 k is made exact.  Early in training
+  a reused threshold finds 0.03 to 0.1 k.
+* **The global threshold is found from a histogram on every step** (``global_threshold="histogram"``),
+  one small allreduce.  The paper allgathers all reduced entries every tau' steps: up to 2 min(k P, n)
+  words that its "6k" leaves out.
+* **Boundaries are cuts of the summed counts** (``boundaries="histogram"``), not means of the ranks' own
+  cuts, which suppose that the ranks' supports look alike.
+* **Regions are cut again early** (``repartition_trigger=1.5``) when one held 1.5 times the mean: a jump
+  of the supports exceeds the bound for one step instead of up to 64.
+
+``threshold_period="auto"`` is not the paper's: each rank renews its threshold where it finds less than
+0.89 k or more than 1.11 k.
+
+Not here
+--------
+
+* Algorithm 2 to the letter, with the learning rate in the residual:
+  ``sparsync_papers.optimizers.UpdateSpaceSGD``, or ``sparsync train --space update``.
+* VGG-16 on CIFAR-10, LSTM on AN4 and BERT on Wikipedia: ``sparsync_papers.models`` and
+  ``sparsync_papers.workloads``.
+* Adam on sparse averages, as for the paper's BERT: ``attach`` exchanges updates with Adam, because sparse
+  averages distort its moments (``docs/optimizers.md``), unless told ``exchange="gradients"``.
+* The paper's times on Piz Daint: figures here are counted, simulated or of small models.
+
+Figures
+-------
+
+* ``docs/results.md``: times on real links, against dense and this project's "budgeted".
+* ``benchmarks/oktopk_volume.md``: words per k over P and inputs.
+* ``benchmarks/threshold-period.md``: how long a threshold is good for.
+* ``benchmarks/xi.md``: xi over values and densities.
+* ``benchmarks/convergence-sgd.md``: loss at equal steps.
+* ``benchmarks/reproduced.md``: Table 1 and Figures 4 to 13 next to the paper's numbers, by ``sparsync
+  reproduce oktopk-table1`` and so on.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -29,7 +29,7 @@ def oktopk(
             renewed when the local count leaves a band of 11 % around k, by each rank for itself.
         cap: at most ``cap * k`` entries are taken, locally and globally.
         floor: a step that finds fewer than ``floor * k`` local entries is made exact (early in training
-            a threshold reused for 32 steps finds 0.03 to 0.1 k, benchmarks/threshold_period.md); None:
+            a threshold reused for 32 steps finds 0.03 to 0.1 k, benchmarks/threshold-period.md); None:
             never, as published.
         options: see ``sparsync.published.oktopk.OkTopk``.
     """

@@ -1,4 +1,133 @@
-"""SparCML: high-performance sparse communication for machine learning (Renggli et al., SC 2019)."""
+"""SparCML: allreduce of sparse streams, which may turn dense on the way, and quantised top-k SGD.
+
+Cedric Renggli, Saleh Ashkboos, Mehdi Aghagolzadeh, Dan Alistarh and Torsten Hoefler, `SparCML:
+High-Performance Sparse Communication for Machine Learning <https://arxiv.org/abs/1802.08021>`_, SC
+2019.
+
+Nobody knows in advance how many entries a sum of sparse vectors has.  So there are three collectives,
+for small results, for large ones and for those that become dense on the way, and a choice among them.
+They lose nothing, and reduce by any associative operation.  The preset "sparcml" is the paper's
+training with top-k selection and quantisation on top.
+
+Terms
+-----
+
+============================================  ========================================================
+in the paper                                  here
+============================================  ========================================================
+P nodes, p_i                                  ``world_size`` ranks, ``rank``
+N, problem dimension                          n: ``size``
+H_i, k = max size of H_i                      a rank's support; k of the collectives' bounds
+K (script), entries of the sum                ``Job.result``, ``Job.summed`` of
+                                              ``sparsync.collectives.costs``
+sparse stream (5.1)                           ``SparseVector`` or ``DenseVector``;
+                                              ``sparsync.wire.StreamCodec``
+delta, switching to a dense format (5.1)      ``StreamCodec(factor=)``, ``StreamCodec.limit``
+"in practice, delta should be even smaller"   ``factor`` below 1; measured by ``benchmarks/streams.md``
+coordinate-wise operation, neutral element    ``op=``: ``sparsync.reduction.OPERATIONS``, ``Reduction``
+SSAR_Recursive_double (5.3.1)                 ``RecursiveDoubling``, preset "recursive-doubling"
+SSAR_Split_allgather (5.3.2)                  ``split_allgather``, preset "split-allgather"
+DSAR_Split_allgather (5.3.3)                  ``Dynamic(always_dense=True)``, preset "dynamic"
+dense ring, sparse ring (8.1)                 ``Ring``, presets "ring-dense" and "ring"
+"some rough idea" of the result's size        ``SparcmlAuto``, preset "sparcml-auto", which learns it
+L1(P), L2(P), alpha, beta_s, beta_d           ``cost(job)`` of each collective: messages and bytes
+Lemmas 5.1 and 5.2                            ``lemma_5_1_words``, ``sum_bound_words`` in
+                                              ``sparsync.collectives.costs``
+Algorithm 1, Quantized TopK SGD               preset "sparcml"
+acc, epsilon                                  accumulated; the residual (``sparsync.feedback.residual``)
+TopK, k of every 512 elements (8.3)           ``sparsync.selection.Blockwise``, ``block=``
+Q, QSGD (section 6)                           ``sparsync.wire.Qsgd``; of sparse vectors ``SparseQsgd``
+bucket of B entries, scaling factor           ``quantization_block=`` and ``scale=`` of "sparcml";
+                                              ``block=`` and ``scale=`` of the codecs
+low precision in the second half of DSAR      ``quantize="reduced"``; ``StreamCodec(dense=Qsgd(...))``
+non-blocking operations (section 7)           ``sparsync.iallreduce``
+MPI-OPT (sections 7 and 8.2)                  ``sparsync.published.sparcml.linear``
+SGD, SCD, Webspam and URL (8.2)               ``Sgd``, ``Scd``, ``load_shard`` of
+                                              ``sparsync.published.sparcml.linear``
+settings of section 8                         ``SPARCML_SETTINGS``
+block-momentum SGD, BMUF (8.4)                scheme "bmuf" of ``sparsync.updates``
+fill-in, E[K] (appendix B)                    ``sparsync.collectives.costs.expected_union``
+============================================  ========================================================
+
+Run it
+------
+
+The sum of sparse vectors, exact, without a model::
+
+    vector = sparsync.SparseVector.from_dense(torch.eye(100)[3])
+    total = sparsync.allreduce(vector, sparsync.connect(), algorithm="sparcml-auto").total
+
+Another operation::
+
+    largest = sparsync.allreduce(vector, sparsync.connect(), algorithm="dynamic", op="max").total
+
+Algorithm 1 with DDP and SGD; the *sum* is applied, so divide a learning rate that suits means by P::
+
+    sync = sparsync.attach(ddp_model, optimizer, "sparcml", density=16 / 512)
+
+With the settings of an experiment of section 8::
+
+    from sparsync.published.sparcml import SPARCML_SETTINGS
+
+    sync = sparsync.attach(ddp_model, optimizer, **SPARCML_SETTINGS["cifar-10"])
+
+On virtual ranks, and MPI-OPT (needs ``pip install 'sparsync[linear]'``)::
+
+    sparsync bench --collectives dynamic,ring,sparcml --ranks 8 --size 100000 --steps 2 --warmup 1
+    sparsync linear --transport sim --ranks 4 --steps 2 --epochs 1
+
+Differs from the paper
+----------------------
+
+* **P** is any number of ranks (its appendix A sketches that): the surplus is folded into its
+  neighbours.
+* **Merges follow rank order**, not arrival: the same bits on every rank, on every run.
+* **Partial results of recursive doubling may turn dense** in mid-flight; the paper leaves that to DSAR.
+* **The switch to dense follows the bytes of both codecs**, whichever they are; for COO that is the
+  paper's delta, ``N i / (c + i)``.
+* **Regions stay sparse where that is shorter** in ``Dynamic``, one by one; with ``always_dense=True``
+  (the preset "dynamic") they are dense, as published.  Ok-Topk calls the first "TopkDSA".
+* **At most ``cap * k`` entries of a rank are taken** (1.0 by default) where entries are selected;
+  ``cap=None``: any number, as published.
+* **The size of the result is learned** ("sparcml-auto") from the last total; the user gives no hint.
+* **Nothing is sent that is neutral**: an element that is not stored is the operation's neutral element.
+* **Quantised is either what ranks select** (``quantize="local"``, the default), as Algorithm 1 says,
+  **or the dense half of DSAR** (``quantize="reduced"``), as section 6 does.
+* **The quantiser draws reproducibly** (seed, rank, step).  Its scale is the largest magnitude of a block
+  ("max"), as in QSGD's experiments; ``scale="l2"`` is QSGD's analysis.  The paper does not say which.
+* **The error of quantising** is lost, as in Algorithm 1, and reported (``stats()["lost_norm"]``).  With
+  ``keep_error=True`` it stays in the residual, and decoded values are shrunk so that it cannot explode.
+* **The error of quantising a reduced sum** (``quantize="reduced"``) is kept by the region's owner.  So
+  that it cannot explode, blocks have 256 entries there and not 1024.
+* **The residual holds gradients**, not gradients times the learning rate.
+* **MPI-OPT**: an intercept, which is not penalised; asynchronous steps are late by a fixed number, so
+  that a run can be repeated; SCD says how a rank learns the derivative at others' rows, which the paper
+  does not.
+
+Not here
+--------
+
+* Algorithm 1 with the learning rate in the residual: ``sparsync_papers.optimizers.UpdateSpaceSGD`` with
+  "sparcml".
+* Momentum correction and warm-up, which section 8.4 mentions: ``sparsync.Correction`` and
+  ``Compression(warmup_steps=)``, for every algorithm.
+* ResNet-110 on CIFAR-10, LSTMs on ATIS and Hansards, wide ResNets on ImageNet:
+  ``sparsync_papers.models`` and ``sparsync_papers.workloads``.  The speech model of section 8.4 is not
+  public.
+* URL and Webspam data: ``sparsync linear --data`` reads files of LIBSVM's format; without one it makes
+  trigrams of Python's own sources (``docs/linear.md``).
+* CNTK, and the comparison with Apache Spark.
+
+Figures
+-------
+
+* ``benchmarks/sparcml.md``: loss of "sparcml" against dense over learning rates.
+* ``benchmarks/fill_in.md``: density of the sum over P (Figure 1).
+* ``benchmarks/streams.md``: from which density on a dense stream is faster.
+* ``benchmarks/linear.md``: linear models on real links (Table 2, SCD).
+* ``benchmarks/reproduced.md``: Figures 1 and 3 to 7 and Table 2 next to the paper's numbers, by
+  ``sparsync reproduce sparcml-fig3`` and so on.
+"""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,0 +1,217 @@
+"""The docstring of a paper's room is the paper's page: its names exist, and what it shows runs."""
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import sparsync
+from sparsync import options
+from sparsync.averaging.schemes import SCHEMES
+from sparsync.cli.app import make_app
+from sparsync.feedback.correction import Correction
+from sparsync.presets import PRESETS
+from sparsync.rooms import ROOMS
+from tests.fresh import run_python
+
+ROOT = Path(__file__).parents[2]
+PAPERS = [room for room in ROOMS if room.startswith("sparsync.published.")]
+SECTIONS = ["Terms", "Run it", "Differs from the paper", "Not here", "Figures"]
+
+BEFORE = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import sparsync
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(300, 300)
+ddp_model = DistributedDataParallel(torch.nn.Linear(300, 300))
+loss_function = torch.nn.functional.mse_loss
+loader = [(torch.randn(4, 300), torch.randn(4, 300)) for _ in range(2)]
+optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.01)
+"""
+TRAINED = """
+for inputs, targets in loader:
+    optimizer.zero_grad()
+    loss_function(ddp_model(inputs), targets).backward()
+    optimizer.step()
+assert sync.stats()["exchanges"] == 2, sync.stats()
+sync.close()
+"""
+
+
+def text_of(room):
+    return inspect.cleandoc(importlib.import_module(room).__doc__)
+
+
+def sections(room):
+    """Return the text of every section by its title; that before the first under ""."""
+    parts = re.split(r"^(.+)\n-{3,}$", "\n" + text_of(room), flags=re.MULTILINE)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+def programs(room):
+    """Return the indented blocks of "Run it": programs and commands."""
+    text = sections(room)["Run it"]
+    blocks = re.findall(r"(?:^ {4}.*\n(?:\n(?= {4}))*)+", text + "\n", flags=re.MULTILINE)
+    return [textwrap.dedent(block) for block in blocks]
+
+
+def is_commands(block):
+    return block.startswith("sparsync ")
+
+
+COMMANDS = [
+    pytest.param(line, marks=[pytest.mark.slow] if line.startswith("sparsync train") else [])
+    for room in PAPERS
+    for block in programs(room)
+    if is_commands(block)
+    for line in block.splitlines()
+]
+
+
+# ---- structure --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("room", PAPERS)
+def test_a_page_has_the_paper_its_terms_and_every_section(room):
+    found = sections(room)
+    assert [title.replace("papers", "paper") for title in found if title] == SECTIONS
+    assert re.search(r"<https://\S+>`_, [^.]*\b20[12]\d\b", found[""], re.DOTALL), "title and year"
+    rows = [line for line in found["Terms"].splitlines() if line[:1].strip(" =")]
+    assert len(rows) > 15
+    starts = found["Terms"].index("  ====") - found["Terms"].index("====") + 2
+    assert all(line[starts - 2 : starts].isspace() and line[starts:] for line in rows)
+
+
+@pytest.mark.parametrize("room", PAPERS)
+def test_a_page_names_every_row_of_its_room(room):
+    rows = importlib.import_module(room).ROWS
+    named = set(re.findall(r'"([\w-]+)"', text_of(room)))
+    wanted = {*rows.get("algorithms", ()), *rows.get("schemes", ())}
+    assert wanted and not wanted - named
+    assert {n for n in re.findall(r'[Pp]resets? "([\w-]+)"', text_of(room))} <= set(PRESETS)
+    assert {n for n in re.findall(r'schemes? "([\w-]+)"', text_of(room))} <= set(SCHEMES)
+
+
+# ---- names ------------------------------------------------------------------------------------------
+
+
+def modules_of(package):
+    found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    return [importlib.import_module(name) for _, name, _ in found]
+
+
+def known_names(room):
+    """Return the names that a page may use without their module: of the room, and of the library."""
+    package = importlib.import_module(room)
+    homes = [
+        *modules_of(package),
+        *(importlib.import_module(name) for name in HOMES),
+        package,
+        sparsync,
+        options,
+    ]
+    names = {name: value for home in homes for name, value in vars(home).items()}
+    names |= {home.__name__.rpartition(".")[2]: home for home in homes}
+    return names | {name: getattr(sparsync, name) for name in sparsync.__all__}
+
+
+HOMES = (
+    "sparsync.algorithm",
+    "sparsync.collectives",
+    "sparsync.collectives.costs",
+    "sparsync.feedback.schedule",
+    "sparsync.presets",
+    "sparsync.reduction",
+    "sparsync.selection",
+    "sparsync.transports.communicator",
+    "sparsync.wire",
+)
+
+
+def parameters(room):
+    """Return the names of all arguments that something of the room, or of ``attach``, takes."""
+    found = {"op"}
+    for value in [sparsync.attach, *known_names(room).values()]:
+        own = getattr(value, "__module__", "").startswith("sparsync")
+        error = isinstance(value, type) and issubclass(value, Exception)
+        if own and callable(value) and not error:
+            found |= set(inspect.signature(value).parameters)
+    for row in PRESETS.values():
+        found |= set(row.options)
+    return found | {field.name for field in dataclasses.fields(Correction)}
+
+
+def resolved(name, names):
+    """Return what a dotted name stands for; LookupError, or that of an attribute, if nothing does."""
+    first, *rest = name.split(".")
+    if first in ("sparsync", "sparsync_papers"):
+        for end in range(len(rest), -1, -1):
+            try:
+                value = importlib.import_module(".".join([first, *rest[:end]]))
+            except ModuleNotFoundError:
+                continue
+            rest = rest[end:]
+            break
+    else:
+        value = names[first]
+    for part in rest:
+        fields = getattr(value, "__dataclass_fields__", {})
+        value = fields[part] if part in fields else getattr(value, part)
+    return value
+
+
+# of a step's vocabulary, and of averagers: they name no object of a module
+WORDS = {"average", "finish", "n", "publish", "rank", "total", "world_size"}
+
+
+@pytest.mark.parametrize("room", PAPERS)
+def test_the_names_of_a_page_exist(room):
+    for needed in ("sparsync_papers", "sklearn"):
+        pytest.importorskip(needed)
+    text, names, taken = text_of(room), known_names(room), parameters(room)
+    quoted = [" ".join(q.split()) for q in re.findall(r"``(.+?)``", text, re.DOTALL)]
+    assert len(quoted) > 30
+    wrong = []
+    for code in quoted:
+        wrong += [code for key in re.findall(r"\b(\w+)=(?!=)", code) if key not in taken]
+        called = re.match(r"([A-Za-z_][\w.]*)(?:\(.*\))?$", code)
+        if called is None or called[1] in WORDS | taken:
+            continue
+        try:
+            resolved(called[1], names)
+        except (KeyError, AttributeError):
+            wrong.append(code)
+    assert not wrong
+    paths = re.findall(r"(?:docs|benchmarks|tests)/[\w/.-]+\.\w+", text)
+    assert paths and [path for path in paths if not (ROOT / path).exists()] == []
+
+
+# ---- programs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("room", PAPERS)
+def test_the_programs_of_a_page_run(room, tmp_path):
+    blocks = [block for block in programs(room) if not is_commands(block)]
+    assert blocks
+    script = [BEFORE]
+    for block in blocks:
+        script += [block, TRAINED if "sync =" in block else ""]
+    done = run_python("\n".join([*script, "dist.destroy_process_group()"]), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_a_page_run(command):
+    if command.startswith("sparsync linear"):
+        pytest.importorskip("sklearn")
+    result = CliRunner().invoke(make_app(), command.split()[1:])
+    assert result.exit_code == 0, (result.output, result.exception)

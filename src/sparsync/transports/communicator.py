@@ -71,7 +71,7 @@ class Communicator(ABC):
         rank: this rank, in ``[0, world_size)``.
         world_size: number of ranks P; 1 is legal and never communicates.
         device: where payloads must live (CUDA tensors are staged to it).
-        ledger: what was sent and received.
+        ledger: counts the traffic of all channels.
         tag: the channel of this handle's messages; see ``channel``.
         companions: threads and actors that others started for this group; ``close`` ends them.
         aborted: set by ``abort``; all channels share it.
@@ -240,9 +240,9 @@ class Communicator(ABC):
     ) -> None:
         """Allreduce `[P, width]`, in place."""
         world_size = self.world_size
-        # reduce-scatter.  Block r is summed along one tree, which P and r determine and no order of
-        # arrival does, and only rank r holds the sum: what the allgather copies has the same bits on
-        # all ranks
+        # reduce-scatter.  Block r is summed along one tree, which P and r determine and the order of
+        # arrival does not; only rank r has the sum, and the allgather copies it: so all ranks get the same
+        # bits
         for skip, count in rounds(world_size):
             theirs = await self._swap(blocks, self.rank + skip, count, skip, phase)
             for i, block in enumerate(theirs):

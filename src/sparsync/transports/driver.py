@@ -224,7 +224,7 @@ class Abortable(Protocol):
         """End the waits of other threads with an error; only ``close`` is legal from now on."""
 
     def close(self) -> None:
-        """Release what it holds; no thread waits in it any more."""
+        """Release its resources; no thread waits in it any more."""
 
 
 @final

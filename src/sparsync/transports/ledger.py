@@ -231,11 +231,11 @@ class Ledger:
         return self.total() - self.outside
 
     def sent(self, phase: str, nbytes: int, parts: Parts, messages: int = 1) -> None:
-        """Record what this rank sent."""
+        """Record messages that this rank sent."""
         self._add(phase, Traffic(nbytes, 0, messages, 0, parts))
 
     def received(self, phase: str, nbytes: int, messages: int = 1) -> None:
-        """Record what this rank received."""
+        """Record messages that this rank received."""
         self._add(phase, Traffic(0, nbytes, 0, messages))
 
     def reduced(self, phase: str, tensor: Tensor, world_size: int) -> None:

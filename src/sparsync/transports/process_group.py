@@ -220,8 +220,8 @@ class TorchCommunicator(Communicator):
             length = payload.numel()
             if length > own:
                 raise ConfigurationError(
-                    f"rank {rank}, phase '{phase}': a message of {length} bytes exceeds what this "
-                    f"rank may send to one other, {own}"
+                    f"rank {rank}, phase '{phase}': a message of {length} bytes exceeds this rank's "
+                    f"capacity of {own} for each other rank"
                 )
             row[:length] = payload
             if id(payload) not in known:  # often all ranks get the same payload

@@ -2,7 +2,7 @@
 
 Each function composes a codec with cutting, merging or joining vectors.  For float32 values in coo and
 packed messages on the CPU it is one pass in C++ (``native/messages.cpp``), bit-equal, without the vectors
-in between; where C++ finds a malformed message, the composition does it again and says what is wrong.
+in between; where C++ finds a malformed message, the composition does it again and words the error.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Usage:
 
 @dataclass
 class Port:
-    """One direction of a rank's link, or of a node's, and what it carried by phase."""
+    """One direction of a rank's link, or of a node's, and its traffic by phase."""
 
     free: float = 0.0  # virtual time from which on it is free
     phases: defaultdict[str, Usage] = field(default_factory=lambda: defaultdict(Usage))

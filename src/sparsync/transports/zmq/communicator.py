@@ -29,7 +29,7 @@ from sparsync.transports.zmq.messages import APART, NO_LOCAL_STEP, TAGS, Claim, 
 
 __all__ = ["Receive", "ZmqCommunicator", "host_over"]
 
-_MEMORY_TICK: Final = 0.002  # seconds between looks at what arrives, while waiting for own memory
+_MEMORY_TICK: Final = 0.002  # seconds between looks at arrivals, while a payload is still read
 
 
 @final
@@ -341,7 +341,7 @@ class _Send(_Wait):
         self.link, self.parcel, self.where = link, parcel, f"rank {mesh.rank}, {where}"
 
     def poll(self, seconds: float) -> bool:
-        """Wait at most ``seconds``; what arrives meanwhile is taken in."""
+        """Wait at most ``seconds``; messages that arrive meanwhile are taken in."""
         until = self.begin(seconds)
         while not self._settled():
             now = time.monotonic()

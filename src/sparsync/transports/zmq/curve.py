@@ -177,7 +177,7 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
 
 @final
 class Doorkeeper:
-    """Answers ZeroMQ's question who may connect, on a thread of its own; ``user`` returns a name or None.
+    """Answers ZeroMQ, on a thread of its own, who may connect; ``user`` returns a name or None.
 
     It has a thread because connections are made while the rank computes.  It ends with the context.
     """

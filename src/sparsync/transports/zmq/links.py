@@ -1,4 +1,4 @@
-"""The outgoing side of a mesh: a socket to each peer, what is known of it, and messages on their way."""
+"""The outgoing side of a mesh: a socket to each peer, its state, and messages on their way."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class Link:
 def watched(
     context: zmq.Context[Any], kind: int, address: str, timeout: float, handshake: float
 ) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
-    """Return a socket for one end of connections, and the one that reports what happens to them.
+    """Return a socket for one end of connections, and the one that reports their events.
 
     Connections are not made again: a new one after a death would hide it, and the loss of messages that
     were queued.

@@ -166,7 +166,7 @@ class Mesh:
         self.address = str(self.incoming.get_string(zmq.LAST_ENDPOINT))
         if advertise is not None:
             self.address = f"{tcp(advertise)}:{self.address.rpartition(':')[2]}"
-        # what the others need to connect, but for this rank's public key
+        # all that the others need to connect, except for this rank's public key
         self.endpoint = self.address
         if isinstance(guard, Password):
             self.endpoint = f"{self.address} {guard.word.decode()}"
@@ -232,7 +232,7 @@ class Mesh:
             link.send(Parcel(header, nothing))
 
     def abort(self) -> None:
-        """Let the waits of another thread end; whoever calls closes the sockets when they have."""
+        """End the waits of another thread; the caller closes the sockets once they have ended."""
         self._aborted = True
         self._linger[0] = LINGER_ABORTED
         # not at exit by itself: where the other thread does not end, libzmq would abort the process
@@ -246,7 +246,7 @@ class Mesh:
             )
 
     def refusals(self) -> dict[str, int]:
-        """Count what was refused, by reason: messages, and connections."""
+        """Count the messages and the connections that were refused, by reason."""
         connections = {
             "wrong passwords" if self.keys is None else "unlisted keys": self.doorkeeper.refused,
             "connections of another protocol": self._foreign,
@@ -266,7 +266,7 @@ class Mesh:
         """Wait at most ``seconds`` (and at most two ticks) for anything to happen, and handle it.
 
         A long wait looks at the ``expected`` messages together: for a rank that shares its core, the work
-        between two naps is dearest.
+        between two naps costs most.
         """
         if seconds <= 0:
             self.drain()

@@ -277,7 +277,7 @@ class XiProbe:
 
     ``average`` is the vector that is applied, with the errors of collective and codec.  Learning rates
     cancel.  Means and norms are those of the sample, whose coordinates are the same on all ranks and are
-    drawn anew for every measurement: one from every run of ``every`` elements.
+    drawn again for every measurement: one from every run of ``every`` elements.
 
     Args:
         period: steps between measurements; None: never.

@@ -270,7 +270,7 @@ def unpack_values(packed: Tensor, nnz: int, form: int, block: int) -> Tensor:
 
 
 def in_blocks(values: Tensor, block: int) -> Tensor:
-    """Copy to `[rows, block]`, with zeros behind the last value."""
+    """Copy to `[rows, block]`, with zeros after the last value."""
     count, rows = values.numel(), -(-values.numel() // block)
     padded = values.new_zeros(rows * block)
     padded[:count] = values

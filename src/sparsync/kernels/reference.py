@@ -163,7 +163,8 @@ def count_from(values: Tensor, keys: Tensor) -> Tensor:
         [4, 2, 1]
     """
     mine, keys = magnitude_keys(values).to(torch.int64), keys.to(torch.int64).contiguous()
-    # each value reaches the first so many keys; running sums from the end count them per key
+    # the number of keys that each value reaches, always the first ones; running sums from the end count
+    # per key
     reached = torch.searchsorted(keys, mine, right=True)
     counts = keys.new_zeros(keys.numel() + 1)
     counts.index_add_(0, reached, torch.ones_like(reached))

@@ -90,7 +90,7 @@ def _launch(
 
 
 def warps_of(elements: int) -> int:
-    """Return the number of warps for a program of so many elements: 16 elements a thread, or more."""
+    """Return the warps for a program of this many elements: a thread has 16 elements or more."""
     return min(max(elements // 512, 4), 32)
 
 

@@ -241,7 +241,7 @@ class Communicator(ABC):
         """Allreduce `[P, width]`, in place."""
         world_size = self.world_size
         # reduce-scatter.  Block r is summed along one tree, which P and r determine and the order of
-        # arrival does not; only rank r has the sum, and the allgather copies it: so all ranks get the same
+        # arrival does not; only rank r has the sum, and the allgather copies it: so all ranks get equal
         # bits
         for skip, count in rounds(world_size):
             theirs = await self._swap(blocks, self.rank + skip, count, skip, phase)

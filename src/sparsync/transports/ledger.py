@@ -101,7 +101,7 @@ class Several(Framing):
         for capacity in self.capacities:
             length = self.framing.length(buffer[at:]) if self.variable else capacity
             # the length is the sender's word, and a slice would silently be shorter: a wrong one must not
-            # shift all the messages behind it
+            # shift all the messages after it
             if length > min(capacity, buffer.numel() - at):
                 raise WireFormatError(
                     f"a message claims {length} bytes where at most "

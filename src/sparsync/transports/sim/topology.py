@@ -72,7 +72,7 @@ class TwoLevel(Topology):
     """Nodes of several ranks: fast links inside a node, and one shared network card to other nodes.
 
     Attributes:
-        ranks_per_node: a node has so many consecutive ranks.
+        ranks_per_node: number of consecutive ranks that a node has.
         inner: links between ranks of a node, each with ports of its own.
         outer: links between nodes; all messages that leave a node share one port, all that enter it
             another.  Its gamma and its ``ports`` hold for the whole network.

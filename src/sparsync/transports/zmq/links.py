@@ -174,7 +174,7 @@ class Link:
 
     @property
     def state(self) -> str:
-        """What has been seen of a link that is not open, in words; empty if it is open."""
+        """The progress of a link that is not open, in words; empty if it is open."""
         if self.lost or self.opened:
             return self.lost
         seen = "the port answers, but lets nobody in" if self._reached else "no answer"

@@ -38,16 +38,17 @@ class Algorithm:
         options: the options of a preset that were given, for ranks to compare.
         source: paper and equation, for tables.
         average: divide the total by world_size; SparCML applies the sum.
-        shared: several units divide the global k by where its entries lie; else each has its own.
-        unit_bytes: what is selected together where the user does not say: see ``plan_units``.
-        compress: which parameters are exchanged sparsely where the user does not say; None: all.
-        bits: of an element, where every element is exchanged; None: entries are, or whole numbers.
-        output: what the output layer is exchanged with, where that differs.
-        make_dense: builds what dense units are exchanged with, once per unit; None: ``Dense``.
-        prepare: measures on the group what the algorithm needs to know of it, before the first step;
-            returns the algorithm for this group.  None: nothing.
-        calls: for the planner: how many times, and for which job, the collective is called in a step in
-            which this job is asked for: selectors find more than k, or layers travel in several messages.
+        shared: several units divide the global k by where its entries lie; else each has its own k.
+        unit_bytes: size of the units in which entries are selected together, unless the user gives it:
+            see ``plan_units``.
+        compress: which parameters are exchanged sparsely, unless the user says it; None: all.
+        bits: per element, if every element is exchanged in few bits; None: entries, or whole numbers.
+        output: the algorithm for the output layer, if it is another one.
+        make_dense: builds the collective of dense units, once per unit; None: ``Dense``.
+        prepare: takes measurements on the group before the first step, and returns the algorithm for this
+            group.  None: there is nothing to measure.
+        calls: for the planner: the number of calls of the collective in a step that asks for a job, and
+            the job of each: selectors find more than k, or layers travel in several messages.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Algorithm:
 
     @property
     def result(self) -> Result:
-        """Kind of total; "whole": nothing is selected."""
+        """Kind of the total; "whole": nothing is selected."""
         return self.make_collective().result
 
     @property
@@ -76,7 +77,7 @@ class Algorithm:
         return self.make_collective().cost(Job(2, 1, 2)) is not None
 
     def cost(self, job: Job) -> Cost:
-        """Return what a step costs the busiest rank.
+        """Return the cost of a step for the busiest rank.
 
         Raises:
             ConfigurationError: the collective declares no cost.
@@ -90,7 +91,8 @@ class Algorithm:
         return cost if times == 1 else cost.times(times)
 
     async def on(self, comm: Communicator) -> Algorithm:
-        """Return the algorithm for a group, whose ranks agree on it; all of them call it."""
+        """Return the algorithm for a group; all of its ranks call this, with the same algorithm."""
+        # before anything is measured: ranks with different algorithms would wait in different collectives
         await agree(comm, {"the algorithm": self.name})
         if self.prepare is None:
             return self
@@ -109,8 +111,8 @@ class Algorithm:
 class Preset:
     """A row of the table: all that commands, ``auto``, the contracts and the docs know of an algorithm.
 
-    ``planned``: ``auto`` and ``sparsync plan`` may choose it, as at its defaults it rounds no more than
-    bf16.  At equal predictions the first row wins.
+    With ``planned``, ``auto`` and ``sparsync plan`` may choose it, since at its defaults it rounds no
+    more than bf16.  Of rows with equal predictions the first wins.
     """
 
     make: Callable[..., Algorithm]  # its keyword-only arguments are the options
@@ -145,7 +147,7 @@ def row(
         name: of the algorithm.
         collective: its class.
         source: paper and equation of its cost.
-        selector: makes what selects.
+        selector: makes the selector.
         planned: see ``Preset``.
         more: further fields of ``Algorithm``.
     """
@@ -158,11 +160,11 @@ def row(
 
 
 def default_density(elements: int) -> float:
-    """Return the part of a model's gradient that is exchanged where nobody says: 1 %, more of small ones.
+    """Return the density for a model if the user gives none: 1 %, and more for small models.
 
-    Delay costs steps, most of all where momentum or a high learning rate acts on what comes late.  Below
-    ``LARGE`` elements ``LARGE ** 1.5 / (100 elements ** 0.5)`` entries are exchanged, and of up to 46,415
-    all.
+    Delay costs steps, most of all when momentum or a high learning rate acts on entries that come late.
+    Below ``LARGE`` elements ``LARGE ** 1.5 / (100 elements ** 0.5)`` entries are exchanged, and all of up
+    to 46,415.
 
     Example:
         >>> [round(default_density(n), 3) for n in (5_000, 100_000, 300_000, 1_000_000, 25_000_000)]

@@ -40,18 +40,18 @@ def connect(
 ) -> Communicator:
     """Return this process's communicator: torch.distributed's default group, or a world of one.
 
-    With transport "mpi" and no ``torch.distributed``: the ranks that ``mpiexec`` started.
+    With transport "mpi" and without ``torch.distributed``, its ranks are those that ``mpiexec`` started.
 
     Args:
         timeout: seconds that any wait may take before it fails with an error.
         transport: as for ``attach``: "auto" (zmq), "torch" (the group's own backend), "zmq" (sockets
             of its own: ``close`` it) or "mpi" (a communicator of its own: ``close`` it).
         curve_keys: folder with one certificate per rank, for an encrypted zmq.
-        interface: the IP address or name of the interface that zmq binds (default: the one that leads
-            to the other ranks).
+        interface: the IP address or name of the interface that zmq binds; by default the one that leads
+            to the other ranks.
         port_range: first and last port that zmq may bind; a rank takes one for each communicator.
         advertise: the address at which the other ranks find this one, if a static NAT forwards those
-            ports to it.
+            ports to this machine.
         connect_timeout: seconds that opening the connections between ranks may take.
 
     Example:
@@ -95,8 +95,8 @@ def allreduce(
             "sparcml-auto", which loses nothing and takes any dtype and operation.
         k: entries asked for, per rank and in the total; equal on all ranks.  None: all.
         op: "sum", "max", "min", "prod", "and", "or", "xor", "logical_and", "logical_or", or a
-            ``Reduction`` of your own; what a vector does not store is its neutral element.  Only
-            SparCML's collectives take others than the sum.
+            ``Reduction`` of your own; elements that a vector does not store are its neutral element.
+            Only SparCML's collectives take operations other than the sum.
         options: of the preset.
 
     Returns:
@@ -106,7 +106,7 @@ def allreduce(
         ConfigurationError: unknown algorithm, operation or option, a vector that is not 1-D, k < 0.
         PeerError: ranks disagree on size, dtype, operation, algorithm or k; a peer died.
 
-    Cost: that of the algorithm, and one small allgather to compare the call.
+    Cost: that of the algorithm, and one small allgather in which ranks compare the call.
 
     Example:
         >>> import torch
@@ -114,8 +114,9 @@ def allreduce(
         >>> reduced.total.to_dense().tolist()
         [0.0, -5.0, 0.0]
     """
+    # after the first ``iallreduce`` its thread owns the sockets: a blocking call goes through it as well
     engine = comm.companions.get("background")
-    if isinstance(engine, _Background):  # one thread owns the sockets from then on
+    if isinstance(engine, _Background):
         return iallreduce(vector, comm, algorithm, k=k, op=op, **options).result()
     return run(_prepare(vector, algorithm, k, op, options)(comm))
 
@@ -135,7 +136,7 @@ def iallreduce(
     until the future is done.
 
     Raises:
-        ConfigurationError: as ``allreduce``, or too many under way.
+        ConfigurationError: as in ``allreduce``, or too many calls are under way.
 
     Cost: that of ``allreduce``; the first call starts a thread, which ``comm.close()`` ends.
 
@@ -161,7 +162,9 @@ class _Background:
 
     def __init__(self, comm: Communicator) -> None:
         channel = comm.channel(0)
-        channel.companions = {}  # this is one of them, and an engine must not be kept by what it uses
+        # the companions hold this object and so its engine, which its own communicator must not keep
+        # alive
+        channel.companions = {}
         self._engine = Engine("iallreduce", [channel])
         self._open: list[Future[Reduced]] = []
         self._calls = 0
@@ -173,13 +176,15 @@ class _Background:
             raise ConfigurationError(
                 f"{len(self._open)} reductions are under way; wait for some of them first"
             )
+        # twice as many channels as calls may be under way: another rank may be behind by as many calls,
+        # and must not meet a new call's messages on the channel of an old one
         channel = comm.channel(1 + self._calls % (2 * _MOST_OUTSTANDING))
         self._calls += 1
         self._open.append(self._engine.submit(program(channel)))
         return self._open[-1]
 
     def close(self) -> None:
-        """Finish what is under way, then end the thread."""
+        """Finish the calls under way, then end the thread."""
         self._engine.close()
 
 
@@ -193,7 +198,7 @@ def _prepare(
     op: str | Reduction,
     options: dict[str, Any],
 ) -> _Program:
-    """Check the arguments and select; return what compares the call with all ranks and reduces."""
+    """Check the arguments and select; return a program that checks agreement, then reduces."""
     given, operation = as_vector(vector), reduction(op)
     operation.check(given.values.dtype)
     if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 0):
@@ -227,7 +232,7 @@ def _prepare(
 def _filled_in(
     algorithm: str | Algorithm, k: int | None, operation: Reduction, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Add what the call says to a preset's options: the operation, and that nothing is cut off."""
+    """Add to a preset's options those that follow from the call: the operation, and no cap without k."""
     known = preset(algorithm).options if isinstance(algorithm, str) else {}
     filled = {"cap": None, **options} if k is None and "cap" in known else dict(options)
     if operation is not SUM:
@@ -242,7 +247,7 @@ def _filled_in(
 
 
 def _select(given: Vector, algorithm: Algorithm, k: int | None, operation: Reduction) -> Vector:
-    """Take the k largest entries of a dense vector, or all that say something."""
+    """Take the k largest entries of a dense vector, or all that are not neutral."""
     neutral = operation.neutral(given.values.dtype)
     if isinstance(given, SparseVector):
         says_nothing = given.values == neutral

@@ -43,11 +43,11 @@ class ConfigurationError(SparsyncError, ValueError):
 
 
 class CheckpointError(SparsyncError, OSError):
-    """A checkpoint that could not be written, or is not whole; those of before are untouched."""
+    """A checkpoint that could not be written, or is not whole; earlier ones are untouched."""
 
 
 class NoCheckpointError(CheckpointError):
-    """No rank sees a whole checkpoint in the folder: training has to begin, or the folder is another."""
+    """No rank sees a whole checkpoint in the folder: start training, or name another folder."""
 
 
 class WireFormatError(SparsyncError, ValueError):
@@ -76,22 +76,24 @@ class DeadlockError(CommunicationError):
 
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 _DETAIL: Final = 200  # characters of a list of names
-_REFUSED: Final = "WeightsUnpickler error:"  # in the middle of what torch says of a file
+_REFUSED: Final = "WeightsUnpickler error:"  # in the middle of torch's message on a file
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says in one line: of torch's page on unpickling, the reason."""
+    """Return an error's message in one line."""
     text = str(error)
+    # torch's message on unpickling fills a page, with advice to trust the file; the reason is one
+    # sentence of it
     if isinstance(error, pickle.UnpicklingError):
         text = _COLOUR.sub("", text).rpartition(_REFUSED)[2].strip().split(". ")[0]
     lines = (text.strip() or type(error).__name__).splitlines()
     if lines[0].endswith(":") and len(lines) > 1:
-        # torch's on state_dict: what does not fit comes next
+        # torch's message on a state_dict names the keys that do not fit in the next line
         lines[0] = f"{lines[0]} {lines[1].strip()[:_DETAIL]}"
     return lines[0]
 
 
 def require(fits: bool, message: str) -> None:
-    """Raise a ``ConfigurationError`` with this message, unless what was given fits."""
+    """Raise a ``ConfigurationError`` with this message, unless the argument ``fits``."""
     if not fits:
         raise ConfigurationError(message)

@@ -1,6 +1,7 @@
-"""Descriptions of saved states, field by field, and the one function that compares a state with them.
+"""Descriptions of saved states, field by field, and the one function that checks a state against them.
 
-A description is made from the live state, so it knows names, shapes and counts as they are now.
+A description is made from the live state, so it has the names, shapes and counts of this run.  A saved
+state may come from anywhere: it is checked as a whole before anything is changed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Values:
-    """A dense tensor of this shape and dtype, without NaN and Inf unless it may be not ``finite``.
+    """A dense tensor of this shape and dtype, without NaN and Inf unless ``finite`` is False.
 
     With ``sparse``, it may also be a sparse one (COO).
     """
@@ -79,7 +80,7 @@ class Exactly:
 
 @dataclass(frozen=True)
 class Fields:
-    """A dictionary with all of these keys, perhaps some of the others, and more only if of a kind."""
+    """A dictionary with all ``required`` keys, any ``optional`` ones, and others if of kind ``more``."""
 
     required: Mapping[str, Kind]
     optional: Mapping[str, Kind] = field(default_factory=dict)
@@ -101,7 +102,7 @@ class Each:
 
 @dataclass(frozen=True)
 class Either:
-    """One of several kinds; an error is that of the last."""
+    """One of several kinds; if none fits, the error is that of the last."""
 
     kinds: tuple[Kind, ...]
 
@@ -142,7 +143,7 @@ def check_saved(value: Any, kind: Kind, name: str, cure: str) -> None:
 
     Args:
         value: it may come from anywhere, and be of any type.
-        kind: what it has to be.
+        kind: the kind that it has to be of.
         name: of the value, in the message.
         cure: the end of the message.
 
@@ -165,7 +166,7 @@ from 0 to inf; load another
 
 
 def _wrong(value: Any, kind: Kind, name: str) -> Iterator[str]:
-    """Yield what is wrong with a value."""
+    """Yield the faults of a value, in words; none if it is of the kind."""
     if isinstance(kind, Common):
         yield from _wrong(value, kind.kind, name)
     elif isinstance(kind, Either):
@@ -221,7 +222,7 @@ def _is_sparse(value: Any) -> bool:
 
 
 def _in_range(value: Tensor, kind: Values) -> bool:
-    """Tell whether a tensor has no NaN, no Inf unless that may be, and nothing below the least."""
+    """Tell whether a tensor has no NaN or Inf, unless it may have, and nothing below the least."""
     if not value.numel() or not (value.is_floating_point() or value.is_complex()):
         return True
     if value.is_complex():
@@ -250,7 +251,7 @@ def same(value: Any, expected: Any) -> bool:
     if isinstance(expected, Mapping):
         return (
             isinstance(value, Mapping)
-            and [*value] == [*expected]  # the order counts: it is that of a vector
+            and [*value] == [*expected]  # the order counts: parts lie in a vector in this order
             and all(same(value[key], its) for key, its in expected.items())
         )
     plain = isinstance(value, bool | int | float | str | None)
@@ -258,9 +259,9 @@ def same(value: Any, expected: Any) -> bool:
 
 
 def like(value: Any) -> Kind:
-    """Describe values like a live one: the same keys, counts, shapes and dtypes; any finite numbers.
+    """Describe values like a live one: the same keys, counts, shapes and dtypes, and any finite numbers.
 
-    Where a live value is None, another may be any plain value: as a rule an option that is not set.
+    A live value of None, as a rule an option that is not set, allows any plain value.
     """
     if isinstance(value, Tensor):
         return Values(tuple(value.shape), value.dtype)
@@ -268,20 +269,20 @@ def like(value: Any) -> Kind:
         return Fields({key: like(inner) for key, inner in value.items()})
     if _is_list(value):
         return Each(tuple(map(like, value)))
-    if isinstance(value, bool | str):
+    if isinstance(value, bool | str):  # before numbers: a bool is an int to Python
         return type(value)
     return Number() if isinstance(value, int | float) else Plain()
 
 
-# ---- what all ranks have in common ------------------------------------------------------------------
+# ---- values that all ranks share ---------------------------------------------------------------------
 
 
 def common_facts(
     state: Mapping[str, Any], kind: Fields, digest: Callable[[Tensor], str]
 ) -> dict[str, str]:
-    """Return a text for every key of a state below which something is ``Common``.
+    """Return a text for every key of a state that holds ``Common`` values.
 
-    The texts of two ranks are equal if what they have in common is; every rank has as many.
+    The texts of two ranks are equal if those values are; every rank has the same number of texts.
     """
     found: dict[str, str] = {}
     for key, inner in {**kind.required, **kind.optional}.items():

@@ -1,6 +1,6 @@
-"""Messages for people, on standard error: what was chosen, what is waited for.
+"""Messages for people, on standard error: on choices that were made, and on waits.
 
-No message is worth a job: standard error may be closed (``2>&-``), or its reader gone.
+No message is worth a job: standard error may be closed (``2>&-``), or its reader may be gone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def say(message: str, prefix: str = "sparsync") -> None:
     r"""Write a line to standard error, if anybody reads it.
 
     Args:
-        message: what is said, without a line's end.
-        prefix: who or what says so.
+        message: the line, without its end.
+        prefix: the speaker, before a colon.
 
     Example:
         >>> from contextlib import redirect_stderr
@@ -27,7 +27,7 @@ def say(message: str, prefix: str = "sparsync") -> None:
         'sparsync: exchanges updates\n'
     """
     line = f"{prefix}: {message}\n"
-    # AttributeError: it was closed when Python started, and is None; ValueError: it was closed since
+    # AttributeError: it was closed when Python started, and is None; ValueError: it has been closed since
     with suppress(AttributeError, OSError, ValueError):
         sys.stderr.flush()
         try:
@@ -35,5 +35,5 @@ def say(message: str, prefix: str = "sparsync") -> None:
         except io.UnsupportedOperation:  # replaced, as by a test or a notebook
             sys.stderr.write(line)
             return
-        # past the buffer: what a broken pipe leaves there would end the process with 120
+        # past the buffer: if the pipe breaks, text that is left in it would end the process with code 120
         os.write(file, line.encode(sys.stderr.encoding, "backslashreplace"))

@@ -1,4 +1,4 @@
-"""Observe training: a log of every step, an estimate of xi (Assumption 1), and whether residuals grow.
+"""Observe training: a log of every step, an estimate of xi (Assumption 1), and the growth of residuals.
 
 Nothing here changes a step; without a log and without ``xi_period`` only ``Growth`` runs.
 """
@@ -32,17 +32,17 @@ __all__ = ["Growth", "Measured", "Monitor", "Sink", "XiProbe", "sink_of"]
 
 @final
 class Monitor:
-    """Sees every stage of a reducer's steps: estimates xi, hands the numbers of a step to a sink.
+    """Sees every stage of a reducer's steps: estimates xi, and hands the numbers of a step to a sink.
 
     ============================  =====================================================================
-    bytes_sent, bytes_received    by this rank, all that this step sent, headers included
-    imbalance                     received over sent.  Over all ranks the two are equal: where ranks send
-                                  alike it is this rank's load over the mean.  Absent if nothing was sent
+    bytes_sent, bytes_received    by this rank in this step, headers included
+    imbalance                     received over sent.  Summed over ranks the two are equal: if all ranks
+                                  send alike, this is its load over the mean.  Absent if it sent nothing
     density                       k / n asked for
-    density_local, _delivered     of what this rank selected, and of what was delivered of it
+    density_local, _delivered     of the entries that this rank selected, and of those delivered of them
     density_reduced               of the total
-    threshold                     smallest magnitude selected; absent where all was
-    residual_norm                 of what this rank has not delivered yet (2-norm)
+    threshold                     smallest magnitude selected; absent if all entries were
+    residual_norm                 of the part that this rank has not delivered yet (2-norm)
     seconds_accumulate, ...       of the stages of the ledger
     skipped                       1: NaN or Inf on some rank, nothing was applied, densities are absent
     xi, signal_to_noise           if measured (``xi_period``)
@@ -73,9 +73,10 @@ class Monitor:
         quotas: Sequence[int],
         measured: Measured | None = None,
     ) -> None:
-        """Note a step that was applied or, if nothing is reduced, skipped; the ledger is still at it.
+        """Note a step that was applied or, if ``reduced`` is empty, skipped.
 
-        Residuals are those after the step; None stands for zeros.
+        It is called before the ledger opens the next step.  Residuals are those after the step; None
+        stands for zeros.
         """
         selected = [self.selected[unit] for unit in range(len(reduced))]
         self.selected.clear()
@@ -107,9 +108,9 @@ class Monitor:
         self._pending.append((step if local is None else local, values))
 
     def write(self) -> None:
-        """Hand on what was recorded, in the order of steps.
+        """Hand the recorded steps to the sink, in order.
 
-        A sink that fails is warned of, and gets nothing more: training goes on.
+        If the sink fails, a warning says so, and it gets nothing more: training goes on.
         """
         while self._pending and self._sink is not None:
             step, values = self._pending.pop(0)
@@ -144,18 +145,18 @@ class Sink:
 
 
 def sink_of(log: Any, rank: int) -> Sink:
-    """Return what writes to ``log``, as ``attach`` takes it.
+    """Return the sink that writes to ``log``, as ``attach`` takes it.
 
-    Every rank has a file of its own: ranks may log or not as they like, and nothing has to be told to
-    anyone.  Lines are appended: a resumed run goes on in its file, and of a step that was repeated the
-    last line counts.
+    Every rank has a file of its own, so each may log or not, and ranks need not agree on it.  Lines are
+    appended: a resumed run continues its file, and for a step that was repeated the last line counts.
 
     Args:
         log: a path that ends in ``.jsonl``: a line of JSON per step, ``{"step": 0, "bytes_sent": ...}``,
-            in ``name.rank0.jsonl``; TensorBoard's ``SummaryWriter``, or what else has ``add_scalar(tag,
-            value, step)``; a run of Weights & Biases, which gets the numbers with whatever it is given
-            next; a meter of OpenTelemetry, whose gauges have the attribute "rank"; or a function of
-            (step, values).  Names are ``sparsync/threshold`` and the like (``sparsync.threshold``).
+            in ``name.rank0.jsonl``; TensorBoard's ``SummaryWriter``, or any object with
+            ``add_scalar(tag, value, step)``; a run of Weights & Biases, which gets the numbers along
+            with the user's next ones; a meter of OpenTelemetry, whose gauges have the attribute "rank";
+            or a function of (step, values).  Names are ``sparsync/threshold`` and the like (for
+            OpenTelemetry ``sparsync.threshold``).
         rank: of this process.
 
     Raises:
@@ -164,7 +165,9 @@ def sink_of(log: Any, rank: int) -> Sink:
     if isinstance(log, str | os.PathLike) and Path(log).suffix == ".jsonl":
         path = Path(log).with_suffix(f".rank{rank}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a", buffering=1, encoding="utf-8")  # a line is there when its step ends
+        # line by line: the numbers of a step are on disk when it ends, also if the process dies in the
+        # next
+        file = path.open("a", buffering=1, encoding="utf-8")
         return Sink(lambda step, v: file.write(json.dumps({"step": step, **v}) + "\n"), file.close)
     if callable(getattr(log, "add_scalar", None)):
 
@@ -172,15 +175,17 @@ def sink_of(log: Any, rank: int) -> Sink:
             for name, value in values.items():
                 log.add_scalar(f"sparsync/{name}", value, step)
 
-        return Sink(scalars, getattr(log, "flush", lambda: None))  # closing it is its owner's
+        return Sink(scalars, getattr(log, "flush", lambda: None))  # its owner closes it
     if callable(getattr(log, "create_gauge", None)):
 
         def gauges(_step: int, values: Mapping[str, float]) -> None:
-            for name, value in values.items():  # the meter keeps one gauge of a name
+            for name, value in values.items():  # the meter keeps one gauge for a name
                 log.create_gauge(f"sparsync.{name}").set(value, {"rank": rank})
 
         return Sink(gauges)
-    if callable(getattr(log, "define_metric", None)):  # a step of its own would refuse the user's
+    # without ``step=`` and without a commit: if these numbers advanced the run's step, the run would
+    # refuse the user's own numbers for the steps before it
+    if callable(getattr(log, "define_metric", None)):
 
         def metrics(step: int, values: Mapping[str, float]) -> None:
             named = {f"sparsync/{name}": value for name, value in {"step": step, **values}.items()}
@@ -202,15 +207,15 @@ def sink_of(log: Any, rank: int) -> Sink:
 class Growth:
     """Notices a residual that grows without bound, by the magnitude from which entries are selected.
 
-    Error feedback delays an entry by about 1 / density steps.  Where the learning rate, or momentum, is
+    Error feedback delays an entry by about 1 / density steps.  If the learning rate or the momentum is
     too high for that delay, a correction arrives after its cause is gone: it overshoots, gradients grow,
-    and the residual with them.  All that waits is smaller than the threshold, which selectors know
-    without another pass.
+    and the residual grows with them.  All entries that wait are smaller than the threshold, which
+    selectors know without another pass.
 
-    Thresholds are averaged, as logarithms, over windows of 1 / density steps.  The first window fills the
-    residual and tells nothing.  From then on a residual that trains well stays or falls with the
-    gradients, while one that diverges, or grows linearly, rises by ``octaves`` over the least of the last
-    ``memory`` windows.  Slower growth is not reported.
+    Thresholds are averaged, as logarithms, over windows of 1 / density steps.  In the first window the
+    residual fills, so it tells nothing.  From then on the threshold of a training that goes well stays,
+    or falls with the gradients, while that of one that diverges, or whose residual grows linearly, rises
+    by ``octaves`` over the least of the last ``memory`` windows.  Slower growth is not reported.
 
     Args:
         window: steps of a window: 1 / density.
@@ -231,7 +236,7 @@ class Growth:
         self._sum, self._count, self._filling = 0.0, 0, True
 
     def observe(self, threshold: float) -> bool:
-        """Take a step's threshold, as a logarithm to base 2; tell whether the residual has outgrown."""
+        """Take a step's threshold, as a logarithm to base 2; tell whether the residual grows too fast."""
         self._sum, self._count = self._sum + threshold, self._count + 1
         if self._count < self.window:
             return False
@@ -251,10 +256,10 @@ class Measured:
     """One measurement; the same on all ranks, bit for bit.
 
     Attributes:
-        xi: what this step's average lacks of the k largest entries of the mean of all that ranks had
-            accumulated, in norms of the mean gradient.  Below P it is harmless (section 5.1).
-        signal_to_noise: of the mean gradient: square norm of its expectation over that of its noise,
-            which comes from batches being finite; 0 where noise is all, infinite where there is none
+        xi: the difference between this step's average and the k largest entries of the mean accumulated
+            vector, in norms of the mean gradient.  Below P it is harmless (section 5.1).
+        signal_to_noise: of the mean gradient: the square norm of its expectation over that of its noise,
+            which comes from finite batches; 0 if there is only noise, infinite if there is none
             (world_size 1 shows none).
     """
 
@@ -270,15 +275,15 @@ class XiProbe:
 
         xi = | TopK(mean of accumulated) - average | / | mean of gradients |         (equation 5)
 
-    ``average`` is what is applied, whatever collective and codec made of it.  Learning rates cancel.
-    Means and norms are those of the sample, whose coordinates are the same on all ranks, drawn again
-    for every measurement: one from every run of ``every`` elements.
+    ``average`` is the vector that is applied, with the errors of collective and codec.  Learning rates
+    cancel.  Means and norms are those of the sample, whose coordinates are the same on all ranks and are
+    drawn again for every measurement: one from every run of ``every`` elements.
 
     Args:
         period: steps between measurements; None: never.
         units: of the reducer; those that are exchanged whole are left out.
-        start: the first step that may be measured: none is while all is exchanged whole.
-        every: elements per sampled one (not in the paper); 1 is exact.
+        start: the first step that may be measured, after any warm-up in which all is exchanged whole.
+        every: elements of which one is sampled (not in the paper); 1 is exact.
         seed: of the samples; equal on all ranks.
 
     Cost: an allreduce of ``2 n / every + 1`` words during the exchange, every ``period`` steps.  The
@@ -326,7 +331,7 @@ class XiProbe:
         self._gradients[unit][low:high] = gradient[here]
 
     async def share(self, step: int, comm: Communicator, accumulated: Sequence[Tensor]) -> None:
-        """Sum the sample over ranks: of what is accumulated, of the gradients, and their squares."""
+        """Sum over ranks the samples of accumulated vectors and gradients, and the squares of these."""
         if not self.due(step):
             return
         self._ranks = comm.world_size
@@ -339,7 +344,7 @@ class XiProbe:
     def measure(
         self, step: int, totals: Sequence[Vector], quotas: Sequence[int]
     ) -> Measured | None:
-        """Compare with the totals, not yet averages; None if not due, or if no rank had a gradient."""
+        """Compare with the totals, before they are averaged; None if not due, or without any gradient."""
         if not self.due(step):
             return None
         assert self._sums is not None, "share comes first"
@@ -351,6 +356,7 @@ class XiProbe:
         k = sum(quota for quota, size in zip(quotas, self.sizes, strict=True) if size)
         largest = kernels.top(accumulated, math.ceil(k * drawn / max(sum(self.sizes), 1)))
         lacking[largest] += accumulated[largest]
+        # of sums, all of them: the factors 1 / P cancel in equation 5
         square = _square(gradients)
         if not square > 0:
             return None
@@ -370,7 +376,7 @@ class XiProbe:
 
 
 def _square(x: Tensor) -> float:
-    """Return the square norm, correctly rounded: the same on processors that add in other orders."""
+    """Return the square norm, correctly rounded, so that no processor's order of additions matters."""
     return math.fsum(x.square().tolist())
 
 
@@ -386,7 +392,7 @@ def _at(total: Vector, indices: Tensor) -> Tensor:
 
 
 def _signal_to_noise(square_of_sum: float, sum_of_squares: float, ranks: int) -> float:
-    """Return ``|E g|^2 / (Var g / P)``, unbiased in both, from P independent gradients g.
+    """Return ``|E g|^2 / (Var g / P)``, estimated without bias in both, from P independent gradients g.
 
     Example:
         >>> _signal_to_noise(16.0, 4.0, 4)  # four equal gradients of norm 1

@@ -32,7 +32,7 @@ def preset(name: object) -> Preset:
 
 
 def candidates(*, planned: bool = True) -> list[Algorithm]:
-    """Return the algorithms that a plan may choose from; ``planned=False``: all that declare a cost."""
+    """Return the algorithms that a plan may choose; with ``planned=False`` all that declare a cost."""
     rows = PRESETS.items()
     found = [resolve(name) for name, row in rows if row.planned or not planned]
     return [algorithm for algorithm in found if planned or algorithm.predictable]
@@ -74,7 +74,7 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
 
 
 def quantised(*, bits: int = 2, block: int = 256) -> Algorithm:
-    """Few bits per element, both ways, and a scale per block: a dense allreduce whose error is kept.
+    """Few bits per element, both ways, and a scale per block: a dense allreduce that keeps its errors.
 
     Args:
         bits: per element: 1, 2, 3, 4, 8 or 16.
@@ -103,14 +103,14 @@ def auto(
     Args:
         machine: seconds per message, byte, element and entry; None: ``attach`` and the optimizers
             measure them; ``allreduce``, which has one step, takes those of ``Machine``: gigabit Ethernet.
-        budget: bytes that a rank may send or receive per unit and step; None: any.
+        budget: bytes that a rank may send or receive per unit and step; None: any number.
         candidates: names of presets; None: all rows that are ``planned``.
         check_period: steps between comparisons of measured and predicted seconds; None: never, so that
-            a run is the same every time.
-        gain: part of the measured time that another collective must save to be tried.
-        patience: comparisons in a row that must say so.
+            runs repeat exactly.
+        gain: fraction of the measured time that another collective must promise to save.
+        patience: comparisons in a row that must find so, before it is tried.
     """
-    from sparsync.cost.auto import Auto  # the planner is imported where it is asked for
+    from sparsync.cost.auto import Auto  # imported here: only this preset needs the planner
     from sparsync.cost.calibrate import calibrate
 
     planned = {name: row for name, row in PRESETS.items() if row.planned}

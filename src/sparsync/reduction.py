@@ -1,7 +1,7 @@
-"""The operations that collectives reduce with: coordinate-wise, associative, with a neutral element.
+"""The operations with which collectives reduce: element-wise, associative, with a neutral element.
 
 *Absent means neutral*: an element that a sparse vector does not store is the operation's neutral
-element (0 for a sum, 1 for a product, -inf for a maximum), and what equals it is never sent.
+element (0 for a sum, 1 for a product, -inf for a maximum), and elements equal to it are never sent.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Reduction:
         name: ranks compare it before any data moves.
         apply: `[m], [m] -> [m]`, element-wise and associative; must not modify its arguments.
         neutral: the element e with ``apply(e, x) == x == apply(x, e)``, per dtype.
-        commutative: the operands may change places.  Where not, collectives that cannot keep the
-            rank order refuse it.
+        commutative: whether the operands may change places.  If not, collectives that cannot keep the
+            rank order refuse the operation.
 
     Example:
         >>> gcd = Reduction("gcd", torch.gcd, lambda dtype: 0)
@@ -43,11 +43,12 @@ class Reduction:
     commutative: bool = True
 
     def check(self, dtype: torch.dtype) -> Number:
-        """Return the neutral element for ``dtype``, or refuse a dtype that this is not defined on.
+        """Return the neutral element for ``dtype``.
 
         Raises:
-            ConfigurationError: as "and" of floats.
+            ConfigurationError: the operation is not defined on ``dtype``, such as "and" on floats.
         """
+        # tried on one element: torch has no other way to ask which dtypes an operation takes
         try:
             element = self.neutral(dtype)
             self.apply(torch.full((1,), element, dtype=dtype), torch.zeros(1, dtype=dtype))
@@ -103,11 +104,11 @@ OPERATIONS: MappingProxyType[str, Reduction] = MappingProxyType(
             Reduction("max", torch.maximum, _lowest),
             Reduction("min", torch.minimum, _highest),
             Reduction("prod", torch.mul, lambda dtype: 1),
-            # bit by bit, of integers
+            # bit by bit, for integers; -1 has all bits set
             Reduction("and", torch.bitwise_and, lambda dtype: -1),
             Reduction("or", torch.bitwise_or, lambda dtype: 0),
             Reduction("xor", torch.bitwise_xor, lambda dtype: 0),
-            # of truth values, which are 0 and 1 in any dtype
+            # for truth values, which are 0 and 1 in any dtype
             Reduction("logical_and", _truth(torch.logical_and), lambda dtype: 1),
             Reduction("logical_or", _truth(torch.logical_or), lambda dtype: 0),
         )

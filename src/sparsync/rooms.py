@@ -1,4 +1,4 @@
-"""Tables by name: algorithms, schemes, codecs and selectors, each declared in the room that it is in."""
+"""Tables by name: algorithms, schemes, codecs and selectors, each declared in its own room."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Table(Mapping[str, V], Generic[V]):
     Args:
         kind: "algorithms", "schemes", "codecs" or "selectors".
         own: the rows of the axis itself.
-        is_row: tells whether what an entry point names is a row.
-        wanted: what an entry point should name, for the error message.
+        is_row: tells whether the object that an entry point names is a row.
+        wanted: the kind of object that an entry point should name, for the error message.
 
     Raises:
-        ConfigurationError: an entry point names something else, or (when all are listed) takes a name
-            that exists.
+        ConfigurationError: an entry point names another kind of object, or (when all are listed) takes a
+            name that exists.
         KeyError: there is no row of that name.
     """
 
@@ -76,7 +76,7 @@ class Table(Mapping[str, V], Generic[V]):
     @functools.cached_property
     def _rooms(self) -> Mapping[str, V]:
         found: dict[str, V] = {}
-        for room in ROOMS:  # by name: a room imports what imports this
+        for room in ROOMS:  # imported by name, and late: rooms import modules that import this one
             found |= importlib.import_module(room).ROWS.get(self._kind, {})
         return MappingProxyType(found)
 

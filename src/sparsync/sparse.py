@@ -1,7 +1,7 @@
 """Vectors in their two forms, sparse and dense, and the operations on both.
 
-Selectors make a ``SparseVector``, codecs turn it into bytes, collectives sum it.  ``DenseVector`` is the
-same where sparsity no longer pays: a sparse stream (SparCML, section 5.1) is dense from there on.
+Selectors make a ``SparseVector``, codecs turn it into bytes, collectives sum it.  ``DenseVector`` takes
+its place when sparsity no longer pays: from there on a sparse stream (SparCML, section 5.1) is dense.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ __all__ = [
 class SparseVector:
     """A vector of ``size`` elements of which ``nnz`` are stored; absent elements are neutral.
 
-    Neutral is 0, except where another operation than the sum is at work (``sparsync.reduction``).
+    The neutral element is 0, except for operations other than the sum (``sparsync.reduction``).
 
     Attributes:
-        indices: `[nnz]` with ``torch.int64``, strictly ascending, in ``[0, size)``; may be
-            ``torch.int32`` where a selector is given what was collected.
+        indices: `[nnz]` with ``torch.int64``, strictly ascending, in ``[0, size)``; candidates that were
+            collected for a selector may have ``torch.int32``.
         values: `[nnz]`, any floating or integer dtype, on the device of ``indices``.
         size: number of elements n of the whole vector.
 
-    The constructor checks types alone (it is on the hot path); ``check`` verifies the elements.
+    The constructor checks only types (it is on the hot path); ``check`` verifies the elements.
 
     Example:
         >>> v = SparseVector.from_dense(torch.tensor([0.0, 3.0, 0.0, -1.0]))
@@ -72,7 +72,7 @@ class SparseVector:
 
     @staticmethod
     def from_dense(dense: Tensor, absent: int | float = 0) -> SparseVector:
-        """Keep the elements of a 1-D tensor that differ from ``absent`` (NaN does)."""
+        """Keep the elements of a 1-D tensor that differ from ``absent``, as NaN does."""
         indices = (dense if absent == 0 else dense != absent).nonzero().flatten()
         return SparseVector(indices, dense[indices], dense.numel())
 
@@ -94,6 +94,8 @@ class SparseVector:
             >>> SparseVector.merge([a, b]).to_dense().tolist()
             [5.0, 0.0, 2.0]
         """
+        # in rank order, whatever arrived first: float addition is not associative, and all ranks need
+        # equal bits
         if len(parts) == 1 and within is None:
             return parts[0]
         streams, size = [(p.indices, p.values) for p in parts], parts[0].size
@@ -132,7 +134,7 @@ class SparseVector:
         return self.keep(kernels.top(self.values, k) if self.nnz > k else slice(None))
 
     def to_dense(self, absent: int | float = 0) -> Tensor:
-        """Return the `[size]` tensor, with ``absent`` where nothing is stored."""
+        """Return the `[size]` tensor, with ``absent`` for elements that are not stored."""
         dense = self.values.new_full((self.size,), absent)
         dense[self.indices] = self.values
         return dense
@@ -158,7 +160,7 @@ class SparseVector:
         return torch.isfinite(self.values)
 
     def first_nonfinite(self, dtype: torch.dtype | None = None) -> int | None:
-        """Return the index of the first NaN or Inf, also if it is one in ``dtype`` only; else None."""
+        """Return the index of the first element that is NaN or Inf, here or in ``dtype``; else None."""
         at = _first_nonfinite(self.values, dtype)
         return None if at is None else int(self.indices[at])
 
@@ -185,7 +187,7 @@ class SparseVector:
 
 @dataclass(frozen=True, eq=False)
 class DenseVector:
-    """A vector of which every element is stored."""
+    """A vector with all of its elements stored."""
 
     values: Tensor  # [size]
 
@@ -220,7 +222,7 @@ class DenseVector:
         return torch.isfinite(self.values)
 
     def first_nonfinite(self, dtype: torch.dtype | None = None) -> int | None:
-        """Return the index of the first NaN or Inf, also if it is one in ``dtype`` only; else None."""
+        """Return the index of the first element that is NaN or Inf, here or in ``dtype``; else None."""
         return _first_nonfinite(self.values, dtype)
 
 
@@ -228,9 +230,11 @@ Vector = SparseVector | DenseVector
 
 
 def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
-    """Return the first position of NaN or Inf: one pass that keeps nothing, where there is none."""
-    if dtype == torch.float16:  # the others have float32's range
+    """Return the first position of NaN or Inf; if there is none, one pass over the values tells."""
+    if dtype == torch.float16:  # other dtypes have float32's range: nothing overflows in them
         values = values.to(dtype)
+    # keys order Inf and NaN above all numbers, and ``find`` returns None as soon as more than 0 reach
+    # Inf's
     infinity = int(kernels.magnitude_keys(values.new_full((1,), torch.inf, device="cpu")))
     if kernels.find(values, infinity, 0) is not None:
         return None
@@ -238,12 +242,12 @@ def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
 
 
 def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None = None) -> Vector:
-    """Return ``a operation b``, of one size and dtype: sparse if both are and the result surely is.
+    """Return ``a operation b``, for vectors of one size and dtype, in sparse or dense form.
 
-    The ``limit`` of a sparse result's entries is compared with ``|a| + |b|`` (the size of the union is
-    costly); None: two sparse vectors give a sparse one.
+    The result is sparse if both are and ``|a| + |b|``, a bound that costs nothing, is at most ``limit``;
+    with a limit of None, two sparse vectors always give a sparse one.
 
-    Cost: O(|a| + |b|) where both are sparse; disjoint supports, one after the other, are joined.
+    Cost: O(|a| + |b|) if both are sparse; supports that lie one behind the other are joined.
 
     Example:
         >>> a, b = (SparseVector.from_dense(torch.tensor(x)) for x in ([1.0, 0, 0], [2.0, 0, 3.0]))
@@ -266,7 +270,7 @@ def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None 
 
 
 def fold(vectors: Iterable[Vector], operation: Reduction = SUM, limit: int | None = None) -> Vector:
-    """Return ``((v0 op v1) op v2) ...``, dense from where the number of entries may exceed ``limit``.
+    """Return ``((v0 op v1) op v2) ...``, dense as soon as more than ``limit`` entries are possible.
 
     Sparse sums are one merge; the result is that of the left fold, bit for bit.
 
@@ -284,7 +288,7 @@ def fold(vectors: Iterable[Vector], operation: Reduction = SUM, limit: int | Non
 
 
 def densify(vector: Vector, operation: Reduction = SUM) -> DenseVector:
-    """Store all elements: what is absent is the operation's neutral element."""
+    """Store all elements; absent ones become the operation's neutral element."""
     if isinstance(vector, DenseVector):
         return vector
     return DenseVector(vector.to_dense(operation.neutral(vector.values.dtype)))
@@ -293,6 +297,7 @@ def densify(vector: Vector, operation: Reduction = SUM) -> DenseVector:
 def _combine_sparse(a: SparseVector, b: SparseVector, operation: Reduction) -> SparseVector:
     if a.nnz == 0 or b.nnz == 0:
         return b if a.nnz == 0 else a
+    # regions that ranks own lie one behind the other: an allgather of them adds nothing
     if bool(a.indices[-1] < b.indices[0]):
         return SparseVector.join([a, b])
     if operation is SUM:
@@ -308,7 +313,7 @@ def _combine_sparse(a: SparseVector, b: SparseVector, operation: Reduction) -> S
 
 
 def as_vector(vector: Any) -> Vector:
-    """Return a dense or a sparse vector of the same elements; memory is shared where it can be.
+    """Return a dense or a sparse vector of the same elements, in the same memory if possible.
 
     Takes a 1-D tensor or NumPy array, a ``scipy.sparse`` array or matrix with one row, one column or one
     dimension (duplicates are summed), a ``SparseVector`` or a ``DenseVector``.
@@ -357,7 +362,7 @@ def _from_scipy(vector: Any) -> SparseVector:
     indices, values = torch.as_tensor(along).to(torch.int64), torch.as_tensor(coo.data)
     unique, at = torch.unique(indices, return_inverse=True)
     summed = torch.zeros(unique.numel(), dtype=values.dtype).index_add_(0, at, values)
-    stored = summed != 0
+    stored = summed != 0  # scipy may store zeros; here absent means zero, and zeros are never sent
     return SparseVector(unique[stored], summed[stored], size)
 
 

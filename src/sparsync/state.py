@@ -16,16 +16,16 @@ from sparsync.errors import ConfigurationError
 
 __all__ = ["NoState", "Stateful", "brief", "fits", "packed", "parse_parts", "unpacked"]
 
-_MAX_INT = 2**63 - 1  # of what kernels take
-_SHOWN = 60  # characters of a value
+_MAX_INT = 2**63 - 1  # the largest integer that kernels take
+_SHOWN = 60  # characters of a value in a message
 
 
 @dataclass(frozen=True)
 class NoState:
-    """The state of what has none."""
+    """The state of an object without state."""
 
 
-class Stateful(ABC):  # noqa: B024 (what it asks for is a ``state``)
+class Stateful(ABC):  # noqa: B024 (subclasses give a ``state``, no method)
     """Something whose whole memory is ``self.state``, a frozen dataclass of plain numbers.
 
     A refused step restores the object that ``state`` was before it; nothing is copied.
@@ -38,7 +38,7 @@ class Stateful(ABC):  # noqa: B024 (what it asks for is a ``state``)
         return {field.name: getattr(self.state, field.name) for field in fields(self.state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the state by what ``state_dict`` returned."""
+        """Replace the state by one that ``state_dict`` returned."""
         self.state = self.parsed_state(state)
 
     def parsed_state(self, state: Mapping[str, Any]) -> Any:
@@ -50,6 +50,7 @@ class Stateful(ABC):  # noqa: B024 (what it asks for is a ``state``)
                 f"{sorted(state) if isinstance(state, Mapping) else type(state).__name__}, expected "
                 f"{names}; load a state that state_dict() returned"
             )
+        # JSON and other files make lists of tuples
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items()}
         for name, hint in get_type_hints(type(self.state)).items():
             if not fits(values[name], hint):
@@ -61,9 +62,9 @@ class Stateful(ABC):  # noqa: B024 (what it asks for is a ``state``)
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Tell whether a value that was read is of an annotated type.
+    """Tell whether a value that was read from a file is of an annotated type.
 
-    A float is any finite number, a ``Sequence`` a list or a tuple; an int has 64 bits and is no bool.
+    Any finite number is a float, a list or a tuple is a ``Sequence``; an int fits 64 bits and is no bool.
 
     Example:
         >>> fits(3, int | None), fits((1, 2), tuple[int, ...]), fits([1, "a"], Sequence[int])
@@ -84,7 +85,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def brief(value: object) -> str:
-    """Return a value in one short line: of a tensor what it is, not what is in it.
+    """Return a value in one short line: a tensor's dtype and shape, and not its elements.
 
     Example:
         >>> brief(torch.ones(2, 3)), brief("x" * 99)[:5]
@@ -97,7 +98,7 @@ def brief(value: object) -> str:
 
 
 def parse_parts(owner: Stateful, parts: Sequence[Stateful], saved: object) -> tuple[Any, ...]:
-    """Return the state objects of what consists of parts, from their saved dictionaries."""
+    """Return the state objects of an owner's parts, from their saved dictionaries."""
     if not isinstance(saved, list) or len(saved) != len(parts):
         raise ConfigurationError(
             f"the saved state of {type(owner).__name__} has "
@@ -119,5 +120,6 @@ def packed(value: object) -> bytearray:
 
 def unpacked(raw: Any, classes: Sequence[type[Any]] = ()) -> Any:
     """Undo ``packed``; refuse all but plain values, tensors and objects of ``classes``."""
+    # the bytes come from a file or from another rank: unpickling them freely could run any code
     with torch.serialization.safe_globals(list(classes)):
         return torch.load(io.BytesIO(raw), weights_only=True)

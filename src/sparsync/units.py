@@ -1,7 +1,7 @@
 """Units: the fixed runs of parameters that are selected and exchanged together.
 
-They follow registration order, whatever DDP's buckets are and however it rebuilds
-them.  One unit = the whole model is the papers' semantics.
+They follow registration order and not DDP's buckets, which it rebuilds after the first step: a residual
+keyed by bucket would change its meaning then.  One unit for the whole model is the papers' semantics.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = [
 _STEPPED_INSIDE: Final = "_in_backward_optimizers"
 
 
-# A box of a parameter: ``parameter.reshape(shape)[offset[0] : offset[0] + size[0], ...]``, flattened;
-# by these three names.
+# A box of a parameter: ``parameter.reshape(shape)[offset[0] : offset[0] + size[0], ...]``, flattened.
+# Its keys are "shape", "offset" and "size".
 Piece = dict[str, list[int]]
 
 
@@ -78,7 +78,7 @@ class Unit:
         return self.slots[bisect_right(starts, index) - 1].name
 
     def entries(self, density: float) -> int:
-        """Return k for a density: ``density * n`` rounded, at least 1, at most n; n where dense.
+        """Return k for a density: ``density * n`` rounded, at least 1, at most n; n for a dense unit.
 
         Example:
             >>> unit, = plan_units([("w", torch.zeros(300))])
@@ -100,9 +100,9 @@ def plan_units(
         parameters: names and tensors; gradients have their shapes, dtypes and devices.
         unit_bytes: a unit is closed when it holds this many bytes; None: one unit per dtype and
             device.  A parameter is never divided.
-        compress: tells of a name and a parameter whether it is exchanged sparsely; others are
-            exchanged whole, in units of their own.  None: all are.
-        output: names of the parameters of the output layer, if that is to have units of its own.
+        compress: tells, by name and tensor, whether a parameter is exchanged sparsely; others are
+            exchanged whole, in units of their own.  None: all are exchanged sparsely.
+        output: names of the output layer's parameters, if they are to have units of their own.
 
     Example:
         >>> a, b = torch.zeros(6), torch.zeros(4)
@@ -133,15 +133,16 @@ def plan_units(
 
 
 def output_parameters(model: nn.Module, given: Collection[str] | None = None) -> Collection[str]:
-    """Return the names of the output layer's parameters: of the module that was registered last.
+    """Return the names of the output layer's parameters: those of the module registered last.
 
-    ``given`` are the names where the user says them, which must exist.
+    If the user names them, in ``given``, those names are returned; they must exist.
 
     Example:
         >>> output_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
         ['2.weight', '2.bias']
     """
-    everywhere = list(model.named_parameters(remove_duplicate=False))  # a tied weight: everywhere
+    # a tied weight is also part of the last module, though it has the name of the first that has it
+    everywhere = list(model.named_parameters(remove_duplicate=False))
     last = everywhere[-1][0].rpartition(".")[0] if everywhere else ""
     names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
     found = [names[id(p)] for name, p in everywhere if name.rpartition(".")[0] == last]
@@ -158,28 +159,28 @@ def output_parameters(model: nn.Module, given: Collection[str] | None = None) ->
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return what of a tensor lies on this rank, sharing its memory: of a DTensor the local part."""
+    """Return the part of a tensor that lies on this rank, sharing its memory: a DTensor's local part."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    to_local = getattr(tensor, "to_local", None)  # to import DTensor takes 0.4 s
+    to_local = getattr(tensor, "to_local", None)  # no isinstance: importing DTensor takes 0.4 s
     return tensor if to_local is None else to_local()
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Tell whether no NaN or Inf lies in a tensor on this rank; it may be sparse, as moments may."""
+    """Tell whether this rank's part of a tensor has no NaN or Inf; it may be sparse, as moments may."""
     part = local_of(tensor)
-    # coalesced or not: a sum of what is finite is taken for finite
+    # coalesced or not: the sum of finite duplicates is taken to be finite
     return bool(torch.isfinite(part._values() if part.is_sparse else part).all())
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Join tensors of one dtype, flat; a single one shares its memory."""
+    """Join tensors of one dtype to a flat one; of a single tensor it shares the memory."""
     joined: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     return joined
 
 
 def unflatten(joined: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the views of a vector that ``tensors`` would be, joined."""
+    """Return views of a joined vector in the shapes of ``tensors``."""
     return list(_unflatten_dense_tensors(joined, tensors))  # type: ignore[no-untyped-call]
 
 
@@ -199,9 +200,10 @@ def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[
 
 
 def training(model: nn.Module) -> list[int]:
-    """Return the identities of what trains, as often as modules have it: quick to compare.
+    """Return the identities of the parameters that train, one for each place in a module.
 
-    Below 0 once an optimizer steps it inside ``backward()``: see ``check_stepped_later``.
+    Two such lists are compared quickly, on every step.  Identities are below 0 once an optimizer steps
+    the parameter inside ``backward()``: see ``check_stepped_later``.
     """
     return [
         -id(parameter) if hasattr(parameter, _STEPPED_INSIDE) else id(parameter)
@@ -217,10 +219,11 @@ def check_same_parameters(
     ignored: Collection[Tensor] = (),
     alone: Collection[str] = (),
 ) -> None:
-    """Refuse a model that trains what is neither ``exchanged`` nor ``ignored``: thawed, added, replaced.
+    """Refuse a model that trains other parameters than those ``exchanged`` or ``ignored``.
 
-    Those named in ``alone`` are each rank's own, whichever tensors they are.  What
-    ``torch.func.functional_call`` puts in the place of parameters is there for that call only.
+    They may have been thawed, added or replaced since.  Parameters named in ``alone`` are each rank's
+    own, whichever tensors they are.  Tensors that ``torch.func.functional_call`` puts in the place of
+    parameters are there for that call only.
 
     Example:
         >>> model = nn.Linear(2, 1); exchanged = list(model.parameters())

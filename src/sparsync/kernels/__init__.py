@@ -3,8 +3,8 @@
 Callers import from here and never from a backend.  Float32 on the CPU goes to C++ (``native.py``) if
 that was built, on a GPU to Triton (``triton.py``) if that is installed, and everything else to PyTorch
 (``reference.py``), which describes the functions.  It is the specification, to which the other backends
-are bit-equal: integers, floats, Inf, denormals, signs; only which bits of a NaN arise from a sum is left
-open.
+are bit-equal in integers, floats, Inf, denormals and signs; only the bits of a NaN that results from a
+sum are left open.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ def backend_of(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> Any:
     """Return the module that takes these tensors: ``native``, ``triton`` or ``reference``.
 
     Args:
-        tensors: those that decide; of none, ``reference``.
+        tensors: those that decide; without any, ``reference`` is returned.
         dtype: the only one that compiled kernels take here.
     """
     on_cpu, on_cuda = bool(tensors), bool(tensors)
-    for tensor in tensors:  # dozens of times per step: properties, and no sets
+    # called dozens of times per step: properties are read, and no sets are built
+    for tensor in tensors:
         if tensor.dtype is not dtype:
             return reference
         on_cpu, on_cuda = on_cpu and tensor.is_cpu, on_cuda and tensor.is_cuda
@@ -70,6 +71,7 @@ def backend_of(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> Any:
 @functools.cache
 def _triton() -> Any:
     """Return the Triton backend, imported for the first CUDA tensor; None without Triton."""
+    # not imported with the package: processes without a GPU do not need it
     backend = importlib.import_module("sparsync.kernels.triton")
     return backend if backend.installed() else None
 
@@ -96,7 +98,8 @@ def _dispatched(
         tensors = deciding(*arguments)
         backend = backend_of(*tensors, dtype=dtype)
         if in_place and not all(tensor.is_contiguous() for tensor in tensors):
-            return getattr(reference, name)(*arguments, **named)  # not in place of a copy
+            # a contiguous copy would be changed in the place of the caller's tensor
+            return getattr(reference, name)(*arguments, **named)
         return getattr(backend, name)(*map(_contiguous, arguments), **named)
 
     return dispatch

@@ -35,7 +35,8 @@ __all__ = [
 SCALE_BYTES: Final = 2
 _UNIFORM: Final = 8  # bits from which levels are equally far apart
 
-# of 1: the least mean square error for a normal distribution (Max, 1960, table I)
+# in units of the root mean square: the least mean square error for a normal distribution (Max, 1960,
+# table I)
 _THRESHOLDS = MappingProxyType(
     {
         1: (),
@@ -75,7 +76,7 @@ def quantise(values: Tensor, bits: int, block: int, limit: float) -> Tensor:
     """Return bf16 scales and codes as bytes.
 
     Thresholds are multiples of a block's root mean square.  Its scale is ``<q, x> / <q, q>`` of the
-    levels q, so what is decoded is the projection of x onto q.  A block with NaN or Inf becomes NaN.
+    levels q, so the decoded block is the projection of x onto q.  A block with NaN or Inf becomes NaN.
 
     Args:
         values: float32, any number.
@@ -90,13 +91,14 @@ def quantise(values: Tensor, bits: int, block: int, limit: float) -> Tensor:
 
 
 def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Tensor:
-    """Do what ``quantise`` says."""
+    """Quantise as ``quantise`` describes, in plain PyTorch."""
     thresholds, levels = _tables(bits, values.device)
     count = values.numel()
     blocks = packing.in_blocks(values, block)
     magnitudes = blocks.abs()
     peaks = magnitudes.amax(1, keepdim=True)
-    # relative to a power of two near the largest, no square overflows and none that matters vanishes
+    # values are divided by a power of two near the largest: so no square overflows, and none that
+    # matters vanishes
     units = (peaks.view(torch.int32) & _EXPONENT).clamp(_SMALLEST, _LARGEST).view(torch.float32)
     scaled = magnitudes / units
     if bits == _UNIFORM:
@@ -107,12 +109,15 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
         lengths = torch.full_like(peaks, block)
         lengths[-1:] -= blocks.numel() - count
         squares = sums_of_halves(scaled * scaled) / lengths
-        spread = squares.double().sqrt().float()  # torch's of float32 may be off by one bit
+        # rounded once, from float64: torch's root of float32 may be off by one bit
+        spread = squares.double().sqrt().float()
         number = torch.zeros_like(blocks, dtype=torch.uint8)
         for threshold in thresholds:
             number += scaled > threshold * spread
     nearest = levels[number.int()]
     nearest.view(-1)[count:] = 0.0
+    # the projection <q, x> / <q, q>: its error is orthogonal to q, so the decoded block is never longer
+    # than x
     scales = sums_of_halves(nearest * scaled) / sums_of_halves(nearest * nearest) * units
     scales = torch.where(peaks == 0, 0.0, scales.clamp(max=limit))
     scales = torch.where(peaks.isfinite(), scales, torch.nan)
@@ -120,14 +125,15 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
     scales = packing.unpack_values(raw, len(blocks), packing.BF16, 1)[:, None]
     negative = (blocks < 0) & (nearest > 0)
     codes = number | negative.to(torch.uint8) << (bits - 1)
-    codes = torch.where(scales > 0, codes, 0)  # one form of zeros and of NaN
+    # blocks of zeros and of NaN have one form each: equal vectors give equal bytes
+    codes = torch.where(scales > 0, codes, 0)
     return torch.cat([raw, pack_codes(codes.view(-1)[:count], bits)])
 
 
 def decode_(
     into: Tensor, raw: Tensor, bits: int, block: int, divisor: float = 1.0, *, keep: bool = True
 ) -> None:
-    """Add what ``quantise`` wrote of as many values, divided, to ``into``, float32, or replace it."""
+    """Decode the bytes of ``quantise``, divide, and add to ``into`` (float32, as long), or replace it."""
     if (backend := _backend(block, into)) is None:
         decode_plainly_(into, raw, bits, block, divisor, keep=keep)
     else:
@@ -138,7 +144,7 @@ def decode_(
 def decode_plainly_(
     into: Tensor, raw: Tensor, bits: int, block: int, divisor: float = 1.0, *, keep: bool = True
 ) -> None:
-    """Do what ``decode_`` says."""
+    """Decode as ``decode_`` describes, in plain PyTorch."""
     levels = _tables(bits, raw.device)[1]
     count, middle = into.numel(), SCALE_BYTES * -(-into.numel() // block)
     scales = packing.unpack_values(raw[:middle], middle // SCALE_BYTES, packing.BF16, 1)
@@ -148,7 +154,7 @@ def decode_plainly_(
 
 
 def _backend(block: int, vector: Tensor) -> Any:
-    """Return the module that takes such blocks of a vector; None: the specification does."""
+    """Return the module that takes such blocks of a vector; None for the specification."""
     backend = backend_of(vector)
     if backend is reference or block % 8 or not vector.is_contiguous():
         return None
@@ -160,7 +166,10 @@ def _backend(block: int, vector: Tensor) -> Any:
 
 
 def sums_of_halves(rows: Tensor) -> Tensor:
-    """Add the halves of each row until one number is left: an order that no machine changes."""
+    """Add the halves of each row until one number is left.
+
+    The order of additions is fixed, where ``sum`` has one that depends on the machine and its threads.
+    """
     while rows.shape[1] > 1:
         half = (rows.shape[1] + 1) // 2
         folded = rows[:, :half].clone()
@@ -182,7 +191,8 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     count = codes.numel()
     padded = codes.new_zeros(-(-count // 8) * 8)
     padded[:count] = codes & ((1 << bits) - 1)
-    words = padded.view(torch.int64)  # of eight codes: fold pairs, fours, halves
+    # words of eight codes, a byte each: three rounds fold pairs, fours and halves together
+    words = padded.view(torch.int64)
     for width in (8, 16, 32) if bits < 8 else ():
         kept = bits * width // 8
         mask = sum(((1 << 2 * kept) - 1) << at for at in range(0, 64, 2 * width))

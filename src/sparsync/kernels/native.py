@@ -1,12 +1,12 @@
 """The hot loops in C++ (``native/``), for float32 on the CPU; ``reference.py`` describes them.
 
-Built when the package is installed, if there is a C++ compiler.  The instruction set is chosen at run
-time: AVX-512, AVX2, NEON, or plain C++.  ``SPARSYNC_KERNELS`` in the environment names another one of
-them, or ``torch`` to switch this module off.  Passes over large vectors use up to
+They are built when the package is installed, if there is a C++ compiler.  The instruction set is chosen
+at run time: AVX-512, AVX2, NEON, or plain C++.  ``SPARSYNC_KERNELS`` in the environment names another
+one of them, or ``torch`` to switch this module off.  Passes over large vectors use up to
 ``torch.get_num_threads()`` threads.
 
-Tensors are passed as addresses; whatever could read or write outside them is refused here or in C++.
-The last three functions are the exchanges of ``wire/packed.py``, fused.
+Tensors are passed as addresses; arguments that would lead outside of them are refused here or in C++.
+The functions for messages are the fused exchanges of ``wire/packed.py`` and ``wire/messages.py``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ __all__ = [
     "unpack_and_undeal",
 ]
 
-_INTERFACE: Final = 8  # of the extension's functions: native/module.cpp states the same number
+# of the extension's functions: native/module.cpp states the same number.  An extension of other sources
+# would take addresses for lengths
+_INTERFACE: Final = 8
 
 
 def _load() -> Any:
@@ -72,11 +74,11 @@ EXTENSION: Final[Any] = _load()  # the extension module; None if there is none
 _ELEMENTS_PER_THREAD: Final = 1 << 20
 # up to here ``find`` without a limit allocates for all elements instead of counting first
 _SMALL: Final = 1 << 14
-# from here on ``top`` guesses a threshold from a sample instead of counting all keys
+# from here ``top`` guesses a threshold from a sample, instead of counting all keys
 _SAMPLED: Final = 1 << 17
 _STRIDE: Final = 256  # one element in this many is sampled,
 _SAMPLES: Final = 1 << 12  # or more, so that there are at least this many
-_ENTRY_BYTES: Final = (8, 2, 1, 4)  # at least, of a message, by the form of its values
+_ENTRY_BYTES: Final = (8, 2, 1, 4)  # an entry's least bytes in a message, by the form of its values
 
 
 @functools.cache
@@ -90,7 +92,7 @@ def chosen() -> str:
     """Return the instruction set in use; ``torch`` if this module is not.
 
     Raises:
-        ConfigurationError: ``SPARSYNC_KERNELS`` names what is not there.
+        ConfigurationError: ``SPARSYNC_KERNELS`` names an instruction set that is not available.
     """
     available = (*instruction_sets(), "torch")
     wanted = os.environ.get("SPARSYNC_KERNELS") or available[0]
@@ -122,6 +124,7 @@ def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None
     n = x.numel()
     searched = _address("x", x), n
     if limit is None:
+        # room for all elements is cheaper than a second reading where there are few
         few = n <= _SMALL
         limit = n if few else EXTENSION.count(*searched, _low(key), _workers(n), chosen())
     return _collect(EXTENSION.find, searched, key, limit)
@@ -131,6 +134,8 @@ def _collect(
     kernel: Callable[..., int], vectors: tuple[int, ...], key: int, limit: int
 ) -> tuple[Tensor, Tensor] | None:
     n = vectors[-1]
+    # every thread writes into room for ``limit`` entries of its own, and C++ moves the results
+    # together: memory that is not written costs nothing
     limit, workers = max(min(limit, n), 0), _workers(n)
     indices, values = empty(workers * limit, torch.int64), empty(workers * limit, torch.float32)
     ends = indices.data_ptr(), values.data_ptr()
@@ -143,7 +148,7 @@ def _workers(n: int) -> int:
 
 
 def _low(key: int) -> int:
-    """Return the key as an unsigned 32-bit number; zeros are never found."""
+    """Return the key within 32 bits, unsigned; at least 1, so that zeros are never found."""
     return min(max(key, 1), 1 << 31)
 
 
@@ -154,6 +159,8 @@ def top(x: Tensor, k: int) -> Tensor:
     if k <= 0:
         return empty(0, torch.int64)
     if n >= _SAMPLED and 4 * k <= n:
+        # a guess decides only how much is read: fewer than k candidates, or far too many, and all keys
+        # are counted; else the top k are among them
         key = EXTENSION.guess(address, n, k, min(_STRIDE, n // _SAMPLES))
         candidates = find(x, key, 4 * k + _SMALL)
         if candidates is not None and candidates[0].numel() >= k:
@@ -247,7 +254,7 @@ def decode_levels_(
 
 
 def _level_bytes(n: int, levels: Levels) -> tuple[int, int]:
-    """Return the bytes of the scales, and of all."""
+    """Return the bytes of the scales, and those of scales and codes."""
     scales = 2 * -(-n // levels[1])
     return scales, scales - -n * levels[0] // 8
 
@@ -261,7 +268,7 @@ def _on(raw: Tensor, values: Tensor, levels: Levels) -> tuple[object, ...]:
 
 # ---- Adam's moments ---------------------------------------------------------------------------------
 
-# factors of the second moment, in the step that is wanted and in the one made; eps; the rate
+# the second moment's factor in the step that is wanted, and in the one that was made; eps; the rate
 Moments = tuple[float, float, float, float]
 
 
@@ -314,7 +321,7 @@ def deal_and_pack(
 def unpack_and_sum(
     messages: Sequence[Tensor], rank: int, indices: Tensor, values: Tensor, style: Style, k: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Sum messages and the entries of ``rank``, in rank order; None if a message is malformed."""
+    """Sum messages and the own entries of ``rank``, in rank order; None if a message is malformed."""
     most = max(min(k, style[-1]), 0)
     room = empty(most, torch.int64), empty(most, torch.float32)
     given = _raw(messages), rank, *_entries(indices, values), style, k
@@ -333,8 +340,8 @@ def unpack_and_undeal(
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """Join the messages of all owners to a vector of ``size``; None if a message is malformed.
 
-    Returns its ``k`` largest entries, and what ``rank`` delivered of them: of what it ``sent``, and of
-    what its message differs from its ``sums``.
+    Returns its ``k`` largest entries, and the part of them that ``rank`` delivered: of the entries that
+    it ``sent``, and of the difference between its message and its ``sums``.
     """
     most = min(size, max(k, 0), sum(message.numel() for message in messages))
     rooms = [(empty(most, torch.int64), empty(most, torch.float32)) for _ in range(2)]
@@ -369,7 +376,7 @@ def cut_messages(
     indices: Tensor, values: Tensor, boundaries: Sequence[int], own: int, layout: Layout
 ) -> list[Tensor]:
     """Cut entries at boundaries and write a message per region; that of ``own`` is empty."""
-    # 33 bits of an index at most, and two per entry that say where it lies; a header
+    # an index has 33 bits at most, and two more per entry say where it lies; a message has a header
     room = 9 * values.numel() + 32 * len(boundaries)
     out = empty(room, torch.uint8)
     given = *_entries(indices, values), list(boundaries), own, layout
@@ -438,7 +445,7 @@ def empty(count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _guarded(kernel: Callable[..., Any], *arguments: object) -> Any:
-    """Call a kernel that checks its arguments; what it refuses is a ConfigurationError."""
+    """Call a kernel that checks its arguments; turn its refusal into a ConfigurationError."""
     try:
         return kernel(*arguments)
     except ValueError as error:

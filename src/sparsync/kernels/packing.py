@@ -52,7 +52,7 @@ _INF, _LARGEST_BF16, _NAN_BF16 = 0x7F800000, 0x7F7F, 0x7FC0  # magnitudes as int
 _LEVELS = 127.0  # int8 codes are -127 ... 127
 _NOT_FINITE = -128
 _LARGEST_SCALE = float.fromhex("0x1.020406p+121")  # 127 times the next float32 is infinite
-_LARGEST = MappingProxyType(  # what rounding must not exceed to stay finite, there and back
+_LARGEST = MappingProxyType(  # values up to these stay finite when they are rounded, there and back
     {torch.float64: torch.finfo(torch.float32).max, torch.float16: 65280.0}
 )
 
@@ -91,7 +91,7 @@ def value_bytes(nnz: int, form: int, block: int) -> int:
 def pack(
     header: bytes, indices: Tensor, values: Tensor, size: int, form: int, block: int
 ) -> tuple[Tensor, Tensor]:
-    """Return header, values and indices as one uint8 payload, and the values that it says.
+    """Return header, values and indices as one uint8 payload, and the values as the receiver sees them.
 
     C++ refuses indices that are not int64, strictly ascending below ``size``, one per value.
     """
@@ -108,7 +108,7 @@ def pack(
 
 
 def unpack(body: Tensor, nnz: int, size: int, form: int, block: int) -> tuple[Tensor, Tensor]:
-    """Return indices and float32 values of what follows the header; ``body`` has the exact length."""
+    """Return the indices and float32 values of a message's ``body``, which has the exact length."""
     on, middle = _functions(body), value_bytes(nnz, form, block)
     if on is native:
         body = body.contiguous()
@@ -172,7 +172,7 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
     nnz = indices.numel()
     low = low_bits(nnz, size)
     bits = index_bits(nnz, size)
-    words = indices.new_zeros(bits // 32 + 2)  # of 32 bits each, in int64: no sum has a sign
+    words = indices.new_zeros(bits // 32 + 2)  # of 32 bits each, in int64: no sum turns negative
     order = torch.arange(nnz, device=indices.device)
     _put_(words, order * low, indices & ((1 << low) - 1))
     _put_(words, nnz * low + (indices >> low) + order, torch.ones_like(indices))
@@ -187,10 +187,10 @@ def _put_(words: Tensor, at: Tensor, bits: Tensor) -> None:
 
 
 def unpack_indices(packed: Tensor, nnz: int, size: int) -> Tensor:
-    """Unpack what ``pack_indices`` packed; WireFormatError unless every bit is as it packs them."""
+    """Undo ``pack_indices``; WireFormatError unless every bit is as it would write it."""
     low = low_bits(nnz, size)
     order = torch.arange(nnz, device=packed.device)
-    # padding counts as unary: a set bit there is one index too many, or one beyond the size
+    # the padding is read as unary: a set bit in it is an index too many, or one beyond the size
     unary = packed[nnz * low // 8 :, None] >> torch.arange(8, device=packed.device)
     ones = (unary & 1).flatten()[nnz * low % 8 :].nonzero().flatten()
     if ones.numel() != nnz:
@@ -214,7 +214,7 @@ def _get(packed: Tensor, at: Tensor, width: int) -> Tensor:
 
 
 def to_float32(values: Tensor, form: int) -> Tensor:
-    """Convert to what ``pack_values`` takes; a finite value stays finite, there and back."""
+    """Convert to float32, as ``pack_values`` takes it; finite values stay finite, there and back."""
     if values.dtype == torch.float64 or (values.dtype == torch.float16 and form != FP32):
         largest = _LARGEST[values.dtype]
         values = torch.where(values.isinf(), values, values.clamp(-largest, largest))
@@ -238,7 +238,8 @@ def pack_values(values: Tensor, form: int, block: int) -> Tensor:
     # a tensor as divisor: by a number, CUDA multiplies with the rounded reciprocal
     scales = (peaks / torch.full_like(peaks, _LEVELS)).clamp_(max=_LARGEST_SCALE)
     divisors = torch.where(scales == 0, 1.0, scales)[:, None]
-    codes = (blocks / divisors).round().clamp(-_LEVELS, _LEVELS)  # denormal scales: far from exact
+    # the clamp is for denormal scales, which are far from exact
+    codes = (blocks / divisors).round().clamp(-_LEVELS, _LEVELS)
     codes = torch.where(finite, codes, float(_NOT_FINITE)).to(torch.int8).flatten()[:count]
     return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
 
@@ -247,14 +248,16 @@ def _to_bf16(values: Tensor) -> Tensor:
     """Round to bf16 by integers, as int16: torch's own conversion has many bits for NaN."""
     bits = values.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
+    # to nearest, ties to even: 0x7FFF, and one more if the bit that will be the last is odd
     rounded = (magnitude + (0x7FFF + ((magnitude >> 16) & 1))) >> 16
     rounded = torch.where(magnitude < _INF, rounded.clamp(max=_LARGEST_BF16), rounded)
     rounded = torch.where(magnitude > _INF, _NAN_BF16, rounded)
-    return (rounded | ((bits >> 16) & -0x8000)).to(torch.int16)  # with the sign's copies
+    # the shift has copied the sign upwards; the copies are kept, so that the int32 fits an int16
+    return (rounded | ((bits >> 16) & -0x8000)).to(torch.int16)
 
 
 def unpack_values(packed: Tensor, nnz: int, form: int, block: int) -> Tensor:
-    """Unpack ``nnz`` float32 values; any bytes give some values, -128 of INT8 gives NaN."""
+    """Unpack ``nnz`` float32 values: all bytes are legal, and the INT8 code -128 gives NaN."""
     if form == FP32:
         return view_as(packed, torch.float32)
     if form == BF16:

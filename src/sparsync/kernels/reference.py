@@ -32,7 +32,7 @@ __all__ = [
     "undeal",
 ]
 
-# of each dtype the integers of the same bits, and the bits of its mantissa
+# for each dtype: the integers of the same width, and the bits of its mantissa
 _BITS = MappingProxyType(
     {
         torch.float32: (torch.int32, 23),
@@ -41,7 +41,8 @@ _BITS = MappingProxyType(
         torch.bfloat16: (torch.int16, 7),
     }
 )
-# elements that ``accumulate_`` copies at a time: on a GPU one launch, in a CPU's cache one round
+# elements that ``accumulate_`` copies at a time: on a GPU one launch, on a CPU one round through the
+# cache
 _BLOCK = 1 << 20
 _LOW_32 = 0xFFFFFFFF
 
@@ -59,7 +60,7 @@ def magnitude_keys(x: Tensor) -> Tensor:
 
 
 def key_range(dtype: torch.dtype) -> tuple[int, int]:
-    """Return ``(largest, octave)``: no key is above ``largest``; doubling |x| adds ``octave``."""
+    """Return ``(largest, octave)``: no key exceeds ``largest``, and doubling |x| adds ``octave``."""
     integer, mantissa = _bits_of(dtype)
     return torch.iinfo(integer).max, 1 << mantissa
 
@@ -76,10 +77,10 @@ def _bits_of(dtype: torch.dtype) -> tuple[torch.dtype, int]:
 def accumulate_(
     residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
 ) -> tuple[Tensor, Tensor] | None:
-    """``residual, gradient = residual + gradient, residual``, in place; find what reaches ``key``.
+    """``residual, gradient = residual + gradient, residual``, in place; find elements from ``key`` on.
 
     The swap leaves an exact undo in the gradient's memory, without a second buffer.  Both are `[n]`,
-    contiguous, of one dtype and device (``ConfigurationError``, if not).
+    contiguous, of one dtype and device (else ``ConfigurationError``).
 
     Returns:
         Ascending indices and values of those elements of the new residual whose ``magnitude_keys`` are at
@@ -102,7 +103,7 @@ def accumulate_(
 
 
 def check_pair(residual: Tensor, gradient: Tensor) -> None:
-    """Refuse what cannot swap its contents."""
+    """Refuse a pair that cannot swap its contents."""
     kinds = [(t.shape, t.dtype, t.device, t.is_contiguous()) for t in (residual, gradient)]
     if kinds[0] != kinds[1] or residual.dim() != 1 or not residual.is_contiguous():
         ours, theirs = (f"{[*t.shape]} x {t.dtype} on {t.device}" for t in (residual, gradient))
@@ -120,7 +121,7 @@ def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None
         (tensor([1]), tensor([3.]))
     """
     keys = magnitude_keys(x)
-    if key > torch.iinfo(keys.dtype).max:  # above all keys, and no number of their dtype
+    if key > torch.iinfo(keys.dtype).max:  # above all keys: their dtype cannot hold it, to compare
         indices = torch.empty(0, dtype=torch.int64, device=x.device)
     else:
         indices = (keys >= max(key, 1)).nonzero().flatten()
@@ -145,7 +146,7 @@ def top(x: Tensor, k: int) -> Tensor:
     kth = torch.topk(keys, k, sorted=False).values.min().clamp(min=1)  # zeros are never selected
     positions = (keys >= kth).nonzero().flatten()
     surplus = positions.numel() - k
-    if surplus > 0:  # more elements tie at the k-th magnitude than fit: the highest positions go
+    if surplus > 0:  # more elements tie at the k-th magnitude than fit: drop the highest positions
         ties = (keys[positions] == kth).nonzero().flatten()
         keep = torch.ones(positions.numel(), dtype=torch.bool, device=x.device)
         keep[ties[ties.numel() - surplus :]] = False
@@ -154,7 +155,7 @@ def top(x: Tensor, k: int) -> Tensor:
 
 
 def count_from(values: Tensor, keys: Tensor) -> Tensor:
-    """Return, for each ascending magnitude key, how many values reach it; `[len(keys)]`, int64.
+    """Count, for each of the ascending magnitude keys, the values that reach it; `[len(keys)]`, int64.
 
     Example:
         >>> keys = magnitude_keys(torch.tensor([0.0, 1.0, 4.0]))
@@ -162,7 +163,9 @@ def count_from(values: Tensor, keys: Tensor) -> Tensor:
         [4, 2, 1]
     """
     mine, keys = magnitude_keys(values).to(torch.int64), keys.to(torch.int64).contiguous()
-    reached = torch.searchsorted(keys, mine, right=True)  # how many of the keys, by every value
+    # the number of keys that each value reaches, always the first ones; running sums from the end count
+    # per key
+    reached = torch.searchsorted(keys, mine, right=True)
     counts = keys.new_zeros(keys.numel() + 1)
     counts.index_add_(0, reached, torch.ones_like(reached))
     return counts.flip(0).cumsum(0).flip(0)[1:]
@@ -202,6 +205,7 @@ def merge(
         streams = [(i[which], v[which]) for which, (i, v) in zip(kept, streams, strict=True)]
     union = torch.unique(torch.cat([indices for indices, _ in streams]))
     total = torch.zeros(union.numel(), dtype=streams[0][1].dtype, device=union.device)
+    # stream after stream: no index occurs twice within one, so no device chooses an order of additions
     for indices, values in streams:
         at = torch.searchsorted(union, indices)
         total[at] = total[at] + values
@@ -265,14 +269,15 @@ class Dealt(NamedTuple):
 def deal(indices: Tensor, world_size: int) -> Dealt:
     """Deal ascending indices to owners like cards: every P consecutive ones have P owners.
 
-    Element i lies in group g = i // P and belongs to owner ``(i + h(g)) mod P``, where h is a hash: who
-    gets which card changes from group to group, so that no stride of the support (a column of a
-    matrix) meets one owner only.  Within its owner the element has the index g: order is kept.
+    Element i lies in group g = i // P and belongs to owner ``(i + h(g)) mod P``, where h is a hash: the
+    order of owners changes from group to group, so that no stride of the support (a column of a matrix)
+    meets one owner only.  The element has the index g within its owner: order is kept.
 
     Example:
         >>> deal(torch.arange(6), 3).counts
         [2, 2, 2]
     """
+    # stable, so that the indices of an owner still ascend
     group = indices // world_size
     owner = (indices + _turn(group, world_size)) % world_size
     order = torch.argsort(owner, stable=True)
@@ -293,6 +298,7 @@ def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
 
 def _turn(group: Tensor, world_size: int) -> Tensor:
     """Hash a group's number to ``[0, world_size)``: MurmurHash3's 32-bit finaliser."""
+    # the last product scales a number of 32 bits to the range, without a division
     x = (group ^ (group >> 32)) & _LOW_32
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _LOW_32
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _LOW_32

@@ -1,18 +1,18 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The hot loops and packing on a CUDA device, for float32, in Triton where torch's operations cost more.
 
-``reference.py`` and ``packing.py`` describe the functions; these are bit-equal to them.  Where the data
-decide how long a result is, the host waits once, to read that length, and once per message for the check
-of unpacked indices; nothing else waits for the device.  Arguments are contiguous and on one device.
+``reference.py`` and ``packing.py`` describe the functions; these are bit-equal to them.  If the length
+of a result depends on the data, the host waits once, to read that length, and once per message for the
+check of unpacked indices; nothing else waits for the device.  Arguments are contiguous and on one device.
 
-Functions under ``jit`` are device code.  A kernel runs as many programs, each on one block of ``BLOCK``
-elements; ``at`` are the positions of its elements (64 bits: vectors may have more than 2^31 elements)
-and ``inside`` masks those beyond the end.  Names ending in ``_ptr`` are the addresses of contiguous
-tensors; ``bits`` are float32 elements read as int32.  No kernel depends on the order in which programs
-run: nothing but integers is added atomically.
+Functions under ``jit`` are device code.  A kernel runs as a number of programs, each on one block of
+``BLOCK`` elements; ``at`` are the positions of its elements (64 bits: vectors may have more than 2^31
+elements) and ``inside`` masks those beyond the end.  Names ending in ``_ptr`` are the addresses of
+contiguous tensors; ``bits`` are float32 elements read as int32.  No kernel depends on the order in which
+programs run: only integers are added atomically.
 
-Triton is optional: without it this module can be imported, but no kernel can be launched.  Whether
-kernels are compiled or interpreted is decided when Triton is imported: with ``TRITON_INTERPRET=1`` set by
+Triton is optional: without it this module can be imported, but no kernel can be launched.  Triton
+decides at its import whether kernels are compiled or interpreted: if ``TRITON_INTERPRET=1`` is set by
 then, they run on CPU tensors, slowly, in NumPy.
 """
 
@@ -53,7 +53,8 @@ __all__ = [
 # the 31 bits of a key are four digits; a histogram of 256 counts fits the registers of a program
 _RADIX: Final = 256
 _SHIFTS: Final = (24, 16, 8, 0)
-# this many programs fill a large GPU (132 multiprocessors of an H100) and few add to one histogram
+# programs of a count: enough to fill a large GPU (an H100 has 132 multiprocessors), and few enough that
+# their additions to one histogram do not queue up
 _COUNTING_PROGRAMS: Final = 512
 # elements of a program: four 16-byte loads of float32 in flight for each of its 128 threads
 BLOCK: Final = 2048
@@ -75,28 +76,26 @@ if installed():
 
 
 def _blocks_of(n: int) -> int:
-    """Return how many programs cover n elements; 0 programs launch nothing."""
+    """Return the number of programs that cover n elements; with 0, nothing is launched."""
     return -(-n // BLOCK)
 
 
 def _launch(
     kernel: Any, programs: int, first: Tensor, *arguments: object, **constants: int
 ) -> None:
-    """Run a kernel on the device of its first argument, after what was launched there before.
-
-    Products and sums are rounded apart, as everywhere else.
-    """
+    """Run a kernel on the device of its first argument, after earlier launches there."""
+    # without fused multiply-adds: products and sums are rounded apart, as in the specification
     with torch.cuda.device(first.device if first.is_cuda else -1):
         kernel[programs,](first, *arguments, **constants, enable_fp_fusion=False)
 
 
 def warps_of(elements: int) -> int:
-    """Return how many warps a program of this many elements takes: 16 elements a thread, or more."""
+    """Return the warps for a program of this many elements: a thread has 16 elements or more."""
     return min(max(elements // 512, 4), 32)
 
 
 def _cover(kernel: Any, n: int, first: Tensor, *arguments: object, **constants: int) -> None:
-    """Launch as many programs as n elements take."""
+    """Launch the programs that cover n elements."""
     _launch(kernel, _blocks_of(n), first, *arguments, BLOCK=BLOCK, **constants)
 
 
@@ -124,7 +123,7 @@ def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None
 def _collect(
     x: Tensor, counts: Tensor, key: int, limit: int | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Collect in order what reaches the key, given how many elements of each block do."""
+    """Collect, in order, the elements that reach the key, given their number in each block."""
     n, ends = x.numel(), counts.cumsum(0)
     total = int(ends[-1]) if n else 0  # the host waits here
     if limit is not None and total > limit:
@@ -151,12 +150,12 @@ def top(x: Tensor, k: int) -> Tensor:
 
 
 def _kth(bits: Tensor, k: int) -> Tensor:
-    """Return on the device: the k-th largest key, and how many of those that tie with it to take."""
+    """Return, on the device, the k-th largest key, and how many of the keys equal to it to take."""
     n, blocks = bits.numel(), _blocks_of(bits.numel())
     programs = min(blocks, _COUNTING_PROGRAMS)
     rounds = -(-blocks // programs)
     histograms = bits.new_zeros(len(_SHIFTS), _RADIX, dtype=torch.int64)
-    # the key's digits so far; how many are wanted of it
+    # the higher digits of the k-th largest key, and its rank among the keys that have them
     state = bits.new_zeros(2, dtype=torch.int64)
     state[1:].fill_(k)
     for shift, histogram in zip(_SHIFTS, histograms, strict=True):
@@ -171,10 +170,11 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Add each stream to a dense vector, in a launch of its own.
 
-    Within a stream no index occurs twice, and launches run in order, so nothing is added atomically.
+    Within a stream no index occurs twice, and launches run in order, so nothing is added atomically, and
+    every sum is a left fold.
 
-    Cost: three passes over the ``size`` elements of the region, which is 4 bytes of memory for each;
-    one host synchronisation.
+    Cost: three passes over the ``size`` elements of the region, 4 bytes of memory for each of them; one
+    host synchronisation.
     """
     if within is not None:
         kept = [restrict(indices, within) for indices, _ in streams]
@@ -218,13 +218,15 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
 
 def unpack_indices(packed: Tensor, nnz: int, size: int) -> Tensor:
     low = packing.low_bits(nnz, size)
-    first, end = nnz * low, 8 * packed.numel()  # padding counts as unary, as in the specification
+    # the padding is read as unary, as in the specification
+    first, end = nnz * low, 8 * packed.numel()
     counts = packed.new_empty(_blocks_of(end - first), dtype=torch.int32)
     _cover(_count_ones, end - first, packed, counts, first, end)
     ends, indices = counts.cumsum(0), packed.new_zeros(nnz, dtype=torch.int64)
     _cover(_decode_indices, end - first, packed, ends, indices, first, end, nnz, low)
     disorder = (indices.diff() <= 0).sum() + (indices[-1:] >= size).sum()
-    ones, wrong = torch.stack([counts.sum(), disorder]).tolist()  # the host waits here
+    # the host waits here, once for both
+    ones, wrong = torch.stack([counts.sum(), disorder]).tolist()
     if ones != nnz:
         raise packing.miscounted(nnz, ones)
     if wrong:
@@ -242,7 +244,7 @@ def pack_values(values: Tensor, form: int, block: int) -> Tensor:
         return packed
     rows = -(-n // block)
     scales, codes = packed[: 4 * rows].view(torch.float32), packed[4 * rows :].view(torch.int8)
-    width = 1 << (block - 1).bit_length()  # what a program sees is as wide as a power of two
+    width = 1 << (block - 1).bit_length()  # Triton's blocks are as wide as powers of two
     height = max(BLOCK // width, 1)
     arguments = (values, scales, codes, n, block, _LEVELS, _LARGEST_SCALE, _NOT_FINITE)
     warps = warps_of(height * width)
@@ -290,7 +292,7 @@ def _keys(bits):
 def _swap_accumulate(
     residual_ptr, gradient_ptr, counts_ptr, n, key, BLOCK: tl.constexpr, COUNT: tl.constexpr
 ):
-    """``residual, gradient = residual + gradient, residual``; count per block what reaches ``key``."""
+    """``residual, gradient = residual + gradient, residual``; count per block from ``key`` on."""
     at = _positions(BLOCK)
     inside = at < n
     before = tl.load(residual_ptr + at, mask=inside, other=0.0)
@@ -304,7 +306,7 @@ def _swap_accumulate(
 
 @jit
 def _count_above(bits_ptr, counts_ptr, n, key, BLOCK: tl.constexpr):
-    """Count per block what reaches ``key`` (at least 1, so that padding never does)."""
+    """Count per block the elements that reach ``key`` (at least 1, so that padding never does)."""
     at = _positions(BLOCK)
     reaching = _keys(tl.load(bits_ptr + at, mask=at < n, other=0)) >= key
     tl.store(counts_ptr + tl.program_id(0), tl.sum(reaching.to(tl.int32), axis=0))
@@ -312,7 +314,7 @@ def _count_above(bits_ptr, counts_ptr, n, key, BLOCK: tl.constexpr):
 
 @jit
 def _compact(bits_ptr, ends_ptr, positions_ptr, values_ptr, n, key, BLOCK: tl.constexpr):
-    """Write positions and bits of what reaches ``key``, ascending; ``ends`` = running sums of counts."""
+    """Write positions and bits of elements from ``key`` on; ``ends`` are running sums of counts."""
     at = _positions(BLOCK)
     bits = tl.load(bits_ptr + at, mask=at < n, other=0)
     reaching = _keys(bits) >= key
@@ -338,8 +340,8 @@ def _count_digits(
 ):
     """Count the digits above ``SHIFT`` of the keys whose higher digits are ``state[0]``.
 
-    Each program strides over the vector, so that few programs add to the histogram.  What is no
-    candidate is counted as digit 0, whose count ``_choose_digit`` never reads.
+    Each program strides over the vector, so that few programs add to the histogram.  Keys that are no
+    candidates are counted as digit 0, whose count ``_choose_digit`` never reads.
     """
     at = _positions(BLOCK)
     chosen = tl.load(state_ptr)
@@ -359,7 +361,7 @@ def _choose_digit(state_ptr, histogram_ptr, RADIX: tl.constexpr):
     chosen, wanted = tl.load(state_ptr), tl.load(state_ptr + 1)
     digits = tl.arange(0, RADIX)
     counts = tl.where(digits == 0, 0, tl.load(histogram_ptr + digits))
-    # with this digit or more
+    # the candidates with this digit or a larger one
     reaching = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
     enough = (digits > 0) & (reaching >= wanted)
     digit = tl.max(tl.where(enough, digits, 0), axis=0)
@@ -381,9 +383,9 @@ def _count_top(bits_ptr, state_ptr, counts_ptr, n, BLOCK: tl.constexpr):
 
 @jit
 def _compact_top(bits_ptr, state_ptr, ends_ptr, positions_ptr, count_ptr, n, BLOCK: tl.constexpr):
-    """Write the positions of the top k, ascending, and how many there are.
+    """Write the positions of the top k, ascending, and their number.
 
-    Of the ties the first ``state[1]`` are taken; none if the k-th largest is zero.
+    Of the ties the first ``state[1]`` are taken, or none if the k-th largest is zero.
     """
     at = _positions(BLOCK)
     keys = _keys(tl.load(bits_ptr + at, mask=at < n, other=0))
@@ -392,7 +394,7 @@ def _compact_top(bits_ptr, state_ptr, ends_ptr, positions_ptr, count_ptr, n, BLO
     block, blocks = tl.program_id(0), tl.num_programs(0)
     larger, ties = (keys > kth).to(tl.int32), (keys == kth).to(tl.int32)
     larger_end, ties_end = tl.load(ends_ptr + block), tl.load(ends_ptr + blocks + block)
-    # how many of either kind lie before an element, in all blocks
+    # the number of larger keys, and of ties, before an element, in all blocks
     larger_before = larger_end - tl.sum(larger, axis=0) + tl.cumsum(larger, axis=0) - larger
     ties_before = ties_end - tl.sum(ties, axis=0) + tl.cumsum(ties, axis=0) - ties
     selected = (keys > kth) | ((keys == kth) & (ties_before < taken))
@@ -418,7 +420,7 @@ def _scatter(dense_ptr, indices_ptr, values_ptr, n, BLOCK: tl.constexpr, SIGN: t
     tl.store(targets, values, mask=inside)
 
 
-# ---- packing: kernels/packing.py says what the bits are ------------------------------------------------
+# ---- packing: kernels/packing.py describes the bits ----------------------------------------------------
 
 
 @jit
@@ -459,7 +461,7 @@ def _count_ones(packed_ptr, counts_ptr, first, end, BLOCK: tl.constexpr):
 
 @jit
 def _decode_indices(packed_ptr, ends_ptr, indices_ptr, first, end, n, low, BLOCK: tl.constexpr):
-    """Write the index of each set bit; what is beyond ``n`` is not written."""
+    """Write the index of each set bit, up to ``n`` of them."""
     at = _positions(BLOCK)
     ones = _ones(packed_ptr, first, end, at)
     start = tl.load(ends_ptr + tl.program_id(0)) - tl.sum(ones, axis=0)
@@ -518,8 +520,8 @@ def _encode_int8(
     magnitude = tl.abs(values)
     finite = magnitude < float("inf")
     peaks = tl.max(tl.where(finite, magnitude, 0.0), axis=1)
-    # divided in float64 and rounded to float32, which is the quotient rounded once: not every version
-    # of Triton divides float32 exactly where numbers are denormal
+    # divided in float64 and rounded to float32, which equals the quotient rounded once: not every
+    # version of Triton divides denormal float32 exactly
     scales = tl.minimum((peaks.to(tl.float64) / levels).to(tl.float32), largest)
     tl.store(scales_ptr + rows, scales, mask=rows * row < n)
     divisors = tl.where(scales == 0.0, 1.0, scales)[:, None]

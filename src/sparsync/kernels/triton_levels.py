@@ -55,7 +55,7 @@ def _sum_of_halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constex
 
 @jit
 def _quotient(a, b):
-    """Divide float32 rounded once, also where Triton's own division is not."""
+    """Divide float32, rounded once; not every version of Triton divides denormal numbers so."""
     return (a.to(tl.float64) / b.to(tl.float64)).to(tl.float32)
 
 
@@ -81,6 +81,7 @@ def _quantise(
     values = tl.load(values_ptr + at, mask=inside, other=0.0)
     keys = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     peaks = tl.max(keys, axis=1)
+    # the inverse of a power of two is exact, so multiplying by it equals the specification's division
     exponents = tl.minimum(tl.maximum(peaks & 0x7F800000, 0x00800000), 0x7E800000)
     inverses = (0x7F000000 - exponents).to(tl.float32, bitcast=True)
     # a row with NaN or Inf is computed as zeros
@@ -148,12 +149,12 @@ def _decode_levels(
         word |= more.to(tl.int32) << 8
     code = (word >> ((at * BITS) & 7).to(tl.int32)) & ((1 << BITS) - 1)
     half = 1 << (BITS - 1)
-    # not by unary minus, which is 0 - x to Triton and knows no -0.0
+    # not by a unary minus, which Triton computes as 0 - x: that never gives -0.0
     signs = tl.where(code >= half, -1.0, 1.0)
     values = signs * tl.load(levels_ptr + (code & (half - 1))) * scales
     values = (values.to(tl.float64) / divisor).to(tl.float32)
     if KEEP:
         values += tl.load(into_ptr + at, mask=inside, other=0.0)
     else:
-        values += 0.0
+        values += 0.0  # the specification adds to zeros, which turns -0.0 into 0.0
     tl.store(into_ptr + at, values, mask=inside)

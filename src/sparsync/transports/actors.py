@@ -1,7 +1,7 @@
-"""Actors answer messages whatever their rank computes; a host runs one and carries its messages.
+"""Actors answer messages while their rank computes; a host runs an actor and carries its messages.
 
-An actor is a state machine without threads, sockets and clocks of its own: it is told what arrives
-and what time it is, and says what to send.  So the same actor runs on a thread next to a training
+An actor is a state machine without threads, sockets or clocks of its own: its host hands it messages
+and the time, and sends its answers.  So the same actor runs on a thread next to training
 (``ZmqHost``) and in the simulator, where every interleaving can be replayed.
 """
 
@@ -18,7 +18,7 @@ from sparsync.transports.driver import Operation
 
 __all__ = ["Actor", "Host", "Reply"]
 
-Reply = Callable[[Any], None]  # ends what a rank awaits of its actor; called once
+Reply = Callable[[Any], None]  # ends a rank's wait for its actor, with a value; called once
 
 
 class Actor(ABC):
@@ -33,7 +33,7 @@ class Actor(ABC):
 
     @abstractmethod
     def tick(self) -> None:
-        """Do what was due."""
+        """Do the work that is due: the host's clock has reached ``due``."""
 
     @abstractmethod
     def lose(self, peer: int, reason: str) -> None:
@@ -53,17 +53,17 @@ class Host(ABC):
 
     @abstractmethod
     def send(self, dest: int, payload: Tensor) -> None:
-        """Send a message of the actor's and return at once; the payload must not change any more."""
+        """Send a message of the actor and return at once; the payload must never change again."""
 
     @abstractmethod
     def call(self, function: Callable[[], None]) -> None:
-        """Run ``function`` between the actor's calls, soon; returns at once."""
+        """Run ``function`` soon, between two calls of the actor; return at once."""
 
     @abstractmethod
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
-        """Run ``function(reply)`` as ``call`` does; await the result for what ``reply`` is given.
+        """Run ``function(reply)`` as ``call`` does; the operation's result is the value that it replies.
 
-        It may call ``reply`` at once or later; ``where`` says what the wait is for, in errors.
+        ``reply`` may be called at once or later; ``where`` names the wait in errors.
         """
 
     @abstractmethod

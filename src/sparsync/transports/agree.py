@@ -30,9 +30,9 @@ __all__ = [
     "unequal_steps",
 ]
 
-_TEXT_BYTES = 1 << 16  # of a value that others are told
-_NAMED = 3  # ranks whose value is in a message
-_SHOWN, _BEFORE = 240, 60  # characters of a value, and of them those before the first that differs
+_TEXT_BYTES = 1 << 16  # of a fact's value, where ranks disagree and tell each other theirs
+_NAMED = 3  # other ranks whose values an error shows
+_SHOWN, _BEFORE = 240, 60  # characters shown of a value, and those before the first that differs
 _WORD = 8  # bytes
 _ROW = 1024  # words: short enough for a cache, long enough that the sums are small
 
@@ -59,16 +59,16 @@ async def greatest(comms: Sequence[Communicator], number: int, phase: str) -> in
 
 
 def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T], what: str) -> T:
-    """Do something on this rank alone, as all others do; return it if it was done on all of them.
+    """Run an action on every rank; return this rank's result if it succeeded on all of them.
 
     Args:
-        comms: as of ``greatest``.
-        action: it may raise anything, and asks no other rank.
-        what: a rank could not do, in words.
+        comms: as in ``greatest``.
+        action: it may raise anything; it must not communicate.
+        what: the action in words, to follow "could not".
 
     Raises:
-        SparsyncError: what the action raised here; else, wherever another rank failed, a
-            ``CheckpointError`` that names it.
+        SparsyncError: the action's own error on a rank where it failed; on the others a
+            ``CheckpointError`` that names such a rank.
 
     Cost: that of ``greatest``.
     """
@@ -81,6 +81,9 @@ def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T], what:
     except Exception as caught:
         error = CheckpointError(f"cannot {what}: {type(caught).__name__}: {first_line(caught)}")
         error.__cause__ = caught
+    # the outcomes meet even if this rank has failed: a rank that raised at once would leave the others
+    # waiting in the allreduce.  One number tells both whether a rank failed and which: 0, or its place
+    # plus one
     place = 0
     for comm in comms:
         place = place * comm.world_size + comm.rank
@@ -93,7 +96,7 @@ def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T], what:
 
 
 def unequal_steps(least: int, most: int, here: int) -> str:
-    """Return in words that ranks have done different numbers of local steps, and what to do."""
+    """Return the error text for ranks that have done different numbers of local steps."""
     return (
         f"ranks have done {least} to {most} local steps, this one {here}; where an iteration is left out "
         "on some ranks (no batch, no loss), call sync.step() there, as often as others' optimizers step"
@@ -106,7 +109,7 @@ def unequal_steps(least: int, most: int, here: int) -> str:
 async def agree(comm: Communicator, facts: Mapping[str, object]) -> None:
     """Return when all ranks hold the same facts.
 
-    Every rank gives as many, in the same order.
+    Every rank gives the same number of facts, in the same order.
 
     Raises:
         PeerError: names the first fact that differs, this rank's value and those of others.
@@ -117,7 +120,8 @@ async def agree(comm: Communicator, facts: Mapping[str, object]) -> None:
     everyone = await comm.allgather(digests, "agreement")
     for i, (name, value) in enumerate(facts.items()):
         others = [r for r, theirs in enumerate(everyone) if theirs[i] != digests[i]]
-        if others:  # every rank finds some, and at the same fact
+        # if one rank sees a mismatch, all do, at the same fact: so all of them join the exchange of texts
+        if others:
             raise await _disagreement(comm, name, value, others)
 
 
@@ -134,17 +138,19 @@ async def _disagreement(
 
 
 def _excerpt(text: str, first: int) -> str:
-    """Return what fits in a message, with the first character that differs."""
+    """Return the part of a text that fits into an error, around the first character that differs."""
     start = max(0, first - _BEFORE) if len(text) > _SHOWN else 0
     end = start + _SHOWN
     return "..." * (start > 0) + text[start:end] + "..." * (end < len(text))
 
 
 async def tell(comm: Communicator, text: str, nbytes: int, phase: str) -> list[str]:
-    """Return the texts of all ranks, cut to a length; nothing in them that a terminal obeys."""
+    """Return the texts of all ranks, each cut to ``nbytes``, in printable characters alone."""
     raw = text.encode()[:nbytes].ljust(nbytes, b"\0")
     mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     everyone = await comm.allgather(mine, phase)
+    # the cut may have split a character.  A peer's text goes to this rank's terminal and logs, which
+    # would obey its control characters
     texts = [bytes(raw.tolist()).rstrip(b"\0").decode(errors="ignore") for raw in everyone]
     return ["".join(c if c.isprintable() else "?" for c in text) for text in texts]
 
@@ -167,7 +173,7 @@ class Divergence:
     """A tensor that is not the same on all ranks.
 
     Attributes:
-        groups: ranks that hold the same, the largest group first, then by their lowest rank.
+        groups: ranks that hold the same bits, the largest group first, then by their lowest rank.
 
     Example:
         >>> torn = Divergence("weight", ((0, 1, 3), (2,)))
@@ -180,13 +186,13 @@ class Divergence:
 
     @property
     def majority(self) -> tuple[int, ...]:
-        """More than half of the ranks, if they agree; else nobody."""
+        """The ranks that agree, if they are more than half of all; else none."""
         largest = self.groups[0]
         return largest if 2 * len(largest) > sum(map(len, self.groups)) else ()
 
     @property
     def minority(self) -> tuple[int, ...]:
-        """The others."""
+        """The ranks outside the majority; all of them if there is none."""
         ranks = sorted(rank for group in self.groups for rank in group)
         return tuple(rank for rank in ranks if rank not in self.majority)
 
@@ -218,8 +224,10 @@ def digest(tensor: Tensor) -> str:
     full = words.numel() // _ROW * _ROW
     table = words[:full].view(-1, _ROW)
     rest = flat[full * _WORD :]
+    # integer sums, modulo 2^64: unlike sums of floats they depend neither on the order of addition nor
+    # on the device.  The rest, less than 8 KiB, is hashed as it is
     state = hashlib.blake2b(digest_size=8)
-    for part in (table.sum(0), table.sum(1), rest):  # sums wrap around: modulo 2^64
+    for part in (table.sum(0), table.sum(1), rest):
         state.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} {state.hexdigest()}"
 
@@ -235,6 +243,7 @@ async def check_equal_parameters(
     Cost: that of ``digest``; two allgathers, of 8 bytes per tensor in the second.
     """
     digests = {f"parameter {name}": digest(tensor) for name, tensor in parameters}
+    # the names first: ``agree`` needs as many facts on every rank, in the same order
     names = f"{len(digests)} with digest {_number(chr(10).join(digests)) % 2**64:016x}"
     await agree(comm, {"the names of the parameters": names})
     await agree(comm, digests)
@@ -250,6 +259,8 @@ async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list
     another, of 8 bytes per tensor.
     """
     mine = torch.tensor([_number(digest(tensor)) for tensor in tensors.values()], dtype=torch.int64)
+    # first one digest of all digests: a check costs 16 bytes, however large the model is, unless
+    # something differs
     names = _number("\n".join(tensors))
     sums = torch.tensor([names, _number(str(mine.tolist()))])
     everyone = await comm.allgather(sums, "sentinel")
@@ -269,11 +280,11 @@ async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list
 async def heal_(
     comm: Communicator, tensors: Mapping[str, Tensor], torn: Sequence[Divergence]
 ) -> None:
-    """Overwrite what differs, in place, by what the majority holds; all ranks call it.
+    """Overwrite tensors that differ, in place, with the majority's; all ranks call it.
 
-    Each has a majority.
+    Every divergence in ``torn`` must have a majority.
 
-    Cost: a message of the tensor's bytes for every rank that is healed, all from the majority's lowest.
+    Cost: a message of the tensor's bytes to every rank that is healed, from the majority's lowest rank.
     """
     for each in torn:
         tensor, source = tensors[each.name].detach(), each.majority[0]
@@ -285,12 +296,14 @@ async def heal_(
         elif comm.rank in each.minority:
             nbytes = tensor.numel() * tensor.element_size()
             payload = await comm.irecv(source, nbytes, "heal", Raw("value"))
-            values = payload.clone().view(tensor.dtype)  # a received payload may start at any byte
+            # a clone starts at an offset of 0, as ``view`` needs; a received payload may start at any
+            # byte
+            values = payload.clone().view(tensor.dtype)
             tensor.copy_(values.view(tensor.shape))
 
 
 def _groups(column: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks that have the same number, the largest group first."""
+    """Group the ranks that have the same number, the largest group first."""
     members: dict[int, list[int]] = {}
     for rank, number in enumerate(column):
         members.setdefault(number, []).append(rank)

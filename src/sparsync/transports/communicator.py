@@ -23,18 +23,24 @@ from sparsync.transports.ledger import Framing, Ledger, Raw, Several
 
 __all__ = ["Communicator", "ReduceOp", "check_timeout", "rounds"]
 
-_PIECE = 1 << 21  # bytes of a vector that ``allreduce`` has in hand at a time
+_PIECE = 1 << 21  # bytes of a vector that ``allreduce`` exchanges at a time
 
 C = TypeVar("C", bound="Communicator")
 ReduceOp = Literal["sum", "max", "min"]
 
 
 def check_timeout(seconds: float, name: str = "timeout") -> float:
-    """Return a deadline in seconds, or refuse one that no clock can count; ``name`` is the argument's.
+    """Return a timeout in seconds, or refuse one that might never pass.
+
+    Args:
+        seconds: as the caller gave them.
+        name: of the caller's argument, for the error.
 
     Raises:
         ConfigurationError: not a number in (0, 10^6]: waits must end.
     """
+    # zmq waits for a sign of life for twice the timeout, and libzmq counts its milliseconds in 32 bits:
+    # 2 x 10^6 s still fit.  A NaN fails both comparisons, so it is refused as well
     if not isinstance(seconds, int | float) or not 0 < seconds <= 1e6:
         raise ConfigurationError(
             f"{name} is {seconds!r}; give seconds > 0 and at most 10^6 (12 days): every wait ends"
@@ -43,7 +49,9 @@ def check_timeout(seconds: float, name: str = "timeout") -> float:
 
 
 def rounds(world_size: int) -> Iterator[tuple[int, int]]:
-    """Yield ``(skip, count)``, widest round first: send ``count`` blocks ``skip`` ranks on.
+    """Yield ``(skip, count)`` of every round, the widest first: ``count`` blocks go to ``rank + skip``.
+
+    The counts add up to P - 1: each of the other ranks' blocks is sent once.
 
     Example:
         >>> list(rounds(6)), sum(count for _, count in rounds(6))
@@ -63,16 +71,16 @@ class Communicator(ABC):
         rank: this rank, in ``[0, world_size)``.
         world_size: number of ranks P; 1 is legal and never communicates.
         device: where payloads must live (CUDA tensors are staged to it).
-        ledger: what was sent and received.
+        ledger: counts the traffic of all channels.
         tag: the channel of this handle's messages; see ``channel``.
         companions: threads and actors that others started for this group; ``close`` ends them.
-        aborted: set once ``abort`` was called; of all channels.
-        pads: ``alltoallv`` sends every message at its sender's capacity.
+        aborted: set by ``abort``; all channels share it.
+        pads: whether ``alltoallv`` pads every message to its sender's capacity.
         timeout: seconds that any wait may take.
 
     All payloads are 1-D ``torch.uint8``.  Messages between two ranks on one channel arrive in the
-    order sent.  Ranks call collectives of one channel in the same order.  Cost: each method says so
-    below.
+    order sent.  Ranks call collectives of one channel in the same order.  Each collective states its
+    cost.
     """
 
     pads: ClassVar[bool] = False
@@ -88,30 +96,33 @@ class Communicator(ABC):
         self.aborted = threading.Event()
 
     def channel(self, tag: int) -> Communicator:
-        """Return a handle on the same group, links and ledger whose messages never meet others'.
+        """Return a handle on the same group, whose messages never meet those of other channels.
 
-        Channels are what lets several units be in flight: each unit has its own.
+        Channels allow several units to be in flight: each unit has its own.
         """
+        # shallow: links, ledger, companions and ``aborted`` are shared, so that traffic is counted in one
+        # place and an abort ends the waits on all channels
         twin = copy.copy(self)
         twin.tag = tag
         return twin
 
     def abort(self) -> None:
-        """End the waits of other threads with an error, soon; only ``close`` is legal from now on.
+        """End the waits of other threads with an error, soon; only ``close`` is legal afterwards.
 
-        The only call that another thread may make meanwhile.  Messages that were sent still leave.
+        No other method may be called while another thread is in a call.  Messages already sent still
+        leave.
         """
         self.aborted.set()
 
     def check_open(self) -> None:
-        """Refuse to start or wait for anything once it was aborted."""
+        """Refuse to start or to wait for anything after ``abort``."""
         if self.aborted.is_set():
             raise ConfigurationError(
                 f"rank {self.rank}: this communicator is closed; make a new one"
             )
 
     def close(self) -> None:
-        """End the companions; release sockets, if the transport has its own.  Twice is legal."""
+        """End the companions, and release the transport's own sockets.  It may be called twice."""
         while self.companions:
             self.companions.popitem()[1].close()
 
@@ -140,8 +151,8 @@ class Communicator(ABC):
     def stage(self, name: str) -> Iterator[None]:
         """Book the time that passes under a stage, one of ``ledger.STAGES``.
 
-        No moment is booked twice: what is booked meanwhile, by stages inside or by other units in
-        flight, is left out.
+        No moment is booked twice: time that stages inside, or other units in flight, book meanwhile is
+        left out.
         """
         start, booked = self.now, self.ledger.booked
         try:
@@ -151,7 +162,7 @@ class Communicator(ABC):
             self.ledger.spent(name, max(self.now - start - elsewhere, 0.0))
 
     def work(self, nbytes: int, *, dense: bool = False) -> Operation:
-        """Account for reducing a (dense) message of ``nbytes``: virtual time in the simulator."""
+        """Account for summing a message of ``nbytes``: virtual time in the simulator, else nothing."""
         return Finished()
 
     def host(self, actor: Actor) -> Host:
@@ -191,20 +202,22 @@ class Communicator(ABC):
     async def allreduce(
         self, tensor: Tensor, phase: str, op: ReduceOp = "sum", *, in_place: bool = False
     ) -> Tensor:
-        """Reduce element-wise over ranks; any shape and dtype.  Returns a new tensor, equal on all.
+        """Reduce element-wise over ranks; any shape and dtype.  Return a new tensor, equal on all ranks.
 
-        ``in_place`` overwrites and returns ``tensor``, which is contiguous; if it fails, half done.
+        With ``in_place`` it overwrites and returns ``tensor``, which must be contiguous; after an error
+        part of it is overwritten.
 
-        A reduce-scatter, then an allgather: 2 ceil(log2 P) messages, 2 n (P - 1) / P elements.  Of a
-        large tensor 2 MiB at a time, the same columns of all blocks: each element is summed in the same
-        order, and memory stays small.
+        A reduce-scatter, then an allgather: 2 ceil(log2 P) messages for every 2 MiB, and
+        2 n (P - 1) / P elements.  A piece of 2 MiB has the same columns of all blocks: so every element
+        is summed in the order that its block prescribes, however many pieces there are, and the buffer
+        stays small.
         """
         world_size, size = self.world_size, tensor.numel()
         operations: dict[ReduceOp, Callable[..., Tensor]]
         operations = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
         total = tensor if in_place else tensor.new_empty(tensor.shape)
-        width = -(-size // world_size)  # of the blocks, of which block r belongs to rank r
-        full = size // max(width, 1)  # of them are full
+        width = -(-size // world_size)  # of a block; block r is summed by rank r
+        full = size // max(width, 1)  # blocks without padding
         given, rest = _rows(tensor.reshape(-1), full, width)
         rows, last = _rows(total.view(-1), full, width)
         step = min(max(_PIECE // (world_size * tensor.element_size()), 1), width)
@@ -212,8 +225,10 @@ class Communicator(ABC):
         for start in range(0, max(width, 1), max(step, 1)):
             columns = slice(start, min(start + step, width))
             blocks, end = buffer[:, : columns.stop - start], last[columns]
+            # with ``in_place`` the input is read and the result written piece by piece: no column is read
+            # again once it has been written
             blocks[:full] = given[:, columns]
-            blocks[full:].zero_()
+            blocks[full:].zero_()  # padding: it is reduced along, and never copied out
             blocks[full : full + 1, : end.numel()] = rest[columns]
             await self._reduce_blocks(blocks, phase, operations[op])
             rows[:, columns] = blocks[:full]
@@ -225,19 +240,23 @@ class Communicator(ABC):
     ) -> None:
         """Allreduce `[P, width]`, in place."""
         world_size = self.world_size
+        # reduce-scatter.  Block r is summed along one tree, which P and r determine and the order of
+        # arrival does not; only rank r has the sum, and the allgather copies it: so all ranks get equal
+        # bits
         for skip, count in rounds(world_size):
             theirs = await self._swap(blocks, self.rank + skip, count, skip, phase)
             for i, block in enumerate(theirs):
                 mine = blocks[(self.rank + i) % world_size]
                 combine(mine, block, out=mine)
             await self.work(theirs.numel() * theirs.element_size(), dense=True)
+        # allgather: the same graph backwards, from the narrowest round to the widest
         for skip, count in reversed(list(rounds(world_size))):
             theirs = await self._swap(blocks, self.rank, count, -skip, phase)
             for i, block in enumerate(theirs):
                 blocks[(self.rank + skip + i) % world_size] = block
 
     async def _swap(self, blocks: Tensor, first: int, count: int, skip: int, phase: str) -> Tensor:
-        """Send ``count`` blocks from ``first`` on to ``rank + skip``; receive as many."""
+        """Send ``count`` blocks, beginning with block ``first``, to ``rank + skip``; receive as many."""
         framing = Raw("value" if blocks.is_floating_point() else "control")
         world_size, width = blocks.shape
         first %= world_size
@@ -255,7 +274,8 @@ class Communicator(ABC):
         payload = tensor.contiguous().reshape(-1).view(torch.uint8)
         framing = Raw("value" if tensor.is_floating_point() else "control")
         blocks = await self.allgatherv(payload, [payload.numel()] * self.world_size, phase, framing)
-        # a received block may start at any byte: clone aligns it before the dtype is put back
+        # a received block may start at any byte of its message; ``view`` to a wider dtype needs an offset
+        # that is a multiple of its size, which the clone's is
         return [b.to(tensor.device).clone().view(tensor.dtype).view(tensor.shape) for b in blocks]
 
     async def allgatherv(
@@ -269,10 +289,10 @@ class Communicator(ABC):
     ) -> list[Tensor]:
         """Collect one message per rank, of at most ``capacities[rank]`` bytes, in rank order.
 
-        Cost: ceil(log2 P) messages; all others' bytes received.  A message is sent again in every
-        round by the ranks that hold it early, its owner first: when one rank holds most bytes it
-        sends them up to ceil(log2 P) times.  With ``ring`` P - 1 messages, but nobody sends anything
-        twice.
+        Cost: ceil(log2 P) messages; all others' bytes received.  A rank sends its own message in every
+        round, and passes others on in the rounds after it got them: if one message has most of the
+        bytes, its owner sends it ceil(log2 P) times.  With ``ring`` there are P - 1 messages, and no rank
+        sends any of them twice.
         """
         world_size, rank = self.world_size, self.rank
         blocks = [payload.to(self.device)]  # blocks[i] belongs to rank + i; on a ring, to rank - i
@@ -286,6 +306,8 @@ class Communicator(ABC):
                 await sending
             return [blocks[(rank - r) % world_size] for r in range(world_size)]
         for skip, count in reversed(list(rounds(world_size))):
+            # several messages travel as one, uncut: each says how long it is, so no round is spent on
+            # sizes
             around = [capacities[(rank + i) % world_size] for i in range(skip + count)]
             outgoing, expected = Several(framing, around[:count]), Several(framing, around[skip:])
             source, dest = (rank + skip) % world_size, (rank - skip) % world_size
@@ -298,14 +320,16 @@ class Communicator(ABC):
     async def alltoallv(
         self, payloads: Sequence[Tensor], capacities: Sequence[int], phase: str, framing: Framing
     ) -> list[Tensor]:
-        """Send ``payloads[r]`` to each rank r; return what each rank sent here, in rank order.
+        """Send ``payloads[r]`` to each rank r; return the messages received here, in rank order.
 
-        ``capacities[r]`` is the most that rank r sends to any one; the list is the same on all ranks,
-        so that a transport may use a native call with padded messages.  Destinations are rotated
+        ``capacities[r]`` is the most that rank r sends to any one rank; the list is the same on all
+        ranks, so that a transport may use a native call with padded messages.  Destinations are rotated
         (rank + 1, rank + 2, ...).
         """
         world_size, rank = self.world_size, self.rank
         receiving, sending = {}, []
+        # rotated, as in Ok-Topk, Figure 2b: if all ranks sent to rank 0 first, then to rank 1, the port
+        # of one would be flooded in each turn, and the others' would idle (2a)
         for shift in range(1, world_size):
             source, dest = (rank - shift) % world_size, (rank + shift) % world_size
             receiving[source] = self.irecv(source, capacities[source], phase, framing)
@@ -323,5 +347,5 @@ class Communicator(ABC):
 
 
 def _rows(flat: Tensor, full: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the full blocks, `[full, width]`, and what is after them."""
+    """Return the full blocks, `[full, width]`, and the elements that follow them (views)."""
     return flat[: full * width].view(full, width), flat[full * width :]

@@ -37,8 +37,8 @@ _PATIENCE = 0.001  # seconds between looks for a new job while others are in fli
 _LONG = 0.1  # seconds between looks at the younger members when no new one may start
 _MOST = 64  # coroutines in flight on an engine: every look at them costs Python for each
 _IDLE = 0.05  # seconds in which an engine without work ends by itself
-# seconds that an engine gets to leave what it was in: with the second that an aborted communicator takes
-# to close, a process ends within 5
+# seconds in which an engine's thread must leave the call that it is in.  With the second that an aborted
+# communicator takes to close, a process ends within 5 s (``benchmarks/exits.md``)
 _LAST = 3.5
 
 
@@ -91,7 +91,7 @@ class Task(Generic[T]):
         """Run to the next wait or the end; ``error`` is raised at the present wait.
 
         Raises:
-            BaseException: whatever the coroutine does not handle.
+            BaseException: any that the coroutine does not handle.
         """
         try:
             if error is None:
@@ -102,7 +102,9 @@ class Task(Generic[T]):
             self.result, self.ended = stop.value, True
 
     def advance(self, seconds: float | None) -> bool:
-        """Wait for the operation, at most ``seconds``, and resume; tell whether it went on."""
+        """Wait for the operation, at most ``seconds``, and resume; tell whether the coroutine went on."""
+        # a wait that fails resumes the coroutine as well, with the error at its ``await``, so that an
+        # algorithm may handle it there
         error = None
         try:
             if seconds is None:
@@ -128,9 +130,9 @@ def run(coroutine: Coroutine[Operation, None, T]) -> T:
 class Flight:
     """Coroutines under way at once, in the order in which they were started.
 
-    Whoever drives a flight blocks on its *oldest* member alone.  All ranks start their members in
-    the same order, so the oldest always finds its peers in the same member: there is no deadlock,
-    even on a transport that cannot be asked whether a message is there.
+    Its driver blocks on the *oldest* member alone.  All ranks start their members in the same order,
+    so the oldest always finds its peers in the same member: there is no deadlock, even on a transport
+    that cannot be asked whether a message is there.
 
     An error that a member does not handle ends the flight: the other members are closed.
     """
@@ -150,15 +152,20 @@ class Flight:
         self._move(member, member[0].resume)
 
     def advance(self, seconds: float = 0.0) -> None:
-        """Wait for the oldest, at most about ``seconds``; take every member as far as it comes."""
-        for member in list(self._members):
+        """Wait for the oldest, at most about ``seconds``; take every member as far as it can go."""
+        for member in list(self._members):  # a copy: members that end leave the list
             step = member[0].advance
+            # only the first wait of the oldest may take time.  The younger ones are polled: a wait for
+            # one of them could be for a peer that still waits for this rank in an older one
             while not member[0].ended and self._move(member, partial(step, seconds)):
                 seconds = 0.0
             seconds = 0.0
 
     async def turn(self) -> None:
-        """Await what the oldest member awaits, and advance."""
+        """Await the operation that the oldest member awaits, then advance all.
+
+        So a flight can be driven by a coroutine, in the simulator as well, where nothing may block.
+        """
         oldest = self._members[0]
         try:
             await oldest[0].waits_for
@@ -203,7 +210,9 @@ async def together(programs: Sequence[Coroutine[Operation, None, T]]) -> list[T]
             await flight.turn()
     finally:
         flight.close()
-        for program in programs:  # where one failed at its start, the next were not started
+        # where one failed at its start, the later ones never ran, and Python warns of coroutines that
+        # nobody awaited
+        for program in programs:
             program.close()
     return [results[i] for i in range(len(programs))]
 
@@ -215,7 +224,7 @@ class Abortable(Protocol):
         """End the waits of other threads with an error; only ``close`` is legal from now on."""
 
     def close(self) -> None:
-        """Release what it holds; no thread waits in it any more."""
+        """Release its resources; no thread waits in it any more."""
 
 
 @final
@@ -223,17 +232,17 @@ class Engine:
     """Runs jobs on a daemon thread: the communication of one model.
 
     Coroutines run side by side, started in the order submitted, which is the same on all ranks; a
-    callable waits until everything before it has ended.  Nothing waits inside another's callback
-    (which deadlocks gloo).
+    callable waits until everything before it has ended.  No job waits inside a callback of another's
+    future, which deadlocks gloo.
 
-    An engine that is dropped, or still there when the process ends, ends at once: nobody can look at
-    the results any more.  The thread must be gone before the interpreter is, which would end it inside
+    An engine that is dropped, or that still exists when the process ends, ends at once: nobody can look
+    at the results any more.  The thread must end before the interpreter does, which would stop it inside
     native code: gloo's then calls ``std::terminate``, and libzmq aborts when sockets are closed under it.
 
     Args:
         name: of the thread.
-        comms: what its jobs communicate over; they are aborted where jobs have to end, and then closed.
-            An engine keeps them: they must not keep the engine.
+        comms: communicators of its jobs.  They are aborted where jobs have to end, and then closed.  An
+            engine keeps them alive, so they must not keep the engine alive.
 
     Example:
         >>> engine = Engine("demo")
@@ -245,23 +254,26 @@ class Engine:
     def __init__(self, name: str, comms: Sequence[Abortable] = ()) -> None:
         self._jobs: _Jobs = SimpleQueue()
         over = threading.Event()
-        # no method of this object: a thread that held it would keep it for ever
+        # a function, not a method: its thread would keep the engine alive, which could then never be
+        # dropped
         self._thread = threading.Thread(
             target=_work, args=(self._jobs, over), name=f"sparsync-{name}", daemon=True
         )
         self._thread.start()
+        # a finalizer runs once: when the engine is dropped, at exit, or when it is called, as a method
+        # would be.  None of its arguments may lead to the engine
         self.end = weakref.finalize(
             self, _end, self._jobs, over, self._thread, tuple(comms), os.getpid()
         )
 
     @property
     def running(self) -> bool:
-        """The thread takes jobs."""
+        """Whether the thread still takes jobs."""
         return self._thread.is_alive()
 
     @property
     def busy(self) -> bool:
-        """Another thread than this one may use what the jobs use: it has not ended yet."""
+        """Whether the engine's thread runs, and is not this one: it may use the communicators."""
         return self._thread.is_alive() and threading.current_thread() is not self._thread
 
     def submit(self, job: Callable[[], T] | Coroutine[Operation, None, T]) -> Future[T]:
@@ -280,11 +292,13 @@ class Engine:
         return future
 
     def close(self, patience: float | None = None) -> None:
-        """Finish what is queued, then end the thread; called on the thread itself: once it returns.
+        """Finish the queued jobs, then end the thread.
 
-        What lasts longer than ``patience`` seconds is ended (``end``, which ends all at once).
+        After ``patience`` seconds ``end`` breaks off the jobs that are left.  Called on the thread
+        itself, by a job, this returns at once, and the thread ends after the queued jobs.
         """
         self._jobs.put(None)
+        # a thread cannot join itself: the collector may drop an engine's owner during one of its jobs
         if threading.current_thread() is not self._thread:
             self._thread.join(patience)
             self.end()
@@ -323,12 +337,16 @@ def _work(jobs: _Jobs, over: threading.Event) -> None:
         flying[:] = [future for future in flying if not future.done()]
 
     while True:
+        # with coroutines in flight the queue is only looked at: the time is spent in the oldest one's
+        # wait
         try:
             item = jobs.get(block=not flight)
         except Empty:
             guarded(partial(flight.advance, _PATIENCE))
             continue
         coroutine = item is not None and isinstance(item[0], Coroutine)
+        # a callable, such as the commit of a step, comes after all before it; a coroutine waits for
+        # room alone
         while flight and (not coroutine or len(flight) >= _MOST):
             guarded(partial(flight.advance, _LONG))
         if item is None:
@@ -357,11 +375,15 @@ def _end(
     pid: int,
 ) -> None:
     """End an engine's thread, whatever it waits for.  Not a method: it runs when the engine is gone."""
-    if not thread.is_alive() or os.getpid() != pid:  # a forked child has only the memory of it
+    # a forked child has the memory, but not the thread; the connections are its parent's
+    if not thread.is_alive() or os.getpid() != pid:
         return
+    # in this order.  The flag first: a thread that wakes looks at it before it goes on.  Then the waits
+    # are ended by ``abort``, the one call that another thread may make.  Sockets are closed last, when
+    # no thread can be inside libzmq any more
     over.set()
     jobs.put(None)
-    if threading.current_thread() is thread:  # a job held the engine: it ends after that
+    if threading.current_thread() is thread:  # a job had the last reference; it ends first
         return
     thread.join(_IDLE)
     if not thread.is_alive():
@@ -369,16 +391,18 @@ def _end(
     for comm in comms:
         comm.abort()
     thread.join(_LAST)
-    if not thread.is_alive():  # else it is in native code, and what it uses must stay
+    if not thread.is_alive():  # else it is stuck in native code, and what that uses must stay
         for comm in comms:
             comm.close()
 
 
 def close_at_exit(owner: Any) -> None:
-    """Call ``owner.close()`` when the process ends, if it is still there: it has a thread of its own.
+    """Call ``owner.close()`` at the end of the process, if the owner, which has a thread, is still alive.
 
-    The last that was made is closed first, as it may use others.
+    The last one made is closed first, since it may use earlier ones.
     """
+    # the argument is a weak reference: a strong one would keep the owner alive until the end.  When the
+    # owner is dropped earlier, the finalizer runs, finds nothing, and is done
     weakref.finalize(owner, _close, weakref.ref(owner), os.getpid())
 
 

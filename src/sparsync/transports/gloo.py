@@ -1,4 +1,4 @@
-"""Groups over gloo whose ranks change: each is a new one, and ``torch.distributed`` knows of none."""
+"""Groups over gloo whose ranks change: every change makes a new group, outside ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from sparsync.transports.process_group import break_off
 
 __all__ = ["GlooCommunicator"]
 
-_LENGTH: Final = 8  # bytes, before a message whose length the receiver does not know
+_LENGTH: Final = 8  # bytes of the length before a message, where the receiver does not know it
 
 
 @final
 class GlooCommunicator(Communicator):
-    """A rank of groups that change, as ``ZmqCommunicator(changing=True)`` is over ZeroMQ.
+    """One rank of a changing group over gloo, as ``ZmqCommunicator(changing=True)`` is over ZeroMQ.
 
-    Nothing is encrypted, and peers are trusted: a message longer than the receive ends the process.
-    Collectives are those of ``Communicator``, since gloo's own go on in threads when a rank is gone.
+    Nothing is encrypted, and peers are trusted: a message longer than its receive ends the process.
+    Collectives are those of ``Communicator``, since gloo's own go on in threads after a rank is gone.
 
     Args:
         host: address of this rank, on whose interface it listens.
@@ -39,7 +39,7 @@ class GlooCommunicator(Communicator):
         timeout: seconds that any wait may take.
 
     Attributes:
-        endpoint: for ``regroup``.
+        endpoint: of this rank, for the lists that ``regroup`` takes.
     """
 
     def __init__(self, host: str, store: TCPStore, timeout: float) -> None:
@@ -47,27 +47,29 @@ class GlooCommunicator(Communicator):
         self.timeout = check_timeout(timeout)
         self.endpoint = f"{host}:{store.port}"
         self._gloo_device = ProcessGroupGloo.create_device(hostname=host.strip("[]"))
-        # the last rank 0's is kept: torch asks for an address's name on every connection, perhaps for
-        # seconds
+        # the connection to the last rank 0's store is kept: torch looks up the name of an address
+        # whenever it connects, which may take seconds
         self._own, self._last = store, dict[str, TCPStore]()
         self.group = _Group(partial(self._meet, 0, 0, [self.endpoint]))
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
-        """Be a rank of another group from now on; whoever waits in the former one gets an error.
+        """Be a rank of another group from now on; waits in the former one end with an error.
 
-        It meets in the store of its rank 0 when the first message is sent or received.  Make channels
-        again.
+        The new group meets in the store of its rank 0 when its first message is sent or received.  Make
+        channels again.
         """
+        # the connections are closed before the new group meets: peers that still wait in the former one
+        # hear of it, and come
         self.give_up()
         self.rank, self.world_size = rank, len(endpoints)
         self.group = _Group(partial(self._meet, rank, job, endpoints))
 
     def give_up(self) -> None:
-        """End what this rank waits for, and what others of this group wait for from it."""
+        """End this rank's waits in its group, and the other ranks' waits for it."""
         self.group.close(self.world_size)
 
     def abort(self) -> None:
-        """End what this rank waits for, and start no other wait."""
+        """End this rank's waits, and let it start no other."""
         super().abort()
         self.give_up()
 
@@ -77,7 +79,7 @@ class GlooCommunicator(Communicator):
         self.give_up()
 
     def _meet(self, rank: int, job: int, endpoints: list[str]) -> Any:
-        """Make gloo's group."""
+        """Make gloo's group, directly: ``new_group`` would need a default group of all its ranks."""
         place, seconds = endpoints[0], timedelta(seconds=self.timeout)
         store = self._own if place == self.endpoint else self._last.pop(place, None)
         self._last.clear()
@@ -86,15 +88,19 @@ class GlooCommunicator(Communicator):
             store = TCPStore(host.strip("[]"), int(port), None, False, seconds, False)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads, options._devices = seconds, 1, [self._gloo_device]
+        # the job is in the prefix: with the keys of an earlier group, ranks would connect to its
+        # addresses
         made = ProcessGroupGloo(
             PrefixStore(f"sparsync/{job}", store), rank, len(endpoints), options
         )
-        self._last[place] = store  # but not if its answer has not come
+        self._last[place] = store  # not before it has answered
         return made
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
-        """Send, and before it the length if the receiver does not know that."""
+        """Send the payload, after its length if the receiver does not know it."""
         payload = payload.contiguous()
+        # in one message with its length, as two would take a call more on either side.  gloo fills the
+        # start of a receive buffer that is too long, and does not say how much of it
         if framing.variable:
             payload = torch.cat([torch.tensor([payload.numel()]).view(torch.uint8), payload])
         if payload.numel() == 0:
@@ -120,22 +126,24 @@ class GlooCommunicator(Communicator):
 
 @final
 class _Group:
-    """One of gloo's groups, made by ``meet`` when it is needed."""
+    """One of gloo's groups, which ``meet`` makes when it is first used."""
 
     def __init__(self, meet: Callable[[], Any]) -> None:
         self._meet, self._over = meet, False
         self._gloo: Any = None
 
     def met(self) -> Any:
-        """Return it.
+        """Return the group; make it on first use.
 
         Raises:
-            RuntimeError: not all have come, or it is closed.
+            RuntimeError: not all ranks have come, or the group is closed.
         """
         if self._over:
             raise RuntimeError("this rank has given the step up")
         if self._gloo is None:
-            self._over = True  # unless all come
+            # if the meeting fails it is over for good: the keys that it left in the store would mislead a
+            # second one in the same job
+            self._over = True
             self._gloo = self._meet()
             self._over = False
         return self._gloo
@@ -172,6 +180,8 @@ class _Call(Operation):
         try:
             return call()
         except RuntimeError as error:
+            # gloo has no class for a timeout: its texts have "Timed out", "timed out" or "timeout" in
+            # them
             line = str(error).splitlines()[0].partition(". This is ")[0]
             late = "imed out" in line or "timeout" in line
             raise (DeadlineError if late else PeerError)(

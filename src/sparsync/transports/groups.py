@@ -1,4 +1,4 @@
-"""Ranks of a group as a group of their own, and a world of one."""
+"""Some ranks of a group as a group of their own, and the world of a single process."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ class Subgroup(Communicator):
             )
         super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
         self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
+        # the parent's channel and its event: messages of the subgroup share the order of the parent's,
+        # and an abort of either ends the waits of both
         self.tag, self.aborted = parent.tag, parent.aborted
 
     def abort(self) -> None:
@@ -36,6 +38,7 @@ class Subgroup(Communicator):
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send through the parent."""
+        # by tag, at every call: ``Subgroup.channel`` copies this handle, and leaves ``parent`` as it is
         return self.parent.channel(self.tag).start_send(payload, self.ranks[dest], phase, framing)
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
@@ -61,7 +64,7 @@ class SoloCommunicator(Communicator):
         super().__init__(rank=0, world_size=1, device=torch.device("cpu"))
 
     def host(self, actor: Actor) -> Host:
-        """Run an actor that nobody writes to."""
+        """Run an actor that gets no messages."""
         return SoloHost(actor)
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
@@ -75,7 +78,7 @@ class SoloCommunicator(Communicator):
 
 @final
 class SoloHost(Host):
-    """Calls the actor of a world of one at once; nobody writes to it."""
+    """Calls the actor of a world of one at once; it gets no messages."""
 
     rank, world_size = 0, 1
 
@@ -91,9 +94,11 @@ class SoloHost(Host):
         function()
 
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
-        """Call at once; nothing that comes later could answer."""
+        """Call at once, and expect the answer at once."""
         answers: list[Any] = []
         function(answers.append)
+        # an actor answers when messages arrive or time passes; here neither happens, and a wait would
+        # have no end
         if not answers:
             raise DeadlockError(f"{where()} waits for itself")
         return Finished(answers[0])

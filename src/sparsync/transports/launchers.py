@@ -36,7 +36,8 @@ __all__ = [
 
 Launcher = Literal["torchrun", "mpi", "slurm"]
 
-# rank, world size, rank on its host: what launchers tell their processes, the innermost first
+# the variables by which launchers tell a process its rank, the world size, and its rank on this host.
+# The innermost launcher comes first: torchrun started by srun leaves the variables of both
 _LAUNCHERS: tuple[tuple[Launcher, str, str, str], ...] = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     # Open MPI; MVAPICH2; MPICH, Intel MPI and srun --mpi=pmi2; srun --mpi=pmix
@@ -57,22 +58,22 @@ class Placement:
 
     rank: int
     world_size: int
-    local_rank: int  # among the ranks of this host; 0 where the launcher does not tell
-    host: str | None  # rank 0's, where the environment tells (MASTER_ADDR, or Slurm's first host)
+    local_rank: int  # among the ranks of this host; 0 if the launcher does not tell
+    host: str | None  # rank 0's, if the environment tells (MASTER_ADDR, or Slurm's first host)
     launcher: Launcher
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
-    """Tell which rank this process is, from what its launcher put into the environment.
+    """Tell which rank this process is, by the variables that its launcher has set.
 
     The innermost launcher counts: torchrun's ranks may be started by srun or mpiexec, and mpiexec's
-    by srun.  The batch script of Slurm itself is no rank; what ``srun`` starts in it is.
+    by srun.  Slurm's batch script is no rank; the processes that ``srun`` starts in it are.
 
     Returns:
         None when no launcher started it.
 
     Raises:
-        ConfigurationError: the launcher's numbers make no sense.
+        ConfigurationError: the launcher's numbers are no rank of a world.
 
     Example:
         >>> here = detect({"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"})
@@ -80,7 +81,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
         (2, 4, 'mpi')
     """
     environ = os.environ if environ is None else environ
-    # sbatch sets SLURM_PROCID in its script, too, which is no rank
+    # sbatch sets SLURM_PROCID in its script as well, where there is no step yet
     in_script = "SLURM_SUBMIT_DIR" in environ and "SLURM_STEP_ID" not in environ
     for launcher, *names in _LAUNCHERS:
         if names[0] in environ and names[1] in environ and not (launcher == "slurm" and in_script):
@@ -96,22 +97,23 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
     local_rank = _number(environ, names[2]) if names[2] in environ else 0
     host = environ.get("MASTER_ADDR")
     nodes = next((environ[name] for name in _HOSTS if environ.get(name)), None)
+    # torchrun sets MASTER_ADDR itself: its rank 0 need not be on Slurm's first host
     if not host and nodes is not None and launcher != "torchrun":
         host = first_host(nodes)
     return Placement(rank, world_size, local_rank, host, launcher)
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of Slurm's notation for several.
+    """Return the first host of a list in Slurm's notation.
 
     Raises:
-        ConfigurationError: it is not that notation.
+        ConfigurationError: ``nodes`` is not in that notation.
 
     Example:
         >>> first_host("node[003-005,9],login1"), first_host("a1,b2"), first_host("r[1-2]n[07,9]-ib")
         ('node003', 'a1', 'r1n07-ib')
     """
-    # the first comma outside brackets ends the first part; of each bracket the first number counts
+    # the first comma outside of brackets ends the first item; of each bracket the first number counts
     part = re.match(r"(?:[^,\[\]\s]|\[\d+[\d,-]*\])+(?=,|$)", nodes)
     if part is None:
         raise ConfigurationError(
@@ -125,9 +127,10 @@ def connect_mpi(timeout: float = 300.0) -> Communicator:
     """Connect the ranks of an mpiexec (or of an srun that starts MPI), without ``torch.distributed``.
 
     Raises:
-        ConfigurationError: mpi4py or MPI is missing, or does not know the ranks of the launcher.
+        ConfigurationError: mpi4py or MPI is missing, or MPI does not know the launcher's ranks.
     """
     here, comm = detect(), MpiCommunicator(timeout=timeout)
+    # under another MPI's mpiexec every process is alone in its world, and would train alone
     if here is not None and (here.rank, here.world_size) != (comm.rank, comm.world_size):
         comm.close()
         raise ConfigurationError(
@@ -140,15 +143,16 @@ def connect_mpi(timeout: float = 300.0) -> Communicator:
 def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Placement:
     """Initialise ``torch.distributed`` in every rank of a torchrun, mpiexec or srun.
 
-    Where rank 0 listens: MASTER_ADDR and MASTER_PORT if they are set; else, under MPI, where rank 0
-    says through mpi4py; else, under Slurm, the job's first host, with a port made of the job's number.
+    Rank 0 listens at MASTER_ADDR and MASTER_PORT if they are set; else, under MPI, on its own host and a
+    free port, which mpi4py tells the others; else, under Slurm, on the job's first host, and on a port
+    that follows from the job's number.
 
     Args:
         backend: of the default group.
         timeout: seconds that the ranks wait for each other, here and in the group's operations.
 
     Returns:
-        Which rank this is.
+        The place of this process.
 
     Raises:
         ConfigurationError: no launcher started this process, or it does not tell where rank 0 is.
@@ -181,9 +185,9 @@ def destroy_process_group() -> None:
     """Leave ``torch.distributed``, at the end of a program.
 
     gloo's threads drop the tensors of the last call a moment after it has returned, for which they
-    need the interpreter: one that is about to exit would abort the process ("terminate called without
-    an active exception").  They end with the last reference to their group, so this collects those
-    that are left in cycles; keep none of your own.
+    need the interpreter: if that is about to exit, the process aborts ("terminate called without an
+    active exception").  The threads end with the last reference to their group, so this collects
+    references that are left in cycles; keep none of your own.
     """
     dist.destroy_process_group()
     gc.collect()
@@ -205,9 +209,9 @@ def _meet(here: Placement, timeout: float) -> TCPStore:
     if here.host is not None and "MASTER_PORT" in os.environ:
         return store(here.host, _number(os.environ, "MASTER_PORT"))
     if here.launcher == "mpi" and "MASTER_ADDR" not in os.environ:
-        # where mpi4py is missing, or of another MPI, a scheduler may still tell
+        # if mpi4py is missing, or belongs to another MPI, a scheduler may still tell where rank 0 is
         with suppress(ConfigurationError), connect_mpi(timeout) as comm:
-            # rank 0's system chooses the port
+            # rank 0's system chooses a free port: a number that all ranks could compute might be taken
             host = host_of_rank_0(comm)
             served = store(host, 0) if here.rank == 0 else None
             mine = torch.tensor([served.port if served is not None else 0])
@@ -222,9 +226,9 @@ def _meet(here: Placement, timeout: float) -> TCPStore:
 
 
 def slurm_port(environ: Mapping[str, str]) -> int:
-    """Return the port of a job step: the same in all its tasks, another in the next job's.
+    """Return the port of a job step: the same in all of its tasks, another one in the next job's.
 
-    The system gives out ports from 32,768 on by itself.
+    It is below 32,768, where Linux begins to give out ports by itself.
     """
     step = environ.get("SLURM_STEP_ID", "0")
     number = _number(environ, "SLURM_JOB_ID") + (int(step) if step.isdigit() else 0)

@@ -1,7 +1,7 @@
-"""Count every byte that a rank sends or receives, by phase and by step, and say what it is for.
+"""Count every byte that a rank sends or receives, by phase, by step and by purpose.
 
-The ledger counts payload bytes handed to the transport, headers of the wire format included (a
-transport's own framing, TCP's for one, is not), and never synchronises with a device or a peer.
+The ledger counts the payloads handed to the transport, with the wire format's headers and without the
+transport's own framing (such as TCP's).  It never synchronises with a device or a peer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STAGES = ("accumulate", "select", "pack", "communicate", "unpack")  # of a step 
 
 @dataclass(frozen=True)
 class Parts:
-    """Bytes of one payload by what they are for."""
+    """The bytes of one payload by purpose."""
 
     header: int = 0
     index: int = 0
@@ -54,7 +54,11 @@ class Parts:
 
 
 class Framing(ABC):
-    """Length and parts of payloads.  ``variable``: the receiver knows only an upper bound before."""
+    """How long payloads are, and of which parts.
+
+    Attributes:
+        variable: the receiver knows only an upper bound of the length in advance.
+    """
 
     variable: bool
 
@@ -69,7 +73,7 @@ class Framing(ABC):
 
 @final
 class Raw(Framing):
-    """Bytes without a structure, booked under ``kind``; both sides know how many, unless ``variable``."""
+    """Bytes without structure, booked under ``kind``; both sides know how many, unless ``variable``."""
 
     def __init__(self, kind: Literal["value", "control"], *, variable: bool = False) -> None:
         self.kind, self.variable = kind, variable
@@ -86,7 +90,7 @@ class Raw(Framing):
 
 @final
 class Several(Framing):
-    """Messages one after the other, each at most as long as its capacity (fixed ones: exactly)."""
+    """Messages in a row, each at most as long as its capacity, or exactly if lengths are fixed."""
 
     def __init__(self, framing: Framing, capacities: Sequence[int]) -> None:
         self.framing, self.capacities, self.variable = framing, capacities, framing.variable
@@ -96,6 +100,8 @@ class Several(Framing):
         blocks, at = [], 0
         for capacity in self.capacities:
             length = self.framing.length(buffer[at:]) if self.variable else capacity
+            # the length is the sender's word, and a slice would silently be shorter: a wrong one must not
+            # shift all the messages after it
             if length > min(capacity, buffer.numel() - at):
                 raise WireFormatError(
                     f"a message claims {length} bytes where at most "
@@ -148,11 +154,11 @@ class Traffic:
 
 
 def place(step: int, local_step: int | None = None) -> str:
-    """Return where training is, as errors say it.
+    """Return the place in training, in the words of errors.
 
     Args:
-        step: of the ledger: an exchange.
-        local_step: the last one before it, where an optimizer takes several between two exchanges.
+        step: the ledger's; where an optimizer takes local steps, the number of an exchange.
+        local_step: the last one before that exchange; None: every step is an exchange.
 
     Example:
         >>> place(65), place(32, 65)
@@ -162,11 +168,11 @@ def place(step: int, local_step: int | None = None) -> str:
 
 
 class Ledger:
-    """Counts the traffic of one communicator, and knows at which step that is.
+    """Counts the traffic of one communicator, and knows the step to which it belongs.
 
     Attributes:
-        step: of the open books; where local steps lie between exchanges, an exchange.
-        local_step: the last one before the present exchange; None: each step is an exchange.
+        step: of the open books; where an optimizer takes local steps, the number of an exchange.
+        local_step: the last one before the present exchange; None: every step is an exchange.
 
     Example:
         >>> ledger = Ledger()
@@ -181,15 +187,19 @@ class Ledger:
         self.phases: dict[str, Traffic] = {}  # of the current step
         self.stages: dict[str, float] = {}  # seconds of the whole run, by stage
         self._booked: dict[int, float] = {}  # seconds of all stages, by thread
-        self._lock = threading.Lock()  # stages of autograd's and of the engine's thread overlap
+        # stages of autograd's and of the engine's thread overlap; traffic needs no lock, since only one
+        # thread at a time communicates
+        self._lock = threading.Lock()
         self.last_step = Traffic()
-        self.sent_max = 0  # bytes, over finished steps
+        # bytes of the worst finished step: the papers bound a rank's traffic on every step, not the mean
+        self.sent_max = 0
         self.received_max = 0
         self.outside = Traffic()  # of no step
         self._finished: dict[str, Traffic] = {}  # per phase, over finished steps
 
     def begin_step(self, step: int) -> None:
         """Close the books of the current step and open those of ``step`` (0-based)."""
+        # a step without traffic, such as one of accumulation, leaves ``last_step`` as it is
         if self.phases:
             self.last_step = self.current_step()
             self.sent_max = max(self.sent_max, self.last_step.sent)
@@ -198,12 +208,12 @@ class Ledger:
         self.step = step
 
     def place(self, step: int | None = None) -> str:
-        """Return where training is, or was at ``step``, for errors: see ``place``."""
+        """Return the present place in training, or that of ``step``, for errors: see ``place``."""
         return place(self.step if step is None else step, self.local_step)
 
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
-        """Book what is sent meanwhile to no step: only ``total``, its phases and ``outside`` have it."""
+        """Book traffic to no step meanwhile: only ``total``, ``by_phase`` and ``outside`` count it."""
         before, opened, self.phases = self.total(), self.phases, {}
         try:
             yield
@@ -212,24 +222,26 @@ class Ledger:
             self.outside += self.total() - before
 
     def set_up(self) -> Traffic:
-        """Count what was sent so far for no step that follows; return it, without what was outside."""
+        """Let no later step count the traffic so far; return it, without that outside of steps."""
         self._finished, self.phases = self.by_phase(), {}
         return self.of_steps()
 
     def of_steps(self) -> Traffic:
-        """Sum the whole run but what was outside of steps."""
+        """Sum the whole run, except for the traffic outside of steps."""
         return self.total() - self.outside
 
     def sent(self, phase: str, nbytes: int, parts: Parts, messages: int = 1) -> None:
-        """Record what this rank sent."""
+        """Record messages that this rank sent."""
         self._add(phase, Traffic(nbytes, 0, messages, 0, parts))
 
     def received(self, phase: str, nbytes: int, messages: int = 1) -> None:
-        """Record what this rank received."""
+        """Record messages that this rank received."""
         self._add(phase, Traffic(0, nbytes, 0, messages))
 
     def reduced(self, phase: str, tensor: Tensor, world_size: int) -> None:
         """Record a native allreduce: 2 n (P - 1) / P sent and received."""
+        # gloo, NCCL and MPI do not tell what they send: booked are the least bytes that any allreduce can
+        # have, and the messages of ``Communicator.allreduce``, 2 ceil(log2 P)
         nbytes = -(-2 * tensor.numel() * tensor.itemsize * (world_size - 1) // world_size)
         parts = Parts(value=nbytes) if tensor.is_floating_point() else Parts(control=nbytes)
         messages = 2 * (world_size - 1).bit_length()
@@ -237,12 +249,12 @@ class Ledger:
         self.received(phase, nbytes, messages)
 
     def take(self, other: Ledger) -> None:
-        """Add what another one recorded in its current step."""
+        """Add the current step of another ledger."""
         for phase, traffic in other.phases.items():
             self._add(phase, traffic)
 
     def spent(self, stage: str, seconds: float) -> None:
-        """Record time: of the machine, or virtual in the simulator."""
+        """Record seconds under a stage: the machine's, or virtual ones in the simulator."""
         thread = threading.get_ident()
         with self._lock:
             self.stages[stage] = self.stages.get(stage, 0.0) + seconds
@@ -250,7 +262,7 @@ class Ledger:
 
     @property
     def booked(self) -> float:
-        """Seconds of all stages of this thread; those of others pass at the same time."""
+        """Seconds that this thread has booked, under all stages; other threads run in parallel."""
         return self._booked.get(threading.get_ident(), 0.0)
 
     def current_step(self) -> Traffic:

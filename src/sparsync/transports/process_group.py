@@ -32,9 +32,9 @@ __all__ = [
     "connect_group",
 ]
 
-_PATIENCE: Final = 1.0  # seconds between one rank's failure and the word of the others
-_LOOK: Final = 0.02  # seconds between looks
-_NEVER: Final = 2**30  # a tag of no channel
+_PATIENCE: Final = 1.0  # seconds for the others to report, after one rank's failure
+_LOOK: Final = 0.02  # seconds between looks into the store
+_NEVER: Final = 2**30  # a tag that no channel has
 _AT_ONCE: Final = timedelta(milliseconds=1)
 TRANSPORTS = ("auto", "torch", "zmq", "mpi")
 
@@ -51,8 +51,8 @@ def connect_group(
 
     Args:
         group: its members are the ranks; None for the default group.
-        transport: "torch" (gloo), "zmq" (a mesh of its own), "mpi" (the ranks are
-            mpiexec's), or "auto": zmq, over which sparse exchanges took 5 to 10 % less time and
+        transport: "torch" (gloo), "zmq" (a mesh of its own), "mpi" (for ranks that mpiexec
+            started), or "auto": zmq, over which sparse exchanges took 5 to 10 % less time and
             fewer bytes than over gloo, whose messages are padded (``benchmarks/lab_exchange.md``).
         timeout: seconds that any wait may take.
         connect_timeout: seconds that opening zmq's connections may take.
@@ -69,7 +69,7 @@ def connect_group(
         return over_torch
     if transport == "mpi":
         return MpiCommunicator.over(over_torch, timeout=timeout)
-    # pyzmq is imported when it is needed
+    # imported here: groups over gloo and MPI need no pyzmq
     from sparsync.transports.zmq import ZmqCommunicator
 
     return ZmqCommunicator(
@@ -99,10 +99,10 @@ def check_transport(transport: str, sockets: Mapping[str, object]) -> None:
 
 @final
 class TorchCommunicator(Communicator):
-    """One rank of a process group; None: of the default one.
+    """One rank of a process group; None for the default group.
 
-    CUDA tensors are staged through host memory when the backend is gloo.  NCCL, which has no channels
-    and receives exactly what it was told to, is for the native collectives alone.
+    CUDA tensors are staged through host memory when the backend is gloo.  NCCL has no channels, and both
+    sides of its messages must know their length, so it serves the native collectives alone.
     """
 
     pads = True
@@ -119,16 +119,18 @@ class TorchCommunicator(Communicator):
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         super().__init__(dist.get_rank(group), dist.get_world_size(group), torch.device(device))
         self.group, self.timeout = group, timeout
+        # private calls: torch has no public one that reads a group's timeout.  gloo ends a collective
+        # at that timeout, if it is shorter than this communicator's, and does not say that it was the
+        # reason
         own = group or distributed_c10d._get_default_group()
         options = getattr(own._get_backend(self.device), "options", None)
-        # gloo ends a collective at the group's own timeout, if that is shorter
         longest = options._timeout.total_seconds() if options is not None else timeout
         self.patience = min(timeout, longest)
         self.roll = RollCall(group, self.rank, self.world_size)
 
     def host(self, actor: Actor) -> Host:
         """Run an actor over ZeroMQ; the ranks meet in the group's store, which names the missing."""
-        # pyzmq is imported when it is needed
+        # imported here, since most groups run no actor and need no pyzmq
         from sparsync.transports.zmq import host_over
 
         return host_over(actor, self, store_of(self.group))
@@ -140,10 +142,14 @@ class TorchCommunicator(Communicator):
             return Finished()
         with _named(self, where):
             work = dist.isend(payload, group=self.group, group_dst=dest, tag=self.tag)
+        # ``keep`` holds the payload, whose memory gloo reads until the request is done
         return _Call(self, where, lambda keep=payload: work)  # type: ignore[misc]
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Start ``irecv`` into a buffer of ``capacity`` bytes; the message's header tells its length."""
+        """Start ``irecv`` into a buffer of ``capacity`` bytes; the message's header tells its length.
+
+        gloo accepts a shorter message than the buffer, and does not say how long it was.
+        """
         where = f"message from rank {source} in phase '{phase}'"
         if framing.variable and self.device.type == "cuda":
             raise ConfigurationError(
@@ -166,7 +172,7 @@ class TorchCommunicator(Communicator):
         """End all waits in this group's messages and collectives."""
         super().abort()
         own = self.group
-        if own is None:  # the program's own group goes on
+        if own is None:  # the default group is the program's, which may go on using it
             return
         if self.device.type == "cuda":
             own.abort()
@@ -174,7 +180,7 @@ class TorchCommunicator(Communicator):
             break_off(own, self.world_size)
 
     def under_way(self, phase: str, work: Any) -> Operation:
-        """Return a native collective, which was started with ``async_op``, as an operation."""
+        """Return a native collective that was started with ``async_op`` as an operation."""
         return _Call(self, f"phase '{phase}'", lambda: work, among_all=True, started=True)
 
     async def allreduce(
@@ -197,14 +203,16 @@ class TorchCommunicator(Communicator):
     async def alltoallv(
         self, payloads: Sequence[Tensor], capacities: Sequence[int], phase: str, framing: Framing
     ) -> list[Tensor]:
-        """Use the native call, each message padded to its sender's capacity.
+        """Use the native call, with each message padded to its sender's capacity.
 
-        A message per rank and a call per phase; point to point, gloo takes 4 ms a round and more.
+        So a phase takes one call and a message to every rank; point to point, gloo takes 4 ms a round and
+        more.
         """
         rank, own = self.rank, capacities[self.rank]
         others = [r for r in range(self.world_size) if r != rank]
         if not others:
             return list(payloads)
+        # zeros: the padding travels as well, and must not show what this memory held before
         rows = torch.zeros(len(others), own, dtype=torch.uint8, device=self.device)
         parts, padding, known = Parts(), 0, dict[int, Parts]()
         for row, dest in zip(rows, others, strict=True):
@@ -212,11 +220,11 @@ class TorchCommunicator(Communicator):
             length = payload.numel()
             if length > own:
                 raise ConfigurationError(
-                    f"rank {rank}, phase '{phase}': a message of {length} bytes exceeds what this "
-                    f"rank may send to one other, {own}"
+                    f"rank {rank}, phase '{phase}': a message of {length} bytes exceeds this rank's "
+                    f"capacity of {own} for each other rank"
                 )
             row[:length] = payload
-            if id(payload) not in known:  # often all ranks get the same
+            if id(payload) not in known:  # often all ranks get the same payload
                 known[id(payload)] = framing.parts(row[:length])
             parts, padding = parts + known[id(payload)], padding + own - length
         sizes = [capacities[r] if r != rank else 0 for r in range(self.world_size)]
@@ -230,6 +238,7 @@ class TorchCommunicator(Communicator):
             ),
             among_all=True,
         )
+        # the padding counts: the ledger has the bytes that the links carry
         self.ledger.sent(phase, rows.numel(), parts + Parts(control=padding), len(others))
         self.ledger.received(phase, received.numel(), len(others))
         blocks = list(torch.split(received, sizes))
@@ -243,7 +252,10 @@ class TorchCommunicator(Communicator):
 def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> Iterator[None]:
     """Turn an error of torch into one that names rank, phase and step.
 
-    ``where`` says what was under way, and with which rank; ``among_all``: with all of them.
+    Args:
+        comm: of this rank.
+        where: the operation under way, and its peer.
+        among_all: its peers are all ranks.
     """
     started = time.monotonic()
     comm.check_open()
@@ -252,7 +264,7 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
     except CommunicationError:
         raise
     except RuntimeError as error:
-        comm.check_open()  # nobody is to blame then
+        comm.check_open()  # if this process has aborted the wait, no peer is to blame
         seconds = time.monotonic() - started
         first_line = (str(error) or type(error).__name__).splitlines()[0].split(". This is ")[0]
         place = f"rank {comm.rank}, {comm.ledger.place()}: {where}"
@@ -261,8 +273,10 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
             gone = comm.roll.missing()
             alive = f"{gone}."
         else:
-            comm.roll.missing(patience=0.0)  # the others ask for this rank's word
-        if seconds > 0.95 * comm.patience:  # gloo does not say that it ran into its deadline
+            # only to report: ranks whose collective fails because this one ends ask who has reported
+            comm.roll.missing(patience=0.0)
+        # gloo does not say that it ran into its deadline, so the clock has to
+        if seconds > 0.95 * comm.patience:
             raise DeadlineError(
                 f"{place} did not complete within {comm.timeout:g} s; {alive} "
                 "Raise timeout= if it is only slow"
@@ -271,22 +285,30 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
 
 
 def break_off(gloo: Any, world_size: int) -> None:
-    """Close a gloo group's connections: waits of other threads, and peers', end with an error.
+    """Close a gloo group's connections: waits of other threads, and those of peers, end with an error.
 
-    gloo does that when a wait runs out of time, and up to torch 2.7 in no other way.
+    gloo closes a connection when a wait on it runs out of time, and up to torch 2.7 in no other way.
     """
     for peer in range(world_size):
+        # so a wait that must run out of time: for a message that no rank ever sends
         with suppress(RuntimeError, ValueError):  # it is gone already, or it is this rank
             gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER).wait(_AT_ONCE)
 
 
 @final
 class _Call(Operation):
-    """A native request: under way, or a collective that is started when it is waited for.
+    """A native request: one under way, or a collective that starts at the first wait for it.
 
     A group's collectives must start in one order on all ranks.  Of several channels in flight only
-    the oldest is waited for, which is the same on all ranks.  ``start`` returns the request, None where
-    there is nothing to wait for; with ``started`` it may be asked at any time.
+    the oldest is waited for, which is the same on all ranks.
+
+    Args:
+        comm: of this rank.
+        where: as in ``_named``.
+        start: returns the request; None where there is nothing to wait for.
+        finish: returns the result when the request is done.
+        among_all: as in ``_named``.
+        started: the request is under way, so ``start`` may be called at any time, to look at it.
     """
 
     def __init__(
@@ -321,21 +343,23 @@ class _Call(Operation):
 
 @final
 class RollCall:
-    """Finds out who is missing when a native collective has failed, which gloo does not say.
+    """Finds out which ranks are missing when a native collective has failed; gloo does not say.
 
-    Ranks whose exchange has failed say so in the group's store; who is dead or stuck does not.  A rank
-    that is alive may be late with its word: those that are named hold the one that failed.
+    Ranks whose exchange has failed report that in the group's store; those that are dead or stuck do not.
+    A rank that is alive may report late: so the ranks that are named include the one to blame, and
+    perhaps others.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
         self._group, self._rank, self._world_size = group, rank, world_size
 
     def missing(self, patience: float = _PATIENCE) -> str:
-        """Say that this rank has failed, and name those that have not said it some seconds later."""
+        """Report that this rank's exchange has failed; name the ranks that do not report in time."""
         missing = set(range(self._world_size))
 
         def ask() -> None:
-            with suppress(RuntimeError, KeyError, ValueError):  # lost, or the group was destroyed
+            # the store is lost, or the group was destroyed
+            with suppress(RuntimeError, KeyError, ValueError):
                 store = PrefixStore("sparsync/failed", store_of(self._group))
                 store.set(str(self._rank), "failed")
                 until = time.monotonic() + patience
@@ -343,14 +367,13 @@ class RollCall:
                     missing.difference_update([r for r in missing if store.check([str(r)])])
                     time.sleep(_LOOK)
 
-        # on a thread that may be left behind: the store's host may be stuck, too
+        # on a thread of its own, which may be left behind: the store's host may be stuck as well, and
+        # its calls would wait for the store's timeout
         thread = threading.Thread(target=ask, name="sparsync-roll-call", daemon=True)
         thread.start()
         thread.join(2 * _PATIENCE)
         if self._rank in missing:
-            return (
-                "which rank is to blame is unknown: the store does not answer; its host may be down"
-            )
+            return "the rank to blame is unknown: the store does not answer; its host may be down"
         if not missing:
             return "all ranks are there: a connection between them is lost, or too slow"
         return f"no word from rank{'s' * (len(missing) > 1)} {', '.join(map(str, sorted(missing)))}"
@@ -360,7 +383,7 @@ class RollCall:
 class Groups:
     """Makes process groups among the ranks that attach a model, and ends them.
 
-    The ranks of ``world``, None for all, call everything here together.
+    The ranks of ``world``, None for all, call each method together.
     """
 
     def __init__(
@@ -371,9 +394,9 @@ class Groups:
         self._made: list[dist.ProcessGroup] = []
 
     def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of every rank of the world, in the order of ranks.
+        """Return the numbers of all ranks of the world, in rank order.
 
-        They meet through the store: gloo would not say which rank is missing.
+        Ranks meet through the store: gloo would not say which one is missing.
         """
         return [card["numbers"] for card in self._cards(lambda: {"numbers": list(numbers)})]
 
@@ -391,7 +414,8 @@ class Groups:
         cards = self._cards(lambda: {"numbers": list(ranks), "at": place_of_gloo()})
         places = dict(zip(dist.get_process_group_ranks(self.world), cards, strict=True))
         every = sorted({tuple(card["numbers"]) for card in cards})
-        # ranks outside the world do not call this; inside it, all have to
+        # by default all ranks of the job must call ``new_group``; with local synchronisation its
+        # members alone must, which is needed where ranks outside the world do not come here
         options: Any = {} if self._all else {"use_local_synchronization": True}
         seconds = min(self.timeout, self._connect_timeout)
         for members in every if self._all else [tuple(ranks)]:
@@ -412,7 +436,7 @@ class Groups:
                     f"({reason})"
                 ) from error
             if dist.get_rank() in members:
-                # from now on it is a bound on waits
+                # so far the timeout has bounded the connecting; from now on it bounds waits
                 distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
                 self._made.append(group)
         return self._made[-1]
@@ -433,13 +457,14 @@ class Groups:
             name = names.get(group)
             dist.destroy_process_group(group)
             if not self._all and name is not None:
-                # torch numbers such groups by how many there are: a name that came back would find the
-                # old addresses in the store
+                # torch names such groups by their ranks and by how many groups exist: a later group
+                # with the same name would find this one's addresses in the store.  So the name stays
+                # taken, by an object that does nothing
                 names[_Reserved()] = name  # type: ignore[index]
 
 
 class _Reserved:
-    """Holds the name of a group that has ended."""
+    """Keeps the name of a group that has ended, so that no other gets it."""
 
     def shutdown(self) -> None:
         """Do nothing: torch calls this on every group."""

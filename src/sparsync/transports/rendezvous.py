@@ -36,10 +36,10 @@ __all__ = [
 ]
 
 _PREFIX: Final = "sparsync/meetings"
-_CARD_BYTES: Final = 256  # of what ranks tell each other over a communicator, e.g. a host's name
-_WRONG: Final = "cannot take part"  # key of a card that says why
-_COMPLAINT: Final = 180  # characters of it, over a communicator
-_BYE: Final = 20.0  # seconds that a rank waits for the others which cannot take part itself
+_CARD_BYTES: Final = 256  # of a card that is sent over a communicator, such as a host's name
+_WRONG: Final = "cannot take part"  # key of a card that gives the reason
+_COMPLAINT: Final = 180  # characters of the reason, over a communicator
+_BYE: Final = 20.0  # seconds for which a rank that cannot take part waits for the others
 
 
 def store_of(group: dist.ProcessGroup | None) -> Store:
@@ -56,10 +56,11 @@ def meet(
     timeout: float,
     phase: str = "rendezvous",
 ) -> list[str]:
-    """Return every rank's card, in rank order; every rank's n-th meeting in a store is the same one.
+    """Return every rank's card, in rank order; the n-th calls of all ranks with a store are one meeting.
 
-    A card is what a rank tells the others; ``phase`` is named in errors.  Rank 0, which may serve the
-    store, returns when all have read.  Over another communicator of the ranks a card has 256 bytes.
+    A card is the text that a rank shows to the others; ``phase`` is named in errors.  Rank 0, which may
+    serve the store, returns when all have read.  Over a communicator of these ranks a card has at most
+    256 bytes.
 
     Raises:
         DeadlineError: names the ranks that are missing after ``timeout`` seconds.
@@ -76,6 +77,8 @@ def meet(
             try:
                 store.wait([key], timedelta(seconds=left))
             except RuntimeError as error:
+                # the ranks that never came are to blame, if there are any; else those that came, gave up
+                # and took their cards away
                 later = range(peer, len(keys))
                 missing = [p for p in later if not _has(store, f"{keys[p]} arrived")]
                 missing = missing or [p for p in later if not _has(store, keys[p])]
@@ -85,16 +88,18 @@ def meet(
                     "they use the same store? Raise the timeout if they are only slow"
                 ) from error
 
+    # each rank counts its own meetings, so no rank has to know when another one began
     counter = f"{_PREFIX}/of {rank}"
     try:
         meeting = store.add(counter, 1)
         keys = [f"{_PREFIX}/{meeting}/{r}" for r in range(world_size)]
-        store.set(f"{keys[rank]} arrived", "1")  # stays when the card is withdrawn
+        store.set(f"{keys[rank]} arrived", "1")  # this stays when the card is withdrawn
         store.set(keys[rank], card)
         try:
             wait(keys)
         except DeadlineError:
-            # the next attempt is this meeting again; a complaint stays for those that come later
+            # the count goes back, so that a second attempt joins the same meeting.  A complaint stays,
+            # for ranks that come later
             with suppress(RuntimeError):
                 if _WRONG not in card:
                     store.delete_key(keys[rank])
@@ -110,7 +115,7 @@ def meet(
             f"{where}: the store does not answer, and the process that serves it may be gone "
             f"({str(error).splitlines()[0]})"
         ) from error
-    if rank == 0:
+    if rank == 0:  # the store would end with this process, before others have read it
         wait(read)
     return cards
 
@@ -123,14 +128,14 @@ def convene(
     timeout: float,
     phase: str = "rendezvous",
 ) -> list[dict[str, Any]]:
-    """Return what ``ready`` returns on every rank, in rank order, or tell all ranks whose fails.
+    """Return the results of ``ready`` on all ranks, in rank order; if it fails on one, all hear why.
 
-    A rank that is not ready does not wait for the others longer than they may need to hear why.
+    A rank on which it fails waits for the others no longer than they may need to come and hear of it.
 
     Raises:
-        ConfigurationError: this rank is not ready, as ``ready`` said.
-        PeerError: another one is not, or does not speak this version's language.
-        DeadlineError: as ``meet``.
+        ConfigurationError: ``ready`` raised it on this rank.
+        PeerError: it failed on another rank, or that rank runs another version.
+        DeadlineError: as in ``meet``.
     """
     wrong: ConfigurationError | None = None
     try:
@@ -138,11 +143,13 @@ def convene(
     except ConfigurationError as error:
         wrong = error
         card = json.dumps({_WRONG: str(error)})
-        if isinstance(store, Communicator):  # it cuts what is longer, and the rest would be no JSON
+        # a communicator cuts a card at 256 bytes, and JSON without its end cannot be read
+        if isinstance(store, Communicator):
             card = json.dumps({_WRONG: str(error).encode("ascii", "replace").decode()[:_COMPLAINT]})
     try:
         raw = meet(store, rank, world_size, card, min(timeout, _BYE) if wrong else timeout, phase)
     except (DeadlineError, PeerError):
+        # this rank's own error is the cause, and comes before the silence of others
         if wrong is not None:
             raise wrong from None
         raise
@@ -176,9 +183,10 @@ def _has(store: Store, key: str) -> bool:
 def choose_interface(interface: str | None, meeting: Store | Communicator) -> str:
     """Return the interface to bind.
 
-    The given one; else the one that gloo was told to use (``GLOO_SOCKET_IFNAME``); else the address
-    that leads to the host of the store, of the default process group's, or of rank 0.
+    It is the given one; else the one that gloo was told to use (``GLOO_SOCKET_IFNAME``); else the
+    address that leads to the host of the store, of the default process group's store, or of rank 0.
     """
+    # a port on all interfaces would be open to networks that have nothing to do with the job
     if interface in ("*", "0.0.0.0", "::", ""):
         raise ConfigurationError(
             f"interface is '{interface}', which is all of them; name the one that ranks use"
@@ -194,14 +202,14 @@ def choose_interface(interface: str | None, meeting: Store | Communicator) -> st
         host = host_of_rank_0(meeting)
     if host is None:
         raise ConfigurationError(
-            "interface is not given, and there is no host that would tell; give the IP address or "
-            "the name of the interface that leads to the other ranks, as in interface='eth0'"
+            "interface is not given, and no rendezvous host tells which one to use; give the IP address "
+            "or the name of the interface that leads to the other ranks, as in interface='eth0'"
         )
     return way_to(host)
 
 
 def place_of_gloo() -> str:
-    """Return where gloo listens: ``GLOO_SOCKET_IFNAME``, or the address that this host's name has.
+    """Return where gloo listens: on ``GLOO_SOCKET_IFNAME``, or on the address of this host's name.
 
     Raises:
         ConfigurationError: there is no such interface.
@@ -224,21 +232,23 @@ def place_of_gloo() -> str:
 
 
 def way_to(host: str) -> str:
-    """Return the address of this machine that leads to a host."""
+    """Return this machine's address on the route to a host."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing: it only asks for the route
+            probe.connect(address)  # a UDP connect sends nothing: it only looks up the route
             own = str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigurationError(
             f"there is no way to the rendezvous host '{host}' ({error}); give interface="
         ) from error
+    # hosts files map a host's own name to 127.0.1.1 as well: one loopback address for all ranks of a
+    # machine
     return "127.0.0.1" if own.startswith("127.") else own
 
 
 def check_ports(port_range: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return the range; refuse what is none."""
+    """Return a range of ports, or refuse it."""
     if port_range is None:
         return None
     try:
@@ -253,11 +263,11 @@ def check_ports(port_range: tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 def _host_of(store: Store) -> str | None:
-    """Return the host that serves a store, as far as it tells."""
+    """Return the host that serves a store; None if the store does not tell."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, HashStore):
-        return "127.0.0.1"  # it lives in one process
+        return "127.0.0.1"  # the memory of one process: all its ranks are on this machine
     return str(store.host) if isinstance(store, TCPStore) else None
 
 

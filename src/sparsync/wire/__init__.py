@@ -22,7 +22,7 @@ __all__ = [
     "Whole",
 ]
 
-# a row per codec: the contracts check each of them
+# a row per codec and per form of values: the contracts check every row
 CODECS: Final[Table[Codec[Any]]] = Table(
     "codecs",
     {

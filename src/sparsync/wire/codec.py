@@ -36,9 +36,9 @@ _MAGIC = 0x51  # '5parsync', version 1
 _SHORT, _LONG = struct.Struct("<4BI"), struct.Struct("<4BIQ")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 _CODE_OF = MappingProxyType({dtype: code for code, dtype in enumerate(_DTYPES, start=1)})
-_SIZE_LIMIT = 1 << 32
-_SIZE_BITS = 48
-_BLOCK_LIMIT = 1 << 16  # what the header's detail can state
+_SIZE_LIMIT = 1 << 32  # elements of a region: indices relative to it fit 32 bits
+_SIZE_BITS = 48  # of the long header's second word; the rest states the detail
+_BLOCK_LIMIT = 1 << 16  # the header's detail has 16 bits
 
 V = TypeVar("V", bound=Vector)
 
@@ -77,8 +77,8 @@ class Header(NamedTuple):
 
     @staticmethod
     def read(buffer: Tensor, nbytes: int = HEADER_BYTES) -> Header:
-        """Read the header at the start of ``buffer``, with a size if 16 bytes are asked for and there."""
-        # slicing the array, not the tensor, and one copy: a rank reads dozens of headers per step
+        """Read the header at the start of ``buffer``, with a size if 16 bytes are wanted and present."""
+        # an array is sliced and not the tensor, and copied once: a rank reads dozens of headers per step
         host = buffer if buffer.is_cpu else buffer[:nbytes].cpu()
         raw = host.numpy()[:nbytes].tobytes()
         if len(raw) < HEADER_BYTES:
@@ -99,7 +99,7 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Encoded(Generic[V]):
-    """An encoded vector: what travels (uint8), and what the receiver will see of it."""
+    """An encoded vector: the payload that travels (uint8), and the vector that the receiver decodes."""
 
     payload: Tensor
     decoded: V
@@ -108,8 +108,8 @@ class Encoded(Generic[V]):
 class Codec(ABC, Generic[V]):
     """Turns vectors into bytes and back.  Stateless.
 
-    ``V`` says which vectors: ``SparseVector``, ``DenseVector``, or ``Vector`` for both.  A message
-    describes itself by its header and never gets shorter by more entries.
+    ``V`` is the kind of vectors: ``SparseVector``, ``DenseVector``, or ``Vector`` for both.  A message
+    describes itself by its header, and more entries never make it shorter.
     """
 
     format: ClassVar[int]  # the codec's number in the header
@@ -118,7 +118,7 @@ class Codec(ABC, Generic[V]):
     options: ClassVar[tuple[int, ...]] = (0,)  # the legal values of the header's option
     header_bytes: ClassVar[int] = HEADER_BYTES  # or LONG_HEADER_BYTES
     option: int = 0  # of the headers that this codec writes
-    detail: int = 0  # likewise; where it is 0, no message has one
+    detail: int = 0  # likewise; 0: its messages have none
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"  # ranks compare options by it: no address in it
@@ -132,7 +132,7 @@ class Codec(ABC, Generic[V]):
         """Decode one whole message as a vector of ``size`` elements.
 
         Raises:
-            WireFormatError: any byte is not as this codec writes it, or the message is of another size.
+            WireFormatError: a byte is not as this codec writes it, or the message has another size.
         """
 
     @abstractmethod
@@ -178,6 +178,7 @@ class Codec(ABC, Generic[V]):
 
     def entries_within(self, nbytes: int, size: int, dtype: torch.dtype = torch.float32) -> int:
         """Return the largest number of entries, at most ``size``, whose message fits ``nbytes``."""
+        # a bisection: no message gets shorter by more entries
         fitting = bisect_right(
             range(size + 1), nbytes, key=lambda nnz: self.nbytes(nnz, size, dtype)
         )
@@ -191,7 +192,7 @@ class Codec(ABC, Generic[V]):
     # ---- for implementations ----
 
     def start(self, vector: V) -> bytes:
-        """Return the packed header of a vector's message; refuse what this codec does not take."""
+        """Return the packed header of a vector's message; refuse vectors that the codec does not take."""
         values, size = vector.values, vector.size
         name = type(self).__name__
         if values.dim() != 1:
@@ -242,7 +243,7 @@ class Codec(ABC, Generic[V]):
         return header
 
     def body(self, payload: Tensor, size: int) -> tuple[Header, Tensor]:
-        """Return header and rest of a whole message, whose length and region must be as they say."""
+        """Return header and rest of a whole message, after checking its length and its region."""
         header = self.read_header(payload)
         expected = self.layout(header).nbytes
         if payload.numel() != expected:
@@ -268,7 +269,7 @@ def check_block(block: int) -> None:
 
 @final
 class MessageFraming(Framing):
-    """The framing of one codec's messages: length and parts stand in the header."""
+    """The framing of one codec's messages, whose headers tell length and parts."""
 
     variable = True
 

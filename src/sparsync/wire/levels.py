@@ -28,12 +28,12 @@ class LloydMax(Codec[DenseVector]):
     least mean square error for a normal distribution: 36, 12, 3.5 or 1 % of the squares with 1, 2, 3 or
     4 bits.  With 8, levels are equally far apart, up to the block's largest element.
 
-    The scale is ``<q, x> / <q, q>`` of the levels q, so what is decoded is the projection of x onto q: no
-    vector grows by being sent, and the error may be kept in the residual.  The scale is rounded to
+    The scale is ``<q, x> / <q, q>`` of the levels q, so the decoded vector is the projection of x onto q:
+    no vector grows by being sent, and the error may be kept in the residual.  The scale is rounded to
     bf16, not to fp16, whose range is too small for gradients: it is at most twice the exact one, so the
-    error still never exceeds the vector, and it adds less than 4e-6 of the squares.  A block whose scale
-    is below 2^-134 is decoded as zeros; one with elements near the largest of their dtype has a smaller
-    scale, so that nothing overflows.
+    error still never exceeds the vector, and rounding adds less than 4e-6 of the squares.  A block whose
+    scale is below 2^-134 is decoded as zeros; one with elements near the largest of their dtype has a
+    smaller scale, so that nothing overflows.
 
     Finite elements arrive finite; NaN or Inf makes its whole block NaN.
 
@@ -72,13 +72,13 @@ class LloydMax(Codec[DenseVector]):
         return Encoded(payload, self.decode(payload, vector.size))
 
     def written(self, values: Tensor) -> Tensor:
-        """Return the message of ``values``, and nothing else."""
+        """Return the message of ``values``, without decoding it."""
         start, limit = self.start(DenseVector(values)), _largest_scale(values.dtype, self.bits)
         single = packing.to_float32(values, packing.FP32)
         return self.message(start, levels.quantise(single, self.bits, self.block, limit))
 
     def decode(self, payload: Tensor, size: int) -> DenseVector:
-        """Decode, as the message says that it was quantised."""
+        """Decode, with the bits and the block that the message states."""
         header, raw = self.body(payload, size)
         values = torch.empty(size, dtype=torch.float32, device=payload.device)
         _decode_(values, header, raw, 1.0, add=False)
@@ -97,6 +97,8 @@ class LloydMax(Codec[DenseVector]):
     def is_finite(self, payload: Tensor, size: int) -> bool:
         """Tell, by its scales, whether a message has neither NaN nor Inf; refuse a corrupt one."""
         header, raw = self.body(payload, size)
+        # no level is decoded: NaN and Inf make a block's scale NaN, and a finite scale is limited so
+        # that no level times it overflows
         scales = _scales(header, raw)
         check_end(raw, header.option, header.entries)
         largest = _largest_scale(header.dtype, header.option)
@@ -111,6 +113,8 @@ class LloydMax(Codec[DenseVector]):
 
 def _scales(header: Header, raw: Tensor) -> Tensor:
     scales = raw[: levels.SCALE_BYTES * -(-header.entries // header.detail)]
+    # the second byte of a little-endian bf16 has the sign.  Levels have signs of their own, so a
+    # negative scale would be a second form of the same block
     if bool((scales[1::2] >= 0x80).any()):
         raise WireFormatError("a message of levels has a scale below zero; it is corrupt")
     return scales

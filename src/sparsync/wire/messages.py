@@ -2,7 +2,7 @@
 
 Each function composes a codec with cutting, merging or joining vectors.  For float32 values in coo and
 packed messages on the CPU it is one pass in C++ (``native/messages.cpp``), bit-equal, without the vectors
-in between; where C++ finds a malformed message, the composition does it again and says what is wrong.
+in between; where C++ finds a malformed message, the composition does it again and words the error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["encode_regions", "join_messages", "sum_messages"]
 def encode_regions(
     codec: Codec[SparseVector], vector: SparseVector, boundaries: Sequence[int], own: int
 ) -> tuple[list[Tensor], SparseVector]:
-    """Return a message per region, none for ``own``, and that region as it is; values are not rounded.
+    """Return a message per region, an empty one for ``own``, and that region's entries, not rounded.
 
     Example:
         >>> v = SparseVector.from_dense(torch.ones(4))
@@ -33,6 +33,8 @@ def encode_regions(
         >>> [m.numel() for m in messages], mine.size
         ([0, 32], 1)
     """
+    # C++ does not return the values that it has rounded, which the caller would need for the residual:
+    # so it only serves codecs that round nothing
     layout = _layout(codec, [vector])
     if layout is None or not codec.is_exact(torch.float32):
         parts = vector.split(boundaries)
@@ -64,6 +66,7 @@ def sum_messages(
             else (share.indices.contiguous(), share.values.contiguous())
             for share in shares
         ]
+        # None: a message is malformed.  The composition below finds the same, and words the error
         summed = native.fold_messages(given, layout, like.size)
         if summed is not None:
             return SparseVector(*summed, like.size)
@@ -97,7 +100,7 @@ def join_messages(
 def _layout(
     codec: Codec[SparseVector], vectors: Sequence[SparseVector], messages: Sequence[Tensor] = ()
 ) -> native.Layout | None:
-    """Return how C++ reads and writes the codec's messages; None if it does not, or not these tensors."""
+    """Return the layout of the codec's messages for C++; None if C++ lacks the codec or these tensors."""
     if not isinstance(codec, Coo | Packed) or not in_cpp(vectors, messages):
         return None
     header = codec.header(0, 0, torch.float32)

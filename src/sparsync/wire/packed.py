@@ -3,7 +3,7 @@
 ``encode_dealt``, ``decode_sum`` and ``decode_undealt`` compose a codec with dealing (``kernels.deal``)
 and merging.  For packed float32 on the CPU each is one pass in C++ (``native/exchange.cpp``), bit-equal:
 eight ranks on two cores spend more time on the intermediate tensors than on anything else.  Where C++
-finds a share that exceeds its message, or a malformed message, the composition does it again.
+finds a share that exceeds its message, or a malformed message, the composition does the work again.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from sparsync.wire.codec import LONG_HEADER_BYTES, Codec, Encoded, Header, check
 __all__ = ["Packed", "Parcels", "decode_sum", "decode_undealt", "encode_dealt", "in_cpp"]
 
 _FORMS = MappingProxyType({"bf16": packing.BF16, "int8": packing.INT8, "fp32": packing.FP32})
+# dtypes whose values arrive as they are
 _EXACT = MappingProxyType(
     {
         "bf16": (torch.bfloat16,),
@@ -41,8 +42,8 @@ _EXACT = MappingProxyType(
 class Packed(Codec[SparseVector]):
     """Header, rounded values, Elias-Fano indices: see ``docs/wire-format.md``.
 
-    ``decoded`` holds what the receiver sees, in the dtype that was given, zeros that rounding made
-    included: what is missing is the caller's to keep in the residual.
+    ``decoded`` has the values that the receiver sees, in the dtype that was given, with the zeros that
+    rounding made: the caller keeps the difference in the residual.
 
     Args:
         values: "bf16": the nearest bfloat16, ties to even, but finite values stay finite; "int8":
@@ -91,7 +92,7 @@ class Packed(Codec[SparseVector]):
         return Encoded(payload, SparseVector(vector.indices, rounded, size))
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode and check every bit but the values', which may be anything."""
+        """Decode, and check every bit except for the values', all of which are legal."""
         header, body = self.body(payload, size)
         indices, values = packing.unpack(body, header.entries, size, header.option, header.detail)
         return SparseVector(indices, values.to(header.dtype), size)
@@ -123,9 +124,10 @@ class Parcels(NamedTuple):
 def encode_dealt(
     codec: Codec[SparseVector], vector: SparseVector, world_size: int, rank: int, limit: int
 ) -> Parcels:
-    """Deal a vector's entries and encode a message for every owner but ``rank``.
+    """Deal a vector's entries to their owners, and encode a message for every owner but ``rank``.
 
-    Each of P owners has ``ceil(size / P)`` elements; a message takes ``limit`` entries, the largest.
+    Each of P owners has ``ceil(size / P)`` elements; a message has at most ``limit`` entries, those of
+    largest magnitude.
 
     Example:
         >>> from sparsync.wire import Coo
@@ -154,6 +156,7 @@ def encode_dealt(
             own, seen[part] = entries, values[part]
             messages.append(torch.empty(0, dtype=torch.uint8))
             continue
+        # entries that do not fit stay 0 in ``seen``: so the residual keeps them, and the law holds
         fitting = kernels.top(entries.values, limit) if count > limit else slice(None)
         encoded = codec.encode(entries.keep(fitting))
         seen[part][fitting] = encoded.decoded.values
@@ -166,9 +169,10 @@ def encode_dealt(
 def decode_sum(
     codec: Codec[SparseVector], messages: Sequence[Tensor], rank: int, own: SparseVector, k: int
 ) -> SparseVector:
-    """Sum what all ranks sent here and the own share, and keep the k largest sums.
+    """Sum the messages of all ranks and the own share, and keep the k largest sums.
 
-    The sum is a left fold in rank order, in which the own share takes the place of ``rank``'s message.
+    The sum is a left fold in rank order, in which the own share takes the place of ``rank``'s message:
+    so its bits depend neither on the order of arrival nor on the rank that owns the region.
     """
     if _in_cpp(codec, own, messages):
         pair = own.indices.contiguous(), own.values.contiguous()
@@ -191,10 +195,12 @@ def decode_undealt(
     share: SparseVector,
     sent: SparseVector,
 ) -> tuple[SparseVector, SparseVector]:
-    """Join what every owner sent to one vector, and keep its k largest; zeros are not stored.
+    """Join the messages of all owners to one vector, and keep its k largest entries; drop zeros.
 
-    Returns that and what ``rank`` delivered of it: of what it ``sent``, as owners saw it, and of what its
-    own message adds to the ``share`` that it encodes.
+    Returns:
+        The total, and the part of it that ``rank`` delivered: the entries that it ``sent``, as owners saw
+        them, and the error that its own message makes in the ``share`` that it encodes, since the owner
+        of a region answers for the rounding of its sums.
     """
     size, width, device = sent.size, share.size, share.values.device
     if _in_cpp(codec, share, messages):
@@ -209,6 +215,8 @@ def decode_undealt(
         if owner == rank:
             added = piece.values - share.values
         indices = kernels.undeal(piece.indices, owner, len(messages))
+        # an owner's last index may stand for an element beyond the vector: P regions of ceil(size / P)
+        # elements are up to P - 1 more than there are
         if indices.numel() and int(indices[-1]) >= size:
             raise WireFormatError(
                 f"rank {owner} sent an element beyond the vector's {size}; it is corrupt or hostile"
@@ -223,7 +231,7 @@ def decode_undealt(
 def _in_cpp(
     codec: Codec[SparseVector], vector: SparseVector, messages: Sequence[Tensor] = ()
 ) -> TypeGuard[Packed]:
-    """Tell whether C++ has the codec, and takes the tensors."""
+    """Tell whether C++ has the codec and takes the tensors."""
     return isinstance(codec, Packed) and in_cpp([vector], messages)
 
 
@@ -237,7 +245,7 @@ def in_cpp(vectors: Sequence[SparseVector], messages: Sequence[Tensor]) -> bool:
 
 
 def _style(codec: Packed, width: int) -> native.Style:
-    """Return how C++ writes messages of float32 values for regions of ``width`` elements."""
+    """Return the style in which C++ writes float32 messages for regions of ``width`` elements."""
     header = codec.header(0, width, torch.float32)
     first, second = struct.unpack("<2Q", header.pack())
     return first, second, header.option, header.detail, width

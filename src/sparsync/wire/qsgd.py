@@ -28,7 +28,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(eq=False)
 class _Quantised(Codec[V]):
-    """The part of both codecs of QSGD that does not depend on where the values stand."""
+    """The part of both codecs of QSGD that does not depend on the values' indices."""
 
     options = tuple(bits + flags for bits in _BITS for flags in (0, 16, 32, 48))
     header_bytes = LONG_HEADER_BYTES
@@ -63,7 +63,7 @@ class _Quantised(Codec[V]):
 
     @property
     def levels(self) -> int:
-        """The largest code s; the one below -s is left for what is not finite."""
+        """The largest code s; the code -s - 1 stands for values that are not finite."""
         return (1 << (self.bits - 1)) - 1
 
     @property
@@ -74,9 +74,9 @@ class _Quantised(Codec[V]):
     def omega(self, length: int) -> float:
         """Bound the variance of a block of ``length`` entries: ``E |x - Q(x)|^2 <= omega |x|^2``.
 
-        "l2": ``min(length / s^2, sqrt(length) / s)`` (QSGD, Lemma 3.1).  "max": the worst block has one
-        entry S and others all at the same part of the first level, and gives, exactly,
-        ``(sqrt(1 + (length - 1) / s^2) - 1) / 2`` (derived here).  Both without shrink.
+        "l2": ``min(length / s^2, sqrt(length) / s)`` (QSGD, Lemma 3.1).  "max": in the worst block one
+        entry is S and all others are the same fraction of the first level, which gives exactly
+        ``(sqrt(1 + (length - 1) / s^2) - 1) / 2`` (derived here).  Both hold without shrink.
 
         Example:
             >>> Qsgd(bits=4, scale="max").omega(256)
@@ -88,7 +88,7 @@ class _Quantised(Codec[V]):
         return (math.sqrt(1 + max(length - 1, 0) / s**2) - 1) / 2
 
     def round(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scales and codes, and what the receiver makes of them, in the dtype of ``values``."""
+        """Return scales and codes, and the values that the receiver decodes, in the dtype given."""
         single = packing.to_float32(values, packing.FP32)
         blocks = packing.in_blocks(single, self.block)
         finite = blocks.isfinite()
@@ -97,7 +97,8 @@ class _Quantised(Codec[V]):
         divisors = torch.where(scales == 0, 1.0, scales)[:, None]
         exact = magnitudes / divisors * self.levels
         lower = exact.floor()
-        # a draw is a multiple of 2^-24, and below 1: what lies on a level stays there
+        # stochastic rounding (QSGD, section 3): up with the probability of the fraction.  A draw is a
+        # multiple of 2^-24 in [0, 1), so a value that lies on a level stays there
         up = self._draws(single, blocks.numel()).view_as(blocks) < exact - lower
         codes = torch.where(blocks < 0, -(lower + up), lower + up)
         codes = torch.where(finite, codes, float(-self.levels - 1)).to(torch.int8)
@@ -106,7 +107,7 @@ class _Quantised(Codec[V]):
         return raw, self._values(raw, values.numel()).to(values.dtype)
 
     def unpack(self, header: Header, raw: Tensor) -> Tensor:
-        """Return values of the scales and codes ``raw``, quantised as the header says."""
+        """Return the values of the scales and codes in ``raw``, as the header describes them."""
         option = header.option
         scale: Literal["l2", "max"] = "max" if option & _MAX_SCALED else "l2"
         shrink = bool(option & _SHRUNK)
@@ -127,7 +128,7 @@ class _Quantised(Codec[V]):
         return values * packing.spread(scales, self.block, count)
 
     def _scales(self, magnitudes: Tensor, largest: float) -> Tensor:
-        """Return one float32 per row; a scale cut to ``largest`` is above all entries all the same."""
+        """Return one float32 per row; even a scale cut to ``largest`` is no smaller than any entry."""
         if self.scale == "max":
             return magnitudes.amax(1)
         # squares of float32 neither overflow nor vanish in float64
@@ -135,9 +136,10 @@ class _Quantised(Codec[V]):
         return squares[:, 0].sqrt().clamp(max=largest).to(torch.float32)
 
     def _draws(self, values: Tensor, count: int) -> Tensor:
-        """Draw ``count`` numbers in [0, 1): the same on every machine, for they are drawn on the CPU."""
-        # what a rank quantises late in a step may depend on what it drew earlier in it, and equal draws
-        # would then have an expectation of their own; so the message has its part in the seed
+        """Draw ``count`` numbers in [0, 1), on the CPU: so they are the same on every machine."""
+        # the content is part of the seed.  Values that a rank quantises late in a step may depend on
+        # its draws earlier in that step; with equal draws for both, the expectation of the later ones
+        # would be biased
         content = int(values.view(torch.int32).sum(dtype=torch.int64))
         rank, step = self.source
         name = f"{self.seed} {rank} {step} {values.numel()} {content}"
@@ -152,21 +154,21 @@ class _Quantised(Codec[V]):
 class Qsgd(_Quantised[DenseVector]):
     """Dense vectors, quantised at random: see ``docs/wire-format.md``.
 
-    Of a block of entries with scale S, x becomes ``sign(x) S j / s`` where j is ``s |x| / S`` rounded up
-    with the probability of its fraction, else down; s = ``2^(bits - 1) - 1``.
+    In a block of scale S, x becomes ``sign(x) S j / s``, where j is ``s |x| / S`` rounded up with the
+    probability of its fraction, else down; s = ``2^(bits - 1) - 1``.
 
-    Unbiased: the expectation of what is decoded is the float32 that was given, to 2^-24 of its
-    block's scale, without ``shrink``; that of a 16-bit dtype is then rounded to it.  An entry that is NaN
-    or Inf arrives as NaN and leaves its block's scale alone.
+    Unbiased without ``shrink``: the expectation of a decoded value is the float32 that was given, to
+    2^-24 of its block's scale; values of a 16-bit dtype are then rounded to it.  An entry that is NaN or
+    Inf arrives as NaN and leaves its block's scale alone.
 
     Args:
         bits: per value, sign included: 2, 4 or 8.
         block: consecutive entries that share a float32 scale (SparCML, section 6: "in the order of
             1024").
         scale: "l2" (QSGD's own; unbounded noise where blocks are long) or "max" (less noise).
-        shrink: multiply by ``1 / (1 + omega)``, omega being the bound of the variance: not unbiased
-            any more, but ``contractive``.
-        seed: of the draws, with the rank and the step that ``seeded`` sets.
+        shrink: multiply by ``1 / (1 + omega)``, omega being the bound of the variance: that makes the
+            codec ``contractive``, but biased.
+        seed: of the draws, along with the rank and the step that ``seeded`` sets.
 
     Cost: 16 bytes, ``bits`` per value and 32 per block; about 10 passes over the values.   State: none.
     Differs from the paper: codes of fixed width, not Elias's; scale "max"; shrink; NaN and Inf survive.
@@ -203,7 +205,7 @@ class SparseQsgd(_Quantised[SparseVector]):
 
     Cost: that of ``Qsgd``, and the indices of ``Packed``.   State: none.
     Differs from the paper: as ``Qsgd``; SparCML quantises dense messages alone (section 6), though its
-    Algorithm 1 reads as if sparse ones were, too.
+    Algorithm 1 reads as if it quantised sparse ones as well.
 
     Example:
         >>> v = SparseVector.from_dense(torch.tensor([0.0, 7.0, -3.0, 0.0]))

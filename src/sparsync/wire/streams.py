@@ -24,8 +24,8 @@ class Coo(Codec[SparseVector]):
     """Header, then all indices (u32, ascending), then all values: the papers' format.
 
     Cost: 8 + 8 nnz bytes for float32.   State: none.
-    Differs from the paper: indices are relative to the region, so regions may exceed what 32 bits
-    address in the whole vector; one header word more than "2k words".
+    Differs from the paper: indices are relative to the region, so a vector may have more elements than
+    32 bits can number; a message has a header of two words besides the "2k words".
 
     Example:
         >>> v = SparseVector.from_dense(torch.tensor([0.0, 1.0, 0.0]))
@@ -64,7 +64,7 @@ class Whole(Codec[DenseVector]):
         dtype: values are rounded to it; finite ones stay finite.  None: they travel as they are.
 
     Cost: 8 + 4 n bytes for float32, 8 + 2 n for bfloat16.   State: none.
-    Differs from the paper: the header names the form; there it is told by the count alone.
+    Differs from the paper: the header names the form, which there follows from the count alone.
 
     Example:
         >>> Whole().encode(DenseVector(torch.tensor([1.0]))).payload.tolist()
@@ -103,7 +103,7 @@ class Whole(Codec[DenseVector]):
         return DenseVector(body.clone().view(header.dtype))  # a copy is aligned
 
     def written(self, values: Tensor) -> Tensor:
-        """Return the message of ``values``, and nothing else."""
+        """Return the message of ``values`` alone."""
         return self.encode(DenseVector(values)).payload
 
     def decode_to(
@@ -127,17 +127,17 @@ class Whole(Codec[DenseVector]):
 
 @final
 class StreamCodec(Codec[Vector]):
-    """A codec for sparse vectors and one for dense ones; the header says which a message is.
+    """A codec for sparse vectors and one for dense ones; the header tells the form of a message.
 
     Args:
         sparse: for sparse vectors (default: ``Coo()``, as in the paper).
         dense: for dense ones (default: ``Whole()``).
         factor: a vector stays sparse up to ``factor * delta`` entries, delta being where the dense
             message is no longer than the sparse one (coo: ``N i / (c + i)``).  Below 1 in practice,
-            for sparse sums take longer (``benchmarks/streams.md`` measures it); None: always sparse.
+            since sparse sums take longer (measured in ``benchmarks/streams.md``).  None: always sparse.
 
-    Cost: that of the codec whose form the vector has.   State: none.
-    Differs from the paper: the switch follows the bytes of both codecs, whichever they are.
+    Cost: that of the codec for the vector's form.   State: none.
+    Differs from the paper: the switch follows the bytes of the two codecs in use.
 
     Example:
         >>> codec = StreamCodec()
@@ -177,6 +177,8 @@ class StreamCodec(Codec[Vector]):
         if self.factor is None:
             return None
         if (size, dtype) not in self._limits:
+            # a dense message of few bits may be shorter than a sparse one without entries: then none is
+            # sparse
             dense, limit = self.dense.nbytes(size, size, dtype), 0
             if dense >= self.sparse.nbytes(0, size, dtype):
                 limit = int(self.factor * self.sparse.entries_within(dense, size, dtype))
@@ -197,7 +199,7 @@ class StreamCodec(Codec[Vector]):
         return self._codec_of(Header.read(payload)).decode(payload, size)
 
     def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:
-        """Return the bytes of the longest message of at most ``nnz`` entries, whichever form it has."""
+        """Return the bytes of the longest message of at most ``nnz`` entries, in either form."""
         limit = self.limit(size, dtype)
         if limit is None or nnz <= limit:
             return self.sparse.parts(min(nnz, size), size, dtype)

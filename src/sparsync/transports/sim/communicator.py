@@ -25,19 +25,20 @@ __all__ = ["Prices", "SimCommunicator", "Simulation", "simulate"]
 
 T = TypeVar("T")
 
-_ACTOR_TAG = 2**31  # a channel that nobody else has
-_YOUNG = 100_000  # objects between looks for garbage: messages under way are many, and none is
+_ACTOR_TAG = 2**31  # a channel that no unit of a model has
+# new objects between two collections: there are many messages under way, and none of them is garbage
+_YOUNG = 100_000
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Costs of messages besides the network: the work of those who pack and unpack them."""
+    """Costs of messages besides the network: the work of packing and unpacking them."""
 
-    weigh: Callable[[Tensor, Framing], Weight]  # what a message counts for
+    weigh: Callable[[Tensor, Framing], Weight]  # the size for which a message counts
     encode: float = (
-        0.0  # s per entry, of the rank that makes a message (not of one that passes it on)
+        0.0  # s per entry, for the rank that makes a message (not for one that passes it on)
     )
-    decode: float = 0.0  # s per entry, of every rank that receives it: to unpack and to sum
+    decode: float = 0.0  # s per entry, for every rank that receives it: to unpack and to sum
     gamma: float = 0.0  # s per byte of dense sums, instead of the network's
 
 
@@ -48,35 +49,41 @@ class SimCommunicator(Communicator):
     def __init__(self, rank: int, network: Network[Any], prices: Prices | None = None) -> None:
         super().__init__(rank, network.world_size, torch.device("cpu"))
         self.network, self.prices = network, prices
-        self._packed: Tensor | None = None  # what was packed last: it may go to several ranks
+        # the payload that was packed last: it may go to several ranks, and is charged once
+        self._packed: Tensor | None = None
         self._passes_on = False
 
     @property
     def now(self) -> float:
-        """Virtual time in seconds, at which this rank's work is done."""
+        """Virtual time in seconds at which the work charged to this rank is done."""
         return self.network.now_of(self.rank)
 
     async def compute(self, seconds: float) -> None:
         """Let this rank compute for ``seconds`` of virtual time.
 
-        Work that is charged meanwhile, by others of its coroutines, comes first: this ends later.
+        Work that the rank's other coroutines are charged meanwhile comes first: this ends later by it.
         """
         if not seconds >= 0:
             raise ConfigurationError(f"compute: {seconds} s cannot pass; give seconds >= 0")
         end, worked = self.now + seconds, self.network.worked
+        # a rank has one processor: the end moves by all work charged while this waited, and again by
+        # the work charged during that
         while end > self.now:
             before = worked[self.rank]
             await self.network.until(end, f"{seconds} s of computation")
             end += worked[self.rank] - before
 
     def charge(self, stage: str, seconds: float) -> None:
-        """Let this rank work, booked under a stage: what it does next, it does later."""
+        """Let this rank work for some time, booked under a stage: all that it does next comes later."""
         if seconds > 0:
             self.network.charge(self.rank, seconds)
             self.ledger.spent(stage, seconds)
 
     def work(self, nbytes: int, *, dense: bool = False) -> Operation:
-        """Charge ``gamma`` seconds per byte reduced; summing what has a price to unpack is in that."""
+        """Charge ``gamma`` seconds per byte reduced.
+
+        With ``prices`` only dense sums are charged here: the price of unpacking includes summing.
+        """
         if self.prices is None:
             self.charge("unpack", self.network.links.gamma * nbytes)
         elif dense:
@@ -84,7 +91,7 @@ class SimCommunicator(Communicator):
         return Finished()
 
     def spawn(self, program: Coroutine[Operation, None, Any]) -> Operation:
-        """Run a coroutine of this rank next to the present one; await what is returned for its end."""
+        """Run a coroutine of this rank next to the present one; await the operation for its end."""
         return self.network.start(self.rank, program).end
 
     def host(self, actor: Actor) -> Host:
@@ -116,8 +123,9 @@ class SimCommunicator(Communicator):
         *,
         ring: bool = False,
     ) -> list[Tensor]:
-        """Collect one message per rank; this rank packs its own alone, and passes others on."""
+        """Collect one message per rank; this rank packs only its own, and passes the others on."""
         handle = self
+        # on a copy of the handle: other coroutines of this rank may send messages of their own meanwhile
         if self.prices is not None and self.world_size > 1:
             self._pack(payload, self.prices.weigh(payload, framing))
             handle = copy.copy(self)
@@ -141,6 +149,8 @@ class _Receive(SimOperation):
         yield from super().__await__()
         if not self.booked:
             self.booked = True
+            # at the await and not at the arrival: unpacking is work of the rank, which takes a message
+            # when it has got that far
             comm = self.comm
             comm.ledger.received(self.phase, self.result.numel())
             if comm.prices is not None:
@@ -187,6 +197,8 @@ class _SimHost(Host):
         self._plan()
 
     def _plan(self) -> None:
+        # ``due`` may have moved to a later time since a tick was planned: a tick that comes too early
+        # plans another one
         due = self._actor.due
         if due is not None and due != self._planned:
             self._planned = due
@@ -207,7 +219,9 @@ class Simulation(Generic[T]):
     Attributes:
         results: the value that each rank returned, in rank order.
         seconds: virtual time from the start to the last rank's end.
-        sending: bytes and seconds of each port, by phase; ``receiving``: of what it received.
+        ledgers: of all ranks, in rank order.
+        sending: bytes and seconds of each port that sends, by phase.
+        receiving: the same of each port that receives.
     """
 
     results: list[T]
@@ -232,7 +246,7 @@ def simulate(
         world_size: number of virtual ranks, >= 1.
         links: latency, bandwidth and reduction speed of the simulated network; see ``topology``.
         faults: ranks that stand still, or die.
-        prices: what packing and unpacking messages costs; None: nothing.
+        prices: of packing and unpacking messages; None: they are free.
 
     Raises:
         DeadlockError: ranks wait for each other; says who waits for whom, in which phase.
@@ -264,6 +278,7 @@ def simulate(
 def _fewer_collections() -> Iterator[None]:
     """Look for garbage in cycles less often: it took a third of the time."""
     young, *older = gc.get_threshold()
+    # a threshold of 0 means that the caller has switched collection off
     gc.set_threshold(max(young, _YOUNG) if young else 0, *older)
     try:
         yield

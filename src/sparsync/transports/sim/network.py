@@ -3,10 +3,10 @@
 A message of L bytes from s to d:  leaves when the port of s is free and occupies it for ``beta L``;
 reaches d ``alpha`` later;  enters when the receiving port of d is free and occupies it for
 ``beta L``.  Ports serve in order of arrival.  The send is done when the message is in.  Everything
-is deterministic: equal times are served in the order of scheduling.
+is deterministic: events at equal times are served in the order of scheduling.
 
-A rank has one processor.  Work that is charged to it takes place at once: what the rank does next, it
-does when the work is done.  Messages that come meanwhile use its ports.
+A rank has one processor.  Work that is charged to it begins at once, and the rank goes on when it is
+done.  Messages that come meanwhile use its ports.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Link = tuple[int, int, int]  # source, dest, tag
 
 
 class Weight(NamedTuple):
-    """The size of a message for the network and for those who pack it."""
+    """The size of a message, for the network and for the work of packing it."""
 
-    nbytes: float  # that the ports carry; its payload's length, unless that stands for more
+    nbytes: float  # that the ports carry: the payload's length, unless the payload stands for more
     entries: float = 0.0  # that are packed before and unpacked after it
 
 
@@ -56,20 +56,20 @@ class SimOperation(Operation):
         self.error: Exception | None = None
 
     def poll(self, seconds: float) -> bool:
-        """Look; virtual time passes only while nobody runs."""
+        """Look without waiting: virtual time passes only while no coroutine runs."""
         if self.error is not None:
             raise self.error
         return self.done
 
     @property
     def what(self) -> str:
-        """For the message of a deadlock."""
+        """The operation in words, for the error of a deadlock."""
         return (
             self.verb if self.peer is None else f"{self.verb} {self.peer} in phase '{self.phase}'"
         )
 
     def wait(self) -> None:
-        """Blocking is impossible inside the simulator: its coroutines await."""
+        """Refuse: inside the simulator coroutines await, and nothing may block."""
         raise ConfigurationError(
             "a simulated communicator cannot block: write an async function and pass it to "
             "sparsync.simulate(function, world_size=...)"
@@ -114,9 +114,9 @@ class Usage:
 
 @dataclass
 class Port:
-    """One direction of a rank's link, or of a node's, and what it carried by phase."""
+    """One direction of a rank's link, or of a node's, and its traffic by phase."""
 
-    free: float = 0.0  # virtual time from which it is
+    free: float = 0.0  # virtual time from which on it is free
     phases: defaultdict[str, Usage] = field(default_factory=lambda: defaultdict(Usage))
 
     def occupy(self, since: float, seconds: float, phase: str, nbytes: float) -> None:
@@ -140,10 +140,10 @@ class Port:
 
 @dataclass(frozen=True)
 class Fault:
-    """A rank that stands still: it neither computes nor answers; what is sent to it waits.
+    """A rank that stands still: it neither computes nor answers, and messages to it wait.
 
-    Where ``end``, in virtual seconds, is infinite it is dead: what is sent to it is lost, its result is
-    None.
+    If ``end``, in virtual seconds, is infinite, the rank is dead: messages to it are lost, and its result
+    is None.
     """
 
     rank: int
@@ -175,11 +175,11 @@ class Network(Generic[T]):
     # ---- the calls of a SimCommunicator ----------------------------------------------------------
 
     def now_of(self, rank: int) -> float:
-        """Return the time by which a rank has done its work."""
+        """Return the time at which a rank has done its work."""
         return max(self.now, self._busy_until[rank])
 
     def charge(self, rank: int, seconds: float) -> None:
-        """Let a rank work: what it does next, it does later."""
+        """Let a rank work for some time: all that it does next comes later."""
         self._busy_until[rank] = self.now_of(rank) + seconds
         self.worked[rank] += seconds
 
@@ -221,7 +221,7 @@ class Network(Generic[T]):
         self._served[rank, tag] = callback
 
     def at(self, rank: int, time: float, event: Callable[[], None]) -> None:
-        """Do something on a rank at a time, or when the rank can again."""
+        """Run a callback on a rank at a given time, or after the fault that stops the rank then."""
         self._at(time, self._happen, (rank, event))
 
     # ---- the event loop --------------------------------------------------------------------------
@@ -236,6 +236,7 @@ class Network(Generic[T]):
         ready, events = self._ready, self._events
         try:
             while self._open:
+                # time stands still until every coroutine waits; then the next event moves it
                 while ready:
                     self._resume(ready.popleft())
                 if not self._open:
@@ -245,6 +246,8 @@ class Network(Generic[T]):
                 self.now, _, event, argument = heapq.heappop(events)
                 event(argument)
         finally:
+            # also after a deadlock: the ``finally`` blocks of coroutines left open would run whenever the
+            # collector finds them
             for task in self._tasks.values():
                 task.program.close()
         return [task.result for task in mains]
@@ -260,7 +263,7 @@ class Network(Generic[T]):
 
     def _resume(self, task: RankTask) -> None:
         """Run a coroutine to its next wait, or to its end."""
-        if id(task) not in self._tasks:
+        if id(task) not in self._tasks:  # its rank was killed while the task was queued
             return
         rank = task.rank
         later = self._frozen_until(rank) or self._busy_until[rank]
@@ -272,6 +275,7 @@ class Network(Generic[T]):
             return
         task.resume(task.waits_for.error)
         if task.ended:
+            # its last work takes time as well, before others may see its end
             if self._busy_until[rank] > self.now:
                 self._at(self._busy_until[rank], self._end, task)
             else:
@@ -284,6 +288,7 @@ class Network(Generic[T]):
                 "awaits nothing but calls of its communicator"
             )
         operation.waiter = task
+        # an operation may fail before anybody waits for it, when there was no waiter to wake
         if operation.error is not None:
             self._ready.append(task)
 
@@ -314,6 +319,8 @@ class Network(Generic[T]):
             self._at(until, self._happen, what)
 
     def _at(self, time: float, event: Callable[[Any], object], argument: Any) -> None:
+        # the sequence number orders events at the same time, so that a run repeats exactly, and the
+        # heap never has to compare callables
         self._sequence += 1
         heapq.heappush(self._events, (time, self._sequence, event, argument))
 
@@ -323,9 +330,12 @@ class Network(Generic[T]):
         source, dest, _ = message.link
         alpha, beta, out, message.into = self.links.route(source, dest)
         message.seconds = seconds = beta * message.weight.nbytes
+        # with unlimited ports a message starts at once, and ports only count
         port = self.sending[out]
         leave = max(self.now, port.free) if self._queued else self.now
         port.occupy(leave, seconds, message.phase, message.weight.nbytes)
+        # cut-through: it reaches the other port alpha after its first byte left, so an idle pair of
+        # ports takes alpha + beta L and not alpha + 2 beta L
         self._at(leave + alpha, self._arrive, message)
 
     def _arrive(self, message: Message) -> None:
@@ -344,6 +354,7 @@ class Network(Generic[T]):
         if until is not None and until < math.inf:
             self._at(until, self._deliver, message)
             return
+        # the send to a dead rank is done as well: its sender does not learn of the death
         self.complete(message.sent)
         if until is not None:
             return
@@ -358,6 +369,7 @@ class Network(Generic[T]):
         mail, posts = self._mail[link], self._posts.get(link)
         while mail and posts:
             message, (operation, capacity) = mail.popleft(), posts.popleft()
+            # an error of the receiver, at its await, as on sockets
             if message.payload.numel() > capacity:
                 operation.error = ConfigurationError(
                     f"rank {link[1]} posted {capacity} bytes for a {operation.what}, "
@@ -371,7 +383,7 @@ class Network(Generic[T]):
             del self._mail[link]
 
     def complete(self, operation: SimOperation, result: Any = None) -> None:
-        """End an operation; who awaits it goes on."""
+        """End an operation; the coroutine that awaits it goes on."""
         operation.done, operation.result = True, result
         self._wake(operation)
 
@@ -381,7 +393,7 @@ class Network(Generic[T]):
 
 
 def _who_waits(tasks: Iterable[RankTask]) -> str:
-    """Say which rank waits for what (at most eight of them)."""
+    """Say which rank waits for which operation (at most eight of them)."""
     waiting = sorted(((t.rank, t.waits_for.what) for t in tasks), key=lambda w: w[0])
     lines = [f"rank {rank} waits for {what}" for rank, what in waiting[:8]]
     more = len(waiting) - len(lines)

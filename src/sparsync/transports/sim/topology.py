@@ -1,7 +1,7 @@
 """Describe simulated networks: how long a message takes, and through which ports it goes.
 
 A *port* carries one message after the other.  Every rank has one to send and one to receive; the ranks
-of a node share those of its network card.  With ``ports="unlimited"`` nobody waits for a port.
+of a node share those of its network card.  With ``ports="unlimited"`` no message waits for a port.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ PortName = int | str  # a rank, or "node 3"
 
 
 class Route(NamedTuple):
-    """The way of messages from one rank to another."""
+    """The route of messages from one rank to another."""
 
     alpha: float  # latency in seconds per message
     beta: float  # seconds per byte, on both ports
-    out: PortName  # they leave through it
-    into: PortName  # they enter through it
+    out: PortName  # the port that sends
+    into: PortName  # the port that receives
 
 
 class Topology(ABC):
@@ -35,13 +35,13 @@ class Topology(ABC):
 
     @abstractmethod
     def route(self, source: int, dest: int) -> Route:
-        """Return the way from one rank to another."""
+        """Return the route from one rank to another."""
 
 
 @final
 @dataclass(frozen=True)
 class Links(Topology):
-    """All ranks alike, each on a link of its own."""
+    """A network in which all ranks are alike, each on a link of its own."""
 
     alpha: float = (
         50e-6  # latency in s per message: a switched Ethernet hop with the kernel's stack
@@ -62,20 +62,20 @@ class Links(Topology):
             )
 
     def route(self, source: int, dest: int) -> Route:
-        """Return the same for all, from the one's port to the other's."""
+        """Return the same costs for all pairs, from the source's port to the destination's."""
         return Route(self.alpha, self.beta, source, dest)
 
 
 @final
 @dataclass(frozen=True)
 class TwoLevel(Topology):
-    """Nodes of some ranks: fast links inside, a network card that they share between nodes.
+    """Nodes of several ranks: fast links inside a node, and one shared network card to other nodes.
 
     Attributes:
-        ranks_per_node: consecutive ranks of a node.
-        inner: of ranks in the same node, each with a port of its own.
-        outer: of nodes; all messages that leave a node wait for one port, all that enter for another.
-            Its gamma and its ports are those of the whole network.
+        ranks_per_node: number of consecutive ranks that a node has.
+        inner: links between ranks of a node, each with ports of its own.
+        outer: links between nodes; all messages that leave a node share one port, all that enter it
+            another.  Its gamma and its ``ports`` hold for the whole network.
 
     Example:
         >>> two = TwoLevel(4, inner=Links(2e-6, 1e-11), outer=Links(20e-6, 8e-10))

@@ -29,14 +29,14 @@ from sparsync.transports.zmq.messages import APART, NO_LOCAL_STEP, TAGS, Claim, 
 
 __all__ = ["Receive", "ZmqCommunicator", "host_over"]
 
-_MEMORY_TICK: Final = 0.002  # seconds between looks at what arrives, while waiting for own memory
+_MEMORY_TICK: Final = 0.002  # seconds between looks at arrivals, while a payload is still read
 
 
 @final
 class ZmqCommunicator(Communicator):
     """One rank of a group that talks over ZeroMQ.
 
-    Every rank binds one incoming socket and opens a link to every other.  One thread at a time may
+    Every rank binds one incoming socket and opens a link to every other rank.  One thread at a time may
     use a communicator and its channels (hand it over with a lock or a queue, not in the middle of a
     call); ZeroMQ's own threads move the bytes meanwhile.  It does not survive a fork.  Close it, or
     leave its ``with`` block, so that the last messages are delivered.
@@ -49,24 +49,24 @@ class ZmqCommunicator(Communicator):
         interface: the IP address or the name of the interface to bind, and no other.  Default:
             ``GLOO_SOCKET_IFNAME``, or the one that leads to the store's host or to rank 0's.
         port_range: first and last port that may be bound, for firewalls: a rank takes one, and one more
-            for actors.  Default: any that is free.
-        advertise: the address at which the others find this rank, if that is not the interface's: that of
-            a static NAT that forwards ``port_range`` to this machine.
-        timeout: seconds that any wait may take before it fails with an error; so long may a rank stand
-            still.
+            for actors.  Default: any free port.
+        advertise: the address at which the others find this rank, if it is not the interface's: that of a
+            static NAT that forwards ``port_range`` to this machine.
+        timeout: seconds that any wait may take before it fails with an error; a rank may stand still for
+            as long.
         connect_timeout: seconds that opening the connections between ranks may take.
         curve_keys: directory of ``make_curve_keys``.  Messages are encrypted, and only ranks with a
             listed key are let in, each as itself.  None: no encryption, and a password that ranks make
-            up; whoever listens on the network can read both, so use it on networks that you trust.
-        changing: the group may change: see ``regroup``.  ``curve_keys`` has this rank's secret key alone,
-            or is that file.
+            up; anybody who listens on the network can read both, so use it on networks that you trust.
+        changing: the group may change: see ``regroup``.  ``curve_keys`` then has only one secret key,
+            this rank's, or is that file.
 
     Attributes:
         dropped: messages that were refused, by reason (malformed, of another job, ...).
         lost: ranks that are gone, and why.
 
     Raises:
-        ConfigurationError: an argument that cannot work.
+        ConfigurationError: an argument cannot work.
         DeadlineError: not all ranks arrived within ``timeout``; names those that are missing.
 
     Example:
@@ -109,7 +109,7 @@ class ZmqCommunicator(Communicator):
         opened = list[Mesh]()
 
         def ready() -> dict[str, Any]:
-            """Listen; what keeps this rank from it is told to all."""
+            """Listen; an error here is told to all ranks when they meet."""
             keys = None
             if curve_keys:
                 every = (curve_keys, rank, world_size)
@@ -126,10 +126,13 @@ class ZmqCommunicator(Communicator):
                 changing=changing,
             )
             opened.append(mesh)
+            # every rank draws a number, and all take rank 0's: messages of a former job on the same
+            # ports, whose number differs, are refused
             job = secrets.randbits(63)
             return {"endpoint": mesh.endpoint, "encrypted": keys is not None, "job": job}
 
         try:
+            # all listen before anybody connects: links do not try again
             cards = convene(store, rank, world_size, ready, timeout)
             opened[0].connect(*_agreed(rank, cards))
         except BaseException:
@@ -140,7 +143,7 @@ class ZmqCommunicator(Communicator):
         self.dropped, self.lost = self.mesh.dropped, self.mesh.lost
 
     def channel(self, tag: int) -> ZmqCommunicator:
-        """Return a handle on the same links and ledger whose messages never meet others'."""
+        """Return a handle on the same links and ledger, whose messages never meet other channels'."""
         if not 0 <= tag < TAGS:
             raise ConfigurationError(f"channel {tag} does not exist; give a tag in [0, 2^32)")
         twin = copy.copy(self)
@@ -148,18 +151,18 @@ class ZmqCommunicator(Communicator):
         return twin
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
-        """Be a rank of another group from now on; whoever waits in the former one does so for ever.
+        """Be a rank of another group from now on; waits in the former one last until their deadline.
 
-        Sockets live on: only links to those that are new are opened, and to those that are gone closed.
-        Messages of the new group that came early are kept.  Make channels again.  An endpoint is
-        ``mesh.endpoint`` of that rank: an address, a blank and its password; with keys, an address, a
-        blank and its public key.
+        Sockets live on: only links to new ranks are opened, and those to ranks that are gone are closed.
+        Messages of the new group that came early are kept.  Make channels again.  An endpoint is that
+        rank's ``mesh.endpoint``: its address, a blank and its password; with keys, its address, a blank
+        and its public key.
         """
         self.mesh.regroup(rank, job, endpoints)
         self.rank, self.world_size = rank, len(endpoints)
 
     def give_up(self) -> None:
-        """End what others of this group wait for, whomever it is to come from, with an error."""
+        """End all waits of the other ranks of this group with an error."""
         self.mesh.give_up()
 
     def host(self, actor: Actor) -> Host:
@@ -174,7 +177,7 @@ class ZmqCommunicator(Communicator):
         """Hand the payload to ZeroMQ, or queue it while the peer is slow."""
         self.mesh.check_open()
         if payload.numel() == 0 and not framing.variable:
-            return Finished()  # both sides know that there is nothing
+            return Finished()  # both sides know that there is nothing to send
         (operation,) = self._send_all({dest: payload}, phase) or [Finished()]
         return operation
 
@@ -192,13 +195,17 @@ class ZmqCommunicator(Communicator):
                     "send it in parts, a model in more units"
                 )
             link = mesh.links[dest]
+            # the receiver checks the numbers of a link and channel: a gap is a lost message, which
+            # ZeroMQ would not report
             flags = APART if length > limits.INLINE else 0
             sequence = link.next_sequence(self.tag)
             facts = self.rank, mesh.job, self.tag, number, ledger.step, local, sequence, length
             header = Header(flags, *facts).pack()
+            # often all ranks get the same payload: header and payload are joined once, in the frames
+            # that the copies share.  Whether ZeroMQ has taken it is a copy's own
             if last is None or payload is not last[1] or header != last[0]:
                 last = header, payload, Parcel(header, payload)
-            parcel = copy.copy(last[2])  # often all ranks get the same
+            parcel = copy.copy(last[2])
             link.send(parcel)
             if not parcel.done or link.lost:
                 where = f"{ledger.place()}: send to rank {dest} in phase '{phase}'"
@@ -212,10 +219,10 @@ class ZmqCommunicator(Communicator):
         return self._receive({source: capacity}, phase, framing)
 
     def irecv_any(self, capacity: int, phase: str, framing: Framing) -> Receive:
-        """Receive from whoever is first on this channel, whatever the sender's step.
+        """Receive the first message on this channel, from any rank and of any step.
 
-        The operation's ``source`` tells, when it is done, whose message it was.  Give such messages a
-        channel of their own.
+        Once the operation is done, its ``source`` is the sender's rank.  Give such messages a channel of
+        their own.
         """
         if self.world_size == 1:
             raise ConfigurationError(
@@ -236,20 +243,21 @@ class ZmqCommunicator(Communicator):
     async def alltoallv(
         self, payloads: Sequence[Tensor], capacities: Sequence[int], phase: str, framing: Framing
     ) -> list[Tensor]:
-        """Send to all, destinations rotated, then take what comes: one operation for all receives.
+        """Send to all, with rotated destinations, then receive in any order, as one operation.
 
-        The messages are those of ``Communicator.alltoallv``: a rank may take the one, its peers the
-        other.
+        Messages of one operation are looked at together, which costs less than a turn for each (see
+        ``Mesh.advance``).  On the wire this equals ``Communicator.alltoallv``: a rank may call the one
+        and its peers the other.
         """
         rank, world_size = self.rank, self.world_size
         around = [(rank + shift) % world_size for shift in range(1, world_size)]
         wanted = {r: capacities[r] for r in around if capacities[r] or framing.variable}
         arriving = self._receive(wanted, phase, framing)
-        hosts = {id(payload): _staged(payload) for payload in payloads}  # often all get the same
+        hosts = {id(payload): _staged(payload) for payload in payloads}  # often the same for all
         outgoing = {dest: hosts[id(payloads[dest])] for dest in around}
         given = {dest: p for dest, p in outgoing.items() if p.numel() or framing.variable}
         sending = self._send_all(given, phase)
-        if outgoing:  # book what was sent while the bytes are on their way
+        if outgoing:  # booked only now: the bytes are on their way meanwhile
             booked = {id(payload): framing.parts(payload) for payload in outgoing.values()}
             parts = sum((booked[id(payload)] for payload in outgoing.values()), Parts())
             nbytes = sum(payload.numel() for payload in outgoing.values())
@@ -278,12 +286,13 @@ class ZmqCommunicator(Communicator):
 class _Wait(Operation):
     """An operation that makes everything advance while it waits.
 
-    Its deadline counts from the first wait on, and is a second later for each MiB of a payload whose
-    length is known.
+    Its deadline counts from the first wait, and is a second later for each MiB of a payload whose length
+    is known.
     """
 
     def __init__(self, mesh: Mesh, timeout: float, nbytes: int) -> None:
         self.mesh = mesh
+        # 1 MiB/s is the least that a link is expected to carry: a long payload is no reason to give up
         self.timeout = timeout + nbytes // limits.PIECE
         self.deadline: float | None = None
 
@@ -293,16 +302,24 @@ class _Wait(Operation):
             pass
 
     def begin(self, seconds: float) -> float:
-        """Return when a poll that may wait ``seconds`` has to return."""
+        """Return the time at which a poll that may wait ``seconds`` has to return."""
         now = time.monotonic()
+        # an operation that is only looked at has no deadline yet: several are in flight, and the wait
+        # is for the oldest
         if seconds > 0 and self.deadline is None:
             self.deadline = now + self.timeout
         return now + seconds
 
     def check(self, now: float, where: object, peer: int | None) -> None:
-        """Raise an error after the deadline; it says how far the peer was reached, and what was refused.
+        """Raise an error after the deadline.
 
-        ``peer``: the rank that is waited for; None: any.
+        It says whether the peer was reached at all, and which messages and connections were refused: with
+        a wrong key or version, the reason shows there.
+
+        Args:
+            now: on the monotonic clock.
+            where: the operation, in words.
+            peer: the rank that is waited for; None: any.
         """
         if self.deadline is None or now < self.deadline:
             return
@@ -324,7 +341,7 @@ class _Send(_Wait):
         self.link, self.parcel, self.where = link, parcel, f"rank {mesh.rank}, {where}"
 
     def poll(self, seconds: float) -> bool:
-        """Wait at most ``seconds``; what arrives meanwhile is taken in."""
+        """Wait at most ``seconds``; messages that arrive meanwhile are taken in."""
         until = self.begin(seconds)
         while not self._settled():
             now = time.monotonic()
@@ -333,6 +350,9 @@ class _Send(_Wait):
             if self.parcel.tracker is None:
                 self.mesh.advance(until - now)
             else:
+                # ZeroMQ has taken the message and reads the payload's memory; its tracker cannot be
+                # polled along with sockets, so this wait is short, and incoming messages are taken in
+                # between
                 try:
                     self.parcel.tracker.wait(max(min(until - now, _MEMORY_TICK), 0.0))
                 except zmq.NotDone:
@@ -369,7 +389,7 @@ class Receive(_Wait):
     def poll(self, seconds: float) -> bool:
         """Wait at most ``seconds``; return earlier when another operation got its message.
 
-        So whoever drives several operations can go on with the other one.
+        So the driver of several operations can go on with the other one.
         """
         if not self._settled():
             mailboxes = self.mesh.mailboxes
@@ -390,7 +410,7 @@ class Receive(_Wait):
         return self.done
 
     def _settled(self) -> bool:
-        """Look at what the mailboxes have for these receives; tell whether the wait has ended."""
+        """Look which claims have their messages; tell whether the wait has ended."""
         if self.done or self._error is not None:
             return True
         failed = [claim.error for claim in self._waiting if claim.error is not None]
@@ -416,13 +436,14 @@ def _staged(payload: Tensor) -> Tensor:
         return payload
     pinned = torch.empty_like(payload, device="cpu", pin_memory=payload.is_cuda)
     pinned.copy_(payload, non_blocking=True)
+    # the copy is only queued, and ZeroMQ would read the memory before it is there
     if payload.is_cuda:
         torch.cuda.current_stream(payload.device).synchronize()
     return pinned
 
 
 def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[str]]:
-    """Return the job's number, drawn by rank 0, and all endpoints; check that the ranks fit together."""
+    """Return the job's number, which rank 0 drew, and all endpoints; check that ranks fit together."""
     try:
         facts = [(card["job"], str(card["endpoint"]), card["encrypted"]) for card in cards]
     except KeyError as error:
@@ -441,6 +462,8 @@ def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[st
                 f"({error.strerror}); give rank {peer} an advertise= that all ranks can resolve, or an "
                 "IP address"
             ) from error
+    # a host name that the hosts file maps to 127.0.1.1 leads one rank to the loopback interface, where
+    # ranks of other machines would wait for it in vain
     places = ["loopback" if local else "reachable" for local in near]
     told = ", ".join(f"rank {peer} {address}" for peer, address in enumerate(addresses))
     for what, values, cure in (
@@ -465,7 +488,7 @@ def host_over(
     """
     if comm.world_size == 1:
         return SoloHost(actor)
-    # most groups run none
+    # imported here: most groups run no actor
     from sparsync.transports.zmq.host import ZmqHost
 
     mesh = ZmqCommunicator(comm.rank, comm.world_size, store=store, timeout=comm.timeout, **options)

@@ -1,4 +1,4 @@
-"""Check who may connect, and as which rank: by keys, or by a password (ZeroMQ's RFCs 24 to 27)."""
+"""Decide who may connect, and as which rank: by keys, or by a password (ZeroMQ's RFCs 24 to 27)."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class CurveKeys:
     listed: Sequence[bytes]  # of all that may connect
 
     def guard(self, socket: zmq.Socket[Any]) -> Doorkeeper:
-        """Let a socket, before it is bound, accept listed keys alone."""
+        """Make a socket that is not bound yet accept listed keys alone."""
         socket.curve_server, socket.curve_secretkey = True, self.secret
         return Doorkeeper(socket.context, lambda request: curve_user(request, self.listed))
 
     def show(self, socket: zmq.Socket[Any], server: bytes) -> None:
-        """Let a socket, before it connects, show this rank's key, and demand the server's."""
+        """Make a socket that has not connected yet show this rank's key and demand the server's."""
         socket.curve_serverkey, socket.curve_secretkey = server, self.secret
         socket.curve_publickey = self.public
 
@@ -55,33 +55,33 @@ class CurveKeys:
 @final
 @dataclass(frozen=True)
 class Password:
-    """Without keys: a word that a rank makes up, and tells the others of its group with its address.
+    """The guard without keys: a word that a rank makes up, and tells its group along with its address.
 
-    It keeps strangers out before ZeroMQ takes in a message of theirs: the parts of one message are
-    collected, however many they are, before anybody can look at the first.  It is not encrypted, so it
-    keeps out nobody who listens on the network.
+    It keeps strangers out before ZeroMQ takes in a message of theirs: ZeroMQ collects all parts of a
+    message, however many there are, before this process can look at the first.  The word is not
+    encrypted, so it does not keep out those who listen on the network.
     """
 
     word: bytes = field(default_factory=lambda: secrets.token_hex(16).encode(), repr=False)
 
     def guard(self, socket: zmq.Socket[Any]) -> Doorkeeper:
-        """Let a socket, before it is bound, accept those alone that know the word."""
+        """Make a socket that is not bound yet accept only those that know the word."""
         socket.plain_server = True
         return Doorkeeper(socket.context, lambda request: plain_user(request, self.word))
 
     def show(self, socket: zmq.Socket[Any]) -> None:
-        """Let a socket, before it connects, say the word."""
-        # ZeroMQ takes no empty one, as of an address that came without
+        """Make a socket that has not connected yet say the word."""
+        # ZeroMQ refuses an empty password, which an endpoint without a word would give
         socket.plain_username, socket.plain_password = b"rank", self.word or b"none"
 
 
 def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
     """Write one certificate per rank: ``rank-0.key`` (public) and ``rank-0.key_secret``, and so on.
 
-    Give every rank all ``.key`` files and its own ``.key_secret``; nobody else may read that.
+    Give every rank all ``.key`` files and its own ``.key_secret``, which nobody else may read.
 
     Args:
-        directory: made if missing, readable by its owner only; "." is the current one.
+        directory: made if missing, readable by its owner only; "." is the current folder.
         ranks: number of ranks of the job.
 
     Returns:
@@ -114,6 +114,7 @@ def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
         )
     made = []
     for rank in range(ranks):
+        # pyzmq writes a secret as the umask says, often readable by all
         public, secret = zmq.auth.create_certificates(directory, f"rank-{rank}")
         Path(secret).chmod(0o600)
         made.append(Path(public))
@@ -124,8 +125,10 @@ def load_curve_keys(directory: Path | str, rank: int, world_size: int) -> CurveK
     """Read the public keys of all ranks and the secret one of this rank.
 
     Raises:
-        ConfigurationError: a file is missing or no certificate, or two ranks share a key.
+        ConfigurationError: a file is missing or is no certificate, or two ranks share a key.
     """
+    # one key per rank: the key tells which rank a message is from, so two ranks with one key could pose
+    # as each other
     publics = [_load(Path(directory) / f"rank-{r}.key")[0] for r in range(world_size)]
     public, secret = _load(Path(directory) / f"rank-{rank}.key_secret")
     if secret is None or public != publics[rank] or len(set(publics)) != world_size:
@@ -137,13 +140,13 @@ def load_curve_keys(directory: Path | str, rank: int, world_size: int) -> CurveK
 
 
 def own_curve_keys(place: Path | str) -> CurveKeys:
-    """Read the key pair of a rank whose number changes, and the public keys of all that may be members.
+    """Read the keys of a rank whose number changes: its own pair, and the public ones of all members.
 
     Args:
-        place: directory of the public keys and one secret one, or a secret key that is next to them.
+        place: a folder with the public keys and one secret key, or the file of a secret key next to them.
 
     Raises:
-        ConfigurationError: it does not say which key is this rank's, or that is not a public one, too.
+        ConfigurationError: it is not clear which key is this rank's, or no public key belongs to it.
     """
     place = Path(place)
     secrets = sorted(place.glob("*.key_secret")) if place.is_dir() else [place]
@@ -174,14 +177,16 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
 
 @final
 class Doorkeeper:
-    """Answers ZeroMQ's question "may they in?" on a thread of its own: with a user's name, or None.
+    """Answers ZeroMQ, on a thread of its own, who may connect; ``user`` returns a name or None.
 
-    A thread, because connections are made while the rank computes.  It ends when the context ends.
+    It has a thread because connections are made while the rank computes.  It ends with the context.
     """
 
     def __init__(
         self, context: zmq.Context[Any], user: Callable[[list[bytes]], bytes | None]
     ) -> None:
+        # bound before the socket that it guards: while nobody answers at this endpoint, CURVE lets
+        # every key in
         socket = context.socket(zmq.REP)
         socket.bind(ZAP_ENDPOINT)
         self.refused = 0
@@ -200,7 +205,7 @@ class Doorkeeper:
         except zmq.ContextTerminated:
             pass
         finally:
-            socket.close()
+            socket.close()  # by its own thread, while ``Context.term`` waits for it
 
 
 def zap_reply(request: list[bytes], user: bytes | None) -> list[bytes]:
@@ -221,6 +226,7 @@ def curve_user(request: list[bytes], listed: Sequence[bytes]) -> bytes | None:
 
 def plain_user(request: list[bytes], word: bytes) -> bytes | None:
     """Return the name in a ZAP request that has the password."""
+    # compared in constant time: the delay of an answer must not tell how much of a guess is right
     if len(request) == 8 and request[5] == b"PLAIN" and hmac.compare_digest(request[7], word):
         return request[6]
     return None

@@ -9,16 +9,17 @@ from sparsync.errors import ConfigurationError
 
 __all__ = ["OWN", "PER_PEER", "require_descriptors"]
 
-OWN: Final = 12  # of a context, its threads, the incoming socket and the one that checks who comes
-# the link, the two ends of what tells its events, the outgoing connection, the incoming one
+# of a context, its threads, the incoming socket and the one that decides who may connect
+OWN: Final = 12
+# the link, the two ends of its monitor, the outgoing connection and the incoming one
 PER_PEER: Final = 5
-SPARE: Final = 16  # for files, and for what torch opens meanwhile
+SPARE: Final = 16  # for files, and for connections that torch opens meanwhile
 
 
 def require_descriptors(rank: int, peers: int, own: int = 0) -> None:
     """Refuse to open sockets for ``peers`` more ranks, and ``own`` descriptors, if they would not fit.
 
-    ZeroMQ ends the process where it gets none in the middle of its work.
+    When ZeroMQ gets no descriptor in the middle of its work, it ends the process.
 
     Raises:
         ConfigurationError: says how many are needed, and the limit.

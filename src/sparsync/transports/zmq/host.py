@@ -20,9 +20,9 @@ from sparsync.transports.zmq.links import MAX_MESSAGE
 
 __all__ = ["ZmqHost"]
 
-_WAKE: Final = "inproc://wake"  # of an actor's own context
+_WAKE: Final = "inproc://wake"  # in an actor's own context, so all actors may use the same name
 _NAP: Final = 0.5  # seconds between looks at deaths while nothing comes and nothing is due
-_NAMED: Final = 4  # ranks in a message, those first that have been silent for longest
+_NAMED: Final = 4  # ranks that an error names, those first that have been silent for longest
 _WHOLE: Final = Raw("value", variable=True)
 
 
@@ -30,8 +30,8 @@ class ZmqHost(Host):
     """Runs an actor on a daemon thread.
 
     The rank hands work over through a queue and waits on an event: it never holds a lock that the
-    actor needs, nor the other way round.  A peer whose connection ends is dead, one that is silent is
-    not.  Nobody else uses ``comm``, which is closed at the end.
+    actor needs, nor the other way round.  A peer whose connection ends is dead; one that is silent is
+    not.  ``comm`` is the host's alone, which closes it at the end.
     """
 
     def __init__(self, actor: Actor, comm: Any) -> None:  # a ``ZmqCommunicator``
@@ -58,14 +58,16 @@ class ZmqHost(Host):
     def call(self, function: Callable[[], None]) -> None:
         """Queue a function, and wake the thread."""
         self._calls.append(function)
-        # refused: it has been woken often enough, or the line is closed
+        # queued first: the thread may wake at once.  If the line is full, enough wakes are under way;
+        # if it is closed, nothing is left to wake
         with self._lock, suppress(zmq.ZMQError):
             self._waker.send(self._mesh.wake_word, zmq.NOBLOCK)
 
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
         """Queue a function; the wait ends in an error if the actor fails or the timeout passes."""
         asked = _Asked(where, self._comm.timeout, self._silent)
-        # known to the thread before its error is looked at: a failure in between ends the wait, too
+        # listed for the thread first, then its error is looked at: so a failure between the two ends
+        # the wait as well
         self._asked = [*(one for one in self._asked if not one.done), asked]
         if self._error is not None:
             asked.end(error=self._error)
@@ -98,6 +100,8 @@ class ZmqHost(Host):
             while not self._closing:
                 self._turn()
         except BaseException as error:
+            # the error first, then the list: the reverse order of ``ask``, so that one of the two sees
+            # the other
             self._error = error
             for asked in self._asked:
                 asked.end(error=error)
@@ -107,15 +111,16 @@ class ZmqHost(Host):
             self._comm.close()
 
     def _turn(self) -> None:
-        """Do what is there, then wait for the next message, at most until a tick is due."""
+        """Run the queued calls, then wait for the next message, at most until a tick is due."""
         while self._calls:
             self._calls.popleft()()
         due = self._actor.due
         self._take(_NAP if due is None else min(max(due - self.now, 0.0), _NAP))
         deaths = self._deaths()
         self._gone.update(deaths)
+        # an actor hears the last messages of a dead peer before it hears of the death
         while deaths and self._take(0.0):
-            pass  # the last words of the dead come first
+            pass
         for peer, reason in deaths.items():
             self._actor.lose(peer, reason)
         due = self._actor.due
@@ -123,11 +128,13 @@ class ZmqHost(Host):
             self._actor.tick()
 
     def _take(self, seconds: float) -> bool:
-        """Give the actor the next message, if one comes before ``seconds`` have passed or a call."""
+        """Give the actor the next message, if one comes within ``seconds`` and before the next call."""
         mesh = self._mesh
         try:
             if self._receive is None:
                 self._receive = self._comm.irecv_any(MAX_MESSAGE, "actor", _WHOLE)
+            # looked at and never waited for, as a wait would have a deadline: peers may be silent for
+            # ever.  The time passes in ``advance``, which a call ends early
             receive = self._receive
             if not receive.poll(0.0):
                 mesh.advance(seconds)
@@ -150,7 +157,7 @@ class ZmqHost(Host):
 
 
 class _Asked(Operation):
-    """A wait for an actor on its thread; ``silent`` says who has not been heard of."""
+    """A wait for an actor on its thread; ``silent`` says which ranks have not been heard of."""
 
     def __init__(self, where: Callable[[], str], timeout: float, silent: Callable[[], str]) -> None:
         self.where, self.timeout, self.silent = where, timeout, silent

@@ -1,4 +1,4 @@
-"""The outgoing side of a mesh: a socket to each peer, what was seen of it, messages on their way."""
+"""The outgoing side of a mesh: a socket to each peer, its state, and messages on their way."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from sparsync.transports.zmq.curve import CurveKeys, Password
 
 __all__ = ["Link", "Parcel", "happened", "host_and_port", "longest_silence", "resolved", "watched"]
 
-# seconds of silence of a connection, asked for a sign of life, after which its other end is dead; never
-# less, since ZeroMQ's thread may have to wait for its turn
+# seconds without a sign of life, though asked for one, after which the other end of a connection counts
+# as dead; never less, since ZeroMQ's thread may have to wait for a core
 HEARTBEAT: Final = 20.0
-# or this many times ``timeout``, if that is longer: if a rank stands still, the wait's own deadline is to
-# speak first, although the last sign of life came before the wait began
+# or this many times ``timeout``, if that is longer: when a rank stands still, the deadline of the wait
+# for it must pass first, although the last sign of life came before that wait began
 PATIENCE: Final = 2.0
 # seconds between signs of life: routers and firewalls forget connections that are silent for minutes
 BEAT: Final = 5.0
-MOST_SECONDS: Final = 2e6  # ZeroMQ counts milliseconds in 32 bits
+MOST_SECONDS: Final = 2e6  # libzmq counts milliseconds in an int of 32 bits
 HIGH_WATER: Final = (
     64  # messages per link that ZeroMQ queues on either side; above, the sender waits
 )
-# payloads up to this many bytes travel in the header's frame: one copy more, but a frame less to pass
-# to ZeroMQ's thread and back (``benchmarks/transports.py``: of 57 kB to each of 7 ranks, a second frame
-# took 13 us of the caller and 7 us of that thread; the copy 10 us)
+# payloads up to this many bytes travel in the header's frame: that is one more copy, but one frame less
+# to pass to ZeroMQ's thread and back (``benchmarks/transports.py``: of 57 kB to each of 7 ranks, a
+# second frame took 13 us of the caller and 7 us of that thread; the copy 10 us)
 INLINE: Final = 2**17
 # payloads from this many bytes on are sent from the tensor's own memory, which costs a thread's
 # wake-up (a memcpy of 1 MiB takes as long)
@@ -40,8 +40,8 @@ ZERO_COPY: Final = 2**20
 # takes longer than a heartbeat over a slow link does not look like a death
 PIECE: Final = 2**20
 MAX_MESSAGE: Final = 2**31  # bytes of one payload; a peer that sends more is cut off
-OVERHEAD: Final = 2**10  # bytes of a frame that are not its piece's, encryption included
-# seconds for a second attempt at a connection, whose error ZeroMQ does not tell
+OVERHEAD: Final = 2**10  # bytes of a frame besides its piece: our header, and encryption's
+# seconds for a second attempt at a connection, made only to learn the error: ZeroMQ does not tell it
 PROBE: Final = 0.5
 # ZeroMQ may report the end of a connection alone where a peer has refused what came over it
 TAMPERED: Final = ", or bytes were changed on the way, which ends a connection with keys"
@@ -74,7 +74,7 @@ class Parcel:
         elif length > PIECE:
             self.frames = [header, *(view[at : at + PIECE] for at in range(0, length, PIECE))]
         self.zero_copy = length >= ZERO_COPY
-        self.tracker: zmq.MessageTracker | None = None  # until it is done ZeroMQ reads the payload
+        self.tracker: zmq.MessageTracker | None = None  # ZeroMQ reads the payload until it is done
         self.accepted = False  # by ZeroMQ
 
     @property
@@ -83,9 +83,9 @@ class Parcel:
         return self.accepted and (self.tracker is None or self.tracker.done)
 
     def send(self, socket: zmq.Socket[Any]) -> bool:
-        """Give it to ZeroMQ without waiting; False: the queue is full.
+        """Give the message to ZeroMQ without waiting; False: the queue is full.
 
-        Once the header is accepted the payload is too: the limit counts whole messages.
+        Once ZeroMQ has accepted the header it accepts the payload's frames: its limit counts messages.
         """
         try:
             if len(self.frames) == 1:
@@ -106,15 +106,15 @@ class Link:
 
     Args:
         peer: its rank.
-        endpoint: its address; without keys, a blank and its password.
+        endpoint: its address; without keys, followed by a blank and its password.
         keys: this rank's, with the peer's public key; None: no encryption.
         timeout: seconds that a wait may take.
         connect_timeout: seconds that opening may take.
 
     Attributes:
-        opened: the other end has let this rank in: what ends now is a connection that there was.
-        lost: why nothing can be sent any more.
-        lost_at: when that was seen, on the monotonic clock.
+        opened: the other end has let this rank in; a later end is that of a connection that existed.
+        lost: why nothing can be sent any more; empty while it can.
+        lost_at: when that was noticed, on the monotonic clock.
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class Link:
         self.opened, self.lost, self.lost_at = False, "", 0.0
         self._reached = False  # something has accepted the connection
         self._encrypted = keys is not None
-        self.by = time.monotonic() + connect_timeout  # it is to be open
-        self.queue: deque[Parcel] = deque()  # that ZeroMQ did not take yet, in order
+        self.by = time.monotonic() + connect_timeout  # the time by which it must be open
+        self.queue: deque[Parcel] = deque()  # messages that ZeroMQ has not taken yet, in order
         self.sequences: Counter[int] = Counter()  # messages sent, by channel
-        # by this rank's own hand: ZeroMQ does not tell that there is no such name, and all of its traffic
-        # waits while it asks
+        # the name is looked up here: ZeroMQ would not tell that there is no such name, and all its
+        # traffic would wait during its own look-up
         try:
             address = resolved(self.address)
         except OSError as error:
@@ -154,7 +154,7 @@ class Link:
             raise
 
     def close(self, linger: int = 0) -> None:
-        """Close; what waits is dropped after ``linger`` milliseconds, in the background."""
+        """Close; in the background, drop messages that still wait after ``linger`` milliseconds."""
         self.socket.disable_monitor()
         self.events.close()
         self.socket.close(linger=linger)
@@ -165,18 +165,18 @@ class Link:
         return self.sequences[tag] - 1
 
     def send(self, parcel: Parcel) -> None:
-        """Send now, or queue after what waits."""
+        """Send now, or queue behind the messages that wait."""
         if self.queue or not parcel.send(self.socket):
             self.queue.append(parcel)
 
     def flush(self) -> None:
-        """Send what waits, as far as there is room."""
+        """Send the messages that wait, as far as there is room."""
         while self.queue and self.queue[0].send(self.socket):
             self.queue.popleft()
 
     @property
     def state(self) -> str:
-        """Say what has been seen of a link that is not open; nothing of one that is."""
+        """The progress of a link that is not open, in words; empty if it is open."""
         if self.lost or self.opened:
             return self.lost
         seen = "the port answers, but lets nobody in" if self._reached else "no answer"
@@ -185,7 +185,7 @@ class Link:
     def look(self) -> None:
         """Notice that the connection has been opened, that it has ended, or that it is late."""
         for event, value in happened(self.events):
-            if self.lost:
+            if self.lost:  # the first reason stays: later events follow from it
                 continue
             if event == zmq.EVENT_CONNECTED:
                 self._reached = True
@@ -217,7 +217,7 @@ class Link:
         self.lost, self.lost_at = why, time.monotonic()
 
     def _probed(self) -> OSError | None:
-        """Return the error of another attempt to connect, which ZeroMQ has made and does not tell."""
+        """Return the error of a second attempt to connect; ZeroMQ does not tell that of the first."""
         if self._reached:
             return None
         try:
@@ -253,21 +253,22 @@ class Link:
 def watched(
     context: zmq.Context[Any], kind: int, address: str, timeout: float, handshake: float
 ) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
-    """Return a socket for one end of connections, and the one that tells what happens to them.
+    """Return a socket for one end of connections, and the one that reports their events.
 
-    No reconnection: a new connection after a death would hide it, and the loss of what was queued.
+    Connections are not made again: a new one after a death would hide it, and the loss of messages that
+    were queued.
 
     Args:
         context: of both.
         kind: ``zmq.PUSH`` or ``zmq.PULL``.
         address: tells IPv6 from IPv4.
-        timeout: seconds that a wait may take: as long as that a rank may stand still.
-        handshake: seconds after which a connection is closed whose other end has not said who it is.
+        timeout: seconds that a wait may take; a rank may stand still for as long.
+        handshake: seconds after which a connection is closed if its other end has not said who it is.
     """
     socket = context.socket(kind)
     socket.ipv6 = ":" in address.removeprefix("tcp://").rpartition(":")[0]  # colons before the port
     socket.sndhwm = socket.rcvhwm = HIGH_WATER
-    # of a frame, before it is allocated
+    # of a frame, checked before its memory is allocated: a frame that claims gigabytes takes none
     socket.maxmsgsize = max(PIECE, INLINE) + OVERHEAD
     socket.reconnect_ivl = -1
     socket.handshake_ivl = _milliseconds(handshake)
@@ -291,7 +292,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 def happened(events: zmq.Socket[Any]) -> Iterator[tuple[int, int]]:
-    """Yield ``(event, value)`` of all that happened since the last call, in order."""
+    """Yield ``(event, value)`` for each event since the last call, in order."""
     while events.poll(0):
         message = recv_monitor_message(events)
         yield int(message["event"]), int(message["value"])
@@ -309,13 +310,13 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def resolved(address: str) -> str:
-    """Return one of ZeroMQ's addresses with its host's IP address, the first of IPv4's if it has any.
+    """Return one of ZeroMQ's addresses with its host's IP address: the first IPv4 one, if it has any.
 
     Raises:
         socket.gaierror: there is no such name.
     """
     host, port = host_and_port(address)
-    with suppress(UnicodeError):  # a name that no resolver takes is one that does not exist
+    with suppress(UnicodeError):  # a name that no resolver accepts does not exist
         found = network.getaddrinfo(host, port, type=network.SOCK_STREAM)
         family, *_, place = min(found, key=lambda one: one[0] != network.AF_INET)
         return f"tcp://{f'[{place[0]}]' if family == network.AF_INET6 else place[0]}:{port}"

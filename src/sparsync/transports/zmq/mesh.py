@@ -1,4 +1,4 @@
-"""The sockets of a rank: one that all others send to, a link to each of them, and their progress."""
+"""The sockets of a rank: an incoming one for all others, a link to each of them, and their progress."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ BUSY: Final = 10  # ticks between looks at connections while messages come
 # seconds between the loss of the link to a rank that was never heard of and giving up on that rank: its
 # first message may be under way
 GRACE: Final = 0.5
-# the same for a rank that was heard of and never reached: one that has closed at once cannot be either,
-# and its last messages may be under way
+# the same for a rank that was heard of but never reached: that may be one which closed at once, whose
+# last messages are still under way
 LATE: Final = 3.0
 ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
 SHARED: Final = 8192  # bytes that ZeroMQ reads at once: a shorter frame may lie among others
@@ -62,7 +62,7 @@ PER_MESSAGE: Final = (
     2**9
 )  # bytes of memory that a message takes in addition to its own: many are short
 MOST_FRAMES: Final = 1 + MAX_MESSAGE // PIECE  # of one message
-HANDSHAKE: Final = 10.0  # seconds for those that connect to say who they are
+HANDSHAKE: Final = 10.0  # seconds in which those that connect must say who they are
 STRANGERS: Final = (
     16  # connections that may be silent, in addition to those of ranks not heard of yet
 )
@@ -109,31 +109,34 @@ class Mesh:
         self._early_bytes = 0  # of all of them
         self._past: set[int] = set()  # jobs of groups that it has left
         self.links: dict[int, Link] = {}
-        self.wake_word = secrets.token_bytes(16)  # nobody else can say it
+        self.wake_word = secrets.token_bytes(16)  # no peer can guess it
         self.mailboxes = Mailboxes(MAX_UNCLAIMED)
         self.dropped: Counter[str] = Counter()  # messages that were refused, by reason
         self.lost: dict[int, str] = {}  # ranks that are gone, and why
-        self._connected: dict[int, float] = {}  # file descriptor -> since when
-        self._spoke: set[int] = set()  # those of them that a message has come from
+        self._connected: dict[int, float] = {}  # file descriptor -> time of the connection
+        self._spoke: set[int] = set()  # descriptors over which a message has come
         self._ranks: dict[int, int] = {}  # file descriptor -> rank, once it has said who it is
-        self._heard: set[int] = set()
-        self._ended: set[int] = set()
-        self._foreign = 0  # connections that were not of this protocol
-        self._altered = False  # a rank's connection was broken off because of what came over it
+        self._heard: set[int] = set()  # ranks from which a message has come
+        self._ended: set[int] = set()  # ranks whose connection has ended, until the next look
+        self._foreign = 0  # connections of another protocol
+        self._altered = False  # a rank's connection was broken off because its bytes were changed
         self._aborted = False
         self._busy = False  # a message has come since the last look at the clock
         self._looked = self._next_look = 0.0
 
         require_descriptors(rank, world_size - 1, OWN)
+        # a context of its own: no other user of pyzmq in this process can exhaust or end it
         context: zmq.Context[Any] = zmq.Context()
         sockets = list[zmq.Socket[Any]]()
         guards = list[Doorkeeper]()
-        # before there is a socket: a context with one that is open never ends, nor does its process
+        # the finalizer is made before there is a socket: a context with an open socket never ends, nor
+        # does its process.  It gets the containers, which fill later, since ``self`` would keep the
+        # mesh alive
         self._patience = _Patience()
         self.close = weakref.finalize(
             self, _close, context, sockets, self.links, guards, self._patience, os.getpid()
         )
-        # per link: a socket and its monitor's pair
+        # a link has three: its socket and the two ends of its monitor
         context.max_sockets = 8 + 3 * (MOST_MEMBERS if changing else world_size)
         context.linger = 0
         context.rcvhwm = 0  # a full queue of events would block the thread that moves the bytes
@@ -155,12 +158,13 @@ class Mesh:
         sockets: list[zmq.Socket[Any]],
         guards: list[Doorkeeper],
     ) -> None:
-        """Bind the incoming socket; those who do not prove who they are get no message in."""
+        """Bind the incoming socket, behind a guard: ranks must prove who they are before they send."""
         address = tcp(interface)
         self.incoming, self._events = watched(
             self.context, zmq.PULL, f"{address}:*", self._timeouts[0], HANDSHAKE
         )
         sockets += self.incoming, self._events
+        # the guard answers before the socket is bound: a connection in between would be let in unasked
         guard: CurveKeys | Password = Password() if self.keys is None else self.keys
         self.doorkeeper = guard.guard(self.incoming)
         guards.append(self.doorkeeper)
@@ -181,25 +185,28 @@ class Mesh:
         self.address = str(self.incoming.get_string(zmq.LAST_ENDPOINT))
         if advertise is not None:
             self.address = f"{tcp(advertise)}:{self.address.rpartition(':')[2]}"
-        # what the others need to connect, but for this rank's public key
+        # all that the others need to connect, except for this rank's public key
         self.endpoint = self.address
         if isinstance(guard, Password):
             self.endpoint = f"{self.address} {guard.word.decode()}"
 
     def connect(self, job: int, endpoints: list[str]) -> None:
-        """Open the links that are not open, and tell the other ends who this is."""
+        """Open the links that are not open, and greet the other ends, so that they know this rank."""
         self.job, self.endpoints = job, endpoints
         known = {link.endpoint: link for link in self.links.values() if not link.lost}
         closing = [link for link in self.links.values() if link.lost]
         new = [e for rank, e in enumerate(endpoints) if rank != self.rank and e not in known]
         require_descriptors(self.rank, len(new))
-        self.links.clear()  # the dictionary stays: at exit, its links are closed
+        self.links.clear()  # the dictionary stays the same: the finalizer closes the links in it
         try:
+            # rotated: not all ranks connect to rank 0 first
             for shift in range(1, self.world_size):
                 peer = (self.rank + shift) % self.world_size
                 link = known.pop(endpoints[peer], None) or Link(
                     self.context, peer, endpoints[peer], self.keys, *self._timeouts
                 )
+                # a link that lives on begins as a new one: the numbers of its messages start at 0 in
+                # each group
                 link.peer = peer
                 link.queue.clear()
                 link.sequences.clear()
@@ -210,7 +217,7 @@ class Mesh:
         self._tell_all(HELLO)  # a peer may be gone again already
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
-        """Be a rank of another group, over the same incoming socket; the former one's messages go."""
+        """Be a rank of another group, over the same incoming socket; drop the former group's messages."""
         if self.keys is not None:
             publics = [endpoint.partition(" ")[2].encode() for endpoint in endpoints]
             unlisted = [rank for rank, key in enumerate(publics) if key not in self.keys.listed]
@@ -227,12 +234,14 @@ class Mesh:
         for known in (self.lost, self._ranks, self._heard, self._ended):
             known.clear()
         self.connect(job, endpoints)
+        # members of the new group may have sent before this rank joined: their messages were kept, and
+        # those of yet another group are kept on
         early, self._early, self._early_bytes = self._early or (), deque(), 0
         for _, frames in early:
-            self._take(frames)  # those of yet another group wait on
+            self._take(frames)
 
     def give_up(self) -> None:
-        """Tell the others that this rank waits for nobody any more, and let them not wait either."""
+        """Tell the others that this rank waits for nobody any more, so that they stop waiting as well."""
         self._tell_all(GIVE_UP)
 
     def _tell_all(self, flag: int) -> None:
@@ -242,7 +251,7 @@ class Mesh:
             link.send(Parcel(header, nothing))
 
     def abort(self) -> None:
-        """Let the waits of another thread end; whoever calls closes the sockets when they have."""
+        """End the waits of another thread; the caller closes the sockets once they have ended."""
         self._aborted = True
         self._patience.aborted = time.monotonic()
         # not at exit by itself: where the other thread does not end, libzmq would abort the process
@@ -256,7 +265,7 @@ class Mesh:
             )
 
     def refusals(self) -> dict[str, int]:
-        """Count what was refused, by reason: messages, and connections."""
+        """Count the messages and the connections that were refused, by reason."""
         connections = {
             "wrong passwords" if self.keys is None else "unlisted keys": self.doorkeeper.refused,
             "connections of another protocol": self._foreign,
@@ -273,10 +282,10 @@ class Mesh:
     # ---- progress ------------------------------------------------------------------------------
 
     def advance(self, seconds: float, expected: int = 1) -> None:
-        """Wait at most ``seconds`` (and at most two ticks) for anything to happen, and do it.
+        """Wait at most ``seconds`` (and at most two ticks) for anything to happen, and handle it.
 
-        A long wait looks at the ``expected`` messages together, since a rank that shares its core pays
-        most for what it does between two naps.
+        A long wait looks at the ``expected`` messages together: for a rank that shares its core, the work
+        between two naps costs most.
         """
         if seconds <= 0:
             self.drain()
@@ -295,7 +304,7 @@ class Mesh:
             self._look(now)
 
     def drain(self) -> None:
-        """Take in all that has arrived, and send what waits, without waiting."""
+        """Take in all messages that have arrived, and send those that wait, without waiting."""
         try:
             while True:
                 self._take(self._receive(zmq.NOBLOCK))
@@ -319,8 +328,10 @@ class Mesh:
         self._look_at_incoming()
         for link in self.links.values():
             link.look()
+        # an end is reported after the last message has arrived: so all messages are taken in first, and
+        # receives that they satisfy do not fail
         if self._ended or self._altered or self._unreached(now):
-            self.drain()  # an end is reported after the last message
+            self.drain()
         if self._altered:
             self._break_off_altered()
         for rank in sorted(self._ended):
@@ -341,7 +352,8 @@ class Mesh:
     def _unreached(self, now: float) -> dict[int, str]:
         """Return the ranks that are to be given up because a connection was not made, and why.
 
-        The end of one that there was is reported by the incoming connection, in order after its messages.
+        The end of a connection that was made is left to the incoming one, which reports it in order,
+        after the rank's messages.
         """
         found, here = dict[int, str](), set(self._ranks.values())
         for rank, link in self.links.items():
@@ -371,21 +383,21 @@ class Mesh:
                 if value in self._ranks:
                     self._ended.add(self._ranks.pop(value))
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                # the event does not say whose connection it was: a stranger's, while there is one that
-                # has not spoken, so that none can end the job in this way
+                # the event does not say whose connection it was.  It counts as a stranger's while there
+                # is a connection that has not spoken, so that no stranger can end the job in this way
                 if self._ranks and self._connected.keys() <= self._spoke:
                     self._altered = True
                 else:
                     self._foreign += 1
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                self._foreign += 1  # it has seen first that this is another protocol, and hung up
+                self._foreign += 1  # the other end saw first that the protocols differ, and hung up
 
     def _break_off_altered(self) -> None:
         """End all waits: a message to this rank is lost, and ZeroMQ does not say from whom.
 
-        ZeroMQ 4.3.5 stops to read such a connection and leaves it open (its event overwrites the error
-        number that would close it), so its other end is told by closing it here; those of a group that
-        changes then connect again.
+        ZeroMQ 4.3.5 stops reading such a connection and leaves it open (its event overwrites the error
+        number that would close it).  In a group that changes, connections are therefore closed here,
+        which tells their other ends; they connect again in the next group.
         """
         self._altered = False
         self.mailboxes.break_off(
@@ -396,7 +408,7 @@ class Mesh:
             self._cut(descriptor)
 
     def _turn_away(self, now: float) -> None:
-        """Close the oldest connections of those that say nothing, if there are many."""
+        """Close the oldest of the connections that have said nothing, if there are many."""
         most = STRANGERS + self.world_size - 1 - len(self._heard)
         if len(self._connected) - len(self._spoke) > most:
             silent = [
@@ -408,20 +420,24 @@ class Mesh:
                 self._cut(descriptor)
 
     def _cut(self, descriptor: int) -> None:
-        """End an incoming connection, for which ZeroMQ has no call: it closes what has ended."""
+        """End an incoming connection.
+
+        ZeroMQ has no call for that.  It closes a connection that has ended, so this ends it in the
+        kernel, by a second descriptor of the same socket.
+        """
         try:
             twin = network.socket(fileno=os.dup(descriptor))
         except OSError:
-            return  # it has ended
+            return  # it has ended already
         with twin, suppress(OSError):
-            # ZeroMQ tells of the end of a connection before it closes it, and only then can another file
-            # have the number: if nothing was told by now, the twin is that connection's
+            # ZeroMQ reports the end of a connection before it closes it, and only then can another file
+            # get the same number: if no end is reported by now, the twin belongs to that connection
             self._look_at_incoming()
             if descriptor in self._connected:
                 twin.shutdown(network.SHUT_RDWR)
 
     def lose(self, rank: int, reason: str) -> None:
-        """Give up on a rank: receives that name it fail, and so does what is asked of it later."""
+        """Give up on a rank: receives that name it fail, now and later."""
         self.lost.setdefault(rank, f"rank {rank}: {reason}")
         self.mailboxes.fail(rank, self.lost[rank])
 
@@ -439,7 +455,7 @@ class Mesh:
             self._take(frames)
 
     def _receive(self, flags: int) -> list[zmq.Frame]:
-        """Receive one message, whatever it is; an empty frame stands for one that is too long."""
+        """Receive one message of any kind; an empty frame stands for one that is too long."""
         frames = [self.incoming.recv(flags, copy=False)]
         nbytes = len(frames[0].buffer)
         while frames[-1].more:
@@ -458,9 +474,9 @@ class Mesh:
         return [zmq.Frame(b"")]
 
     def _take(self, frames: list[zmq.Frame]) -> None:
-        """Look at a message, and give it to whom it is for."""
+        """Look at a message, and give it to the receive that it is for."""
         if len(frames) == 1 and frames[0].buffer == self.wake_word:
-            return  # another thread of this rank wants this one to look up
+            return  # not a message: another thread of this rank ends this one's wait
         self._busy = True
         try:
             self._judge(frames)
@@ -471,6 +487,8 @@ class Mesh:
         frame = frames[0]
         raw = frame.buffer
         header = Header.parse(raw)
+        # all that a header claims is checked, in this order, before the payload is touched; with keys,
+        # the rank that it names must be the one whose key opened the connection
         if header.job != self.job and self._early is not None and header.job not in self._past:
             self._spoken(frame)
             size = sum(PER_MESSAGE + len(part.buffer) for part in frames)
@@ -502,6 +520,8 @@ class Mesh:
                 self._deliver(header, _taken(pieces[0]) if len(pieces) == 1 else _joined(pieces))
 
     def _deliver(self, header: Header, payload: Tensor) -> None:
+        # ZeroMQ delivers the messages of a connection in order.  A number that is too high means that
+        # one was lost; one that is too low repeats a message, or is of a rank that was given up
         source = header.source
         due = self.mailboxes.next_sequence(source, header.tag)
         if header.sequence < due or source in self.lost:
@@ -518,7 +538,7 @@ class Mesh:
             )
 
     def _hear(self, source: int, frame: zmq.Frame) -> None:
-        """Note which connection is whose: its end, in order after its messages, is a rank's end."""
+        """Note which connection is a rank's: its end, reported after its messages, is the rank's end."""
         self._heard.add(source)
         descriptor = self._spoken(frame)
         if descriptor is not None:
@@ -527,7 +547,7 @@ class Mesh:
             self._ended.add(source)  # it connected, spoke, and left
 
     def _spoken(self, frame: zmq.Frame) -> int | None:
-        """Note that a connection is not a stranger's; return its file descriptor if it is still there."""
+        """Note that a connection is not a stranger's; return its file descriptor if it still exists."""
         descriptor: int = frame.get(zmq.SRCFD)
         self._look_at_incoming()
         if descriptor not in self._connected:
@@ -557,9 +577,9 @@ def bind(socket: zmq.Socket[Any], address: str, port_range: tuple[int, int] | No
 
 
 def _taken(raw: memoryview) -> Tensor:
-    """Make a tensor of a frame's own memory, which the tensor keeps alive, or a copy.
+    """Make a tensor of a frame's own memory, which the tensor keeps alive, or of a copy.
 
-    A short one is copied: ZeroMQ keeps it in a buffer with others, and all would stay alive.
+    A short frame is copied: ZeroMQ keeps it in a buffer with others, all of which would stay alive.
     """
     if len(raw) == 0:
         return torch.empty(0, dtype=torch.uint8)

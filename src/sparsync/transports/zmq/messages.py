@@ -1,4 +1,4 @@
-"""Messages between ranks: their 56-byte header, and where they meet the receives that wait for them."""
+"""Messages between ranks: their 56-byte header, and the mailboxes in which they meet their receives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ GIVE_UP: Final = 4  # flag: the sender waits for nobody any more; nothing follow
 TAGS: Final = 2**32  # channels are u32
 NO_LOCAL_STEP: Final = -1
 
-# where ranks may be while others are in an exchange: names for errors, as messages carry numbers
+# phases in which ranks may be while others are in an exchange.  Messages carry numbers, and an error
+# can name only phases that this rank knows
 _ELSEWHERE: Final = (
     *("agreement", "average", "barrier", "checkpoint", "contributions", "finish", "sentinel"),
     *("max", "min", "settle"),
@@ -49,7 +50,7 @@ class Header(NamedTuple):
     tag: int  # channel
     phase: int  # CRC-32 of the phase's name
     step: int  # the sender's ``ledger.step``
-    local_step: int  # and ``ledger.local_step``, for errors; or ``NO_LOCAL_STEP``
+    local_step: int  # the sender's ``ledger.local_step``, for errors; or ``NO_LOCAL_STEP``
     sequence: int  # number of this message among those of its source and tag, from 0
     length: int  # bytes of payload
 
@@ -62,7 +63,7 @@ class Header(NamedTuple):
         """Read the header at the start of ``frame``.
 
         Raises:
-            WireFormatError: too short, another protocol or another version.
+            WireFormatError: the frame is too short, or of another protocol or version.
         """
         if len(frame) < HEADER_BYTES:
             raise WireFormatError(
@@ -80,15 +81,15 @@ class Header(NamedTuple):
 @final
 @dataclass(eq=False)
 class Claim:
-    """A receive, and what became of it."""
+    """A receive, and its message or its error."""
 
     rank: int
-    source: int | None  # None: any, at any step
+    source: int | None  # None: any rank, at any step
     tag: int
     step: int
     phase: str
     capacity: int  # bytes
-    exact: bool  # neither more nor less
+    exact: bool  # a message must have as many bytes, not fewer
     local_step: int | None = None  # for errors
     sender: int | None = None
     payload: Tensor | None = None
@@ -102,14 +103,14 @@ class Claim:
 
 @final
 class Mailboxes:
-    """All messages that nobody has received, up to ``limit`` bytes, and all receives that wait."""
+    """All messages that have arrived unasked, up to ``limit`` bytes, and all receives that wait."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.unclaimed = 0  # bytes
         self.handed = 0  # messages that met a receive that waited
-        self.broken = ""  # why nothing more is waited for, from whomever
-        self._phases: dict[int, str] = {}  # their names, for errors
+        self.broken = ""  # why no wait can succeed any more, whatever its source
+        self._phases: dict[int, str] = {}  # number on the wire -> name, for errors
         for name in _ELSEWHERE:
             self.phase_number(name)
         self._arrived: dict[tuple[int, int], deque[tuple[int, Header, Tensor]]] = {}
@@ -129,6 +130,7 @@ class Mailboxes:
 
     def deliver(self, header: Header, payload: Tensor) -> bool:
         """Hand a message to the receive that waits for it, or keep it; False: there is no room."""
+        # a receive that names the source comes before one that takes any
         key, nbytes = (header.source, header.tag), payload.numel()
         waiting = self._waiting.get(key) or self._waiting.get((None, header.tag))
         if not waiting and self.unclaimed + nbytes > self.limit:
@@ -170,7 +172,7 @@ class Mailboxes:
                 claim.error = PeerError(f"{claim} will not come: {reason}")
 
     def break_off(self, reason: str) -> None:
-        """End every receive with an error, and those to come whose message is not here."""
+        """End every receive with an error, and later ones whose message is not here yet."""
         self.broken = self.broken or reason
         for source in {source for source, _ in self._waiting}:
             self.fail(source, self.broken)
@@ -178,6 +180,8 @@ class Mailboxes:
     def _give(self, header: Header, payload: Tensor, claim: Claim) -> None:
         """End a receive with this message, or with the error that it does not fit."""
         nbytes = payload.numel()
+        # a message of another call is an error and never kept for later: ranks that disagree on the
+        # call would otherwise sum values that do not belong together
         same_step = header.step == claim.step or claim.source is None
         if header.phase != self.phase_number(claim.phase) or not same_step:
             name = self._phases.get(header.phase)

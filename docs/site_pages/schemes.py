@@ -14,9 +14,9 @@ from site_pages.examples import output_of, scheme_program
 from site_pages.tables import ROOT, linked, scheme_rows, table_row
 from sparsync import simulate
 from sparsync.algorithm import Algorithm
-from sparsync.averaging.averager import Averager
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.transports.sim import SimCommunicator
+from sparsync.updates import OuterAverager, OuterStep
 
 __all__ = ["overview", "page", "pages"]
 
@@ -98,13 +98,13 @@ def page(name: str) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _class(name: str) -> type[Averager]:
-    """Return the class of a scheme with settings, or of one that a function makes."""
+def _class(name: str) -> type[Any]:
+    """Return the class that documents a scheme: with settings, or of one that a function makes."""
     made: Any = SCHEMES[name]
     if inspect.isfunction(made):
         made = get_type_hints(made)["return"]
-    found: type[Averager] = made.func if isinstance(made, functools.partial) else made
-    return found
+    found: type[Any] = made.func if isinstance(made, functools.partial) else made
+    return OuterStep if found is OuterAverager else found  # whose arguments are the settings
 
 
 def _guide(name: str) -> list[str]:

@@ -113,13 +113,13 @@ AVERAGERS = {
     **{name: made_small(name) for name in SCHEMES},
     **{k: v for k, v in (table.AVERAGERS | table.DRIFTING_AVERAGERS).items() if k not in SCHEMES},
 }
-CODECS = wire.CODECS | table.CODECS | table.EXPANSIVE_CODECS | table.SPREADING_CODECS
-SELECTORS = selection.SELECTORS | table.SELECTORS | table.INEXACT_SELECTORS
+CODECS = {**wire.CODECS, **table.CODECS, **table.EXPANSIVE_CODECS, **table.SPREADING_CODECS}
+SELECTORS = {**selection.SELECTORS, **table.SELECTORS, **table.INEXACT_SELECTORS}
 OPTIMIZERS = torch.optim.SGD, torch.optim.AdamW, torch.optim.Adamax
 ROWS = {
     **{
         f"preset {name}": partial(averages_and_residuals, algorithm)
-        for name, algorithm in (PRESETS | table.ALGORITHMS | BITS).items()
+        for name, algorithm in {**PRESETS, **table.ALGORITHMS, **BITS}.items()
     },
     # two ranks make groups of two: there WAGMA doubles recursively
     **{

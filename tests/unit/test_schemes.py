@@ -103,7 +103,7 @@ def test_an_installed_package_adds_a_scheme(monkeypatch):
                  EntryPoint("wrong", "sparsync.averaging.averager:__doc__", group)]  # fmt: skip
         return [point for point in found if name in (None, point.name)]
 
-    monkeypatch.setattr("sparsync.averaging.schemes.entry_points", points)
+    monkeypatch.setattr("sparsync.rooms.entry_points", points)
     assert [*SCHEMES][-2:] == ["theirs", "wrong"] and SCHEMES["theirs"] is LocalSgd
     assert options_of("theirs") == {"period": 8}
     with pytest.raises(ConfigurationError, match="is a str; name a subclass of"):

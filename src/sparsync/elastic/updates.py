@@ -144,6 +144,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             )
         )
         self._phase, self._began_at = _LOCAL, 0
+        self._copied: Weights | None = None  # to leave with, while the program has the model
         self._knows = False  # the program was told that this rank has left
         # of the donor, when this rank has caught up: what it tells, and its optimizers' states
         self._arrival: tuple[dict[str, Any], list[Any]] | None = None
@@ -297,6 +298,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             own, lost = self._own, self._own is None and self._changes.written()
             weights = Weights(self._weights.read(_EVERYTHING) if own is None else own)
         # this is the engine's thread already: an exchange runs when its result is needed
+        self._copied = weights
         self.outer.go_on_with(weights, lambda _exchange: self._note_begin())
         run(self.outer.land())
         if lost:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,7 +66,7 @@ class OuterEngine(Stateful):
         settings: of the outer step.
         layout: of the vector of weights, as ``settings.plan`` has made it.
         reducer: with the layout's units.
-        weights: this rank's, which are read and written.
+        weights: this rank's, which are read and written; whoever made the engine keeps them.
         optimizers: whose broken moments are dropped, and whose rate a step by signs has.
         carry: begins an exchange, after those before, and returns what to await; None: it can wait until
             its result is needed.
@@ -99,8 +100,9 @@ class OuterEngine(Stateful):
         ledgers: Sequence[Ledger] = (),
     ) -> None:
         self.settings, self.layout, self.reducer = settings, layout, reducer
-        self.optimizers, self._weights = list(optimizers), weights
-        self._carry, self._reduce = carry, reduce or self._by_reducer
+        self.optimizers = list(optimizers)
+        self.go_on_with(weights, carry)
+        self._reduce = reduce or self._by_reducer
         self._on_any_part, self._ledgers = on_any_part, [*ledgers, reducer.comm.ledger]
         self.steps, self.period, self.drift = 0, settings.first_period, 0.0
         self.memory = {"shared": weights.read(slice(0, None))}
@@ -119,7 +121,14 @@ class OuterEngine(Stateful):
 
     def go_on_with(self, weights: Weights, carry: Carry) -> None:
         """Go on with a copy of the weights, as of a rank that leaves while its program has the model."""
-        self._weights, self._carry = weights, carry
+        # an exchange under way keeps this engine alive, and must not keep a model that was dropped
+        self._kept, self._carry = weakref.ref(weights), carry
+
+    @property
+    def _weights(self) -> Weights:
+        weights = self._kept()
+        assert weights is not None
+        return weights
 
     def begin_again(self, shared: Tensor) -> None:
         """Begin from other weights, equal on all ranks: nothing waits, and nothing is under way."""

@@ -15,14 +15,14 @@ from sparsync.averaging.averager import Averager
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.facts import reducer_stats
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.state import restore_reducer
+from sparsync.feedback.state import ParsedState, parse_state, restore_reducer
 from sparsync.fields import Kind
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.units import output_parameters
 from sparsync.updates.contributions import Contributions
 from sparsync.updates.fragments import Layout, Weights
-from sparsync.updates.outer import OuterEngine, OuterState, check_place, kinds_of
+from sparsync.updates.outer import OuterEngine, OuterState, kinds_of
 from sparsync.updates.settings import OuterStep
 
 __all__ = ["OuterAverager"]
@@ -58,6 +58,8 @@ class OuterAverager(Averager):
         ...     return (await averager.average(comm, local, 0)).tolist()
         >>> simulate(program, world_size=2).results
         [[0.5, 2.0], [0.5, 2.0]]
+
+    References: as ``OuterStep``.
     """
 
     # for tables of schemes, which show settings and their defaults
@@ -196,10 +198,10 @@ class OuterAverager(Averager):
         start = {"steps": self.steps, "state": vars(OuterState()), "memory": {}, "reducer": None}
         return {**self._place(), **start, **begins, **period}
 
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raise unless a saved state fits, as far as this rank alone can tell; change nothing."""
-        check_place(self._place(), state)
-        super().check({**state})
+    def validate(self, state: Mapping[str, Any]) -> ParsedState:
+        """Check on this rank alone that a saved state fits; nothing is changed."""
+        self.check(state)
+        return parse_state(self.reducer, state["reducer"])
 
     def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
         """Return what every field of a saved state has to be."""

@@ -229,8 +229,9 @@ def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
         if own:  # its rate is a step's length
             bound["optimizer"] = optimizers[0]
         scheme = averager = SCHEMES[name](model, **given, **bound)
-    chosen = scheme.described() if isinstance(scheme, OuterStep) else vars(scheme)
-    chosen = {key: chosen.get(key) for key in has}
+    settings_of = getattr(scheme, "settings", scheme)
+    shown = settings_of.described() if isinstance(settings_of, OuterStep) else vars(scheme)
+    chosen = {key: shown.get(key) for key in has}
     plain = {k: value for k, value in chosen.items() if isinstance(value, int | float | str)}
     return Exchange(
         model,

@@ -197,8 +197,8 @@ class OkTopk(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Run Algorithm 1."""
-        # The cap comes before anything is sent: a threshold that is reused for 32 steps selects up to 19 k
-        # (measured), and Equations 1 to 3 are about k.
+        # The cap comes before anything is sent: a threshold that is reused for 32 steps selects up to 19
+        # k (measured), and Equations 1 to 3 are about k.
         mine = capped(selected, k, self.cap)
         boundaries = await self._agree_on_boundaries(comm, mine, k, step)
         share = await regions.split_reduce(
@@ -240,12 +240,13 @@ class OkTopk(Collective):
         if not self.balanced_split:
             return even_boundaries(size, world_size)
         known = self.state.boundaries
-        # Algorithm 1 has (t - 1) mod tau for steps from 1 on.  Cuts for another number of ranks are no use.
+        # Algorithm 1 has (t - 1) mod tau for steps from 1 on.  Cuts for another number of ranks are no
+        # use.
         if step % self.repartition_period and known and len(known) == world_size + 1:
             return list(known)
         if self.boundaries == "average":
-            # In the tight case of Theorem 3.1, where rank i has selected region i alone, means of cuts suit
-            # no rank: at P = 16 one receives 13.1 words per k.
+            # In the tight case of Theorem 3.1, where rank i has selected region i alone, means of cuts
+            # suit no rank: at P = 16 one receives 13.1 words per k.
             cuts = regions.equal_count_cuts(selected.indices.tolist(), size, world_size)
             sums = await comm.allreduce(torch.tensor(cuts, dtype=torch.int64), "boundaries")
             return [0, *(total // world_size for total in sums.tolist()), size]
@@ -283,8 +284,8 @@ class OkTopk(Collective):
         # Some hundred counts on every step, and no drift, in place of an allgather of all reduced entries
         # every tau' steps: up to 2 min(k P, n) words, which the paper's 6 k does not include.
         cap, last, values = self.cap, self.state.threshold_key, share.region.values
-        # One bit pattern of NaN has the key ``stop`` itself: ``below`` counts all elements as below ``stop``,
-        # so that it falls into the last bin.
+        # One bit pattern of NaN has the key ``stop`` itself: ``below`` counts all elements as below
+        # ``stop``, so that it falls into the last bin.
         stop, octave = kernels.key_range(values.dtype)
         around, bins = None, regions.REFINING_BINS
         if last is not None:

@@ -476,8 +476,8 @@ class SparcmlAuto(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Choose, then reduce."""
-        # The choice rests only on numbers that all ranks share: n, P, the most entries of any rank and the
-        # last total's.  Ranks that chose differently would wait for messages that nobody sends.
+        # The choice rests only on numbers that all ranks share: n, P, the most entries of any rank, those
+        # of the last total.  Ranks that chose differently would wait for messages that nobody sends.
         size, dtype, most = selected.size, selected.values.dtype, self.state.most
         if self.cap is not None:
             most = min(self.cap * k, size)

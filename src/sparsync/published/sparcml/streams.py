@@ -107,10 +107,9 @@ class Call:
         self.size, self.dtype = mine.size, mine.values.dtype
         self.framing = MessageFraming(self.codec)
         self.exact = self.codec.is_exact(self.dtype)
-        self._rounded: list[
-            SparseVector
-        ] = []  # rounding errors (given less decoded) that this rank keeps
-        self._lost: list[SparseVector] = []  # rounding errors that no rank keeps
+        # rounding errors, given less decoded: those that this rank keeps, and those that no rank keeps
+        self._rounded: list[SparseVector] = []
+        self._lost: list[SparseVector] = []
 
     def encode(
         self,

@@ -42,7 +42,8 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         exchange: among ranks; one of ``EXCHANGES``.
         threads: of this rank.
         dtype: of weights and of what travels, "float64" or "float32".
-        random_state: of the order of rows or coordinates; equal on all ranks, so no generator there.
+        random_state: of the order of rows or coordinates; equal on all ranks, so give a number, not a
+            generator, where there are several.
 
     Attributes:
         classes_: labels, ascending.

@@ -21,7 +21,7 @@ from sparsync.transports.ledger import Ledger, Parts
 
 __all__ = ["Accompanied", "Averager", "Companion", "LocalSgd", "mean"]
 
-_CURE: Final = "load what this rank's state_dict() returned, into the same set-up"
+_CURE: Final = "load a state that this rank's state_dict() returned, into the same set-up"
 
 A = TypeVar("A", bound="Averager")
 
@@ -174,7 +174,7 @@ class Averager(Stateful):
         place = self._place()
         require(
             isinstance(state, Mapping) and {*place, "steps", "state", "memory"} <= set(state),
-            f"{type(self).__name__}: the saved state is not one; load what state_dict() returned",
+            f"{type(self).__name__}: the saved state is not one; load a state that state_dict() returned",
         )
         for name, value in place.items():
             require(

@@ -111,7 +111,7 @@ def most_entries(k: int, cap: float | None, size: int) -> int:
 
 
 def capped(vector: Vector, k: int, cap: float | None) -> SparseVector:
-    """Keep the largest ``cap * k`` entries; what is cut off is not delivered."""
+    """Keep the largest ``cap * k`` entries; the others are not delivered."""
     sparse = SparseVector.from_dense(vector.values) if isinstance(vector, DenseVector) else vector
     return sparse.top(most_entries(k, cap, sparse.size))
 

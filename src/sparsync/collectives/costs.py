@@ -1,4 +1,4 @@
-"""The unit of account of every collective's cost: a job, what the busiest rank does, lower bounds.
+"""The unit of account of every collective's cost: a job, the busiest rank's work, lower bounds.
 
 A message of L bytes takes ``alpha + beta L`` seconds.  **beta is per byte here**; the papers count
 words of 4 bytes, and ``Cost.words`` does too.  An entry in coo takes two words: a 32-bit index and a

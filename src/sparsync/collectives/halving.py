@@ -18,7 +18,7 @@ from sparsync.wire.packed import Packed
 __all__ = ["Halving"]
 
 # Fitted to benchmarks/fidelity.md at P = 4 and 8, in units of decoding and of a turn of budgeted.
-_PASSES = 12  # per entry received: merge, select again, note what is dropped
+_PASSES = 12  # per entry received: merge, select again, note the dropped ones
 _TURN = 2 / 3  # of a turn, for a round in which a rank waits for one other
 
 

@@ -38,18 +38,18 @@ __all__ = ["Calibration", "calibrate"]
 
 _PHASE = "calibrate"
 _ITEM_BYTES = 4  # float32
-_DENSITY = 0.01  # k / n of what is selected
+_DENSITY = 0.01  # k / n of the selections
 _REGIONS = 4  # of the vector; messages of as many ranks are merged in one
 _BATCHES, _AT_LEAST = 8, 3  # per kind of work, and when time is short; one more is not counted
 _SETTLED = 12  # steps until the selector's threshold follows a residual that began as zero
 _REHEARSAL = 0.2  # of the time, for whole exchanges
 _REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # two turns, and little else
 _LEAST, _MOST = 8, 50  # exchanges
-_AHEAD = (
-    0.03  # seconds from the last arrival to the start: 10 x what agreeing takes 8 ranks on 2 cores
-)
+# seconds from the last arrival to the start: 10 x the time in which 8 ranks on 2 cores agree
+_AHEAD = 0.03
 _FAR = 1e-3  # seconds under way below which most of a message's latency is the work of both ends
-_SMALLER = 4  # times, than vectors of ``_Work``: rehearsed ones, so that turns outweigh the rest
+# by which vectors of the rehearsal are smaller than those of ``_Work``, so that turns outweigh the rest
+_SMALLER = 4
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Time that the step waits: selection and exchange, less what is hidden."""
+        """Time that the step waits: selection and exchange, less the hidden part."""
         return self.seconds_selection + self.seconds_exchange - self.seconds_hidden
 
 
@@ -138,7 +138,7 @@ class Plan:
     break_even_bandwidth: float | None
     break_even_density: float | None  # k / n below which likewise; None: up to density 1
     k: int  # entries per rank
-    dense: Prediction  # what all are compared with, whether or not it competes
+    dense: Prediction  # compared with all, whether or not it competes
     table: tuple[Prediction, ...]  # all that compete, the fastest first
 
 
@@ -275,7 +275,7 @@ def _why(
     density: float | None,
     partners: int,
 ) -> str:
-    """Say in one sentence what wins, by how much, and from where on something else would.
+    """Say in one sentence which candidate wins, by how much, and where another one would.
 
     ``partners``: 1: one rank is alone; 0: there is nothing to exchange.
     """

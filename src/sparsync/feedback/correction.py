@@ -47,7 +47,8 @@ class Correction:
             the backward pass (RedSync's scheme for RNNs); "previous": the norm of the last step.
 
     Differs from the paper: decay reaches the residual (Algorithm 4 adds it to a gradient that it then
-    does not use); Nesterov as torch has it; masking spares what is exchanged whole; the clip of local
+    does not use); Nesterov as torch has it; masking spares parameters that are
+    exchanged whole; the clip of local
     gradients is ``clip sqrt(P)`` (the paper's ``clip / sqrt(P)`` is for those already divided by P).
 
     Example:

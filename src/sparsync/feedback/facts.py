@@ -24,7 +24,7 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
     """Compare the set-up of a reducer, and further settings, with all ranks.
 
     Raises:
-        PeerError: names what differs and on which ranks.
+        PeerError: names the first difference and the ranks that have it.
     """
     run(agree(reducer.comm, _facts(reducer, settings)))
 

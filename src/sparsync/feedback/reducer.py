@@ -220,10 +220,10 @@ class Reducer:
         self._committed = committed
 
     def regroup(self) -> None:
-        """Plan the open step for other ranks; what was accumulated for it is exchanged again.
+        """Plan the open step for other ranks; its accumulated gradients are exchanged again.
 
-        Collectives forget on all ranks what they remember: boundaries and global thresholds are those of
-        the former ranks.  Selectors, which are local, go on.
+        Collectives forget their states, on all ranks: boundaries and global thresholds are those of the
+        former ranks.  Selectors, which are local, go on.
         """
         fresh = [self.algorithm.for_unit(unit)[1].state for unit in self.units]
         states = [*self._settled[: len(self.units)], *fresh]

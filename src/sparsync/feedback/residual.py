@@ -37,7 +37,7 @@ class Residual:
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         wide = torch.promote_types(dtype, torch.float32)
-        # [n] residual + gradient of what the open step has accumulated so far
+        # [n] the residual, plus the gradients that the open step has accumulated so far
         self.accumulated = torch.zeros(size, dtype=wide, device=device)
         # The residual before the open step is zero: nothing to keep or to undo.  The buffer may then hold
         # anything, such as the total of a dense step, and is written over by the next gradients.
@@ -149,7 +149,7 @@ class Residual:
     def restore(self) -> None:
         """Undo the open step, bit for bit; memory lent by gradients becomes zero."""
         # copied back, not subtracted: (residual + gradient) - gradient is rounded, and NaN where the
-        # gradient is NaN or Inf, which is what steps are refused for
+        # gradient is NaN or Inf, the very reason for refusing a step
         for piece in self._pieces:
             if not self.empty:
                 self.accumulated[piece.start : piece.start + piece.before.numel()] = piece.before

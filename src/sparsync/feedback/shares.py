@@ -41,7 +41,7 @@ class SharesState:
 
 @final
 class Sharing:
-    """Counts what the members among the units would like to select, and divides k among them."""
+    """Counts the entries that its members, some of the units, would like to select; divides k."""
 
     def __init__(self, units: Sequence[Unit], members: Sequence[int], dtype: torch.dtype) -> None:
         self.units, self.members, self.dtype = units, members, dtype

@@ -152,7 +152,7 @@ async def agree_state(
 
     Args:
         comm: of the replicas.
-        parsed: what ``parse_state`` returned on this rank.
+        parsed: the result of ``parse_state`` on this rank.
         facts: further facts that must be equal, by name.
         parts: the ranks that hold the other shards or stages of this replica; they call this as well.
 
@@ -249,16 +249,14 @@ def check_fields(state: object) -> None:
     for name, kind in _FIELDS:
         if not isinstance(state, Mapping) or name not in state:
             raise ConfigurationError(
-                f"a saved state has no '{name}'; give what state_dict() of every rank returned"
+                f"a saved state has no '{name}'; give a state that state_dict() returned"
             )
         value = state[name]
         if not fits(value, kind) or (name in _COUNTS and (value or 0) < 0):
             expected = f"{getattr(kind, '__name__', kind)}{' >= 0' if name in _COUNTS else ''}"
-            raise _misfit(name, value, expected, "give what state_dict() of every rank returned")
+            raise _misfit(name, value, expected, "give a state that state_dict() returned")
         if name == "density" and not 0 < value <= 1:
-            raise _misfit(
-                name, value, "one in (0, 1]", "give what state_dict() of every rank returned"
-            )
+            raise _misfit(name, value, "one in (0, 1]", "give a state that state_dict() returned")
         if name == "version" and value != STATE_VERSION:
             raise _misfit(name, value, STATE_VERSION, "load it with the sparsync that saved it")
 
@@ -278,8 +276,8 @@ def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
     unknown = [key for key in state if key not in (*dict(_FIELDS), *_OTHERS)]
     if unknown:
         raise ConfigurationError(
-            f"the saved state has an unknown '{_brief(unknown[0])}'; give what state_dict() of every "
-            "rank returned"
+            f"the saved state has an unknown '{_brief(unknown[0])}'; give a state that "
+            "state_dict() returned"
         )
     named = {slot.name for unit in reducer.units for slot in unit.slots}
     for what in ("residual", "velocity"):

@@ -112,7 +112,7 @@ class Plan:
             self.units.append(UnitPlan(k, selector, collective, wanted, collect))
 
     def count(self, unit: int, residual: Residual, selected: Vector) -> None:
-        """Count for the shares what a unit would have selected; before its entries are freed."""
+        """Count the entries that a unit would have selected, before they are freed; for the shares."""
         if self._dividing and isinstance(selected, SparseVector):
             found = residual.collected() if self.units[unit].collect else None
             self._dividing.count(self.shares, unit, residual.accumulated, found, selected)

@@ -174,7 +174,7 @@ def _aim(k: int) -> float:
 
 
 def _factor(collected: int | None, k: int) -> float:
-    """Return by what the gap changes, at most 2 up or down; ``collected`` is None if too many were."""
+    """Return the factor for the gap, 1/2 to 2; ``collected`` is None if there were too many."""
     if collected is None:
         return 0.5
     # as if the number above k grew with the square of the gap

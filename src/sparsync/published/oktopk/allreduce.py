@@ -1,4 +1,4 @@
-"""Ok-Topk: O(k) sparse allreduce (Li & Hoefler, PPoPP 2022, Algorithm 1), and what it costs."""
+"""Ok-Topk: O(k) sparse allreduce (Li & Hoefler, PPoPP 2022, Algorithm 1), and its cost."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class OkTopk(Collective):
         codec: wire format; must be exact (default: coo).
         repartition_period: tau in steps (paper: 64).
         repartition_trigger: cut again on the next step when a region held more than this multiple of
-            the mean (1.5 keeps what is received in phase 2 below 3k words); None: never early,
+            the mean (1.5 keeps the words received in phase 2 below 3k); None: never early,
             as published.  Needs ``global_threshold="histogram"``, whose messages carry the loads.
         threshold_period: tau' in steps, for ``global_threshold="allgather"`` (paper: 32, BERT 128).
         boundaries: "histogram" (cuts of the summed counts) or "average" (means of the ranks' own cuts,
@@ -158,7 +158,7 @@ class OkTopk(Collective):
         self.state = OkTopkState()
 
     def cost(self, job: Job) -> Cost:
-        """Return Equations 1 and 2 for equally full regions, and what agreeing on them takes.
+        """Return Equations 1 and 2 for equally full regions, and the cost of agreeing on them.
 
         A mean over the steps of a period, one of which cuts regions again and, with an allgathered
         threshold, one collects all reduced entries; reused thresholds are taken to select k.  Equation
@@ -229,7 +229,7 @@ class OkTopk(Collective):
         trigger = self.repartition_trigger
         crowded = trigger is not None and regions.is_crowded(kept.loads, trigger)
         self.state = OkTopkState(None if crowded else tuple(boundaries), kept.threshold_key)
-        # line 14: local indices that are global ones, too; the rest stays in the residual
+        # line 14: the intersection of local and global indices; the rest stays in the residual
         return Reduced(total, mine.restrict(total.indices))
 
     async def _agree_on_boundaries(
@@ -393,7 +393,7 @@ def bound_words(k: float, world_size: int, *, exchangeable: bool) -> float:
 
     ``6 k (P - 1) / P`` (Equation 3) when the ranks' inputs are exchangeable.  On any inputs
     ``6 k - 4 k / P = 2 k + 4 k (P - 1) / P``: Equation 1 without its assumption that a rank owns
-    1 / P of what it selected (it can send all k entries), and Equation 2.
+    1 / P of the entries that it selected (it can send all k), and Equation 2.
 
     Domain: supports that lie where they were on the step before (the paper: for 64 steps).  Headers
     and histograms have no term of their own; there is room for them where ``k / P >= 256``, except where
@@ -454,7 +454,7 @@ def histogram_cost(k: int, world_size: int) -> Cost:
 
 
 def counts_cost(numbers: int, world_size: int) -> Cost:
-    """Allgather of some integers per rank: what it keeps, and how full its region was."""
+    """Allgather of some integers per rank: the counts it keeps, and how full its region was."""
     return allgatherv(numbers * COUNT_BYTES, world_size)
 
 

@@ -30,7 +30,7 @@ class ReusedState:
 
 @final
 class Reused(Selector):
-    """Selects what is at least as large as the k-th largest was at the last exact step.
+    """Selects entries at least as large as the k-th largest was at the last exact step.
 
     On exact steps: exactly ``min(k, nnz)`` entries.  In between the count drifts.  So at most ``cap * k``
     are taken, the largest, and with ``floor`` a step that finds fewer than ``floor * k`` is made exact.

@@ -36,7 +36,7 @@ def sparcml(
     ``attach(model, algorithm="sparcml", density=16 / 512)``: every parameter is a unit, exchanged
     as soon as its gradient is there; a learning rate that was tuned for means is to be divided
     by world_size.
-    ``attach(model, **SPARCML_SETTINGS["cifar-10"])`` is what the paper used.
+    ``attach(model, **SPARCML_SETTINGS["cifar-10"])`` has the paper's settings.
 
     Args:
         bits: of a quantised value; None: no quantisation (ATIS, Hansards).

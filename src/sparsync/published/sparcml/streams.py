@@ -141,7 +141,7 @@ class Call:
             seeded = codec.seeded(source + turn * self.comm.world_size, self.step)
             encoded = seeded.encode(vector)
         if keep and not codec.is_exact(self.dtype):
-            # as an error of the whole vector: ``reduced`` subtracts it from what was delivered
+            # as an error of the whole vector: ``reduced`` subtracts it from ``delivered``
             error = _difference(vector, encoded.decoded).embed(start, self.size)
             (self._lost if lose else self._rounded).append(error)
         return encoded

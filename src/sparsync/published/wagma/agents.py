@@ -1,4 +1,4 @@
-"""The agent of a rank: executes rounds of averaging whatever the rank itself is computing.
+"""The agent of a rank: executes rounds of averaging while the rank itself computes.
 
 Rounds have version numbers and are executed in order, each once.  A round begins on a rank when the
 rank arrives at it, or when it hears that another has: the news travels down the binomial tree whose root
@@ -70,7 +70,7 @@ def tree_children(rank: int, root: int, world_size: int) -> list[int]:
     return [(rank + hop) % world_size for hop in hops if place + hop < world_size]
 
 
-# ---- messages, results, and what a round computes -------------------------------------------------
+# ---- messages, results, and the computation of a round --------------------------------------------
 
 
 class Kind(IntEnum):
@@ -192,7 +192,7 @@ class _Delivery(Operation):
         return self.done
 
     def wait(self) -> None:
-        raise AssertionError("an agent does not block; it resumes what awaits this")
+        raise AssertionError("an agent does not block; it resumes the program that awaits this")
 
 
 @dataclass

@@ -337,7 +337,7 @@ async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
 
 
 class CodedSum(NamedTuple):
-    """A sum of rounded vectors, `[n]`, equal on all members, and what it has lost."""
+    """A sum of rounded vectors, `[n]`, equal on all members, and its rounding errors."""
 
     total: Tensor
     lost: Tensor  # by rounding this rank's vector

@@ -74,7 +74,7 @@ LOSSES: MappingProxyType[str, Loss] = MappingProxyType(
 
 
 def soft(values: Floats, threshold: Floats | float) -> Floats:
-    """Pull values towards zero by ``threshold``; what would cross zero is exactly zero.
+    """Pull values towards zero by ``threshold``; values that would cross zero are exactly zero.
 
     Example:
         >>> soft(np.array([3.0, -0.5, -2.0]), 1.0).tolist()

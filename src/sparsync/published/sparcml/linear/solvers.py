@@ -193,10 +193,10 @@ class Solver(ABC):
         self.step = 0
 
     async def start(self) -> None:
-        """Agree with the other ranks on what is solved, and count their rows; called once, first.
+        """Agree with the other ranks on the problem, and count their rows; called once, first.
 
         Raises:
-            PeerError: ranks disagree; names what and who.
+            PeerError: ranks disagree; the message names the fact and the ranks.
         """
         own = self.problem
         facts = {"dimensions": own.dimensions, "dtype": own.dtype, "model": own.model}

@@ -46,10 +46,10 @@ class Correction:
         clip_norm: "this": the exchange waits for all gradients of the step, so nothing overlaps with
             the backward pass (RedSync's scheme for RNNs); "previous": the norm of the last step.
 
-    Differs from the paper: decay reaches the residual (Algorithm 4 adds it to a gradient that it then
-    does not use); Nesterov as torch has it; masking spares parameters that are
-    exchanged whole; the clip of local
-    gradients is ``clip sqrt(P)`` (the paper's ``clip / sqrt(P)`` is for those already divided by P).
+    Differs from the paper: decay reaches the residual (Algorithm 4, line 9, adds it to a gradient that
+    lines 12 to 18 do not use); Nesterov as torch has it; masking spares parameters that are exchanged
+    whole; the clip of local gradients is ``clip sqrt(P)`` (the paper's ``clip / sqrt(P)``, section 5.5, is
+    for gradients already divided by P).
 
     Example:
         >>> Correction(clip=1.0).clip_scale(norm=8.0, world_size=4)

@@ -1,8 +1,8 @@
 """The state of a reducer between steps: save, restore and rescale it.
 
 A hook under a GradScaler sees gradients times the scale.  So residual, velocity and thresholds are
-scaled as well, and follow it: ``residual = residual * new / old``.  GradScaler's scales are powers of two
-unless the user sets other factors, and then nothing is rounded.
+scaled as well, and follow it: ``residual = residual * new / old``.  As long as scales are powers of two,
+as GradScaler's are by default, nothing is rounded.
 """
 
 from __future__ import annotations

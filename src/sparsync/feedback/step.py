@@ -28,8 +28,8 @@ Use = Literal[
 
 def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
     """Return the channel of a unit, of which there are ``units``, or of another exchange."""
-    # The number of a channel is in every message, so ``Use`` is part of the protocol: its order may not
-    # differ between ranks of one job.
+    # Messages of one channel meet on all ranks, so the order of ``Use`` is part of the protocol: it must
+    # not depend on what a rank makes use of.
     return comm.channel(use if isinstance(use, int) else units + get_args(Use).index(use))
 
 

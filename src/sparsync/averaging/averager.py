@@ -158,7 +158,7 @@ class Averager(Stateful):
         super().load_state_dict(state["state"])
         self.steps = int(state["steps"])
         self.memory = {name: vector.clone() for name, vector in state["memory"].items()}
-        # the next step begins anew, with the model as it is then: no initial values are compared
+        # the next step begins again, with the model as it is then: no initial values are compared
         self._begun = False
         if self._binding is not None:
             self._binding.initial = None
@@ -285,8 +285,8 @@ class Companion(Actor):
 
     def answer(self, reply: Reply, result: object) -> None:
         """Give a rank the result that it waits for."""
-        # The books go with it and new ones begin: the actor's thread and the rank's never write to the
-        # same ledger.
+        # The books are handed over and new ones begin: the actor's thread and the rank's never write to
+        # the same ledger.
         traffic, self.ledger = self.ledger, Ledger()
         reply((result, traffic))
 

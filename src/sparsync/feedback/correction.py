@@ -48,8 +48,8 @@ class Correction:
 
     Differs from the paper: decay reaches the residual (Algorithm 4, line 9, adds it to a gradient that
     lines 12 to 18 do not use); Nesterov as torch has it; masking spares parameters that are exchanged
-    whole; the clip of local gradients is ``clip sqrt(P)`` (the paper's ``clip / sqrt(P)``, section 5.5, is
-    for gradients already divided by P).
+    whole; the clip of local gradients is ``clip sqrt(P)`` (``clip / sqrt(P)`` in section 5.5 is for
+    gradients already divided by P).
 
     Example:
         >>> Correction(clip=1.0).clip_scale(norm=8.0, world_size=4)

@@ -61,7 +61,7 @@ class Residual:
         Entries that reach the magnitude ``key``, the same for all pieces of a step, are collected in the
         same pass, unless there are more than ``limit`` in all pieces together.
         """
-        # Collecting costs next to nothing here, in a pass that reads every element anyway; a selector would
+        # Collecting costs next to nothing in a pass that reads every element anyway; a selector would
         # need another pass over n elements.
         here = self.accumulated[start : start + gradient.numel()]
         # of 16 bits: a wide copy, which holds the undo, for which theirs has no room

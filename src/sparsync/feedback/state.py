@@ -197,7 +197,7 @@ async def restore_reducer(
     """Restore the state that ``reducer_state`` returned on this rank, or that ``reshard`` made for it.
 
     All ranks call it, and all raise if one rank's state does not fit.  After a resharding, thresholds and
-    boundaries start anew.
+    boundaries start again.
     """
     parsed: ParsedState | None = None
     failure: Exception | None = None

@@ -29,7 +29,7 @@ class GaussianK(Selector):
 
     Args:
         enough: part of k that must be exceeded (Ok-Topk, section 5.4: "more than 3k/4").
-        scaling: factor on the threshold per trial (Ok-Topk: "gradually"; 0.9 is ours: under error
+        scaling: factor on the threshold per trial (Ok-Topk: "gradually"; 0.9 is a choice: under error
             feedback some 5 times as many entries reach a threshold that is 10 % lower).
         trials: most passes over the elements; 32 of 0.9 go down to 3 % of the threshold.
 

@@ -173,9 +173,8 @@ class Sgp(Averager):
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return z after this step's pushes."""
-        # Algorithm 1, with: equal shares p = 1 / (out-degree + 1) of x and w for all neighbours and
-        # oneself.  The columns of the mixing matrix sum to 1, so sums of x and of w over ranks never
-        # change.
+        # Algorithm 1 with equal shares of x and w for each neighbour and this rank: 1 / (neighbours + 1).
+        # The columns of the mixing matrix sum to 1, so the sums of x and of w over ranks never change.
         share = 1 / (1 + len(self.graph.neighbours(comm.rank, comm.world_size, step)))
         # 8 bytes in front of the values, which keeps those aligned
         weight = torch.tensor([share * self.state.weight], dtype=torch.float64).to(vector.device)

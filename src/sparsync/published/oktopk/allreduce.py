@@ -197,8 +197,8 @@ class OkTopk(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Run Algorithm 1."""
-        # The cap comes before anything is sent: a threshold that is reused for 32 steps selects up to 19
-        # k (measured), and Equations 1 to 3 are about k.
+        # The cap comes before anything is sent: a threshold that is reused for 32 steps selects up to
+        # 19 k (measured), and Equations 1 to 3 are about k.
         mine = capped(selected, k, self.cap)
         boundaries = await self._agree_on_boundaries(comm, mine, k, step)
         share = await regions.split_reduce(
@@ -240,8 +240,7 @@ class OkTopk(Collective):
         if not self.balanced_split:
             return even_boundaries(size, world_size)
         known = self.state.boundaries
-        # Algorithm 1 has (t - 1) mod tau for steps from 1 on.  Cuts for another number of ranks are no
-        # use.
+        # Algorithm 1, line 5, has (t - 1) mod tau for steps from 1 on.
         if step % self.repartition_period and known and len(known) == world_size + 1:
             return list(known)
         if self.boundaries == "average":

@@ -233,8 +233,7 @@ class Dynamic(StreamCollective):
             >>> split_allgather().cost(Job(10**6, 1000, 8, result=1000)).words  # 4 k (P - 1) / P
             3528.0
         """
-        # T_split and T_sparse_ag of section 5.3.2, or the dense allgather of 5.3.3: n / P words per
-        # region
+        # T_split and T_sparse_ag of section 5.3.2, or the dense allgather of 5.3.3
         peers, ranks = job.world_size - 1, job.world_size
         piece = HEADER_BYTES + ENTRY_BYTES * job.k / ranks
         if self.local is not None:

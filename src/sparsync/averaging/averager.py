@@ -123,6 +123,8 @@ class Averager(Stateful):
             if averaged is not vector:
                 binding.write_(averaged)
                 binding.reset_moments()
+        # a rank that was left out goes on with the others' step, or it would keep them waiting at every
+        # global average from then on
         self.steps = max(self.steps + 1, self.resume_at)
         self._close_books(binding.comm)
 
@@ -207,6 +209,7 @@ class Averager(Stateful):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish, unless an error is on its way; close."""
         try:
+            # with an error on its way, this rank would wait in ``finish`` for ranks that have not ended
             if kind is None:
                 self.finish()
         finally:
@@ -308,6 +311,7 @@ class Accompanied(Averager):
 
     def _run(self, comm: Communicator, actor: Actor) -> None:
         """Run an actor on all ranks, until the communicator is closed or given another one."""
+        # one per communicator: two agents would take each other's messages
         old = comm.companions.pop("averaging", None)
         if old is not None:
             old.close()

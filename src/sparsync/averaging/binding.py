@@ -28,6 +28,8 @@ NonFiniteRule = Literal["raise", "spread"]
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that ``state_dict`` saves: all but those with ``persistent=False``."""
+    # The set is private (PyTorch 2.13), and there is no public way to tell.  ``state_dict`` itself would
+    # run the hooks that the model's own classes have for it.
     unsaved = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -81,6 +83,7 @@ class Binding:
         _check_model(model)
         self.model, self.comm, self.nonfinite = model, comm, nonfinite
         self.buffers, self.optimizer, self.moments = buffers, optimizer, moments
+        # decided once, on values before training: a buffer that gets Inf later is broken, and no mask
         self._averaged = set(averaged_buffers(model) if buffers == "average" else ())
         ruled = self._ruled(self._tensors())
         self._shapes = {name: tensor.shape for name, tensor in ruled.items()}
@@ -97,7 +100,8 @@ class Binding:
         """Return a new vector; NaN or Inf in a trained parameter is an error, unless it may spread."""
         tensors = self._travelling()
         device = next((t.device for t in tensors.values() if t is not None), None)
-        pieces = [torch.zeros(0, dtype=self._dtype, device=device)]  # of a model without parameters
+        # a piece to begin with, as a model may have no parameters
+        pieces = [torch.zeros(0, dtype=self._dtype, device=device)]
         for size, tensor in zip(self._sizes(), tensors.values(), strict=True):
             piece = pieces[0].new_zeros(size) if tensor is None else tensor.to(pieces[0])
             pieces.append(piece.reshape(-1))
@@ -115,6 +119,7 @@ class Binding:
     @torch.no_grad()
     def write_(self, vector: Tensor) -> None:
         """Write a vector back: same tensors, dtypes and strides as before."""
+        # in place: optimizers, views and compiled graphs hold on to these tensors
         tensors = self._travelling().values()
         for tensor, piece in zip(tensors, torch.split(vector, self._sizes()), strict=True):
             if tensor is not None:
@@ -146,6 +151,8 @@ class Binding:
         most = await self.comm.allreduce(torch.tensor([len(labels)]), "agreement", "max")
         # ``agree`` takes as many facts on every rank
         labels += ["nothing"] * (int(most) - len(labels))
+        # names and shapes first: ranks that differ there would give other numbers of facts, or vectors of
+        # other lengths, to every exchange after this one
         await agree(
             self.comm, {f"tensor {i} of the model": label for i, label in enumerate(labels)}
         )
@@ -171,6 +178,8 @@ class Binding:
 
         Cost: that of ``divergences``; an allreduce or allgather of each that differs.
         """
+        # ``divergences`` names the same tensors, in the same order, on all ranks: all take part in the same
+        # collectives
         rest = {name: t for name, t in self._tensors().items() if name not in self._shapes}
         for torn in await divergences(comm, rest):
             tensor = rest[torn.name]

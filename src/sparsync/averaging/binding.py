@@ -178,8 +178,8 @@ class Binding:
 
         Cost: that of ``divergences``; an allreduce or allgather of each that differs.
         """
-        # ``divergences`` names the same tensors, in the same order, on all ranks: all take part in the same
-        # collectives
+        # ``divergences`` names the same tensors in the same order on all ranks, so all of them take part
+        # in the same collectives
         rest = {name: t for name, t in self._tensors().items() if name not in self._shapes}
         for torn in await divergences(comm, rest):
             tensor = rest[torn.name]

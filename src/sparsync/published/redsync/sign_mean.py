@@ -81,8 +81,7 @@ class SignMean(Codec[SparseVector]):
 
     def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
         """Encode; ``decoded`` has the same indices and, layer by layer, the same value."""
-        # the sign is that of the mean: a message needs no bit for it, as all its values have one sign
-        # (section 5.2.3)
+        # no bits for signs: after ``OneSigned`` all values of a layer have the sign of their mean (5.2.3)
         start, indices, size = self.start(vector), vector.indices, vector.size
         counts = self._counts(indices, size)
         means = _means(vector.values, counts)

@@ -327,8 +327,8 @@ def test_states_of_others_are_refused():
         ({**state, "rank": 1}, "the saved state has rank 1, this run has 0"),
         ({**state, "world_size": 4}, "world_size 4"),
         ({**state, "scheme": "LocalSgd"}, "scheme 'LocalSgd'"),
-        ({}, "load what state_dict"),
-        (None, "load what state_dict"),
+        ({}, "load a state that state_dict"),
+        (None, "load a state that state_dict"),
     ]:
         assert words in failure(ConfigurationError, Smoothed(linear()).load_state_dict, wrong)
 

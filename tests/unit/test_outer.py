@@ -90,7 +90,7 @@ def test_a_saved_state_continues_bit_for_bit(algorithm, reload_at):
 
 def test_states_of_other_set_ups_are_refused():
     state = OuterAverager(model(), density=0.1).state_dict()
-    with pytest.raises(ConfigurationError, match="load what state_dict"):
+    with pytest.raises(ConfigurationError, match="load a state that state_dict"):
         OuterAverager(model()).load_state_dict({"steps": 3})
     with pytest.raises(ConfigurationError, match="the saved state is not one"):
         OuterAverager(model(), density=0.1, residual="weights").load_state_dict(state)

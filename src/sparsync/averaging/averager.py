@@ -21,7 +21,7 @@ from sparsync.transports.ledger import Ledger, Parts
 
 __all__ = ["Accompanied", "Averager", "Companion", "LocalSgd", "mean"]
 
-_CURE: Final = "load what this rank's state_dict() returned, into the same set-up"
+_CURE: Final = "load a state that this rank's state_dict() returned, into the same set-up"
 
 A = TypeVar("A", bound="Averager")
 
@@ -44,10 +44,10 @@ class Averager(Stateful):
             are frozen now do not travel.  None: only the coroutines are used.
         comm: default ``sparsync.connect()``.
         buffers: floating-point buffers (BatchNorm's statistics) "average" with the parameters, or stay
-            "local" until ``finish`` averages them; those that hold Inf (masks) and whole-numbered ones
-            stay local until then; of the latter rank 0's are taken.  What ``state_dict`` leaves out
-            (``persistent=False``) is never touched.
-        optimizer: whose state ``moments`` is about.
+            "local" until ``finish`` averages them.  Those that hold Inf (masks) and whole-numbered ones
+            always stay local until then; of the latter, rank 0's are taken.  Buffers that ``state_dict``
+            leaves out (``persistent=False``) are never touched.
+        optimizer: the optimizer whose state ``moments`` is about.
         moments: tensors of the optimizer's state with their parameter's shape stay "local" (also after
             ``finish``), or "average" with the parameters; or "reset": all of the state is dropped
             whenever an average is taken.  Step counts never travel.
@@ -56,7 +56,7 @@ class Averager(Stateful):
     Attributes:
         steps: local steps done; the next ``step()`` has this number, 0-based.
         memory: vectors that the algorithm keeps, saved with its state.
-        resume_at: a rank that was left out and came back goes on with at least this step.
+        resume_at: the least step with which a rank goes on that was left out and came back.
 
     Raises:
         ConfigurationError: a DDP or FSDP model; later: a model that is no longer the same.
@@ -86,17 +86,17 @@ class Averager(Stateful):
     # ---- an algorithm -----------------------------------------------------------------------------
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
-        """Prepare, before local step ``step``; all ranks call it with what all ranks begin with.
+        """Prepare, before local step ``step``; all ranks call it with the model that all begin with.
 
-        ``vector`` is handed over: nobody changes it any more.
+        ``vector`` is handed over: the caller does not change it any more.
         """
 
     @abstractmethod
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return what this rank's model becomes after local step ``step``, 0-based.
+        """Return the model with which this rank goes on after local step ``step``, 0-based.
 
-        ``vector``, `[n]`, is this rank's model after its optimizer step; handed over: nobody changes it.
-        What closes a period p does so when ``(step + 1) % p == 0``.
+        ``vector``, `[n]`, is this rank's model after its optimizer step, handed over as in ``begin``.
+        An average every p steps is due when ``(step + 1) % p == 0``.
         """
 
     def is_due(self, step: int) -> bool:
@@ -114,14 +114,17 @@ class Averager(Stateful):
     # ---- applied to a model -----------------------------------------------------------------------
 
     def step(self) -> None:
-        """Average, if it is time; call it after ``optimizer.step()``.  Blocks until that is done."""
+        """Average if it is due, and wait until that is done; call it after ``optimizer.step()``."""
         binding = self._bound()
         if self.is_due(self.steps):
             vector = binding.read()
             averaged = run(self.average(binding.comm, vector, self.steps))
+            # the same object: the scheme had nothing newer, so parameters and moments stay as they are
             if averaged is not vector:
                 binding.write_(averaged)
                 binding.reset_moments()
+        # a rank that was left out goes on with the others' step, or it would keep them waiting at every
+        # global average from then on
         self.steps = max(self.steps + 1, self.resume_at)
         self._close_books(binding.comm)
 
@@ -129,8 +132,9 @@ class Averager(Stateful):
         comm.ledger.begin_step(self.steps)
 
     def finish(self) -> None:
-        """Leave all replicas equal; training may go on."""
+        """Make all replicas equal; training may go on."""
         binding = self._bound()
+        # booked apart: bytes per step are those of the algorithm, not of the end of training
         with binding.comm.ledger.outside_steps():
             vector = binding.read()
             binding.write_(run(self.conclude(binding.comm, vector, self.steps)))
@@ -138,7 +142,7 @@ class Averager(Stateful):
             run(binding.settle(self.survivors(binding.comm)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to be saved per rank with its own model and optimizer."""
+        """Return this rank's state, to be saved on every rank with its own model and optimizer."""
         memory = {name: vector.clone() for name, vector in self.memory.items()}
         kept = {"steps": self.steps, "state": super().state_dict(), "memory": memory}
         return self._place() | kept
@@ -146,17 +150,18 @@ class Averager(Stateful):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken; before the first ``step()``.
 
-        Load model and optimizer, too, in any order; ranks' models need not be equal then.
+        Also load model and optimizer, in any order; the ranks' models need not be equal then.
         """
         self.check(state)
         self.restore(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state that was found to fit."""
+        """Restore a saved state that was found to fit."""
         super().load_state_dict(state["state"])
         self.steps = int(state["steps"])
         self.memory = {name: vector.clone() for name, vector in state["memory"].items()}
-        self._begun = False  # the model that is there now is what others must know
+        # the next step begins again, with the model as it is then: no initial values are compared
+        self._begun = False
         if self._binding is not None:
             self._binding.initial = None
 
@@ -167,11 +172,11 @@ class Averager(Stateful):
         check_saved(state, Fields(self.kinds(state)), "state", _CURE)
 
     def check_place(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of another scheme, rank or world size, or none at all."""
+        """Refuse the state of another scheme, rank or world size, or a value that is no state."""
         place = self._place()
         require(
             isinstance(state, Mapping) and {*place, "steps", "state", "memory"} <= set(state),
-            f"{type(self).__name__}: the saved state is not one; load what state_dict() returned",
+            f"{type(self).__name__}: the saved state is not one; load a state that state_dict() returned",
         )
         here, saved = place.get("left_out", []), state.get("left_out")
         other = set(here) ^ set(saved or []) if fits(saved, Sequence[str]) else set()
@@ -190,7 +195,7 @@ class Averager(Stateful):
             )
 
     def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
-        """Return what every field of a saved state has to be."""
+        """Return the kind of value that every field of a saved state must have."""
         place = {name: Exactly(value) for name, value in self._place().items()}
         steps = Common(Number(0, whole=True))
         return {**place, "steps": steps, "state": object, "memory": Plain(named=True)}
@@ -204,7 +209,7 @@ class Averager(Stateful):
         return place
 
     def close(self) -> None:
-        """End what runs next to the training, on this rank's communicator."""
+        """End the agents and threads of this rank's communicator."""
         if self._binding is not None:
             self._binding.comm.close()
 
@@ -214,6 +219,7 @@ class Averager(Stateful):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish, unless an error is on its way; close."""
         try:
+            # with an error on its way, this rank would wait in ``finish`` for ranks that have not ended
             if kind is None:
                 self.finish()
         finally:
@@ -274,7 +280,7 @@ class LocalSgd(Averager):
         return await mean(comm, vector) if self.is_due(step) else vector
 
 
-# ---- schemes whose actors answer peers whatever their ranks compute --------------------------------
+# ---- schemes whose actors answer peers while their ranks compute -----------------------------------
 
 
 class Companion(Actor):
@@ -284,7 +290,7 @@ class Companion(Actor):
         self.ledger = Ledger()
 
     def post(self, dest: int, head: bytes, body: Tensor | None = None) -> None:
-        """Send a head, of whole words so that values after it are aligned, and values."""
+        """Send a head, whose whole words keep the values after it aligned, and values."""
         message = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         if body is not None:
             message = torch.cat([message, body.contiguous().view(torch.uint8)])
@@ -294,6 +300,8 @@ class Companion(Actor):
 
     def answer(self, reply: Reply, result: object) -> None:
         """Give a rank the result that it waits for."""
+        # The books are handed over and new ones begin: the actor's thread and the rank's never write to
+        # the same ledger.
         traffic, self.ledger = self.ledger, Ledger()
         reply((result, traffic))
 
@@ -307,14 +315,15 @@ class Accompanied(Averager):
     """Runs a companion next to this rank's training, and asks it.
 
     A companion computes in the host's memory, where its messages are: its thread knows nothing of the
-    streams on which the training writes the device's.  So a scheme copies its vector there, keeps its
-    ``memory`` there, and returns a model on the vector's device.
+    CUDA streams on which training writes the device's memory.  So a scheme copies its vector to the
+    host, keeps its ``memory`` there, and returns a model on the vector's device.
     """
 
     _comm: Communicator | None = None
 
     def _run(self, comm: Communicator, actor: Actor) -> None:
         """Run an actor on all ranks, until the communicator is closed or given another one."""
+        # one per communicator: two agents would take each other's messages
         old = comm.companions.pop("averaging", None)
         if old is not None:
             old.close()
@@ -322,10 +331,10 @@ class Accompanied(Averager):
         self._host = comm.companions["averaging"] = comm.host(actor)
 
     async def _ask(self, step: int, function: Callable[[Reply], None]) -> Any:
-        """Let the actor's thread call ``function(reply)``; return what it answers.
+        """Let the actor's thread call ``function(reply)``; return the answer.
 
         Raises:
-            DeadlineError: that takes longer than the communicator's timeout.
+            DeadlineError: the answer takes longer than the communicator's timeout.
         """
         if self._comm is None:
             raise ConfigurationError(

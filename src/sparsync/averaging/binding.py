@@ -28,6 +28,8 @@ NonFiniteRule = Literal["raise", "spread"]
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that ``state_dict`` saves: all but those with ``persistent=False``."""
+    # The set is private (PyTorch 2.13), and there is no public way to tell.  ``state_dict`` itself would
+    # run the hooks that the model's own classes have for it.
     unsaved = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -39,8 +41,8 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 def averaged_buffers(model: nn.Module) -> list[str]:
     """Return the names of the saved buffers that can be averaged: of finite floating-point numbers.
 
-    One that holds Inf before training begins, such as a mask of attention, is a constant: -inf minus -inf
-    is NaN, and would be taken for that of a broken rank.
+    A buffer that holds Inf before training begins, such as an attention mask, is a constant: -inf minus
+    -inf is NaN, which would be taken for that of a broken rank.
     """
     floating = {n: b for n, b in saved_buffers(model).items() if b.is_floating_point()}
     return [name for name, buffer in floating.items() if bool(torch.isfinite(buffer).all())]
@@ -51,9 +53,9 @@ class Binding:
     """Reads a model as a vector, and writes a vector into the same tensors.
 
     The vector holds trained parameters (each once), floating-point buffers and moments, in this order;
-    float64 if one of the first two is, else float32.  Which of the model's tensors travel is decided
-    when the binding is made, which moments when averaging begins.  Tensors are looked up by name every
-    time: modules replace their buffers, optimizers their state.
+    float64 if a parameter or buffer is, else float32.  Which of the model's tensors travel is decided
+    when the binding is made, which moments travel when averaging begins.  Tensors are looked up by name
+    every time, because modules replace their buffers, and optimizers their state.
 
     Attributes:
         initial: the vector when the binding was made; None: ranks begin with models of their own.
@@ -82,6 +84,7 @@ class Binding:
         _check_model(model)
         self.model, self.comm, self.nonfinite = model, comm, nonfinite
         self.buffers, self.optimizer, self.moments = buffers, optimizer, moments
+        # decided once, on values before training: a buffer that gets Inf later is broken, and no mask
         self._averaged = set(averaged_buffers(model) if buffers == "average" else ())
         floating = [n for n, b in saved_buffers(model).items() if b.is_floating_point()]
         self.left_out = [n for n in floating if buffers == "average" and n not in self._averaged]
@@ -97,15 +100,17 @@ class Binding:
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """Return a new vector; NaN or Inf in what trains is an error, unless that may spread."""
+        """Return a new vector; NaN or Inf in a trained parameter is an error, unless it may spread."""
         tensors = self._travelling()
         device = next((t.device for t in tensors.values() if t is not None), None)
-        pieces = [torch.zeros(0, dtype=self._dtype, device=device)]  # of a model without parameters
+        # a piece to begin with, as a model may have no parameters
+        pieces = [torch.zeros(0, dtype=self._dtype, device=device)]
         for size, tensor in zip(self._sizes(), tensors.values(), strict=True):
             piece = pieces[0].new_zeros(size) if tensor is None else tensor.to(pieces[0])
             pieces.append(piece.reshape(-1))
         vector = torch.cat(pieces)
-        # one read of what trains; a sum that overflows is as broken as what it sums
+        # one pass, and one number to wait for on a GPU; where only the sum overflows, the model is as
+        # broken
         trained = sum(parameter.numel() for parameter in self.trained.values())
         if self.nonfinite == "raise" and not vector[:trained].sum().isfinite():
             raise NonFiniteGradientError(
@@ -117,13 +122,14 @@ class Binding:
     @torch.no_grad()
     def write_(self, vector: Tensor) -> None:
         """Write a vector back: same tensors, dtypes and strides as before."""
+        # in place: optimizers, views and compiled graphs hold on to these tensors
         tensors = self._travelling().values()
         for tensor, piece in zip(tensors, torch.split(vector, self._sizes()), strict=True):
             if tensor is not None:
                 tensor.copy_(piece.view(tensor.shape))
 
     def reset_moments(self) -> None:
-        """Drop the optimizer's state, where the rule is to do so when an average is taken."""
+        """Drop the optimizer's state if the rule is "reset"; called when an average is taken."""
         if self.moments == "reset" and self.optimizer is not None:
             self.optimizer.state.clear()  # step counters too: as before the first step
 
@@ -132,8 +138,8 @@ class Binding:
     async def start(self) -> Tensor:
         """Compare models with all ranks, and return the vector that all of them start from.
 
-        That is ``initial``; moments that were not there yet are zero.  Or the model as it is now.
-        A ``PeerError`` names the first tensor that differs.
+        That is ``initial``, with zeros for moments that did not exist yet, or after a restore the model
+        as it is now.  A ``PeerError`` names the first tensor that differs.
 
         Cost: 8 bytes per tensor from every rank, twice; a digest of all parameters.
         """
@@ -146,13 +152,17 @@ class Binding:
         ]
         labels += [f"'{name}' {list(p.shape)}" for name, (p, _) in self._known_moments.items()]
         most = await self.comm.allreduce(torch.tensor([len(labels)]), "agreement", "max")
-        labels += ["nothing"] * (int(most) - len(labels))  # agree wants as many facts of every rank
+        # ``agree`` takes as many facts on every rank
+        labels += ["nothing"] * (int(most) - len(labels))
+        # names and shapes first: ranks that differ there would give other numbers of facts, or vectors of
+        # other lengths, to every exchange after this one
         await agree(
             self.comm, {f"tensor {i} of the model": label for i, label in enumerate(labels)}
         )
         if start is None:
             return vector
-        missing = vector.numel() - start.numel()  # moments, made by the optimizer's first step
+        # moments, which the optimizer's first step has made
+        missing = vector.numel() - start.numel()
         start = torch.cat([start.to(vector.device), vector.new_zeros(missing)])
         values = dict(zip(self._layout(), torch.split(start, self._sizes()), strict=True))
         values |= {n: tensors[n] for n, _ in self.model.named_parameters() if n not in values}
@@ -165,12 +175,14 @@ class Binding:
 
     @torch.no_grad()
     async def settle(self, comm: Communicator) -> None:
-        """Make equal on all ranks what of the model does not travel; what is equal stays untouched.
+        """Make tensors of the model that do not travel equal on all ranks; equal ones stay untouched.
 
-        Floating-point tensors become their mean, others what the first rank of ``comm`` has.
+        Floating-point tensors become their mean, others take the value of the first rank of ``comm``.
 
         Cost: that of ``divergences``; an allreduce or allgather of each that differs.
         """
+        # ``divergences`` names the same tensors in the same order on all ranks, so all of them take part
+        # in the same collectives
         rest = {name: t for name, t in self._tensors().items() if name not in self._shapes}
         for torn in await divergences(comm, rest):
             tensor = rest[torn.name]
@@ -183,7 +195,7 @@ class Binding:
                 first = (await comm.allgather(raw, "settle"))[0]
                 tensor.copy_(first.view(tensor.dtype).view(tensor.shape))
 
-    # ---- what travels -----------------------------------------------------------------------------
+    # ---- tensors that travel ----------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the model's parameters, each once, and the buffers that it saves; complex as real."""
@@ -191,7 +203,7 @@ class Binding:
         return {n: torch.view_as_real(t) if t.is_complex() else t for n, t in named.items()}
 
     def _ruled(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return those that travel: what trains now, and buffers by their rule."""
+        """Return those that travel: parameters that train now, and buffers by their rule."""
         trains = {name: p.requires_grad for name, p in self.model.named_parameters()}
         return {
             name: tensor
@@ -200,9 +212,9 @@ class Binding:
         }
 
     def _travelling(self) -> dict[str, Tensor | None]:
-        """Return what the vector is made of, as it is now; None: a moment that is not there."""
+        """Return the present tensors that make up the vector; None: a moment that does not exist."""
         tensors = self._tensors()
-        # what was frozen since then goes on travelling: GANs freeze their halves in turns
+        # parameters that were frozen since then go on travelling: GANs freeze their halves in turns
         now = {name: tensors[name].shape for name in self._shapes if name in tensors}
         now |= {name: tensor.shape for name, tensor in self._ruled(tensors).items()}
         changed = sorted(name for name, _ in now.items() ^ self._shapes.items())
@@ -231,7 +243,7 @@ class Binding:
     def _find_moments(self) -> dict[str, tuple[Tensor, str]]:
         """Return parameter and key of every moment that travels.
 
-        A parameter without state (it had no gradient on this rank yet) has those of its group.
+        A parameter without state, as it had no gradient on this rank yet, is given those of its group.
         """
         if self.moments != "average" or self.optimizer is None:
             return {}
@@ -246,7 +258,7 @@ class Binding:
         return found
 
     def _moments_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return what of a parameter's state has its shape; numbers, such as step counts, have none."""
+        """Return the tensors of a parameter's state that have its shape; step counts do not."""
         state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
         return {
             kind: value
@@ -257,7 +269,7 @@ class Binding:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse what does not hold its own parameters, or averages gradients itself."""
+    """Refuse a model that does not hold its own parameters, or averages gradients itself."""
     # by name, among base classes: FSDP2 derives a class from each module's own
     wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
     bases = {base.__name__ for module in model.modules() for base in type(module).__mro__}

@@ -29,7 +29,7 @@ _SHARED: Final = frozenset(inspect.signature(Averager).parameters) | {"binding"}
 
 
 def options_of(scheme: str) -> dict[str, Any]:
-    """Return a scheme's own options and their defaults: those of every ``Averager`` are not among them.
+    """Return a scheme's own options and their defaults, without those of every ``Averager``.
 
     Example:
         >>> options_of("local"), options_of("diloco")["period"]

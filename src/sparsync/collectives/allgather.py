@@ -35,8 +35,8 @@ class Allgather(Collective):
     Args:
         codec: wire format of the entries (default: coo).
         cap: at most ``cap * k`` entries per rank are taken; None: any number.
-        keep_error: what the codec rounds away is kept by the sender; False: it is lost, as published
-            by RedSync.
+        keep_error: the sender keeps the codec's rounding error; False: it is lost, as published by
+            RedSync.
 
     Cost: ceil(log2 P) messages; 2 k (P - 1) words received, as many sent.   State: none.
     Differs from the paper: at most ``cap * k`` entries per rank are taken (``cap=None``: any number,
@@ -65,7 +65,7 @@ class Allgather(Collective):
         self.cap, self.keep_error = cap, keep_error
 
     def for_layers(self, sizes: Sequence[int]) -> Allgather:
-        """Return one whose codec knows the layers."""
+        """Return a copy whose codec knows the layers."""
         return Allgather(self.codec.for_layers(sizes), self.cap, keep_error=self.keep_error)
 
     def cost(self, job: Job) -> Cost:
@@ -89,6 +89,8 @@ class Allgather(Collective):
         mine = capped(selected, k, self.cap)
         with comm.stage("pack"):
             encoded = codec.seeded(comm.rank, step).encode(mine)
+        # Receivers need a capacity before the message: with a cap it follows from k, which all ranks
+        # know; without one a round has to announce the lengths.
         if self.cap is None:
             length = torch.tensor([encoded.payload.numel()])
             capacities = [int(t) for t in await comm.allgather(length, "sizes")]
@@ -99,10 +101,13 @@ class Allgather(Collective):
         messages = await comm.allgatherv(encoded.payload, capacities, "allgather", framing)
         with comm.stage("unpack"):
             await comm.work(sum(m.numel() for m in messages))
+            # the own share as the others decode it, at its place in rank order: a left fold of the
+            # same numbers is bit-equal on all ranks
             shares = [
                 encoded.decoded if rank == comm.rank else m for rank, m in enumerate(messages)
             ]
             total = sum_messages(codec, shares, mine)
         if self.keep_error or codec.is_exact(dtype):
             return Reduced(total, encoded.decoded)
+        # all of ``mine`` counts as delivered, so no residual keeps the rounding error
         return Reduced(total, mine, less(mine, [encoded.decoded]))

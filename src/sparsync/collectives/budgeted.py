@@ -18,7 +18,7 @@ from sparsync.wire.packed import Packed, decode_sum, decode_undealt, encode_deal
 __all__ = ["Budgeted"]
 
 _FEW_PER_RANK = 256  # k / P below which headers and chance weigh too much for a budget
-_PASSES = 2  # over k entries beyond packing and unpacking, see benchmarks/fidelity.md
+_PASSES = 2  # over k entries beyond packing and unpacking, fitted to benchmarks/fidelity.md
 _DEVIATIONS = 4  # of an owner's share of the k largest, which is binomial with mean k / P
 
 
@@ -30,14 +30,15 @@ class Budgeted(Collective):
     ranks evenly: nothing is cut, balanced or announced, and message sizes are bounded ahead.
 
     1. Every rank sends each owner its entries, packed; the owner sums them in rank order.
-    2. Every owner sends its largest sums to all: k / P and four standard deviations more, for hashing
-       leaves nothing but chance between the owners' shares of the k largest.
-    3. Every rank keeps the k largest of what it got: the same everywhere, without another round.
+    2. Every owner sends its largest sums to all: k / P and four standard deviations more, because after
+       hashing only chance makes the owners' shares of the k largest differ.
+    3. Every rank keeps the k largest of the sums that it received: the same on all ranks, without
+       another round.
 
     Two promises: no rank sends or receives more than ``budget * k (P - 1) / P`` words on any step (for
     k / P >= 256), on any input; and the total has min(k, nnz) entries, fewer only where the budget
-    binds.  What does not fit a message (the smallest) stays in the sender's residual, and what a
-    codec rounds away in the residual of whoever rounded it.
+    binds.  Entries that do not fit a message, the smallest, stay in the sender's residual; a rounding
+    error stays in the residual of the rank that rounded.
 
     Args:
         codec: wire format (default: packed, bf16).
@@ -45,7 +46,7 @@ class Budgeted(Collective):
             2, bf16 values use about 1.6 at 1 %.
 
     Cost: 2 (P - 1) messages in 2 rounds; about 2 * 3.1 bytes * k (P - 1) / P at 1 %.   State: none.
-    Differs from the paper: none describes it; the two exchanges are Ok-Topk's, with hashed regions
+    Differs from the paper: there is none; the two exchanges are Ok-Topk's, with hashed regions
     (compare Zen), bounded messages and no threshold.
 
     Example:
@@ -72,8 +73,8 @@ class Budgeted(Collective):
     def cost(self, job: Job) -> Cost:
         """Return ``2 (P - 1)`` messages: a share of k entries, then the largest sums, packed.
 
-        To each other rank k / P entries, then k / P + 4 sqrt(k / P) + 4, of n / P elements: the mean of
-        ranks and steps.  Theorem 3.1's words bound every step.
+        Each other rank gets k / P entries, then k / P + 4 sqrt(k / P) + 4, of n / P elements: a mean over
+        ranks and steps.  The budget bounds every single step.
 
         Example:
             >>> from sparsync.collectives.costs import lower_bound_words
@@ -97,6 +98,8 @@ class Budgeted(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Send to owners, sum, send to all, keep the k largest."""
+        # k entries at most, whatever the selector found: the capacities below follow from k alone, so all
+        # ranks know them and none is announced
         mine = capped(selected, k, 1.0)
         if comm.world_size == 1:
             return Reduced(mine, mine)
@@ -114,18 +117,22 @@ class Budgeted(Collective):
             encoded = codec.encode(share).payload
         capacities = [codec.nbytes(to_all, share.size, dtype)] * ranks
         messages = await comm.alltoallv([encoded] * ranks, capacities, "allgather", framing)
+        # its own sums as all others decode them: totals would differ by the rounding otherwise
         messages[comm.rank] = encoded
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
-            # what rounding added to the sums of this rank is delivered, too: its residual takes it back
+            # The owner's rounding changes the total, so the owner delivers it, and its residual has the
+            # opposite: the law holds without telling the ranks that the sum came from.
             sent = SparseVector(mine.indices, parcels.arriving, size)
             return Reduced(*decode_undealt(codec, messages, k, comm.rank, share, sent))
 
     def _limits(self, world_size: int, k: int, size: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Return how many entries a rank may send one other: of its own, and of the sums it owns.
+        """Return how many entries a rank may send to one other: of its own, and of the sums it owns.
 
-        Each exchange has half of the budget; without one, what can be is the limit.
+        Each exchange has half of the budget.  With few entries per rank there is no budget, and only a
+        limit that chance hardly ever reaches.
         """
+        # dealing gives every owner ceil(n / P) places
         width, mean = -(-size // world_size), k / world_size
         share = _owned(mean, min(width, k))
         if mean < _FEW_PER_RANK:  # no budget, but a message must be bounded all the same

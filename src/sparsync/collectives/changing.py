@@ -27,14 +27,14 @@ class ChangingState:
 class Changing(Collective):
     """Sum whole vectors, without the layers that have been 0 on every rank so far.
 
-    A layer here is a buffer, or a parameter that is exchanged whole.  In place of one that has not
-    changed yet, a rank sends a flag with the others: whether it has changed here.  All ranks see the sum
-    of flags, so they agree on the layers that a second round delivers, in the same exchange; from then on
-    these always travel.  A buffer that begins to change on one rank alone, after any number of exchanges,
-    is delivered as if it had always been sent, and no round is spent on asking.
+    A layer here is a buffer, or a parameter that is exchanged whole.  In place of a layer that has not
+    changed yet, a rank sends a flag with the layers that have: whether it has changed here.  All ranks
+    see the sum of flags, so they agree on the layers that a second round delivers, in the same exchange;
+    from then on these always travel.  A buffer that begins to change on one rank alone, after any number
+    of exchanges, is delivered as if it had always been sent, and no round is spent on asking.
 
-    Cost: that of ``Dense`` for the layers that change, and 4 or 8 bytes for each other; an allreduce more
-    in the first exchange, and whenever a layer begins to change.
+    Cost: that of ``Dense`` for the layers that change, and 4 or 8 bytes for each of the others; one more
+    allreduce in the first exchange, and whenever a layer begins to change.
     State: the layers that change, equal on all ranks.   Differs from the paper: there is none.
 
     Example:
@@ -56,7 +56,7 @@ class Changing(Collective):
         self.state = ChangingState()
 
     def for_layers(self, sizes: Sequence[int]) -> Collective:
-        """Return one for layers of these sizes."""
+        """Return a collective for layers of these sizes."""
         return Changing(sizes)
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
@@ -66,12 +66,15 @@ class Changing(Collective):
         still = [i for i in numbers if i not in moved]
         if not still:
             return Reduced(DenseVector(await comm.allreduce(own, "dense")), selected)
-        total = torch.zeros_like(own)  # of its own: with ``elastic=`` the step may be done again
+        # memory of its own, not this rank's vector: with ``elastic=`` the step may be done again
+        total = torch.zeros_like(own)
         parts, sums = (torch.split(flat, self._sizes) for flat in (own, total))
-        # NaN counts as a change: it must reach all ranks, which refuse it
+        # Flags, not values, are summed: changes of two ranks could cancel.  NaN counts as a change: it
+        # must reach all ranks, which refuse it.
         flags = torch.stack([parts[i].any() for i in still]).to(own.dtype)
         moving = [i for i in numbers if i in moved]
         changed, *values = await _sum(comm, [flags, *(parts[i] for i in moving)])
+        # equal on all ranks, as the sum of flags is: all of them start the second allreduce, or none
         begun = [i for i, flag in zip(still, changed.tolist(), strict=True) if flag]
         if begun:
             values += await _sum(comm, [parts[i] for i in begun])
@@ -86,5 +89,6 @@ async def _sum(comm: Communicator, parts: list[torch.Tensor]) -> Sequence[torch.
 
     Cost: that of the allreduce of all of them.
     """
+    # ``cat`` makes a copy, so overwriting it touches no layer
     flat = await comm.allreduce(torch.cat(parts), "dense", in_place=True)
     return torch.split(flat, [part.numel() for part in parts])

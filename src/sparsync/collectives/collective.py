@@ -35,10 +35,10 @@ class Reduced:
 
     Attributes:
         total: bit-identical on every rank.
-        delivered: this rank's share of it: values with their own support.  What was *selected* and
-            is not in here was dropped on the way and belongs into the residual.
-        lost: what of ``delivered`` never arrived because a codec rounded it away and, as published,
-            nobody keeps that; None where nothing is lost, which is everywhere else.
+        delivered: this rank's share of the total, with a support of its own.  Entries that were
+            selected and are missing here were dropped on the way: they stay in the residual.
+        lost: the part of ``delivered`` that a codec rounded away and that, as published, no rank
+            keeps.  None, as nearly always: nothing is lost.
     """
 
     total: Vector
@@ -52,9 +52,9 @@ class Collective(Stateful):
     One instance serves one unit: ``size`` is the same on every call.
 
     Attributes:
-        result: what the total is; says which lower bound holds for the cost.
-        order: of the float additions.  "rank": the total is the left fold, in rank order, of what was
-            delivered, bit for bit; "tree": another order, fixed by the number of ranks.
+        result: the kind of total, which decides the lower bound that the cost is compared with.
+        order: of the float additions.  "rank": the total is, bit for bit, the left fold in rank order
+            of the delivered vectors; "tree": another order, fixed by the number of ranks.
     """
 
     result: Result = "sum"
@@ -62,11 +62,11 @@ class Collective(Stateful):
 
     @property
     def whole(self) -> bool:
-        """Whether its next call is to be given the whole vector: nothing is selected."""
+        """Whether the next call takes the whole vector, so that nothing is selected."""
         return self.result == "whole"
 
     def explain(self) -> str | None:
-        """Say which of several ways it goes, and why; None: it has one."""
+        """Say which of several methods is in use, and why; None where there is only one."""
         return None
 
     def for_layers(self, sizes: Sequence[int]) -> Collective:
@@ -74,18 +74,19 @@ class Collective(Stateful):
         return self
 
     def cost(self, job: Job) -> Cost | None:
-        """Return what the busiest rank does in a step, on the mean of steps; None: not known.
+        """Return the cost of a step for the busiest rank, averaged over steps; None: not known.
 
-        The docstring gives the equation and its source.  The planner adds what selection takes.
+        The docstring of an implementation gives the equation and its source.  Selection is not
+        included: the planner adds it.
         """
         return None
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return the words that no rank sends or receives more of on any step; None: no promise.
+        """Return the most words that any rank sends or receives on any step; None: no promise.
 
         Args:
             job: two ranks or more.
-            exchangeable: the ranks' inputs could be swapped without changing what is expected.
+            exchangeable: swapping the inputs of two ranks would change no expectation.
         """
         return None
 
@@ -105,11 +106,12 @@ def most_entries(k: int, cap: float | None, size: int) -> int:
     """Return how many of ``size`` entries may be taken: ``cap * k``, at least 1 if k is; or all."""
     if cap is None:
         return size
+    # never 0 where k is not: with a small k and a cap below 1 no entry would ever be delivered
     return min(size, max(math.floor(cap * k), 1)) if k else 0
 
 
 def capped(vector: Vector, k: int, cap: float | None) -> SparseVector:
-    """Keep the largest ``cap * k`` entries; what is cut off is not delivered."""
+    """Keep the largest ``cap * k`` entries; the others are not delivered."""
     sparse = SparseVector.from_dense(vector.values) if isinstance(vector, DenseVector) else vector
     return sparse.top(most_entries(k, cap, sparse.size))
 
@@ -119,13 +121,18 @@ def check_cap(cap: float | None, where: str) -> None:
     require(cap is None or cap > 0, f"{where}: cap is {cap}; give a factor > 0 of k, or None")
 
 
-# ---- who drops or rounds, keeps ---------------------------------------------------------------------
+# ---- the rank that drops or rounds keeps the difference ---------------------------------------------
+#
+# The law is accumulated = delivered + residual.  A rank that drops part of a sum, or rounds it, takes
+# that part out of its ``delivered``, whoever selected it: so the part is in exactly one residual, and
+# no message has to travel back to the ranks that it came from.
 
 
 def cut(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """Divide a vector into its k largest entries and the others."""
     if vector.nnz <= k:
         return vector, vector.keep(slice(0, 0))
+    # ascending positions, so both parts are valid vectors; zeros are never among the largest
     positions = kernels.top(vector.values, k)
     left = torch.ones(vector.nnz, dtype=torch.bool, device=positions.device)
     left[positions] = False
@@ -140,6 +147,8 @@ def rounded_off(before: SparseVector, after: SparseVector) -> SparseVector:
 
 
 def less(vector: SparseVector, parts: Iterable[SparseVector]) -> SparseVector:
-    """Subtract vectors from a vector; where it had no entry, there is one then."""
+    """Subtract vectors from a vector, also at elements that it does not store."""
+    # a rank drops sums to which it contributed nothing: ``delivered`` gets a negative entry there, and
+    # ``accumulated - delivered`` puts the sum into its residual
     negative = [SparseVector(p.indices, -p.values, p.size) for p in parts if p.nnz]
     return SparseVector.merge([vector, *negative])

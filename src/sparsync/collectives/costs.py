@@ -1,4 +1,4 @@
-"""The unit of account of every collective's cost: a job, what the busiest rank does, lower bounds.
+"""The unit of account of every collective's cost: a job, the busiest rank's work, lower bounds.
 
 A message of L bytes takes ``alpha + beta L`` seconds.  **beta is per byte here**; the papers count
 words of 4 bytes, and ``Cost.words`` does too.  An entry in coo takes two words: a 32-bit index and a
@@ -41,8 +41,8 @@ class Job(NamedTuple):
     """An exchange of k entries of n elements by each of P ranks.
 
     ``result``: entries of the sum over all ranks, if known: k where supports are equal, k P where they
-    are disjoint.  None: supports are random and independent, which overlap least of all that are not
-    arranged to.
+    are disjoint.  None: supports are random and independent, which gives the most fill-in except where
+    supports avoid each other.
 
     Example:
         >>> Job(1000, 10, 4, result=10).union(2), Job(1000, 10, 4, result=40).union(2)
@@ -72,12 +72,13 @@ class Job(NamedTuple):
     def union(self, ranks: int) -> float:
         """Return the entries of a sum over some of the ranks.
 
-        With a known result, j vectors have ``k j^a`` entries, with the a that leads from k to the result.
+        With a known result, the sum of j vectors has ``k j^a`` entries, where ``k P^a`` is the result.
         """
         if self.result is None:
             return expected_union(self.k, self.size, ranks)
         k = max(self.k, 1)
         growth = max(self.result, k) / k
+        # growth^(log j / log P) is j^a
         part = math.log2(ranks) / math.log2(self.world_size) if ranks > 1 else 0.0
         return min(self.k * math.pow(growth, part), float(self.size))
 
@@ -91,13 +92,13 @@ class Cost:
     Attributes:
         messages: number that a rank sends, one after the other.
         nbytes: volume, the maximum over ranks of max(sent, received).
-        relayed: bytes that pass one after the other on top of ``nbytes``: those of other ranks, which a
-            rank waits for.
+        relayed: bytes on top of ``nbytes`` that pass one after the other: those of other ranks, for
+            which a rank waits.
         encoded: entries that it packs.
         decoded: entries that it unpacks and merges.
-        dense_bytes: bytes of dense vectors that it adds, or puts in their place.
-        turns: times that it works, then waits for entries of others.
-        together: messages that leave at once with another one, and are under way at the same time.
+        dense_bytes: bytes of dense vectors that it adds or copies into place.
+        turns: times that it works, then waits for the entries of others.
+        together: messages that leave together with another one, and are under way at the same time.
 
     Example:
         >>> (Cost(2, 800.0) + Cost(1, 200.0)).words
@@ -139,6 +140,7 @@ def allreduce(elements: int, world_size: int, element_bytes: int = WORD_BYTES) -
 
     A block has ``ceil(elements / P)`` elements.
     """
+    # blocks are padded to the widest, which the busiest rank sends
     width = -(-elements // world_size)
     rounds = (world_size - 1).bit_length()
     return Cost(2 * rounds, 2 * (world_size - 1) * width * element_bytes)
@@ -163,14 +165,19 @@ def expected_union(k: float, size: int, ranks: int) -> float:
         return 0.0
     if k >= size:
         return float(size)
+    # at small densities 1 - (1 - k / N)^P would lose its digits by cancellation, and the sum as printed
+    # alternates between large terms
     return -size * math.expm1(ranks * math.log1p(-k / size))
 
 
 # ---- lower bounds -----------------------------------------------------------------------------------
+#
+# Theorem 3.1 counts two words per entry (coo), the lemmas one (values alone), of 4 bytes all of them: a
+# format with shorter indices or values, such as packed, may go below a bound.
 
 
 def lower_bound_words(k: float, world_size: int) -> float:
-    """Ok-Topk, Theorem 3.1: ``2 k (P - 1) / P`` words, whatever the algorithm, entries stored in COO."""
+    """Ok-Topk, Theorem 3.1: at least ``2 k (P - 1) / P`` words, for entries in COO."""
     return 2 * k * (world_size - 1) / world_size
 
 
@@ -186,9 +193,9 @@ def sum_bound_words(job: Job) -> float:
     """SparCML, Lemmas 5.1 and 5.2: no lossless sum moves fewer words per rank, in values alone.
 
     ``k + K (P - 2) / P`` for a sum of K entries, on the mean of ranks: an index that c ranks hold
-    takes c - 1 transfers to be summed and P - 1 to be known.  Both ends of Lemma 5.1 are K = k and
-    K = k P; the paper does not state what lies between.  Where the sum is dense, delta words: the
-    entries from which a vector is dense (Lemma 5.2).
+    takes c - 1 transfers to be summed and P - 1 to be known.  The two cases of Lemma 5.1 are K = k and
+    K = k P; for values between them the paper states no bound.  Where the sum is dense, delta words: the
+    number of entries from which a vector is dense (Lemma 5.2).
 
     Example:
         >>> [sum_bound_words(Job(10**6, 1000, 8, result=K)) for K in (8000, 1000)]
@@ -196,6 +203,7 @@ def sum_bound_words(job: Job) -> float:
         >>> sum_bound_words(Job(10**6, 300_000, 8))
         500000.0
     """
+    # delta = N i / (c + i) of section 5.1, with indices and values of 4 bytes: half of the elements
     limit = job.size * WORD_BYTES // ENTRY_BYTES
     if job.summed > limit:
         return float(limit) if job.world_size > 1 else 0.0

@@ -16,8 +16,8 @@ __all__ = ["Dense"]
 class Dense(Collective):
     """Sum whole vectors: reduce-scatter, then allgather (Rabenseifner's algorithm).
 
-    A transport with a native allreduce (gloo, NCCL) uses that: replicas are equal, and agree with
-    the other transports to rounding.
+    A transport with a native allreduce (gloo, NCCL) uses that: replicas are equal, and agree with those
+    of other transports to rounding.
 
     Cost: 2 ceil(log2 P) messages; 2 n (P - 1) / P words sent and received.
     State: none.   Differs from the paper: any P, on a circulant graph instead of a hypercube.
@@ -36,7 +36,10 @@ class Dense(Collective):
 
     result: Result = "whole"
     order = "tree"
-    overwrites = False  # the total takes the memory of ``selected``, where that is dense
+    # The total takes the memory of ``selected``.  Set by a reducer's plan alone, for its own instance:
+    # ``selected`` is the accumulated gradient there, and all of it is delivered.  Not with ``elastic=``,
+    # where the same gradient may have to be exchanged again among fewer ranks.
+    overwrites = False
 
     def cost(self, job: Job) -> Cost:
         """Return ``2 n (P - 1) / P`` words, ``2 log2 P`` messages (Ok-Topk, Table 1, "Dense").

@@ -23,15 +23,15 @@ __all__ = ["Quantised"]
 
 @final
 class Quantised(Collective):
-    """Sum whole vectors of 1, 2, 3, 4, 8 or 16 bits per element: what a rank receives is flat in P.
+    """Sum whole vectors in 1, 2, 3, 4, 8 or 16 bits per element; received bytes do not grow with P.
 
     Every rank owns a region, cut where blocks begin.
 
     1. Every rank sends each owner its region, quantised; the owner adds them to its own, unrounded.
-    2. Every owner sends the sum, quantised, to all: the total is what is decoded.
+    2. Every owner sends the sum, quantised, to all; decoded, these sums are the total.
 
-    Who rounds, keeps: what the first round takes off stays in the sender's residual, what the second
-    takes off the sum in the owner's.
+    The rank that rounds keeps the error: that of the first round stays in the sender's residual, that of
+    the second in the owner's.
 
     Args:
         bits: per element: 1, 2, 3, 4 or 8, see ``LloydMax``; 16: bf16, without scales.
@@ -62,9 +62,9 @@ class Quantised(Collective):
         self.block = block
 
     def cost(self, job: Job) -> Cost:
-        """Return ``2 (P - 1)`` messages of a region each: the widest's, if blocks leave a rest.
+        """Return ``2 (P - 1)`` messages of a region each: of the widest, where regions differ.
 
-        Quantising reads and writes each element; what arrives is added, twice.
+        Quantising reads and writes each element; regions that arrive are added, in both rounds.
 
         Example:
             >>> Quantised(bits=2, block=256).cost(Job(10**6, k=10, world_size=4)).words
@@ -94,9 +94,12 @@ class Quantised(Collective):
             for owner in range(comm.world_size):
                 if owner != rank:
                     payloads[owner] = codec.written(parts[owner])
+        # A capacity is the most that a rank sends to any other: here one of the widest regions, in the
+        # second round its own region.
         messages = await comm.alltoallv(payloads, [max(lengths)] * len(lengths), "split", framing)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
+            # summed apart from the own part: ``delivered`` needs the others' alone, below
             others = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
             for source, message in enumerate(messages):
                 if source != rank:
@@ -109,7 +112,9 @@ class Quantised(Collective):
             await comm.work(sum(message.numel() for message in messages))
             finite = [codec.is_finite(m, w) for m, w in zip(messages, widths, strict=True)]
             total = _Coded(codec, messages, widths, values, finite=all(finite))
-            # of its own region it delivers what others did not: the rounding of the sum is its error
+            # Of its own region a rank delivers the decoded sum less the others' parts.  So the parts of
+            # all ranks add up to the total, and the rounding error of the sum is in this rank's residual,
+            # where 1-bit Adam keeps a second error, at the server.
             codec.decode_to(payload, whole)
             payloads[rank] = whole.sub_(others)
             delivered = _Coded(codec, payloads, widths, values, known=rank)
@@ -117,6 +122,7 @@ class Quantised(Collective):
 
     def _widths(self, size: int, world_size: int) -> list[int]:
         """Return the elements of each rank's region: whole blocks, but for the last."""
+        # no block, which shares one scale, is cut in two
         blocks = -(-size // self.block)
         cuts = [min(blocks * r // world_size * self.block, size) for r in range(world_size + 1)]
         return [high - low for low, high in pairwise(cuts)]
@@ -124,11 +130,14 @@ class Quantised(Collective):
 
 @final
 class _Coded(DenseVector):
-    """A vector in messages, a region each, which are decoded where it is wanted, as often as it is.
+    """A vector kept as encoded messages, one per region, that are decoded on every access.
 
     So it takes little memory, and is written, divided or subtracted in one pass.  The region ``known``
-    is there in full; ``finite`` says that no message has NaN or Inf.
+    is stored unencoded; ``finite`` says that no message has NaN or Inf.
     """
+
+    # On the CPU a vector in fresh memory costs as much as seven passes over it, for the system clears its
+    # pages one by one; messages of 2 bits take a sixteenth of it (measured: docs/design-notes.md).
 
     def __init__(
         self,
@@ -175,10 +184,12 @@ class _Coded(DenseVector):
 
     def divide_(self, divisor: int) -> None:
         """``self /= divisor``."""
+        # applied by every later decoding; the property, if it was read, holds undivided values
         self._divisor *= divisor
         self.__dict__.pop("values", None)
 
     def first_nonfinite(self, dtype: torch.dtype | None = None) -> int | None:
         """Return the index of the first NaN or Inf, also if it is one in ``dtype`` only; else None."""
+        # bfloat16 has the range of float32, so finite values stay finite; above 65504 float16 has Inf
         known = self._finite and dtype != torch.float16
         return None if known else super().first_nonfinite(dtype)

@@ -25,11 +25,11 @@ _WEIGHT = 0.5  # of a new measurement in its candidate's factor
 
 @dataclass(frozen=True)
 class AutoState:
-    """The choice, and what measurements said of the candidates.
+    """The choice, and the candidates' measured over predicted times.
 
-    Arithmetic alone changes it: ranks that are given the same seconds go the same way.  A candidate that
-    was never used is taken at its prediction: so each that promises enough is tried, once, and judged by
-    its own factor afterwards.
+    Only arithmetic changes it, so ranks that are given the same seconds choose alike.  A candidate that
+    was never used is believed: each one that promises enough is tried once, and judged by its own factor
+    afterwards.
 
     Example:
         >>> state = AutoState(choice=0, factors=(None, None))
@@ -47,9 +47,9 @@ class AutoState:
     def checked(
         self, predicted: Mapping[int, float], measured: float, *, gain: float, patience: int
     ) -> AutoState:
-        """Return what follows from one more measurement; ``choice`` may be another one then.
+        """Return the state after one more measurement; ``choice`` may be another one then.
 
-        ``predicted``: seconds by candidate, the fastest first; without the choice, where a budget has
+        ``predicted``: seconds by candidate, the fastest first; the choice is missing where a budget has
         ruled it out since.  ``measured``: seconds that the choice took, the same on all ranks.
         """
         if self.choice not in predicted:
@@ -70,17 +70,17 @@ class AutoState:
 
 @final
 class Auto(Collective):
-    """The planner's choice among collectives, compared with what is measured while training.
+    """The planner's choice among collectives, corrected by measurements while training.
 
-    The first step tells n, k and P: the plan is made, the same on all ranks.  Its entries are selected
-    by then, so dense may begin on the second.  Every ``check_period`` steps the ranks agree on what an
-    exchange took: the least of their means, for a rank that arrives early also measures its wait for the
-    others.  That gives a factor per candidate, and a change to another that promises enough.
+    The plan is made on the first step, which tells n, k and P: the same on all ranks.  Its entries are
+    selected by then, so dense may begin on the second.  Every ``check_period`` steps the ranks agree on
+    the time of an exchange: the least of their means, because a rank that arrives early also measures its
+    wait for the others.  That gives a factor per candidate, and a change to one that promises enough.
 
     Args: as for the preset, ``sparsync.presets.auto``; candidates select k entries or everything.
 
     Cost: that of the choice, and one allreduce of 8 bytes per check.   State: ``AutoState``.
-    Differs from the paper: none describes it.
+    Differs from the paper: there is none.
 
     Example:
         >>> from sparsync.collectives import Allgather, Dense
@@ -126,7 +126,7 @@ class Auto(Collective):
 
     @property
     def whole(self) -> bool:
-        """Whether dense is the choice: everything is to be selected."""
+        """Whether dense is the choice, which takes the whole vector."""
         return self._parts[self._index].whole
 
     @property
@@ -135,7 +135,7 @@ class Auto(Collective):
         return self.candidates[self._index]
 
     def explain(self) -> str:
-        """Say what is used, and why."""
+        """Name the choice, and say why it was made."""
         known = zip(self.candidates, self._state.factors, strict=True)
         factors = ", ".join(f"{name} {f:.3g} x" for name, f in known if f is not None)
         measured = f"; measured over predicted: {factors}" if factors else ""
@@ -169,7 +169,7 @@ class Auto(Collective):
         return made
 
     async def _check(self, comm: Communicator, made: Plan) -> None:
-        """Compare the mean exchange with its prediction; change to what is better."""
+        """Compare the mean exchange with its prediction; change to a better candidate."""
         mine = torch.tensor([fmean(self._seconds)], dtype=torch.float64)
         self._seconds.clear()
         measured = float(await comm.allreduce(mine, "plan", op="min"))

@@ -1,6 +1,7 @@
-"""Measure what this group's links and ranks take, on the group itself.
+"""Measure the times of this group's links and ranks, on the group itself.
 
-All ranks work at the same time, so more ranks than cores are seen as slow as they are while they train.
+All ranks work at the same time, so where there are more ranks than cores they measure as slow as they are
+in training.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ __all__ = ["Calibration", "calibrate"]
 
 _PHASE = "calibrate"
 _ITEM_BYTES = 4  # float32
-_DENSITY = 0.01  # k / n of what is selected
+_DENSITY = 0.01  # k / n of the selections
 _REGIONS = 4  # of the vector; messages of as many ranks are merged in one
-_BATCHES, _AT_LEAST = 8, 3  # per kind of work, and if the time is over; one more is not counted
+_BATCHES, _AT_LEAST = 8, 3  # per kind of work, and when time is short; one more is not counted
 _SETTLED = 12  # steps until the selector's threshold follows a residual that began as zero
 _REHEARSAL = 0.2  # of the time, for whole exchanges
 _REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # two turns, and little else
 _LEAST, _MOST = 8, 50  # exchanges
-_AHEAD = (
-    0.03  # seconds from the last arrival to the start: 10 x what agreeing takes 8 ranks on 2 cores
-)
-_FAR = 1e-3  # seconds of a way below which what both ends do is most of a message's latency
-_SMALLER = 4  # than what is worked on, so that turns are more than the rest
+# seconds from the last arrival to the start: 10 x the time in which 8 ranks on 2 cores agree
+_AHEAD = 0.03
+_FAR = 1e-3  # seconds under way below which most of a message's latency is the work of both ends
+# by which vectors of the rehearsal are smaller than those of ``_Work``, so that turns outweigh the rest
+_SMALLER = 4
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A measured machine, and how sure it is; bit-identical on all ranks."""
+    """A measured machine, and the intervals of its numbers; bit-identical on all ranks."""
 
     machine: Machine
     intervals: dict[str, Interval]  # of its numbers, at 95 %; one rank has no alpha and beta
@@ -82,7 +83,7 @@ async def calibrate(
     """Measure the links and the work of a group's ranks; all of them call it together.
 
     Alpha and beta are fitted to rounds of messages of several sizes, as large as the time allows.  In the
-    simulator they are those of its ``Links``, and work takes no time.  At last whole exchanges are
+    simulator they are those of its ``Links``, and work takes no time.  In the end, whole exchanges are
     rehearsed.
 
     Args:
@@ -120,7 +121,7 @@ async def calibrate(
 
 
 def _distance(alpha: float, clocks: Sequence[Clock]) -> Measured:
-    """Return the part of alpha that is the way: half of the fastest round trips, where these are long.
+    """Return the part of alpha under way: half of the fastest round trips, where these are long.
 
     Example:
         >>> _distance(0.05, [Clock(0.3, 0.0402), Clock(0.1, 0.0404)])
@@ -155,7 +156,7 @@ def _stands_still(comm: Communicator) -> bool:
 async def _measure_work(comm: Communicator, seconds: float, probe: Probe) -> dict[str, Measured]:
     """Return the paces of "gamma", "select", "encode", "decode", as ``Machine`` counts them.
 
-    All ranks call it together.  The slowest rank's count: the others wait for it.
+    All ranks call it together.  The slowest rank's paces count, since the others wait for it.
 
     Cost: about ``seconds`` of work; 5 n floats of memory.
     """
@@ -193,7 +194,7 @@ async def _measure_work(comm: Communicator, seconds: float, probe: Probe) -> dic
 
 
 class _Work:
-    """A rank's vectors, and the work on them; a task returns its seconds and the units it did."""
+    """A rank's vectors, and the work on them; a task returns its seconds and the units that it did."""
 
     def __init__(self, comm: Communicator, elements: int) -> None:
         self.comm, self.step = comm, 0
@@ -209,14 +210,14 @@ class _Work:
         self.messages = [self.codec.encode(piece).payload for piece in self.pieces]
 
     async def sum(self) -> tuple[float, int]:
-        """Add one dense vector to another; the simulator charges what it charges for it."""
+        """Add one dense vector to another; in the simulator, the virtual time that this costs."""
         nbytes, start = self.gradient.numel() * _ITEM_BYTES, self.comm.now
         self.incoming.add_(self.gradient)
         await self.comm.work(nbytes)
         return self.comm.now - start, nbytes
 
     async def select(self) -> tuple[float, int]:
-        """Accumulate, select, retain; from the first time on as if training had gone on for long."""
+        """Accumulate, select, retain, as when training has gone on for long."""
         while self.step < _SETTLED:
             self._select()
         return self._select(), self.residual.numel()
@@ -254,13 +255,13 @@ async def _measure_turn(
 ) -> Measured:
     """Return the seconds lost per turn (``Machine.turn``): bit-identical on all ranks.
 
-    All ranks rehearse an exchange of ``budgeted``; what it takes longer than its messages, bytes and
-    entries do, by the machine as measured so far, is divided by its turns.  Where ranks share cores,
+    All ranks rehearse an exchange of ``budgeted``.  The time beyond that of its messages, bytes and
+    entries, by the machine as measured so far, is divided by its turns.  Where ranks share cores,
     one that waits for entries while others work gets its core back a time slice later.  As in a
     training step, every exchange follows a selection: one right after the other, with warm caches, they
     take half as long (measured).
 
-    ``ahead``: seconds that this rank's clock shows more than rank 0's.
+    ``ahead``: offset of this rank's clock from rank 0's, in seconds.
     """
     size, ranks = max(probe.elements // _SMALLER, 1), comm.world_size
     k = max(int(_DENSITY * size), 1)

@@ -52,9 +52,9 @@ Measured = tuple[float, Interval]
 def fit_line(seconds_of: Mapping[int, float]) -> tuple[float, float]:
     """Fit ``seconds = alpha + beta nbytes`` through the largest size; neither is negative.
 
-    What a large message takes is nearly beta alone and is known best, so it is met exactly; the small
-    ones decide alpha.  Deviations count as ratios, since times span orders of magnitude, and are not
-    squared: one size that a buffer or a protocol makes faster or slower pulls little.  The line goes
+    The time of a large message is nearly beta alone and is known best, so the line meets it exactly; the
+    small ones decide alpha.  Deviations count as ratios, since times span orders of magnitude, and are
+    not squared: one size that a buffer or a protocol makes faster or slower pulls little.  The line goes
     through another of the points, or has alpha or beta zero.
 
     Args:
@@ -97,7 +97,7 @@ def fit_pace(batches: Sequence[tuple[float, float]]) -> Measured:
     """Return seconds per unit over all batches, and its interval by the bootstrap.
 
     All seconds over all units, no median: where processes share cores, most calls run undisturbed
-    and few wait long, and the few are what makes them slow.
+    and a few wait long, and those few make the processes slow.
 
     Args:
         batches: seconds that each took, and the units that were done in it.
@@ -123,7 +123,7 @@ def _middle(numbers: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds that a rank's clock shows more than rank 0's, to within half of the fastest round trip."""
+    """Offset of a rank's clock from rank 0's, in seconds, to within half of the fastest round trip."""
 
     ahead: float = 0.0
     uncertainty: float = 0.0
@@ -141,7 +141,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Probe:
-    """How much is timed: messages, then the ranks' own work."""
+    """Limits of the measurement: of messages, then of the ranks' own work."""
 
     # bytes of a message, for which the wire of 10 Gbit/s takes 70 times a latency of 50 us
     largest: int = 1 << 22
@@ -184,7 +184,7 @@ async def measure_links(
 
 
 class _Survey:
-    """One measurement, on one rank; what it decides is decided alike on all of them."""
+    """One measurement, on one rank; all ranks take the same decisions."""
 
     def __init__(self, comm: Communicator, seconds: float, most_shifts: int) -> None:
         self.comm, self.seconds = comm, seconds
@@ -201,11 +201,11 @@ class _Survey:
         return self.seconds - self.spent
 
     def pace(self, size: int) -> float:
-        """Return what a round of this size takes where nothing but the links holds it up."""
+        """Return the seconds of a round of this size where nothing but the links holds it up."""
         return float(_paces(self.times[size][-1]).quantile(0.25))
 
     def cost(self, size: int) -> float:
-        """Return what a visit of a size will take, by its last one."""
+        """Return the seconds that a visit of a size will take, by its last one."""
         return len(self.shifts) * (_ROUNDS + 1) * self.pace(size)
 
     async def visit(self, size: int, rounds: int) -> None:
@@ -254,7 +254,7 @@ class _Survey:
         return tuple(Clock(*pair.tolist()) for pair in gathered)
 
     def each_link(self, clocks: Sequence[Clock]) -> tuple[Link, ...]:
-        """Fit every link by itself: from when both ranks were there, until the message was."""
+        """Fit every link by itself: from the time when both ranks were ready to the arrival."""
         ahead = _numbers([clock.ahead for clock in clocks]).view(-1, 1, 1, 1)
         # by rank 0's clock
         common = {size: torch.cat(visits, dim=2) - ahead for size, visits in self.times.items()}

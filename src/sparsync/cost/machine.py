@@ -27,10 +27,10 @@ class Machine:
         select: seconds per element that is accumulated and selected from.
         encode: seconds per entry that is packed.
         decode: seconds per entry that is unpacked and merged.
-        distance: part of alpha: seconds that a message is under way.  Those that leave together share it,
-            where the rest of alpha is spent on each.
+        distance: part of alpha: seconds that a message is under way.  Messages that leave together share
+            it; the rest of alpha is spent on each.
         turn: seconds lost where a rank has worked and waits for the entries of others: with more ranks
-            than cores, a time slice of the system's; 0 where each has its own.
+            than cores, a time slice of the system; 0 where each rank has a core of its own.
 
     Example:
         >>> gigabit = Machine(alpha=50e-6, beta=8e-9)
@@ -62,7 +62,7 @@ class Machine:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Machine:
-        """Make it from plain numbers, as ``as_dict`` gives them; what is not given is the default.
+        """Make it from plain numbers, as ``as_dict`` gives them; missing ones take their defaults.
 
         Raises:
             ConfigurationError: an unknown name, or a bad number.
@@ -74,7 +74,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, text: str) -> Machine:
-        """Read the ``"machine"`` of what ``sparsync doctor --json`` writes.
+        """Read the ``"machine"`` of a report that ``sparsync doctor --json`` wrote.
 
         Raises:
             ConfigurationError: the text is no such report.

@@ -1,4 +1,4 @@
-"""Predict what a step's exchange takes, by collective; find the fastest, and where dense begins to win.
+"""Predict the time of a step's exchange by collective; find the fastest, and where dense begins to win.
 
     seconds   = selection + exchange - hidden
     selection = n select + (entries of the total) decode
@@ -6,10 +6,10 @@
                 + (entries encoded) encode + (entries decoded and merged) decode + turns turn
 
 all of the busiest rank, as ``Collective.cost`` counts them.  An entry takes the same time in every
-sparse format.  Messages are counted one after the other, as the papers do: links on which they overlap
-are faster by that.  Hidden is what overlaps the backward pass, where the computation's time is given: a
-pass is one third forward, two thirds backward.  What is exchanged in m parts (DDP's buckets of 25 MiB,
-the units of ``attach``) overlaps it, all but the last part.  A model that is one unit hides nothing.
+sparse format.  Messages are counted one after the other, as in the papers: links on which they overlap
+are faster by that.  Hidden is the part that overlaps the backward pass, where the time of computation is
+given: a pass is one third forward, two thirds backward.  An exchange in m parts (DDP's buckets of 25 MiB,
+the units of ``attach``) overlaps it, except for the last part.  A model that is one unit hides nothing.
 
 Pure arithmetic: a ``Machine`` and sizes in, a ``Plan`` out, the same on every rank.
 """
@@ -55,7 +55,7 @@ __all__ = [
     "seconds_of_updates",
 ]
 
-# all are compared with it
+# compared with all candidates, whether or not it is one of them
 _DENSE = Algorithm("dense", Everything, Dense, source="Ok-Topk, Table 1, Dense")
 _DEFAULT_DENSITY = 0.01
 BUCKET_BYTES = 25 * 2**20  # of gradients that dense exchanges at once, as PyTorch's DDP
@@ -79,20 +79,20 @@ class Prediction:
     bytes_sent: float  # the most that a rank sends or receives
     messages: float  # that a rank sends, one after the other
     equation: str  # paper and number, or "sparsync"
-    # of 4 bytes; what the same result takes at least, with entries of two words or values of one
+    # the least words, of 4 bytes, for the same result: two per entry, or one per value
     lower_bound_words: float
     seconds_hidden: float = 0.0  # part of the exchange that overlaps the backward pass
 
     @property
     def seconds(self) -> float:
-        """Time that the step waits: selection and exchange, less what is hidden."""
+        """Time that the step waits: selection and exchange, less the hidden part."""
         return self.seconds_selection + self.seconds_exchange - self.seconds_hidden
 
 
 def predict(
     algorithm: Algorithm, *, size: int, k: int, world_size: int, machine: Machine
 ) -> Prediction:
-    """Predict what one step costs.
+    """Predict the cost of one step.
 
     Raises:
         ConfigurationError: the algorithm has no cost, or a number makes no sense.
@@ -166,7 +166,7 @@ class Plan:
     break_even_bandwidth: float | None
     break_even_density: float | None  # k / n below which likewise; None: up to density 1
     k: int  # entries per rank
-    dense: Prediction  # what all are compared with, whether or not it competes
+    dense: Prediction  # compared with all, whether or not it competes
     table: tuple[Prediction, ...]  # all that compete, the fastest first
 
 
@@ -187,13 +187,13 @@ def plan(
     Args:
         size: number of elements n.
         world_size: number of ranks P.
-        machine: what its links and cores take.
+        machine: seconds that its links and cores take.
         candidates: algorithms; at equal times the first one wins.
         density: k / n; default 0.01 where neither k nor a budget is given.
         k: entries per rank, instead of a density.
-        budget_bytes: what a rank may send or receive per step; collectives that need more do not
-            compete.  Without density and k, as many entries as fit (with all candidates that fit at
-            least 90 % of what the best fits).
+        budget_bytes: the most that a rank may send or receive per step; collectives that need more do
+            not compete.  Without density and k, as many entries are taken as fit the budget with all
+            candidates that fit at least 90 % of the best one's.
         compute: seconds of a forward and backward pass; None: nothing overlaps it.
         unit_bytes: of gradients that all but dense exchange at once; None: all of them.
 
@@ -303,7 +303,7 @@ def _why(
     density: float | None,
     partners: int,
 ) -> str:
-    """Say in one sentence what wins, by how much, and from where on something else would.
+    """Say in one sentence which candidate wins, by how much, and where another one would.
 
     ``partners``: 1: one rank is alone; 0: there is nothing to exchange.
     """

@@ -27,7 +27,7 @@ __all__ = ["Correction", "Corrector"]
 
 @dataclass(frozen=True)
 class Correction:
-    """Settings of what is done to a local gradient before it is accumulated: clip, decay, momentum.
+    """Settings for clipping, decay and momentum of a local gradient, before it is accumulated.
 
     The optimizer then is plain SGD: momentum and decay are not applied twice (``attach`` checks the
     optimizer that it is given).  A parameter that no rank used in a step (``find_unused_parameters``)
@@ -37,17 +37,19 @@ class Correction:
         momentum: m in [0, 1).
         nesterov: ``U = m (U + g); V = V + U + g``, which is torch's Nesterov; plain is
             ``U = m U + g; V = V + U``.
-        masking: forget the velocity of entries that were delivered (momentum factor masking).  What
-            is exchanged whole (dense warm-up, small layers) keeps its velocity: it was never late.
+        masking: forget the velocity of entries that were delivered (momentum factor masking).
+            Parameters that are exchanged whole (dense warm-up, small layers) keep their velocity: their
+            entries were never late.
         weight_decay: ``g = g + weight_decay w``.
         clip: largest norm of the *averaged* gradient, in its own units; None: no clipping.  P
             independent local gradients of norm x have an average of norm ``x / sqrt(P)``.
-        clip_norm: "this": all gradients of the step are waited for, and nothing overlaps with the
-            backward pass (RedSync's scheme for RNNs); "previous": the norm of the last step.
+        clip_norm: "this": the exchange waits for all gradients of the step, so nothing overlaps with
+            the backward pass (RedSync's scheme for RNNs); "previous": the norm of the last step.
 
-    Differs from the paper: decay reaches the residual (Algorithm 4 adds it to a gradient that it then
-    does not use); Nesterov as torch has it; masking spares what is exchanged whole; the clip of local
-    gradients is ``clip sqrt(P)`` (the paper's ``clip / sqrt(P)`` is for those already divided by P).
+    Differs from the paper: decay reaches the residual (Algorithm 4, line 9, adds it to a gradient that
+    lines 12 to 18 do not use); Nesterov as torch has it; masking spares parameters that are exchanged
+    whole; the clip of local gradients is ``clip sqrt(P)`` (``clip / sqrt(P)`` in section 5.5 is for
+    gradients already divided by P).
 
     Example:
         >>> Correction(clip=1.0).clip_scale(norm=8.0, world_size=4)
@@ -76,15 +78,16 @@ class Correction:
         )
 
     def clip_scale(self, norm: float, world_size: int) -> float:
-        """Return by what a local gradient of this norm is multiplied, at most 1."""
+        """Return the factor, at most 1, for a local gradient of this norm."""
         if self.clip is None or not norm > 0:  # a NaN is not clipped away: the step is refused
             return 1.0
+        # P independent gradients of norm x average to x / sqrt(P): each may have sqrt(P) times the limit
         return min(1.0, self.clip * math.sqrt(world_size) / norm)
 
 
 @final
 class Corrector:
-    """Corrects the local gradients of one rank, and undoes that with a step that is refused.
+    """Corrects the local gradients of one rank; a refused step leaves its memory as it was.
 
     Memory: 2 n elements where there is momentum.
 
@@ -100,7 +103,7 @@ class Corrector:
 
     def __init__(self, correction: Correction, units: Sequence[Unit], world_size: int) -> None:
         self.correction, self.world_size = correction, world_size
-        self.scale = 1.0  # by which gradients are multiplied; norms are those without it
+        self.scale = 1.0  # of a GradScaler, by which gradients are multiplied; norms are without it
         self.previous_norm: float | None = None  # of the last step's local gradient
         self._norm: float | None = None  # of the open step, if it was measured
         self._squares = 0.0
@@ -109,6 +112,8 @@ class Corrector:
             wide = torch.promote_types(unit.dtype, torch.float32)
             size = unit.size if correction.momentum else 0
             self.velocities.append(torch.zeros(size, dtype=wide, device=unit.device))
+        # Two buffers take turns: a step writes the second one and a commit swaps them, so a refused step
+        # is undone exactly by not swapping.  The price is 2 n elements.
         self._next = [torch.zeros_like(velocity) for velocity in self.velocities]
 
     @property
@@ -125,7 +130,9 @@ class Corrector:
     def correct_(
         self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
     ) -> None:
-        """Overwrite a piece of a unit's gradient, from ``start`` on, by what is to be accumulated."""
+        """Correct a piece of a unit's gradient, from ``start`` on, in place."""
+        # Clip, decay, momentum: torch's order (clip_grad_norm_, then SGD).  The decay is not clipped, and
+        # enters the velocity and the residual with the gradient that it belongs to.
         self._clip_(gradient)
         momentum, decay = self.correction.momentum, self.correction.weight_decay
         if decay:
@@ -133,15 +140,18 @@ class Corrector:
                 raise ConfigurationError(
                     "weight_decay needs the weights together with their gradient"
                 )
+            # in units of the gradients, which a GradScaler has multiplied
             gradient.add_(weights.reshape(-1), alpha=decay * self.scale)
         if not momentum:
             return
         here = slice(start, start + gradient.numel())
         before, after = self.velocities[unit][here], self._next[unit][here]
         if self.correction.nesterov:
+            # U = m (U + g); accumulate g + U: with U = m buf this is torch's g + m (m buf + g)
             torch.add(before, gradient, out=after).mul_(momentum)
             gradient.add_(after)
         else:
+            # U = m U + g; accumulate U
             torch.add(gradient, before, alpha=momentum, out=after)
             gradient.copy_(after)
 
@@ -157,7 +167,7 @@ class Corrector:
             gradient.mul_(scale)
 
     def retain(self, delivered: Sequence[Vector]) -> None:
-        """Close the step: keep the new velocities, but for what was delivered of each unit."""
+        """Close the step: keep the new velocities, except those of delivered entries if masked."""
         if self.correction.momentum:
             self.velocities, self._next = self._next, self.velocities
         if self.correction.momentum and self.correction.masking:

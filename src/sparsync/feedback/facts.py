@@ -24,24 +24,27 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
     """Compare the set-up of a reducer, and further settings, with all ranks.
 
     Raises:
-        PeerError: names what differs and on which ranks.
+        PeerError: names the first difference and the ranks that have it.
     """
     run(agree(reducer.comm, _facts(reducer, settings)))
 
 
 def set_up_digest(reducer: Reducer, **settings: object) -> int:
-    """Return a number in 63 bits that is another one where ``agree_on_reducer`` would refuse."""
+    """Return a hash in 63 bits of all that ``agree_on_reducer`` compares."""
     text = "".join(f"{name}={value};" for name, value in _facts(reducer, settings).items())
     return number_of(text)
 
 
 def number_of(text: str) -> int:
-    """Return a number in 63 bits that is another one for another text."""
+    """Return a hash of a text in 63 bits."""
+    # not ``hash``, which differs from process to process; 63 bits, as it travels in an int64
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object]:
     parameters = [(slot.name, slot.size) for unit in reducer.units for slot in unit.slots]
+    # The order decides which difference is named, so causes come before their consequences: another
+    # algorithm also has other parts, and other parameters make other units.
     return {
         "the version of the saved state": STATE_VERSION,
         "the algorithm": reducer.algorithm.name,
@@ -60,14 +63,15 @@ def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object
 
 
 def _settings(part: Stateful) -> tuple[object, ...]:
-    """Return the type of a selector or collective, and those of its settings that are plain values."""
+    """Return the type of a selector or collective, and its settings that are plain values."""
+    # by public attribute, so a third party's class takes part without declaring anything
     plain = (bool, int, float, str, type(None), Codec)
     kept = [(k, repr(v)) for k, v in sorted(vars(part).items()) if isinstance(v, plain)]
     return (type(part).__name__, *(pair for pair in kept if not pair[0].startswith("_")))
 
 
 def weights_digest(parameters: Iterable[Tensor]) -> str:
-    """Return a fingerprint of weights, equal for equal weights alone (see ``digest``)."""
+    """Return a fingerprint of weights: equal bits give equal ones, others different ones."""
     return hashlib.sha256(" ".join(map(digest, parameters)).encode()).hexdigest()
 
 
@@ -76,9 +80,12 @@ def reducer_stats(
 ) -> dict[str, Any]:
     """Return plain numbers about the run so far: steps, bytes per phase, residual norms.
 
-    An exchange follows one or more local steps of an optimizer: ``steps``, by default as many as
-    exchanges.  Means over local steps leave out those ``before`` this process, what was sent before its
-    first one, and what was sent outside of steps: by ``finish``.
+    Args:
+        reducer: the reducer.
+        steps: local steps of the optimizer, of which one or more precede each exchange; default: as many
+            as exchanges.
+        before: local steps before this process began, and the traffic before its first one: means over
+            local steps leave both out, and the traffic outside of steps, of ``finish``, as well.
     """
     ledger = reducer.comm.ledger
     total, (resumed, set_up) = ledger.of_steps(), before or (0, Traffic())
@@ -118,6 +125,7 @@ def reducer_stats(
             for slot in unit.slots
         ],
         "choices": [c.explain() for c in reducer.collectives],
+        # of this rank, in the units of gradients; the sum over ranks of these errors is in no residual
         "lost_norm": [float(torch.linalg.vector_norm(v.values)) for v in reducer.lost],
         "residual_norm": [
             0.0 if r.value is None else float(torch.linalg.vector_norm(r.value)) / reducer.scale

@@ -62,7 +62,8 @@ class Reducer:
         self.skipped = 0  # steps that were refused because of NaN or Inf
         self.scale = 1.0  # by which gradients are multiplied, as by a GradScaler: see ``rescale_``
         self.divisor: int | None = None  # of averages; None: the number of ranks
-        self.overflows = False  # gradients of the open step count as Inf: all ranks will refuse it
+        # gradients of the open step count as Inf, which reaches every total: all ranks will refuse it
+        self.overflows = False
         self.residuals = [Residual(u.size, u.dtype, u.device) for u in units]
         self.corrector = Corrector(correction, units, comm.world_size) if correction else None
         parts = [algorithm.for_unit(unit) for unit in units]
@@ -77,21 +78,22 @@ class Reducer:
         # None: it was noticed
         self.growth = Growth(math.ceil(1 / density)) if density else None
         self.notice = ""  # for the user, who is told once
-        self.reduced: dict[int, Reduced] = {}  # what the open step has exchanged, by unit
-        self._committed: dict[int, Reduced] = {}  # and of that, what is applied already
-        self.lost: list[Vector] = []  # in the last step: rounded away, and kept by nobody
+        self.reduced: dict[int, Reduced] = {}  # results of the open step, by unit
+        self._committed: dict[int, Reduced] = {}  # those of them that are applied already
+        self.lost: list[Vector] = []  # in the last step: rounded away, and kept by no rank
         self.open()
 
     def open(self) -> None:
         """Plan the open step from the present state, to which ``refuse`` returns."""
         self.reduced.clear()
         self._committed.clear()
+        # states are frozen and replaced whole, so references are a snapshot
         self._settled = [part.state for part in (*self.selectors, *self.collectives)]
         self.plan.open(self.step, zip(self.selectors, self.collectives, strict=True))
 
     @property
     def place(self) -> str:
-        """The open step, as errors say it: an exchange and a local step where these differ."""
+        """The open step in the words of errors: exchange and local step, where these differ."""
         return self.comm.ledger.place(self.step)
 
     def channel(self, use: int | Use) -> Communicator:
@@ -103,9 +105,13 @@ class Reducer:
     ) -> None:
         """``accumulated = residual + gradient``, for one run of elements, corrected if asked for.
 
-        What undoes the step lies in the gradient's memory (1-D, contiguous) until the step ends.  If
-        ``corrector.waits``, it is to ``measure`` all gradients before.
+        The gradient's memory (1-D, contiguous) holds the undo of the step until the step ends.  If
+        ``corrector.waits``, call its ``measure`` with all gradients first.  Every element of a unit has
+        to be accumulated once before the unit is exchanged.
         """
+        # This order: corrected gradients are accumulated (Deep Gradient Compression, section 3; momentum
+        # applied to averages is wrong for entries that waited), and xi compares with these gradients,
+        # which are gone once ``residual.accumulate`` has swapped the old residual into their memory.
         with self.comm.stage("accumulate"):
             residual = self.residuals[unit]
             gradient = gradient.to(residual.accumulated.dtype)
@@ -119,6 +125,8 @@ class Reducer:
 
     async def exchange(self, unit: int) -> None:
         """Select, then sum over ranks; the result waits for the commit."""
+        # everything before the first ``await`` is done when the coroutine is started: ``share``, which is
+        # started after all exchanges, finds all units selected
         plan = self.plan.units[unit]
         with self.comm.stage("select"):
             selected = self._select(unit)
@@ -127,18 +135,18 @@ class Reducer:
             self.reduced[unit] = await reducing
 
     def _select(self, unit: int) -> Vector:
-        """Select from a unit; what was collected of it is let go of before anything is exchanged."""
+        """Select from a unit; free the collected entries before anything is exchanged."""
         residual, plan = self.residuals[unit], self.plan.units[unit]
         collected = residual.collected(*plan.wanted) if plan.wanted else None
         selected = plan.selector.select(residual.accumulated, plan.k, self.step, collected)
-        self.plan.count(unit, residual, selected)
+        self.plan.count(unit, residual, selected)  # looks at the collected entries as well
         residual.forget_collected()
         if self.monitor:
             self.monitor.selected[unit] = selected
         return selected
 
     async def share(self) -> None:
-        """Sum what xi needs, and agree on the next step's shares of k, once all units are selected."""
+        """Sum the numbers for xi, agree on the next shares of k; once all units are selected."""
         if self.monitor:
             accumulated = [residual.accumulated for residual in self.residuals]
             await self.monitor.xi.share(self.step, self.channel("xi"), accumulated)
@@ -153,10 +161,13 @@ class Reducer:
     ) -> list[Vector]:
         """Write the residuals of units, return their averages; with the last units the step closes.
 
-        ``prepare`` is called when the step is to be applied and nothing has been changed; it may raise.
+        ``prepare`` is called once the step is sure to be applied, before anything changes; it may raise.
         Where a total holds NaN or Inf, nothing is changed and NonFiniteGradientError raised (then call
         ``refuse``), or with ``propagate_nonfinite`` the step is skipped and NaN returned everywhere.
         """
+        # Up to ``prepare`` a line may fail, and nothing is changed yet, so the step can be refused; after
+        # it no line waits for another rank.  NaN and Inf are always selected and totals are bit-equal, so
+        # ranks that see the same totals decide alike without a message.
         chosen = range(len(self.units)) if units is None else units
         reduced = {unit: self.reduced[unit] for unit in chosen}
         totals = [result.total for result in reduced.values()]
@@ -166,20 +177,24 @@ class Reducer:
             if not propagate_nonfinite:
                 raise proposal.refusal(broken)
             self.skip()
-            # all become NaN: a gradient that stayed finite could be applied, and is kept as well
+            # NaN in all gradients: a second optimizer, whose gradients stayed finite, would apply mass
+            # that the restored residuals still hold
             return [DenseVector(torch.full_like(r.accumulated, torch.nan)) for r in self.residuals]
         if prepare is not None:
             prepare()
+        # before totals are divided: xi is measured on sums
         probe = self.monitor.xi if self.monitor else None
         measured = probe.measure(self.step, totals, self.plan.quotas) if probe else None
         for unit, result in reduced.items():
             ranks = self.divisor or self.comm.world_size
             if ranks > 1 and self.algorithm.average:
-                result.total.divide_(ranks)  # not needed any more
+                # in place: ``delivered`` shares no memory with it, or is all that was accumulated
+                result.total.divide_(ranks)
             self.residuals[unit].retain(result.delivered)  # residual = accumulated - delivered
             for part in (unit, len(self.units) + unit):
                 self._settled[part] = (*self.selectors, *self.collectives)[part].state
         self._committed |= reduced
+        # fragments of an exchange of updates are committed one by one: the last closes the step
         if len(self._committed) < len(self.units):
             return totals
         if self.corrector:
@@ -189,7 +204,8 @@ class Reducer:
         return totals
 
     def refuse(self) -> None:
-        """Undo what is not committed: state is as before, and those gradients' memory becomes zero."""
+        """Undo all that is not committed: state is as before; memory lent by gradients becomes zero."""
+        # units that are committed have no open pieces, so this leaves them alone
         for residual in self.residuals:
             residual.restore()
         if self.corrector:
@@ -202,9 +218,10 @@ class Reducer:
         self._committed = committed
 
     def regroup(self) -> None:
-        """Plan the open step for other ranks; what was accumulated for it is exchanged again.
+        """Plan the open step for other ranks; its accumulated gradients are exchanged again.
 
-        What collectives remember is of the former ranks, and is forgotten on all.
+        Collectives forget their states, on all ranks: boundaries and global thresholds are those of the
+        former ranks.  Selectors, which are local, go on.
         """
         fresh = [self.algorithm.for_unit(unit)[1].state for unit in self.units]
         states = [*self._settled[: len(self.units)], *fresh]
@@ -215,13 +232,15 @@ class Reducer:
         self.open()
 
     def fail(self) -> None:
-        """Tell who else must agree to the step, if anybody, that its exchange has failed here."""
+        """Tell the consensus, if others take part in it, that the exchange has failed here."""
+        # shards and stages of this replica have exchanges of their own, which may have gone well: without
+        # a word they would wait for this rank's vote until their deadline
         tell = getattr(self.consensus, "fail", None)
         if tell is not None:
             tell(self.step)
 
     def skip(self) -> None:
-        """Refuse what is not committed; go on to the next step, unless another part of it is."""
+        """Refuse all that is not committed; go on to the next step, unless a part of this one is."""
         self.refuse()
         self.skipped += 1
         if not self._committed:
@@ -233,9 +252,9 @@ class Reducer:
         weights: Sequence[Tensor] = (),
         units: Sequence[int] | None = None,
     ) -> list[Vector]:
-        """Do a step of all units, or the part of it that some units are.
+        """Do a whole step, or the part of it that belongs to some units.
 
-        Each unit's average overwrites its flat gradient.  Decay needs the weights.
+        Each unit's average overwrites its flat gradient.  Weight decay needs the weights.
         """
         chosen = range(len(self.units)) if units is None else units
         if self.corrector and self.corrector.waits:
@@ -266,6 +285,9 @@ class Reducer:
 
     def _watch(self) -> None:
         """Notice once that residuals grow, by the thresholds that selectors have at hand."""
+        # The norm of a residual over the gradient's tells nothing: 5 to 900 in trainings that go well,
+        # a constant 20 in one that diverges (docs/design-notes.md).  The threshold bounds all that waits
+        # and costs no pass, and no wait for a GPU.
         octaves = []
         for unit, plan in zip(self.units, self.plan.units, strict=True):
             key = None if plan.k >= unit.size else plan.selector.threshold_key

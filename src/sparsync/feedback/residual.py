@@ -1,4 +1,4 @@
-"""Error feedback: what was not delivered is kept and added to the next gradient.
+"""Error feedback: entries that were not delivered are kept and added to the next gradient.
 
 ``accumulate`` swaps: the residual's buffer receives ``residual + gradient`` and the gradient's memory
 receives the old residual, in one pass.  So a step that is refused is undone exactly, and error
@@ -37,17 +37,19 @@ class Residual:
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         wide = torch.promote_types(dtype, torch.float32)
-        # [n] residual + gradient of what the open step has accumulated so far
+        # [n] the residual, plus the gradients that the open step has accumulated so far
         self.accumulated = torch.zeros(size, dtype=wide, device=device)
-        self.empty = True  # the residual before the open step is zero: nothing to keep or to undo
+        # The residual before the open step is zero: nothing to keep or to undo.  The buffer may then hold
+        # anything, such as the total of a dense step, and is written over by the next gradients.
+        self.empty = True
         self._pieces: list[_Piece] = []
-        # start, indices and values of what was collected; None: nothing was asked for, or too much came
+        # starts, indices and values of the collected entries; None: not asked for, or there were too many
         self._found: list[tuple[int, Tensor, Tensor]] | None = []
-        self._key, self._count = 1, 0  # what was collected reaches the key; the number of entries
+        self._key, self._count = 1, 0  # the key that collected entries reach, and their number
 
     @property
     def value(self) -> Tensor | None:
-        """`[n]` what has not been delivered yet; None stands for zeros.  Between steps only."""
+        """`[n]` the mass not delivered yet; None stands for zeros.  Between steps only."""
         return None if self.empty else self.accumulated
 
     def accumulate(
@@ -56,10 +58,13 @@ class Residual:
         """``accumulated = residual + gradient`` on ``[start, start + len(gradient))``.
 
         The memory of ``gradient``, 1-D and contiguous, is the residual's until ``retain`` or ``restore``.
-        What reaches the magnitude ``key``, the same for all pieces of a step, is collected in the same
-        pass, unless more than ``limit`` do in all of them.
+        Entries that reach the magnitude ``key``, the same for all pieces of a step, are collected in the
+        same pass, unless there are more than ``limit`` in all pieces together.
         """
+        # Collecting costs next to nothing in a pass that reads every element anyway; a selector would
+        # need another pass over n elements.
         here = self.accumulated[start : start + gradient.numel()]
+        # of 16 bits: a wide copy, which holds the undo, for which theirs has no room
         gradient = gradient.to(here.dtype)
         key, limit = None if self._found is None else key, limit - self._count
         if self.empty:
@@ -71,7 +76,7 @@ class Residual:
         if found is None or key is None or self._found is None:
             self._found = None
             return
-        # copies, for kernels return the beginning of buffers with room for ``limit``
+        # copies: kernels return the beginnings of buffers with room for ``limit``, which views would keep
         self._key, self._count = key, self._count + found[1].numel()
         narrow = torch.int32 if len(self.accumulated) < 1 << 31 else torch.int64
         indices = found[0].to(narrow, copy=True).add_(start)
@@ -80,12 +85,13 @@ class Residual:
     def collected(self, key: int = 1, limit: int | None = None) -> SparseVector | None:
         """Return the collected entries that reach ``key``; their indices have 32 bits if those suffice.
 
-        None if more than ``limit`` do, or if too many were there to collect.
+        None if there are more than ``limit``, or if there were too many to collect.
         """
         if not self._found:
             return None
         for tensor in (tensor for _, *pair in self._found for tensor in pair if tensor.is_cuda):
-            # from the gradients' stream, which must not have the memory back while this one reads it
+            # Allocated on the stream of the backward pass, read on this one: without the note PyTorch's
+            # caching allocator gives the memory to that stream again while it is being read.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if len(self._found) > 1:
             self._join()
@@ -97,12 +103,14 @@ class Residual:
         return None if found is None else whole.keep(found[0])
 
     def forget_collected(self) -> None:
-        """Free the memory of what was collected, once the unit is selected."""
+        """Free the memory of the collected entries, once the unit is selected."""
         self._found = None
 
     def retain(self, delivered: Vector) -> None:
         """``residual = accumulated - delivered``: the commit of a step."""
         self._close()
+        # By identity: a dense allreduce in place has put the total into this very buffer, so there is
+        # nothing left to subtract from.  By type: ``values`` of a vector in messages decodes them all.
         if type(delivered) is DenseVector and delivered.values is self.accumulated:
             self.empty = True  # everything was delivered; the buffer is written over
             return
@@ -110,7 +118,7 @@ class Residual:
         self.empty = False
 
     def after(self, delivered: Vector) -> Tensor:
-        """Return what ``retain`` would leave, and change nothing."""
+        """Return the residual that ``retain`` would leave; change nothing."""
         if type(delivered) is DenseVector and delivered.values is self.accumulated:
             return torch.zeros_like(self.accumulated)
         rest = self.accumulated.clone()
@@ -119,11 +127,12 @@ class Residual:
 
     def keep(self) -> None:
         """Close the open step, of which nothing was delivered: ``residual = accumulated``."""
+        # pieces were added to the buffer, so it is not empty any more
         self.empty = self.empty and not self._pieces
         self._close()
 
     def add(self, where: slice, values: Tensor) -> None:
-        """Add what another rank did not deliver, between steps."""
+        """Add mass that another rank did not deliver, between steps."""
         if self.empty:
             self.accumulated.zero_()
         self.accumulated[where] += values
@@ -138,7 +147,9 @@ class Residual:
         return delivered
 
     def restore(self) -> None:
-        """Undo the open step, bit for bit; the gradients of it are zeroed."""
+        """Undo the open step, bit for bit; memory lent by gradients becomes zero."""
+        # copied back, not subtracted: (residual + gradient) - gradient is rounded, and NaN where the
+        # gradient is NaN or Inf, the very reason for refusing a step
         for piece in self._pieces:
             if not self.empty:
                 self.accumulated[piece.start : piece.start + piece.before.numel()] = piece.before
@@ -161,7 +172,8 @@ class Residual:
         self._found, self._count = [], 0
 
     def _join(self) -> None:
-        """Join what was collected in all pieces, each of which is freed on the way."""
+        """Join the collected entries of all pieces, each of which is freed on the way."""
+        # pieces come in the order of the backward pass, selectors want ascending indices
         waiting, at = sorted(self._found or [], key=lambda part: -part[0]), 0
         indices, values = (column.new_empty(self._count) for column in waiting[0][1:])
         self._found = [(0, indices, values)]

@@ -17,8 +17,8 @@ class Warmup:
 
     Attributes:
         steps: how many steps the warm-up takes.
-        densities: of equally long parts of it (DGC: ``DGC_RAMP``, one epoch each); none: all of it is
-            dense, as RedSync has it: at 64 ranks and 1.5625 % an allgather already takes as many
+        densities: of equally long parts of the warm-up (DGC: ``DGC_RAMP``, one epoch each); none: all of
+            it is dense, as in RedSync: at 64 ranks and 1.5625 % an allgather already takes as many
             bytes as the dense exchange.
 
     Example:
@@ -52,4 +52,5 @@ class Warmup:
             return final
         if not self.densities:
             return None
+        # never below the final density, which may lie inside the ramp
         return max(self.densities[step * len(self.densities) // self.steps], final)

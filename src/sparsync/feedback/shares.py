@@ -2,7 +2,10 @@
 
 A unit cannot know the magnitudes of the others when its own exchange begins.  So it takes the share
 that, in hindsight, it should have had on the previous step: all ranks add up one small histogram per
-unit of the entries that they would have liked to select.  The shares always sum to k.
+unit, of the entries that they would have liked to select.  The shares always sum to k.
+
+In the first steps of a small model, where thresholds move fastest, the shares retain 97 % of the
+energy of the global top-k on average, equal densities less than 90 % (``tests/claims/test_overlap.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ __all__ = ["SharesState", "Sharing", "edges", "next_shares"]
 
 _BINS = 32  # per unit: 128 bytes
 _GAP_OCTAVES = 0.15  # 10 % below the last magnitude lie up to 5 times k entries
-_ROOM = 8  # times k: from here on a unit's entries are not counted
+_ROOM = 8  # times k: where more reach the key, a unit's entries are not counted
 _FINEST_OCTAVES, _WIDEST_OCTAVES = 1 / 128, 4.0  # distance of edges from the last magnitude
 
 
@@ -38,7 +41,7 @@ class SharesState:
 
 @final
 class Sharing:
-    """Counts what the members among the units would like to select, and divides k among them."""
+    """Counts the entries that its members, some of the units, would like to select; divides k."""
 
     def __init__(self, units: Sequence[Unit], members: Sequence[int], dtype: torch.dtype) -> None:
         self.units, self.members, self.dtype = units, members, dtype
@@ -47,12 +50,13 @@ class Sharing:
     @staticmethod
     def among(units: Sequence[Unit]) -> Sharing | None:
         """Let units that are exchanged sparsely share; None unless there are several, of one dtype."""
+        # of one dtype, for magnitudes are compared as integer keys, which depend on it
         members = [i for i, unit in enumerate(units) if not unit.dense]
         dtypes = {torch.promote_types(units[i].dtype, torch.float32) for i in members}
         return Sharing(units, members, dtypes.pop()) if len(members) > 1 == len(dtypes) else None
 
     def collect_from(self, state: SharesState) -> tuple[int, int] | None:
-        """Return the key from which entries of a unit count, whatever its own share, and how many."""
+        """Return the key from which entries of any unit are counted, and how many at most."""
         if state.key is None:
             return None
         _, octave = kernels.key_range(self.dtype)
@@ -67,15 +71,20 @@ class Sharing:
         collected: SparseVector | None,
         selected: SparseVector,
     ) -> None:
-        """Count what a unit would have liked to select; ``collected`` is None if there was too much."""
+        """Count the entries that a unit would have liked to select.
+
+        ``collected``: its entries from the key of ``collect_from`` on; None if there were too many.
+        """
         if state.key is not None:
             counted = collected or selected
-        elif selected.nnz:  # no magnitude is known yet: look an octave further
+        elif selected.nnz:
+            # no magnitude is known yet: look an octave lower than this unit has selected
             _, octave = kernels.key_range(self.dtype)
             key = int(kernels.magnitude_keys(selected.values).min()) - octave
             counted = reaching(accumulated, max(key, 1), _ROOM * selected.nnz + 64) or selected
         else:
             counted = selected
+        # 128 bytes per unit leave the device; the entries stay there
         at = torch.tensor(edges(state.key, self.dtype), device=counted.values.device)
         self._histograms[unit] = kernels.count_from(counted.values, at).cpu()
 
@@ -87,6 +96,7 @@ class Sharing:
         ``state`` is that of the open step, ``entries`` k of every unit by its density alone.
         """
         if len(self._histograms) < len(self.members):
+            # on all ranks alike, as the plan decides it: none waits in the allgather
             return state
         counts = torch.stack([self._histograms[unit] for unit in self.members])
         everyone = await channel.allgather(counts.to(torch.int32), "shares")
@@ -111,6 +121,8 @@ def edges(key: int | None, dtype: torch.dtype) -> list[int]:
     stop, octave = kernels.key_range(dtype)
     if key is None:
         return [1, *(stop * i // _BINS for i in range(1, _BINS))]
+    # distances grow geometrically from 1/128 of an octave to 4 octaves: thresholds move little per step,
+    # and where one jumps all the same the wide bins still find it
     half = (_BINS - 2) // 2
     growth = (_WIDEST_OCTAVES / _FINEST_OCTAVES) ** (1 / (half - 1))
     steps = [round(_FINEST_OCTAVES * octave * growth**i) for i in range(half)]
@@ -130,8 +142,8 @@ def next_shares(
     """Divide k among units by where the ``k * world_size`` largest entries of all ranks were.
 
     ``counts`` are histograms of every unit with the edges ``at``, summed over ranks.  Each unit gets at
-    least one, at most its size.  A unit of which even the smallest counted entry is among the largest of
-    all may have more: its share at most doubles.
+    least one entry, at most its size.  Where even the smallest counted entry of a unit is among the
+    largest of all, the unit may have had more of them: its share then at most doubles.
 
     Example:
         >>> state = SharesState((25, 25), key=50)
@@ -139,9 +151,11 @@ def next_shares(
         (45, 5)
     """
     least = [min(1, size) for size in sizes]
+    # plain Python on equal integers: all ranks compute the same shares, without another message
     wanted = max(k, sum(least)) * world_size
     totals = [sum(column) for column in zip(*counts, strict=True)]
-    if totals[0] < wanted:  # magnitudes fell out of sight: look again, with the shares as they are
+    if totals[0] < wanted:
+        # magnitudes fell out of sight: with no key they are looked for everywhere on the next step
         return SharesState(state.quotas, None)
     key, position = _reach(at, totals, wanted)
     wishes = []
@@ -179,12 +193,13 @@ def _apportion(
         limits = zip(wishes, least, sizes, strict=True)
         return [min(max(int(wish * factor), a), b) for wish, a, b in limits]
 
-    for _ in range(80):  # the largest factor that does not exceed k
+    # bisection for the largest factor that does not exceed k, to the precision of a float64
+    for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(scaled(middle)) <= k else (low, middle)
     result = scaled(low)
     missing = k - sum(result)
-    while missing:  # what rounding and the limits left
+    while missing:  # left by rounding down and by the limits: to those that wished for most
         open_ones = [i for i in range(len(result)) if result[i] < sizes[i]]
         for i in sorted(open_ones, key=lambda i: -wishes[i]):
             more = min(max(missing // len(open_ones), 1), sizes[i] - result[i], missing)

@@ -1,8 +1,8 @@
 """The state of a reducer between steps: save, restore and rescale it.
 
-A hook under a GradScaler sees gradients times the scale.  So residual, velocity and thresholds are in
-units of it, and follow it: ``residual = residual * new / old``.  Scales are powers of two, unless a user
-sets others: then nothing is rounded.
+A hook under a GradScaler sees gradients times the scale.  So residual, velocity and thresholds are
+scaled as well, and follow it: ``residual = residual * new / old``.  As long as scales are powers of two,
+as GradScaler's are by default, nothing is rounded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ __all__ = [
 STATE_VERSION: Final = 2
 _SHOWN: Final = 60  # characters of a text
 _MAGNITUDES = ("key", "threshold_key")  # fields of states that are keys of magnitudes
-# of a saved state, by type; those of selectors and collectives are their own affair
+# Fields of a saved state and their types.  All are checked before anything is changed; the states of
+# selectors and collectives check themselves (``Stateful.parsed_state``).
 _FIELDS: Final[tuple[tuple[str, Any], ...]] = (
     ("version", int),
     ("algorithm", str),
@@ -65,6 +66,7 @@ _OTHERS: Final = ("selectors", "collectives", "pieces")
 
 def reducer_state(reducer: Reducer) -> dict[str, Any]:
     """Return everything that the next step depends on: plain tensors and numbers, by parameter name."""
+    # tensors by parameter name, not by unit, so that ``reshard`` can move them to other ranks and shards
     corrector = reducer.corrector
     moving = corrector.velocities if corrector and _momentum(reducer) else []
     return {
@@ -109,12 +111,12 @@ class ParsedState:
     parts: list[Any]  # of all selectors, then of all collectives
 
     def common(self) -> dict[str, object]:
-        """Return what is equal on all ranks, by name."""
+        """Return the facts that must be equal on all ranks, by name."""
         saved, units = self.saved, len(self.residuals)
         counts = [saved["step"], saved["skipped"], float(saved["scale"]), self.shares]
         return {
             "its collectives": [*counts, *self.parts[units:]],
-            # None: nothing was ever kept back, on any rank
+            # None stands for zeros: nothing was kept back, on any rank
             "which residuals and velocities it has": [
                 values is not None for values in (*self.residuals, *self.velocities)
             ],
@@ -122,7 +124,7 @@ class ParsedState:
 
 
 def parse_state(reducer: Reducer, state: Mapping[str, Any]) -> ParsedState:
-    """Return what a saved state holds for a reducer, which is not changed.
+    """Check a saved state against a reducer, which is not changed; return its parts.
 
     Raises:
         ConfigurationError: the state is of another algorithm, rank, world size or set of units, holds
@@ -149,9 +151,9 @@ async def agree_state(
 
     Args:
         comm: of the replicas.
-        parsed: what ``parse_state`` returned on this rank.
-        facts: what must be equal as well, by name.
-        parts: the ranks that hold the other shards or stages of this replica; they call it as well.
+        parsed: the result of ``parse_state`` on this rank.
+        facts: further facts that must be equal, by name.
+        parts: the ranks that hold the other shards or stages of this replica; they call this as well.
 
     Raises:
         PeerError: on all ranks: the states are of different steps, or not of one save.
@@ -160,16 +162,16 @@ async def agree_state(
 
 
 def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = False) -> None:
-    """Restore what ``parse_state`` returned for this reducer: the next step continues bit for bit.
+    """Restore a state that ``parse_state`` found to fit: the next step continues bit for bit.
 
     Args:
-        reducer: that ``parse_state`` was given.
+        reducer: the one that ``parse_state`` was given.
         parsed: its result.
-        keep_scale: go on at the saved scale, as when a GradScaler is restored as well; else what was
-            saved is brought to the reducer's.
+        keep_scale: go on at the saved scale, as when a GradScaler is restored as well; else the saved
+            residuals are brought to the reducer's scale.
 
     Raises:
-        ConfigurationError: it overflows at the reducer's scale; then some of it was taken over.
+        ConfigurationError: the state overflows at the reducer's scale; a part of it was taken over then.
     """
     saved, wanted = parsed.saved, reducer.scale
     scale = float(saved["scale"])
@@ -183,6 +185,7 @@ def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = Fals
     reducer.step, reducer.skipped, reducer.scale = saved["step"], saved["skipped"], scale
     reducer.plan.shares = parsed.shares
     reducer.open()
+    # last, when residuals, velocities and keys are all of the saved scale
     if not keep_scale:
         rescale_(reducer, wanted)
 
@@ -190,22 +193,24 @@ def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = Fals
 async def restore_reducer(
     reducer: Reducer, state: Mapping[str, Any], *, keep_scale: bool = False
 ) -> None:
-    """Restore what ``reducer_state`` returned on this rank, or what ``reshard`` made for it.
+    """Restore the state that ``reducer_state`` returned on this rank, or that ``reshard`` made for it.
 
-    All ranks call it, and raise if it does not fit on one of them.  Of a resharded state, thresholds and
+    All ranks call it, and all raise if one rank's state does not fit.  After a resharding, thresholds and
     boundaries start again.
     """
     parsed: ParsedState | None = None
     failure: Exception | None = None
     try:
         parsed = parse_state(reducer, state)
-    except Exception as error:  # told to the others first: they wait
+    except Exception as error:
+        # raised once the others have heard of it: they wait in the allreduce that follows, and would
+        # change their own state otherwise
         failure = error
     failed = await greatest([reducer.comm], reducer.comm.rank + 1 if failure else 0, "agreement")
     if failure is not None:
         raise failure
     if failed or parsed is None:
-        raise PeerError(f"the saved state of rank {failed - 1} does not fit; it says why")
+        raise PeerError(f"the saved state of rank {failed - 1} does not fit; that rank says why")
     await agree_state(reducer.comm, parsed)
     take_state(reducer, parsed, keep_scale=keep_scale)
 
@@ -219,7 +224,8 @@ async def _agree(
     try:
         await agree(comm, {f"the {what} of the saved state": step, **common})
     except CommunicationError as error:
-        failure = error  # the other parts wait for an answer
+        # not raised yet: the other parts of this replica wait in the next allgather
+        failure = error
     if parts is not None:
         told = {
             f"the {what} of the saved states of a replica's parts": step,
@@ -233,25 +239,24 @@ async def _agree(
         raise failure
 
 
-# ---- what fits --------------------------------------------------------------------------------------
+# ---- checks of a saved state ------------------------------------------------------------------------
 
 
 def check_fields(state: object) -> None:
-    """Refuse what is no saved state: without a field, or with one of another type."""
+    """Refuse a value that is no saved state: a field is missing, or has another type."""
+    # a file may hold anything, so nothing is read of it before its type is known
     for name, kind in _FIELDS:
         if not isinstance(state, Mapping) or name not in state:
             raise ConfigurationError(
-                f"a saved state has no '{name}'; give what state_dict() of every rank returned"
+                f"a saved state has no '{name}'; give a state that state_dict() returned"
             )
         value = state[name]
         if not fits(value, kind) or (name in _COUNTS and (value or 0) < 0):
             named = "a finite float" if kind is float else getattr(kind, "__name__", kind)
             expected = f"{named}{' >= 0' if name in _COUNTS else ''}"
-            raise _misfit(name, value, expected, "give what state_dict() of every rank returned")
+            raise _misfit(name, value, expected, "give a state that state_dict() returned")
         if name == "density" and not 0 < value <= 1:
-            raise _misfit(
-                name, value, "one in (0, 1]", "give what state_dict() of every rank returned"
-            )
+            raise _misfit(name, value, "one in (0, 1]", "give a state that state_dict() returned")
         if name == "version" and value != STATE_VERSION:
             raise _misfit(name, value, STATE_VERSION, "load it with the sparsync that saved it")
 
@@ -271,8 +276,8 @@ def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
     unknown = [key for key in state if key not in (*dict(_FIELDS), *_OTHERS)]
     if unknown:
         raise ConfigurationError(
-            f"the saved state has an unknown '{_brief(unknown[0])}'; give what state_dict() of every "
-            "rank returned"
+            f"the saved state has an unknown '{_brief(unknown[0])}'; give a state that "
+            "state_dict() returned"
         )
     named = {slot.name for unit in reducer.units for slot in unit.slots}
     for what in ("residual", "velocity"):
@@ -317,7 +322,7 @@ def _saved_parts(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:
 
 
 def _saved_values(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | None:
-    """Put a unit's residual or velocity together from its parameters; None if all are zero."""
+    """Put a unit's residual or velocity together from its parameters; None if none was saved."""
     found = [state[what].get(slot.name) for slot in unit.slots]
     if all(piece is None for piece in found):
         return None
@@ -332,6 +337,7 @@ def _saved_values(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | N
                 f"elements of {wide}; was it saved from this model?"
             )
     whole = torch.cat([piece.to(unit.device, wide) for piece in found])
+    # NaN in a residual would be selected, and refused, on every step from then on
     broken = (~torch.isfinite(whole)).nonzero()
     if broken.numel():
         raise ConfigurationError(
@@ -402,7 +408,8 @@ def rescale_(reducer: Reducer, scale: float) -> None:
     ):
         for part in (selector, collective):
             part.state = _moved(part.state, factor, residual.accumulated.dtype)
-    if overflowing:  # the states return when the step is refused
+    if overflowing:
+        # ``_settled`` still has the states before: they return when the step is refused
         reducer.overflows = True
         return
     for residual in reducer.residuals:
@@ -411,15 +418,18 @@ def rescale_(reducer: Reducer, scale: float) -> None:
         for velocity in reducer.corrector.velocities:
             velocity.mul_(factor)
         reducer.corrector.scale = scale
-    if reducer.residuals:  # shares are of units of one dtype
+    if reducer.residuals:  # units that share have one dtype, so the first one's is theirs
         dtype = reducer.residuals[0].accumulated.dtype
         reducer.plan.shares = _moved(reducer.plan.shares, factor, dtype)
     reducer.scale = scale
+    # plan again: the keys from which entries are collected have moved, and a refusal returns to these
     reducer.open()
 
 
 def rescaled_key(key: int, factor: float, dtype: torch.dtype) -> int:
     """Return the key of a magnitude times ``factor``; 1, which stands for all but zero, stays."""
+    # Keys are the bits of |x|.  Multiplied as floats: adding octaves to a key would be wrong for denormal
+    # numbers, and for factors that are no powers of two.
     if key <= 1:
         return key
     integer = {4: torch.int32, 8: torch.int64}[dtype.itemsize]
@@ -428,7 +438,8 @@ def rescaled_key(key: int, factor: float, dtype: torch.dtype) -> int:
 
 
 def _overflowing(reducer: Reducer, factor: float) -> str:
-    """Name what overflows: Inf in a residual would be refused on every step from then on."""
+    """Name a residual or velocity that overflows; empty if none does."""
+    # an Inf in a residual would be selected, and refused, on every step from then on
     if factor < 1:
         return ""
     waiting = [("residual", [residual.value for residual in reducer.residuals])]

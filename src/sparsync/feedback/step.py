@@ -25,6 +25,8 @@ Use = Literal["shares", "xi", "weights", "used", "retry", "drift", "vote", "roll
 
 def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
     """Return the channel of a unit, of which there are ``units``, or of another exchange."""
+    # Messages of one channel meet on all ranks, so the order of ``Use`` is part of the protocol: it must
+    # not depend on what a rank makes use of.
     return comm.channel(use if isinstance(use, int) else units + get_args(Use).index(use))
 
 
@@ -37,13 +39,14 @@ class UnitPlan(NamedTuple):
     k: int  # number of entries to select
     selector: Selector
     collective: Collective
-    wanted: tuple[int, int] | None  # what the selector wants to be collected: ``collect_from``
-    collect: tuple[int, int] | None  # what is: that, and what the shares count
+    # keys from which entries are to be collected while they are accumulated, and how many at most
+    wanted: tuple[int, int] | None  # for the selector: its ``collect_from``
+    collect: tuple[int, int] | None  # in fact: for the selector, and for the shares to count
 
 
 @final
 class Plan:
-    """Decides for every step each unit's k, selector and collective, and what is collected on the way.
+    """Decides for every step each unit's k, selector, collective, and which entries are collected.
 
     If ``shared``, the units divide k by where the largest entries lie, except in steps of a warm-up that
     have another density.
@@ -62,7 +65,8 @@ class Plan:
         self._sharing = Sharing.among(units) if shared and len(units) > 1 else None
         self._dividing: Sharing | None = None  # in the open step
         self.dense = Dense()
-        self.dense.overwrites = True  # what is accumulated: all of it is delivered
+        # the accumulated gradient, all of which is delivered: so no second vector of n elements is needed
+        self.dense.overwrites = True
         self.regular = False  # the open step has the density of regular steps
         self.everything = False  # the next step to be opened is dense, whatever its density
         self.units: list[UnitPlan] = []  # in the open step
@@ -73,7 +77,7 @@ class Plan:
         return tuple(unit.k for unit in self.units)
 
     def open(self, step: int, parts: Iterable[tuple[Selector, Collective]]) -> None:
-        """Plan a step, once: what it costs does not grow with the number of parameters."""
+        """Plan a step, once; the cost grows with the units, not with the parameters."""
         planned = self.warmup.density(step, self.density) if self.warmup else self.density
         if self.everything:
             planned = None
@@ -88,6 +92,8 @@ class Plan:
         for i, (unit, k, (selector, collective)) in enumerate(
             zip(self._all, quotas, parts, strict=True)
         ):
+            # A dense step leaves the unit's own selector and collective alone: their states, such as
+            # thresholds and boundaries, wait for the next sparse one.
             if planned is None or (unit.dense and not isinstance(collective, Changing)):
                 selector, collective = Everything(), self.dense
             elif collective.whole:
@@ -96,17 +102,19 @@ class Plan:
             counted = shared if sharing and i in sharing.members else None
             collect = wanted or counted
             if wanted and counted:
+                # one pass serves both: from the lower key on, with the larger room
                 collect = min(wanted[0], counted[0]), max(wanted[1], counted[1])
             self.units.append(UnitPlan(k, selector, collective, wanted, collect))
 
     def count(self, unit: int, residual: Residual, selected: Vector) -> None:
-        """See what was selected from a unit."""
+        """Count the entries that a unit would have selected, before they are freed; for the shares."""
         if self._dividing and isinstance(selected, SparseVector):
             found = residual.collected() if self.units[unit].collect else None
             self._dividing.count(self.shares, unit, residual.accumulated, found, selected)
 
     async def agree(self, channel: Communicator) -> None:
         """Agree on the next step's shares of k, once all units were counted."""
+        # kept apart until the commit: a refused step is planned again with the shares that it had
         if self._dividing:
             self._next = await self._dividing.agree(self.shares, channel, self._entries())
 
@@ -126,14 +134,14 @@ class Plan:
 class Proposal:
     """A step that this rank could apply.
 
-    Ranks that exchange with each other see the same totals, and NaN or Inf is always selected, so they
+    Ranks that exchange with each other see the same totals, and NaN and Inf are always selected, so they
     decide alike without a message.  Ranks that hold other parts of the same replica (shards, pipeline
     stages) see other totals: a ``Consensus`` asks them before anything is changed.
     """
 
     rank: int  # this one, among those that exchange with each other
     step: int
-    place: str  # that, in words
+    place: str  # the step in the words of errors
     units: Sequence[Unit]
     totals: Sequence[Vector]  # of every unit, the same on all those ranks
 
@@ -146,7 +154,7 @@ class Proposal:
         return None
 
     def refusal(self, broken: str) -> NonFiniteGradientError:
-        """Return the error of a step that nobody applies."""
+        """Return the error for a step that no rank applies."""
         return NonFiniteGradientError(
             f"{self.place}: the gradient of parameter '{broken}' is NaN or Inf on some rank "
             "(float16: > 65504); no rank applied it and all residuals are as before. Lower the "

@@ -17,10 +17,10 @@ __all__ = ["Blockwise"]
 
 @final
 class Blockwise(Selector):
-    """Selects the ``entries`` of largest magnitude of every ``block`` consecutive elements.
+    """Selects the ``entries`` of largest magnitude from every ``block`` consecutive elements.
 
-    Fewer where fewer are not zero; ties go to the lower index.  The last, shorter block gives its
-    part of ``entries``, rounded down, and at least one.  So the number of entries is fixed by n, not by
+    A block has fewer where fewer are not zero; ties go to the lower index.  The last, shorter block
+    gives its part of ``entries``, rounded down, and at least one.  So n fixes the number of entries, not
     k: with ``entries=None`` it is at least ``min(k, n)`` and may exceed k by one per block (of which a
     collective with a cap of 1 takes the largest k).
 
@@ -56,6 +56,7 @@ class Blockwise(Selector):
         entries = self.entries or min(-(-k * block // size), block)
         whole = size - size % block
         keys = kernels.magnitude_keys(accumulated)
+        # all whole blocks are rows of one matrix, so one call sorts them; the rest is a row of its own
         masks = [_largest(keys[:whole].view(-1, block), entries).flatten()]
         if whole < size:
             part = max(entries * (size - whole) // block, 1)
@@ -69,6 +70,7 @@ def _largest(keys: Tensor, entries: int) -> Tensor:
     if keys.numel() == 0:
         return torch.zeros_like(keys, dtype=torch.bool)
     least = torch.topk(keys, entries, dim=1, sorted=False).values.amin(1, keepdim=True)
+    # a key of 1 is the smallest magnitude above zero
     marked = keys >= least.clamp(min=1)
     full = (marked.sum(1) > entries).nonzero().flatten()  # rows where more tie than fit
     if full.numel():

@@ -27,25 +27,25 @@ class SampledState:
 
 @final
 class Sampled(Selector):
-    """Selects the k largest of what reaches a threshold that a random sample suggests.
+    """Selects the k largest of the entries that reach a threshold estimated from a random sample.
 
-    The threshold is the top k of the sample, in proportion.  If more than k entries reach it, a second
-    top-k among those alone leaves exactly k; if fewer than ``enough * k`` do, the sample's next, lower
-    ones serve (for 2 k, 4 k, ... entries), and at last a selection among all n.  **So between
+    The threshold is the sample's own top k, in proportion.  If more than k entries reach it, a second
+    top-k among those alone leaves exactly k; if fewer than ``enough * k`` do, the sample's lower
+    thresholds are tried (for 2 k, 4 k, ... entries), and at last a selection among all n.  **So between
     ``min(enough * k, nnz)`` and k entries are selected, always the largest**; ties go to the lower index.
 
     Args:
-        fraction: of the n elements that is sampled, with replacement (the paper: 0.001 to 0.01).
+        fraction: part of the n elements that is sampled, with replacement (the paper: 0.001 to 0.01).
         enough: part of k that must reach the threshold (Ok-Topk, section 5.4, uses 3/4).
-        least: sample at least this many of the k largest, on average (not in the paper: with 16, the
-            number of entries is within a quarter of k two times in three).  Where that takes all n, the
-            selection is exact.
+        least: the sample has at least this many of the k largest, on average (not in the paper: with 16,
+            the number of entries is within a quarter of k two times in three).  Where that takes all n,
+            the selection is exact.
         seed: of the samples; the same on every device.
 
     Cost: a sort of ``max(fraction, least / k) * n`` elements, one or two passes over all n, a top-k of
     about k entries.   State: ``SampledState``.
-    Differs from the paper: it cuts only where there are far more than k; it has no lower thresholds
-    where there are too few, and no ``least``.
+    Differs from the paper: the paper cuts only where there are far more than k entries, and has neither
+    lower thresholds where there are too few nor ``least``.
 
     Example:
         >>> accumulated = torch.arange(1000.0)
@@ -72,7 +72,8 @@ class Sampled(Selector):
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
-        """Return the largest of what reaches the threshold."""
+        """Return the k largest of the entries that reach the threshold."""
+        # the count is in the state, so a repeated step and a resumed run draw the same samples again
         size, calls = accumulated.numel(), self.state.calls
         self.state = SampledState(calls + 1)
         if k <= 0 or size == 0:
@@ -84,7 +85,7 @@ class Sampled(Selector):
         return largest(accumulated, k)
 
     def _thresholds(self, accumulated: Tensor, k: int, calls: int) -> Iterator[int]:
-        """Yield keys that about k, 2 k, 4 k, ... entries reach; none if it takes all n to tell."""
+        """Yield keys that about k, 2 k, 4 k, ... entries reach; none if the sample would be all n."""
         size = accumulated.numel()
         count = math.ceil(max(self.fraction, self.least / k) * size)
         if count >= size:

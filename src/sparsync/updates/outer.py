@@ -503,7 +503,7 @@ def check_place(place: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Refuse a saved state that is of another place, or none at all."""
     require(
         isinstance(state, Mapping) and {*place, "steps", "state", "memory"} <= set(state),
-        "OuterStep: the saved state is not one; load what state_dict() returned",
+        "OuterStep: the saved state is not one; load a state that state_dict() returned",
     )
     for name, value in place.items():
         require(

@@ -20,24 +20,24 @@ Quorum = Literal["solo", "majority"]
 
 @final
 class EagerSgd(Accompanied):
-    """Sums the updates of all ranks on every step; late ranks' are in a later sum.
+    """Sums the updates of all ranks on every step; those of late ranks enter a later sum.
 
     ::
 
         waiting = waiting + (W' - W)           this rank's local step
         sum     = partial allreduce(waiting)   begun by the first rank, or by one that is drawn
         shared  = shared + sum / P             equal on ranks that have the same sums
-        W       = shared + waiting             what is in no sum yet stays in this rank's weights
+        W       = shared + waiting             updates in no sum yet stay in this rank's weights
 
     Args:
-        quorum: "solo": the first rank that arrives starts the sum; "majority": a rank that is drawn on
+        quorum: "solo": the first rank that arrives starts the sum; "majority": a rank that is drawn for
             every step does, so that on average half of the ranks have arrived.
 
     Cost: one dense allreduce per step; memory: 3 n.
-    State: the shared model; what waits is in the rank's own weights.
-    Differs from the paper: updates of local optimizers travel, not gradients: the same for SGD with
-    and without momentum.  A late rank takes all sums that it missed, so replicas need no periodic
-    synchronisation.  Updates that wait are in the rank's own weights: left out of them, they arrive
+    State: the shared model; waiting updates are in the rank's own weights.
+    Differs from the paper: updates of local optimizers travel, not gradients, which is the same for SGD
+    with and without momentum.  A late rank takes all sums that it missed, so replicas need no periodic
+    synchronisation.  Waiting updates are in the rank's own weights: left out of them, they would arrive
     together as one long step, and training diverges where ranks fall far behind.
 
     Example:
@@ -72,10 +72,11 @@ class EagerSgd(Accompanied):
         return await self._sum(round_of(step), vector)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Sum what waits on all ranks; they wait for each other."""
+        """Sum the waiting updates of all ranks, which wait for each other."""
         return await self._sum(2 * step, vector)
 
     async def _sum(self, version: int, vector: Tensor) -> Tensor:
+        # this rank's local step: its weights less those that it took last
         update = vector.cpu() - self._taken
         answer: Answer = await self._ask(
             step_of(version), lambda reply: self._agent.arrive(version, update, reply)
@@ -97,24 +98,26 @@ class EagerRounds(Rounds):
 
     def activates(self, version: int, rank: int) -> bool:
         """Solo: any rank begins; majority: one that is drawn, so half are there on average."""
+        # drawn from the version alone, so all ranks know who it is without a message
         if self.quorum == "solo" or version % 2 == 0:
             return True
         return random.Random(f"{self.seed} {version}").randrange(self.world_size) == rank
 
     def publish(self, vector: Tensor) -> None:
-        """Add an update to what waits."""
+        """Add an update to the waiting ones."""
         self._waiting = self._waiting + vector
 
     async def reduce(self, comm: Communicator, version: int, contributed: int) -> Tensor:
-        """Sum all that waits on any rank."""
+        """Sum the waiting updates of all ranks."""
+        # noted now: updates published while the sum is under way are not in it, and go on waiting
         self._given = self._waiting
         return await comm.allreduce(self._given, "average")
 
     def end(self, result: Round) -> None:
-        """Apply a sum; what this rank gave waits no more."""
+        """Apply a sum; the updates that this rank gave wait no more."""
         self._waiting = self._waiting - self._given
         self.shared = self.shared + result.total / self.world_size
 
     def collected(self, newest: Round) -> Round:
-        """Return the shared model and this rank's updates that wait, `[2, n]`."""
+        """Return the shared model and this rank's waiting updates, `[2, n]`."""
         return newest._replace(total=torch.stack([self.shared, self._waiting]))

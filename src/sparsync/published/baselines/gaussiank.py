@@ -18,20 +18,20 @@ __all__ = ["GaussianK"]
 
 @final
 class GaussianK(Selector):
-    """Selects what exceeds the magnitude that k of n normally distributed entries would exceed.
+    """Selects entries above the magnitude that k of n normally distributed ones would exceed.
 
-    Real gradients are narrower than the normal distribution of their mean and deviation, so too few
-    entries reach it.  It is multiplied by ``scaling`` until more than ``enough * k`` do, or all that are
-    not zero; after ``trials`` of that the k largest are selected instead.  **So at least
-    ``min(enough * k, nnz)`` entries are selected, and up to n**: nothing bounds them above (as
-    published), and a collective must cap them.  NaN and Inf are always among them and have no part in
-    the threshold.
+    Real gradients have shorter tails than the normal distribution of their mean and deviation (Ok-Topk,
+    Figure 4), so too few entries reach this threshold.  It is multiplied by ``scaling`` until more than
+    ``enough * k`` entries reach it, or all that are not zero; after ``trials`` of that the k largest are
+    selected instead.  **So at least ``min(enough * k, nnz)`` entries are selected, and up to n**: nothing
+    bounds their number above (as published), and a collective must cap it.  NaN and Inf are always
+    selected and have no part in the threshold.
 
     Args:
         enough: part of k that must be exceeded (Ok-Topk, section 5.4: "more than 3k/4").
-        scaling: factor on the threshold per trial (the paper: "gradually"; 0.9 is a choice: under error
-            feedback a threshold 10 % lower is reached by some 5 times as many entries).
-        trials: passes over the elements at most; 32 of 0.9 reach down to 3 % of the threshold.
+        scaling: factor on the threshold per trial (Ok-Topk: "gradually"; 0.9 is a choice: under error
+            feedback some 5 times as many entries reach a threshold that is 10 % lower).
+        trials: most passes over the elements; 32 of 0.9 go down to 3 % of the threshold.
 
     Cost: mean and deviation of n elements, and n comparisons per trial.   State: none.
     Differs from the paper: trials are bounded; the mean's magnitude is taken, so that the sign of a
@@ -56,7 +56,7 @@ class GaussianK(Selector):
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
-        """Return what reaches the threshold."""
+        """Return the entries that reach the threshold."""
         size = accumulated.numel()
         if k <= 0 or size == 0:
             return SparseVector.empty(size, accumulated)
@@ -65,6 +65,7 @@ class GaussianK(Selector):
         for _ in range(self.trials):
             key = int(kernels.magnitude_keys(accumulated.new_tensor([threshold], device="cpu")))
             reached = reaching(accumulated, key)
+            # all that is not zero may be fewer than that: a lower threshold would find no more
             if reached is not None and (reached.nnz > self.enough * k or reached.nnz == nnz):
                 return reached
             threshold *= self.scaling
@@ -77,7 +78,7 @@ def _threshold(accumulated: Tensor, k: int) -> float:
     peak = float(finite.abs().max()) if finite.numel() else 0.0
     if peak == 0:
         return 0.0
-    # relative to the largest, so that no square overflows or vanishes
+    # relative to the largest, so that no square overflows or becomes zero
     variance, mean = torch.var_mean(finite / peak, correction=0)
     # both tails have k / n of the entries
     tail = -NormalDist().inv_cdf(k / accumulated.numel() / 2)

@@ -23,7 +23,7 @@ _ASK, _REPLY = (bytes([kind]) + bytes(_WORD - 1) for kind in (0, 1))
 
 
 class Graph(ABC):
-    """A directed graph over the ranks, of its own at every step; every rank computes its part."""
+    """A directed graph over the ranks, which may change at every step; every rank computes its part."""
 
     @abstractmethod
     def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
@@ -82,7 +82,7 @@ class Exponential(Graph):
 async def exchange(
     comm: Communicator, graph: Graph, message: Tensor, step: int, phase: str
 ) -> list[Tensor]:
-    """Send ``message``, `[m]`, to all neighbours; return those received, and the own one, by rank."""
+    """Send ``message``, `[m]`, to all neighbours; return those received and the own one, by rank."""
     payload = message.view(torch.uint8)
     sources = graph.sources(comm.rank, comm.world_size, step)
     dests = graph.neighbours(comm.rank, comm.world_size, step)
@@ -93,7 +93,8 @@ async def exchange(
         messages[source] = (await operation).to(message.device).view(message.dtype)
     for operation in sending:
         await operation
-    return [messages[rank] for rank in sorted(messages)]  # sums do not depend on arrival
+    # in rank order, so that sums do not depend on the order of arrival
+    return [messages[rank] for rank in sorted(messages)]
 
 
 @final
@@ -105,7 +106,7 @@ class Dpsgd(Averager):
 
     Cost: ``2 mixing_steps`` messages and models sent and received per step (two ranks: half).
     State: none.
-    Differs from the paper: always averages after the update; the paper allows either order.
+    Differs from the paper: averages always come after the update; the paper allows either order.
 
     Example:
         >>> with Dpsgd(nn.Linear(2, 1), mixing_steps=2) as averager: averager.step()
@@ -148,7 +149,7 @@ class Sgp(Averager):
 
     Cost: ``neighbours`` messages of a model and 8 bytes, sent and received per step.
     State: ``weight``; in ``memory`` the last model z while w is not 1 (never on the exponential graph).
-    Differs from the paper: nothing is overlapped.
+    Differs from the paper: the exchange does not overlap the computation.
 
     Example:
         >>> with Sgp(nn.Linear(2, 1), neighbours=2) as averager: averager.step()
@@ -172,7 +173,10 @@ class Sgp(Averager):
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return z after this step's pushes."""
+        # Algorithm 1 with equal shares of x and w for each neighbour and this rank: 1 / (neighbours + 1).
+        # The columns of the mixing matrix sum to 1, so the sums of x and of w over ranks never change.
         share = 1 / (1 + len(self.graph.neighbours(comm.rank, comm.world_size, step)))
+        # 8 bytes in front of the values, which keeps those aligned
         weight = torch.tensor([share * self.state.weight], dtype=torch.float64).to(vector.device)
         parts = [part.view(torch.uint8) for part in (weight, share * self._x(vector))]
         messages = await exchange(comm, self.graph, torch.cat(parts), step, "gossip")
@@ -188,10 +192,12 @@ class Sgp(Averager):
 
     def _x(self, vector: Tensor) -> Tensor:
         """Return the numerator after the update that made z this vector."""
+        # x = w z + (vector - z): the update enters x unscaled by w
         z = self.memory.get("model")
         return vector if z is None else vector + (self.state.weight - 1) * z
 
     def _keep(self, weight: float, z: Tensor) -> Tensor:
+        # at w = 1, x is the vector itself: no copy of the model is needed
         self.state = SgpState(weight)
         self.memory = {} if weight == 1 else {"model": z}
         return z
@@ -206,8 +212,8 @@ class AdPsgd(Accompanied):
 
     Cost: per step at most one exchange of n elements asked for and, on average, one answered; memory
     3 n.   State: the last model taken.
-    Differs from the paper: any rank may ask any other: agents answer at once, so there is no deadlock
-    and the graph need not be bipartite; exchanges are begun once per step, not as often as possible.
+    Differs from the paper: any rank may ask any other, since agents answer at once: there is no deadlock,
+    and the graph need not be bipartite.  Exchanges begin once per step, not as often as possible.
 
     Example:
         >>> with AdPsgd(nn.Linear(2, 1)) as averager: averager.step()
@@ -227,7 +233,7 @@ class AdPsgd(Accompanied):
         self._run(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Hand over what the local step did; take the model as it is by now."""
+        """Hand over the local step's change; take the model as it is by now."""
         return await self._take(vector, step, ask=True)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
@@ -235,7 +241,9 @@ class AdPsgd(Accompanied):
         await self._take(vector, step, ask=False)
         agent = self._agent
         await self._ask(step, agent.rest)
-        await comm.barrier()  # all have their answers: nobody asks any more
+        # All have their answers and nobody asks any more: an exchange in flight would have one half of
+        # its change in the mean and the other half after it.
+        await comm.barrier()
         self.memory["taken"] = final = await mean(comm, agent.model)
         self._host.call(lambda: setattr(agent, "model", final))
         return final.to(vector.device)
@@ -254,18 +262,18 @@ class _PairAgent(Companion):
     """Holds a rank's model, and averages it with one partner at a time.
 
     The agent that asks sends x and receives the partner's y.  It adds (y - x) / 2, and the partner
-    (x - y) / 2, to whatever model each has by then: so the sum of all models never changes.
+    (x - y) / 2, to the model that each has by then: so the sum of all models never changes.
     """
 
     def __init__(self, model: Tensor, seed: int) -> None:
         super().__init__()
         self.model, self.seed = model, seed
-        self._asked: Tensor | None = None  # what was sent and has no answer yet
+        self._asked: Tensor | None = None  # the model that was sent and has no answer yet
         self._idle: Reply | None = None
         self._count = self._step = 0
 
     def update(self, change: Tensor, step: int, reply: Reply, *, ask: bool) -> None:
-        """Add what the local step did; return the model as it is; ask a partner unless one is asked."""
+        """Add a local step's change; return the model; ask a partner unless a question is open."""
         self._step = step
         self.model = self.model + change
         if ask and self._asked is None and self.host.world_size > 1:
@@ -278,7 +286,7 @@ class _PairAgent(Companion):
         self.answer(reply, self.model)
 
     def rest(self, reply: Reply) -> None:
-        """Answer when nothing is asked."""
+        """Reply once no request of this rank is pending."""
         if self._asked is None:
             self.answer(reply, None)
         else:
@@ -291,7 +299,8 @@ class _PairAgent(Companion):
         if payload[0] == _ASK[0]:
             mine = self.model
             self.model = mine + (theirs - mine) / 2
-            self.post(source, _REPLY, mine)  # last: who has the answer may conclude
+            # last, when this half is applied: with the answer the partner may conclude
+            self.post(source, _REPLY, mine)
             return
         assert self._asked is not None, "an answer follows a question"
         self.model = self.model + (theirs - self._asked) / 2
@@ -301,9 +310,9 @@ class _PairAgent(Companion):
             self.answer(idle, None)
 
     def tick(self) -> None:
-        """Nothing is ever due."""
+        """Do nothing: no deadline is ever set."""
 
     def lose(self, peer: int, reason: str) -> None:
-        """Fail, if its answer is waited for."""
+        """Fail if the lost rank's answer is still awaited."""
         if self._asked is not None and peer == self._partner:
             raise self.failure(peer, self._step, reason)

@@ -18,10 +18,10 @@ __all__ = ["GTopk"]
 class GTopk(Collective):
     """Sum along a binomial tree to rank 0, keeping the k largest of every merged pair; broadcast them.
 
-    In the round with distance d, rank r + d passes what it has to rank r, for all r that 2 d divides;
+    In the round with distance d, rank r + d passes its partial sum to rank r, for all r that 2 d divides;
     the broadcast goes the same way back.  The lower ranks' share is the left operand.  The k largest
-    of a pair need not be those of the sum: what a rank drops, and what the codec rounds away from its
-    message, stays in its residual, also where it had selected nothing.  A codec that rounds must
+    of a pair need not be those of the sum: entries that a rank drops, and the rounding errors of its
+    message, stay in its residual, also where it had selected nothing.  A codec that rounds must
     therefore be contractive.
 
     Args:
@@ -29,8 +29,9 @@ class GTopk(Collective):
 
     Cost: 2 ceil(log2 P) messages, one after the other, and 4 k ceil(log2 P) words through the port of
     rank 0, the busiest, half of each in and half out.   State: none.
-    Differs from the paper: P need not be a power of two; values travel in their dtype; dropped sums
-    are kept by the rank that dropped them, so that none is lost or counted twice.
+    Differs from the paper: P need not be a power of two; values travel in their dtype; the rank that
+    drops a sum keeps it, where the paper returns it to the ranks that selected its entries: that loses
+    entries that cancel.
 
     Example:
         >>> import torch; from sparsync.transports.sim import simulate
@@ -66,7 +67,7 @@ class GTopk(Collective):
         return Cost(2 * rounds, half, half, entries, entries, turns=2 * rounds)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return its cost, which the supports do not change."""
+        """Return its cost, which does not depend on the supports."""
         return self.cost(job).words
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
@@ -77,10 +78,12 @@ class GTopk(Collective):
         codec, rank, size = self.codec.seeded(comm.rank, step), comm.rank, mine.size
         framing, device = MessageFraming(codec), mine.values.device
         capacity = codec.nbytes(min(k, size), size, mine.values.dtype)
+        # the lowest bit of a rank is its distance to the parent, lower bits are those to its children
         reach = rank & -rank or 1 << (comm.world_size - 1).bit_length()  # to the parent
         distances = (1 << i for i in range(reach.bit_length() - 1))
         children = [rank + d for d in distances if rank + d < comm.world_size]
         total, dropped = mine, []
+        # nearest first, which is rank order: the lower ranks' sum is always the left operand
         for child in children:
             message = await comm.irecv(child, capacity, "reduce", framing)
             theirs = codec.decode(message, size).to(device)
@@ -93,7 +96,7 @@ class GTopk(Collective):
         if rank:
             await comm.isend(payload, rank - reach, "reduce", framing)
             payload = await comm.irecv(rank - reach, capacity, "broadcast", framing)
-        # the child with the most descendants first
+        # the child with the most descendants first: the others' subtrees need fewer rounds
         sending = [comm.isend(payload, child, "broadcast", framing) for child in children[::-1]]
         if rank:
             total = codec.decode(payload, size).to(device)

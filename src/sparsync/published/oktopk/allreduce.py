@@ -1,4 +1,4 @@
-"""Ok-Topk: O(k) sparse allreduce (Li & Hoefler, PPoPP 2022, Algorithm 1), and what it costs."""
+"""Ok-Topk: O(k) sparse allreduce (Li & Hoefler, PPoPP 2022, Algorithm 1), and its cost."""
 
 from __future__ import annotations
 
@@ -42,10 +42,12 @@ __all__ = [
     "split_cost",
 ]
 
-_FINE = 64  # the marginal bin may hold k / 64 entries: finer changes nothing that training sees
-_PASSES = 4  # per entry of k: sort, histogram, and find what was delivered
-_COUNTS_TURN = 1 / 3  # of a turn: a round of counts, with next to no work
-# both multiples of what decoding, or budgeted's turns, take, fitted to benchmarks/fidelity.md at P = 4, 8
+# The marginal bin may hold k / 64 entries.  Its places are given out in rank order, not by magnitude, so
+# this is the part of the total that may not be the exact top-k.
+_FINE = 64
+# Fitted to benchmarks/fidelity.md at P = 4 and 8, in units of decoding and of a turn of budgeted.
+_PASSES = 4  # per entry of k: sort, histogram, and find the delivered ones
+_COUNTS_TURN = 1 / 3  # of a turn, for a round of counts with next to no work
 
 
 @dataclass(frozen=True)
@@ -65,32 +67,34 @@ class OkTopkState:
 class OkTopk(Collective):
     """Top-k of the sum of the ranks' top-k entries, with O(k) volume whatever P is.
 
-    Phases: 1. agree on P regions that hold equally many selected entries (every
-    ``repartition_period`` steps);  2. split and reduce: each region's owner sums it;  3. global
-    selection of the k largest;  4. balance, if counts are uneven, and allgatherv;  5. delivered =
-    selected entries whose index is in the total.
+    Phases, with the lines of Algorithm 1: 1. agree on P regions that hold equally many selected entries,
+    every ``repartition_period`` steps (5-7);  2. split and reduce: each region's owner sums it (8);  3.
+    global selection of the k largest (9-12);  4. balance, if counts are uneven, and allgatherv (13);  5.
+    delivered = selected entries whose index is in the total (14).
 
     Args:
         codec: wire format; must be exact (default: coo).
         repartition_period: tau in steps (paper: 64).
         repartition_trigger: cut again on the next step when a region held more than this multiple of
-            the mean (1.5 keeps what is received in phase 2 below 3k words); None: never early,
-            as published.  Needs ``global_threshold="histogram"``, whose counts tell everyone.
+            the mean (1.5 keeps the words received in phase 2 below 3k); None: never early,
+            as published.  Needs ``global_threshold="histogram"``, whose messages carry the loads.
         threshold_period: tau' in steps, for ``global_threshold="allgather"`` (paper: 32, BERT 128).
         boundaries: "histogram" (cuts of the summed counts) or "average" (means of the ranks' own cuts,
-            as published: supposes that the ranks' supports look alike).
+            as published, section 3.1.1; this supposes that the ranks' supports look alike).
         global_threshold: "histogram" (exactly k, every step) or "allgather" (as published: exact
             every ``threshold_period`` steps at up to 2 min(kP, n) words, reused in between).
         cap: at most ``cap * k`` entries are taken, locally and globally; None: any number.
-        window: messages in flight per direction while splitting (published code: 4); None: all.
-        rotate: rotate destinations (Figure 2).
+        window: messages in flight per direction while splitting (the paper's buckets, section 3.1.1,
+            which names no number); None: all.
+        rotate: rotate destinations (Figure 2b).
         balanced_split: False cuts even regions (the "naive reduce" of Figure 7a).
         balance: False never balances before the allgatherv (Figure 7b).
-        balance_trigger: balance when the largest count exceeds this multiple of the mean (paper: 4).
+        balance_trigger: balance when the largest count exceeds this multiple of the mean (section 5.3:
+            4).
 
-    Cost: 2 k (P - 1) / P words where supports match the regions, at most 6 k (P - 1) / P on
-    exchangeable inputs and 6 k - 4 k / P on any whose supports stay
-    where they were on the step before; at most 2 P + 2 log2 P messages and the small
+    Cost: 2 k (P - 1) / P words where supports match the regions (Theorem 3.1 is tight), at most
+    6 k (P - 1) / P on exchangeable inputs (Equation 3) and 6 k - 4 k / P on all others, as long as
+    supports stay where they were on the step before; at most 2 P + 2 log2 P messages and the small
     allreduces of phases 1 and 3.
     State: ``OkTopkState``.
     Differs from the paper: any P; steps 0-based; by default the cap, histogram cuts and histogram
@@ -154,11 +158,11 @@ class OkTopk(Collective):
         self.state = OkTopkState()
 
     def cost(self, job: Job) -> Cost:
-        """Return Equations 1 and 2 for equally full regions, and what agreeing on them takes.
+        """Return Equations 1 and 2 for equally full regions, and the cost of agreeing on them.
 
-        The mean of a period's steps, of which one cuts regions again and, with an allgathered
-        threshold, one collects all reduced entries; thresholds that are reused select k.  Equation 3 is
-        the paper's bound; ``bound_words`` that of the default settings.
+        A mean over the steps of a period, one of which cuts regions again and, with an allgathered
+        threshold, one collects all reduced entries; reused thresholds are taken to select k.  Equation
+        3 is the paper's bound, ``bound_words`` that of the default settings.
 
         Example:
             >>> cost = OkTopk().cost(Job(10**6, 10_000, 8))
@@ -193,6 +197,8 @@ class OkTopk(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Run Algorithm 1."""
+        # The cap comes before anything is sent: a threshold that is reused for 32 steps selects up to
+        # 19 k (measured), and Equations 1 to 3 are about k.
         mine = capped(selected, k, self.cap)
         boundaries = await self._agree_on_boundaries(comm, mine, k, step)
         share = await regions.split_reduce(
@@ -218,9 +224,12 @@ class OkTopk(Collective):
             self.codec,
             balance_trigger=self.balance_trigger,
         )
+        # The paper cuts every 64 steps, as supports change slowly.  When they jump, one owner may receive
+        # 2 (P - 1) k words until the period ends; all ranks see the loads here, and cut on the next step.
         trigger = self.repartition_trigger
         crowded = trigger is not None and regions.is_crowded(kept.loads, trigger)
         self.state = OkTopkState(None if crowded else tuple(boundaries), kept.threshold_key)
+        # line 14: the intersection of local and global indices; the rest stays in the residual
         return Reduced(total, mine.restrict(total.indices))
 
     async def _agree_on_boundaries(
@@ -231,9 +240,12 @@ class OkTopk(Collective):
         if not self.balanced_split:
             return even_boundaries(size, world_size)
         known = self.state.boundaries
+        # Algorithm 1, line 5, has (t - 1) mod tau for steps from 1 on.
         if step % self.repartition_period and known and len(known) == world_size + 1:
             return list(known)
         if self.boundaries == "average":
+            # In the tight case of Theorem 3.1, where rank i has selected region i alone, means of cuts
+            # suit no rank: at P = 16 one receives 13.1 words per k.
             cuts = regions.equal_count_cuts(selected.indices.tolist(), size, world_size)
             sums = await comm.allreduce(torch.tensor(cuts, dtype=torch.int64), "boundaries")
             return [0, *(total // world_size for total in sums.tolist()), size]
@@ -250,27 +262,30 @@ class OkTopk(Collective):
         if total == 0:
             return even_boundaries(size, world_size)
         boundaries = [0]
-        for i, bracket in enumerate(brackets, start=1):  # of each its nearer edge
+        for i, bracket in enumerate(brackets, start=1):
+            # the edge of the bracket that leaves fewer entries on the wrong side
             past_low = total * i // world_size - bracket.below
             cut = bracket.low if 2 * past_low <= bracket.inside else bracket.high
             boundaries.append(max(cut, boundaries[-1]))
         return [*boundaries, size]
 
-    # ---- phase 3, global selection: three answers to Algorithm 1, lines 9-12 ---------------------
+    # ---- phase 3, global selection: three ways to do lines 9-12 of Algorithm 1 -------------------
 
     async def _by_histogram(
         self, comm: Communicator, share: regions.Share, k: int, *, size: int
     ) -> _Kept:
         """Keep exactly ``min(cap * k, nnz)`` entries: a histogram of magnitudes, then one of counts.
 
-        Bins lie around the last threshold (one octave either way), else everywhere.  All above the
-        marginal bin are kept; its own places go to the ranks in rank order, on each rank to the
-        largest.  ``cap=None`` keeps the whole marginal bin.
+        Bins lie around the last threshold (one octave either way), or everywhere if there is none.  All
+        entries above the marginal bin are kept; the places left go to the ranks in rank order, on each
+        rank to the largest.  ``cap=None`` keeps the whole marginal bin.
         """
+        # Some hundred counts on every step, and no drift, in place of an allgather of all reduced entries
+        # every tau' steps: up to 2 min(k P, n) words, which the paper's 6 k does not include.
         cap, last, values = self.cap, self.state.threshold_key, share.region.values
-        stop, octave = kernels.key_range(
-            values.dtype
-        )  # one NaN pattern is ``stop``: it counts below
+        # One bit pattern of NaN has the key ``stop`` itself: ``below`` counts all elements as below
+        # ``stop``, so that it falls into the last bin.
+        stop, octave = kernels.key_range(values.dtype)
         around, bins = None, regions.REFINING_BINS
         if last is not None:
             bins = regions.bins_for(k)
@@ -297,6 +312,8 @@ class OkTopk(Collective):
         bounds = below(torch.tensor([bracket.low, bracket.high]))
         from_low, from_high = (values.numel() - bounds).tolist()
         mine = torch.tensor([from_high, from_low - from_high, share.load])
+        # One allgather decides which entries are kept, whether to balance, and whether to cut regions
+        # again; every rank knows the length of every message then.
         everyone = await comm.allgather(mine, "sizes")
         above, marginal, loads = zip(*(t.tolist() for t in everyone), strict=True)
         places = sum(marginal) if cap is None else min(wanted, total) - sum(above)
@@ -312,7 +329,7 @@ class OkTopk(Collective):
     ) -> _Kept:
         """Collect all reduced entries everywhere and take the k-th largest as threshold (line 10).
 
-        Up to 2 min(k P, n) words, which the paper's "< 6k" leaves out.
+        Up to 2 min(k P, n) words, which Equation 3 leaves out.
         """
         encoded = self.codec.encode(region)
         length = torch.tensor([encoded.payload.numel()])
@@ -333,7 +350,7 @@ class OkTopk(Collective):
         return _Kept(self._within_cap(counts, k, finite=finite), threshold_key)
 
     async def _by_threshold(self, comm: Communicator, region: SparseVector, k: int) -> _Kept:
-        """Keep what reaches a reused threshold; over the cap, each rank keeps its largest pro rata."""
+        """Keep entries that reach a reused threshold; over the cap, the largest of each rank pro rata."""
         threshold_key = self.state.threshold_key
         key = torch.tensor([max(threshold_key or 0, 1)], device=region.values.device)
         reach = int(kernels.count_from(region.values, key))
@@ -343,7 +360,7 @@ class OkTopk(Collective):
         return _Kept(self._within_cap(counts, k, finite=not any(broken)), threshold_key)
 
     def _within_cap(self, counts: Sequence[int], k: int, *, finite: bool) -> Sequence[int]:
-        """Scale the counts down to ``cap * k`` entries, pro rata; what is cut off is not delivered.
+        """Scale the counts down to ``cap * k`` entries, pro rata; entries cut off are not delivered.
 
         Where a value is not finite there is no cap: it could drop the NaN that makes all ranks refuse
         the step.
@@ -359,7 +376,7 @@ class OkTopk(Collective):
 class _Kept(NamedTuple):
     """How many entries of its region each rank keeps, the largest; known to all ranks.
 
-    ``loads``: entries that each rank summed; empty where nobody asked.
+    ``loads``: entries that each rank summed; empty where they were not exchanged.
     """
 
     counts: Sequence[int]
@@ -371,15 +388,15 @@ class _Kept(NamedTuple):
 
 
 def bound_words(k: float, world_size: int, *, exchangeable: bool) -> float:
-    """Bound what the preset "oktopk" sends or receives per rank on every step, in words.
+    """Return the most words that a rank sends or receives on any step of the preset "oktopk".
 
     ``6 k (P - 1) / P`` (Equation 3) when the ranks' inputs are exchangeable.  On any inputs
     ``6 k - 4 k / P = 2 k + 4 k (P - 1) / P``: Equation 1 without its assumption that a rank owns
-    1 / P of what it selected (it can send all k entries), and Equation 2.
+    1 / P of the entries that it selected (it can send all k), and Equation 2.
 
     Domain: supports that lie where they were on the step before (the paper: for 64 steps).  Headers
-    and histograms have no term; they fit where ``k / P >= 256``, except where the entries alone take
-    all 4 k words: P = 2, disjoint supports, one rank's values dominating.
+    and histograms have no term of their own; there is room for them where ``k / P >= 256``, except where
+    entries alone take all 4 k words: P = 2, disjoint supports, one rank's values dominating.
 
     Example:
         >>> [bound_words(1000, 4, exchangeable=e) for e in (True, False)]
@@ -436,7 +453,7 @@ def histogram_cost(k: int, world_size: int) -> Cost:
 
 
 def counts_cost(numbers: int, world_size: int) -> Cost:
-    """Allgather of some integers per rank: what it keeps, and how full its region was."""
+    """Allgather of some integers per rank: the counts it keeps, and how full its region was."""
     return allgatherv(numbers * COUNT_BYTES, world_size)
 
 

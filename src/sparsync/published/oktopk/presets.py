@@ -34,9 +34,11 @@ def oktopk(
         options: see ``sparsync.published.oktopk.OkTopk``.
     """
     if cap is not None and floor is not None:
+        # with a cap below the floor every step would be exact, which ``Reused`` refuses
         floor = min(floor, cap)
     if threshold_period != "auto":
-        options["threshold_period"] = threshold_period  # of the global threshold as well
+        # Algorithm 1 has one tau' for the local (line 2) and the global threshold (line 9)
+        options["threshold_period"] = threshold_period
     elif options.get("global_threshold", "histogram") != "histogram":
         raise ConfigurationError(
             "oktopk: threshold_period='auto' needs global_threshold='histogram', which is exact on "

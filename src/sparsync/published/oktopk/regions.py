@@ -1,7 +1,7 @@
-"""Ok-Topk's regions (section 3.1): how ranks agree on them, reduce them, share out and gather the rest.
+"""Ok-Topk's regions (section 3.1): how ranks agree on them, reduce, balance and gather them.
 
-Counts are known to all ranks before the allgatherv, so every message of it has a known length, and its
-receiver a known place for it.
+All ranks know all counts before the allgatherv, so every message of it has a known length, and its
+receiver a place for it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ __all__ = [
 ]
 
 REFINING_BINS = 64  # per bracket that is divided again: three rounds tell 2^18 magnitudes apart
-_TOLERANCE = 1.25  # dissemination may send so much more than its balanced volume; else the ring
+# times the even share: if dissemination would make the busiest rank send more, the allgatherv is a ring
+_TOLERANCE = 1.25
 
 
 # ---- where regions begin ----------------------------------------------------------------------------
@@ -61,8 +62,8 @@ def equal_count_cuts(indices: Sequence[int], size: int, parts: int) -> list[int]
 def is_crowded(loads: Sequence[int], trigger: float) -> bool:
     """Tell whether a region was so full that its boundaries should be agreed on again.
 
-    More than ``trigger`` times the mean, and more than cuts cannot help: an index that all ranks
-    selected is a load of P by itself.
+    That is more than ``trigger`` times the mean, and more than cuts could divide: an index that all
+    ranks selected is a load of P by itself.
     """
     world_size = len(loads)
     return bool(loads) and max(loads) > trigger * sum(loads) / world_size + 2 * world_size
@@ -96,8 +97,9 @@ async def quantiles(
 ) -> tuple[int, list[Bracket]]:
     """Bracket the keys at given positions of the sorted union of all ranks' keys.
 
-    One histogram allreduce narrows every wanted cut to one bin; bins that still hold too much are
-    divided again.
+    One allreduce of a histogram narrows every wanted cut to one bin; bins that still hold too much are
+    divided again.  The paper averages the ranks' own cuts instead (section 3.1.1), which needs supports
+    that look alike.
 
     Args:
         comm: the group.
@@ -109,7 +111,7 @@ async def quantiles(
         tolerance: given the total, how many keys a bracket may hold before it is divided again.
         start_at: where to look first, ``(low, high)``; default everywhere.
         count_limit: an upper bound of the total, the same on all ranks: decides 4 or 8 bytes a bin.
-        phase: the ledger's name for this.
+        phase: under which the ledger books the bytes.
 
     Returns:
         The total, and a bracket per position; an empty one at the end for a position past the last.
@@ -117,6 +119,7 @@ async def quantiles(
     Cost: one allreduce per round; usually 1 or 2 rounds.
     """
     dtype = torch.int32 if count_limit < 1 << 31 else torch.int64
+    # 0 and ``stop`` are edges whatever ``start_at`` is: keys outside land in the two outer bins
     edges = _edges([start_at or (0, stop)], bins, 0, stop)
     brackets: list[Bracket] = []
     wanted: Sequence[int] = []
@@ -125,7 +128,9 @@ async def quantiles(
         at = below(torch.tensor(edges, dtype=torch.int64))
         counts = await comm.allreduce(at.diff().to(dtype), phase)
         ends = [0, *counts.to(torch.int64).cumsum(0).tolist()]
-        if not brackets:  # the first histogram covers everything: it tells the total
+        # from here on plain integers that are equal on all ranks: all take the same branches, and are in
+        # the same round of the loop
+        if not brackets:  # the first histogram covers all keys, so it tells the total
             total = ends[-1]
             wanted = ranks_of(total)
             brackets = [_find(position, 0, edges, ends) for position in wanted]
@@ -134,6 +139,7 @@ async def quantiles(
                 _narrowed(bracket, position, edges, ends)
                 for bracket, position in zip(brackets, wanted, strict=True)
             ]
+        # a bracket of a single key cannot be divided: however many keys tie there, the loop ends
         enough = tolerance(total)
         open_ones = sorted(
             {(b.low, b.high) for b in brackets if b.inside > enough and b.high - b.low > 1}
@@ -145,6 +151,7 @@ async def quantiles(
 
 def _edges(spans: Sequence[tuple[int, int]], bins: int, *outer: int) -> list[int]:
     """Divide ``bins`` among the spans."""
+    # two pieces at least, or a round would leave a bracket as it is
     per_span, edges = max(2, bins // len(spans)), set(outer)
     for low, high in spans:
         pieces = max(min(per_span, high - low), 1)
@@ -155,7 +162,7 @@ def _edges(spans: Sequence[tuple[int, int]], bins: int, *outer: int) -> list[int
 def _find(position: int, below: int, edges: Sequence[int], ends: Sequence[int]) -> Bracket:
     """Return the bin that holds ``position``; ``below`` keys lie under the first edge."""
     i = bisect_right(ends, position - below) - 1
-    if i >= len(edges) - 1:
+    if i >= len(edges) - 1:  # past the last key
         return Bracket(edges[-1], edges[-1], below + ends[-1], 0)
     return Bracket(edges[i], edges[i + 1], below + ends[i], ends[i + 1] - ends[i])
 
@@ -165,6 +172,7 @@ def _narrowed(
 ) -> Bracket:
     """Return the bin that holds the position, if the finer edges divide its bracket."""
     first, last = bisect_left(edges, bracket.low), bisect_left(edges, bracket.high)
+    # edges of other brackets may lie in between; those of this one begin and end exactly with it
     if last - first < 2 or edges[first] != bracket.low or bracket.high not in edges[last:]:
         return bracket
     base = bracket.below - ends[first]
@@ -175,9 +183,9 @@ def _narrowed(
 
 
 def schedule(rank: int, world_size: int, *, rotate: bool) -> Iterator[tuple[int, int]]:
-    """Yield ``(dest, source)`` for each of P - 1 turns, a pairing where every message has its turn.
+    """Yield ``(dest, source)`` for each of the P - 1 turns in which a rank sends to all others.
 
-    With ``rotate`` rank r sends to r + 1, r + 2, ...: in every turn each rank receives from one
+    With ``rotate`` rank r sends to r + 1, r + 2, ...: in every turn each rank receives from one other
     (Ok-Topk, Figure 2b).  Without, all ranks send to 0, then 1, ...: turn i floods rank i (2a).
 
     Example:
@@ -214,8 +222,8 @@ async def split_reduce(
 ) -> Share:
     """Send each region's entries to its owner; return the sum of this rank's region.
 
-    Sums are left folds in rank order whatever arrives first, the own share at its rank's place: a
-    window is folded as soon as all lower ranks are in, while the next one is in flight.
+    Sums are left folds in rank order whatever arrives first, the own share at its rank's place.  A
+    window is folded once all lower ranks' shares are there, while the next one is in flight.
 
     Args:
         comm: the group.
@@ -237,11 +245,12 @@ async def split_reduce(
     width = window or max(len(turns), 1)
     for first in range(0, len(turns), width):
         flight: list[tuple[int, Operation, Operation]] = []
+        # section 3.1.1: start a window (the paper's bucket), reduce the one before it meanwhile
         for dest, source in turns[first : first + width]:
             receiving = comm.irecv(source, capacity, phase, framing)
             flight.append((source, receiving, comm.isend(payloads[dest], dest, phase, framing)))
         with comm.stage("unpack"):
-            await comm.work(folded.proceed())  # with what earlier windows brought
+            await comm.work(folded.proceed())  # shares of earlier windows
         for source, receiving, sending in flight:
             folded.arrived[source] = await receiving
             await sending
@@ -251,7 +260,10 @@ async def split_reduce(
 
 
 class _Fold:
-    """The left fold, in rank order, of the ranks that were there so far."""
+    """The left fold, in rank order, of the shares that have arrived."""
+
+    # Rank order, not arrival: float addition is not associative, and the simulator, gloo and ZeroMQ have
+    # to agree bit for bit.
 
     def __init__(self, codec: Codec[SparseVector], rank: int, mine: SparseVector) -> None:
         self.codec, self.mine = codec, mine
@@ -264,6 +276,7 @@ class _Fold:
         ready, entries = [], 0
         while self.next in self.arrived:
             share = self.arrived.pop(self.next)
+            # counted before they are merged: the work and the bytes of this owner
             entries += (
                 self.codec.read_header(share).entries if isinstance(share, Tensor) else share.nnz
             )
@@ -280,6 +293,7 @@ class _Fold:
 
 def holders(counts: Sequence[int], trigger: float) -> list[int]:
     """Return the ranks that share the entries when balancing: with at most ``trigger`` times the mean."""
+    # in integers, so that no rounding makes ranks disagree
     total, world_size = sum(counts), len(counts)
     return [r for r, count in enumerate(counts) if count * world_size <= trigger * total]
 
@@ -287,7 +301,8 @@ def holders(counts: Sequence[int], trigger: float) -> list[int]:
 def balanced_counts(counts: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """Return how many entries each rank should hold: equally many on ``ranks``, none on the others.
 
-    An overfull rank knows its own entries: giving it a share back would only cost volume.
+    Section 3.1.2 gives every rank k / P.  An overfull rank keeps none here: it knows its own entries, so
+    a share that it keeps or gets back would only cost volume.
 
     Example:
         >>> balanced_counts([9, 0, 1, 0, 0], ranks=[1, 2, 3, 4])
@@ -344,7 +359,7 @@ def spans(
 ) -> list[tuple[int, int]]:
     """Return, per balanced piece, the narrowest ``[start, stop)`` of whole regions that holds it.
 
-    Everyone can compute them from the counts, so indices travel relative to them.
+    All ranks can compute them from the counts, so indices travel relative to them.
 
     Example:
         >>> spans([4, 0, 4], [2, 4, 2], [0, 10, 20, 30])
@@ -374,13 +389,14 @@ async def balance_and_allgatherv(
 ) -> SparseVector:
     """Return the union of all ranks' kept entries, identical everywhere.
 
-    ``kept`` are this rank's, relative to its region, ``counts`` all ranks' numbers of entries.  They are
-    balanced first where the largest count exceeds ``balance_trigger`` times the mean; None: never.
+    ``kept`` are this rank's entries, relative to its region, ``counts`` the numbers of all ranks'.
+    Entries are balanced first where the largest count exceeds ``balance_trigger`` times the mean; None:
+    never.
 
     Cost: balancing at most 2 (P - 1) messages in all and 2k words per rank; then ceil(log2 P)
     messages and about 2k (P - 1) / P words where counts are even, else P - 1 messages on a ring and
     at most 2k words.  After balancing, m ranks hold none: the others send each of them their share
-    (m messages, 2k m / (P - m) words more), so that who handed over 2k words forwards nothing.
+    (m messages, 2k m / (P - m) words more), so that a rank that handed over 2k words forwards nothing.
     """
     size, total = boundaries[-1], sum(counts)
     mine = kept.embed(boundaries[comm.rank], size)
@@ -411,15 +427,19 @@ async def _allgatherv(
     holding: Sequence[int],
     framing: MessageFraming,
 ) -> list[Tensor]:
-    """Collect the messages of those that hold any, in their order; the others only receive."""
+    """Collect the messages of the ranks that hold entries, in rank order; the others only receive."""
     phase = "allgatherv"
     idle = [rank for rank in range(comm.world_size) if rank not in holding]
     if comm.rank in idle:
         receiving = [comm.irecv(source, lengths[source], phase, framing) for source in holding]
         return [await operation for operation in receiving]
+    # In recursive doubling (3.1.2) idle ranks would forward the others' entries, after they sent up to
+    # 2 k words while balancing.  So holders gather among themselves, and each sends to all idle ranks.
     sending = [comm.isend(payload, dest, phase, framing) for dest in idle]
     group = Subgroup(comm, holding) if idle else comm
     shares = [lengths[rank] for rank in holding]
+    # A rank that holds nearly all entries sends them in every round of a dissemination, ceil(log2 P)
+    # times; on a ring nothing is sent twice.  All ranks know the lengths, so they choose alike.
     even_share = sum(shares) * (len(shares) - 1) / len(shares)
     ring = dissemination_sends(shares) > _TOLERANCE * even_share
     messages = await group.allgatherv(payload, shares, phase, framing, ring=ring)
@@ -437,6 +457,7 @@ async def _balance(
     codec: Codec[SparseVector],
 ) -> SparseVector:
     """Hand entries over until rank j holds ``targets[j]``; order is kept, so pieces just join."""
+    # messages of entries of one region each: their indices are relative to it, and all know its width
     framing, phase = MessageFraming(codec), "balance"
     pieces = {comm.rank: mine.keep(slice(0, 0))}
     receiving: dict[int, Operation] = {}

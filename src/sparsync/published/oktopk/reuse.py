@@ -16,7 +16,7 @@ from sparsync.sparse import SparseVector
 
 __all__ = ["Reused", "ReusedState"]
 
-_BAND = 0.11  # of k: the paper's average deviation stays below it (section 5.1)
+_BAND = 0.11  # of k: the paper's average deviation stays below it (section 5.2)
 _MARGIN = 1 / 4  # octaves below the threshold from which "auto" collects: 84 % of it
 
 
@@ -24,20 +24,21 @@ _MARGIN = 1 / 4  # octaves below the threshold from which "auto" collects: 84 % 
 class ReusedState:
     """State that is carried from step to step."""
 
-    threshold_key: int | None = None  # the k-th largest at the last exact step, if it was not zero
+    # the k-th largest magnitude at the last exact step; None if all was zero, or before the first
+    threshold_key: int | None = None
 
 
 @final
 class Reused(Selector):
-    """Selects what is at least as large as the k-th largest was at the last exact step.
+    """Selects entries at least as large as the k-th largest was at the last exact step.
 
     On exact steps: exactly ``min(k, nnz)`` entries.  In between the count drifts.  So at most ``cap * k``
     are taken, the largest, and with ``floor`` a step that finds fewer than ``floor * k`` is made exact.
 
-    ``threshold_period="auto"`` knows no period: a step that finds fewer than 0.89 k or more than 1.11 k
+    ``threshold_period="auto"`` has no period: a step that finds fewer than 0.89 k or more than 1.11 k
     takes exactly k and renews the threshold.  That mostly costs next to nothing: if k entries or more
     lie above 84 % of the threshold, the k largest are among them.  So the paper's 11 %, an average
-    there, is a bound here.
+    there, is a bound here (``benchmarks/threshold-period.md``).
 
     Args:
         threshold_period: tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), or "auto".
@@ -47,7 +48,7 @@ class Reused(Selector):
     Cost: n comparisons; a partial sort of n every ``threshold_period`` steps and below the floor, with
     "auto" where fewer than k entries lie above 84 % of the threshold, or more than 4 k above it.
     State: ``ReusedState``.
-    Differs from the paper: cap, floor and "auto"; steps are 0-based.
+    Differs from the paper: cap, floor and "auto"; steps are 0-based (printed: ``(t - 1) mod tau'``).
 
     Example:
         >>> selector = Reused(threshold_period=32)
@@ -82,7 +83,7 @@ class Reused(Selector):
         self.state = ReusedState()
 
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Collect what reaches the threshold, on the steps that reuse it."""
+        """Collect the entries that reach the threshold, on the steps that reuse it."""
         known = self._known(step)
         if known is None:
             return None
@@ -103,9 +104,12 @@ class Reused(Selector):
             collected = collected or reaching(accumulated, lowest, 2 * room(k))
             collected = collected or reaching(accumulated, known, room(k))
             return self._within_band(accumulated, k, known, collected, limit)
+        # some more than the limit: of those, the largest are chosen among few instead of among n
         most = None if self.cap is None else max(limit, room(k))
         reached = collected or reaching(accumulated, known, most)
-        if reached is None:  # more than there is room for reach it: the largest of them
+        if reached is None:
+            # Too many reach it.  The step takes the largest and keeps the threshold: the cap bounds the
+            # volume, and the next exact step renews the threshold.
             return largest(accumulated, limit)
         if self.floor is None or reached.nnz >= min(k, self.floor * k):
             return reached.top(limit)
@@ -119,7 +123,8 @@ class Reused(Selector):
     def _within_band(
         self, accumulated: Tensor, k: int, known: int, collected: SparseVector | None, limit: int
     ) -> SparseVector:
-        """Return what reaches the threshold, if it numbers about k; else exactly k."""
+        """Return the entries that reach the threshold, if they are about k; else exactly k."""
+        # by this rank alone: the global threshold is exact on every step, so ranks need not agree here
         if collected is not None:
             reached = kernels.find(collected.values, known, None)
             if reached is not None and abs(reached[0].numel() - k) <= _BAND * k:
@@ -129,7 +134,7 @@ class Reused(Selector):
         return self._renew(largest(accumulated, k))
 
     def _renew(self, selected: SparseVector) -> SparseVector:
-        """Take the smallest magnitude of an exact selection as the threshold."""
+        """Take the smallest magnitude of an exact selection as the threshold (line 3)."""
         self.state = ReusedState(smallest_key(selected))
         return selected
 

@@ -14,10 +14,10 @@ from sparsync.wire.codec import Codec
 
 __all__ = ["redsync", "redsync_quantized"]
 
-_DENSE_BELOW = 128 * 1024  # bytes; RedSync, section 5.4: allreduce is cheaper than compressing
-_SEARCH_FROM = 4 * 2**20  # bytes; RedSync, section 5.4
-_FUSION = 4 * 2**20  # bytes of gradient per message; RedSync, section 5.3, gives no number
-_SEARCHED = 1.5  # entries that a search selects, over k: it stops between 1 and 2
+_DENSE_BELOW = 128 * 1024  # bytes; section 5.4: below, an allreduce is cheaper than compressing
+_SEARCH_FROM = 4 * 2**20  # bytes; section 5.4
+_FUSION = 4 * 2**20  # bytes of gradient per message; section 5.3 fuses, without a number
+_SEARCHED = 1.5  # times k: entries that a search selects on average; it stops between 1 and 2
 
 
 def redsync(
@@ -42,8 +42,8 @@ def redsync(
         thsd1: bytes from which top-k is trimmed, not exact (default: all, as in section 5.4).
         thsd2: bytes from which it is a binary search, with reuse.
         reuse_period: steps that a threshold serves.
-        cap: at most ``cap * k`` entries per rank and group are taken (a search finds up to 2 k); None:
-            any number, at the price of a round for the lengths.
+        cap: at most ``cap * k`` entries per rank and group are taken (a search finds up to 2 k); None,
+            as published: any number, at the price of a round for the lengths.
         codec: wire format (default: coo, 32-bit indices and the values as they are).
         fusion_bytes: gradients that travel in one message (Horovod's tensor fusion).
     """
@@ -51,6 +51,7 @@ def redsync(
         "redsync",
         lambda: Layered(lambda: BySize(0, thsd1 or 0, thsd2, reuse_period, cap)),
         lambda: Allgather(codec, cap),
+        # every layer has its own k (Algorithm 4): no layer gives entries to another
         shared=False,
         unit_bytes=fusion_bytes,
         compress=lambda _, parameter: parameter.numel() * parameter.element_size() >= compress_thd,
@@ -78,7 +79,7 @@ def redsync_quantized(
         thsd2: likewise; the search is new on every step.
         cap: likewise.
         codec: wire format (default: ``SignMean()``; ``SignMean("packed")`` is shorter).
-        keep_error: what the mean rounds away stays in the residual; False, as published: it is lost.
+        keep_error: the rounding error of the mean stays in the residual; False, as published: it is lost.
         fusion_bytes: as in "redsync".
     """
     plain = redsync(
@@ -87,6 +88,8 @@ def redsync_quantized(
     return replace(
         plain,
         name="redsync-quantized",
+        # a reuse period of 1: thresholds of one sign say nothing of the other's ("can not be used with
+        # quantization", section 5.2.3)
         make_selector=lambda: Layered(lambda: OneSigned(BySize(0, thsd1 or 0, thsd2, 1, cap))),
         make_collective=lambda: Allgather(codec or SignMean(), cap, keep_error=keep_error),
         output=plain,
@@ -94,7 +97,7 @@ def redsync_quantized(
 
 
 def _fused(job: Job) -> tuple[int, Job]:
-    """Take all for one layer, in fused messages: a search finds more than k."""
+    """Take the whole job as one layer, in fused messages, of which a search selects more than k."""
     nbytes = WORD_BYTES * job.size
     entries = min((_SEARCHED if nbytes >= _SEARCH_FROM else 1.0) * job.k, job.size)
     groups = max(-(-nbytes // _FUSION), 1)

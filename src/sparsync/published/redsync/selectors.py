@@ -32,7 +32,7 @@ __all__ = [
     "mean_and_max",
 ]
 
-# elements whose magnitudes stay in a CPU's cache: three times as fast as a copy of all
+# elements per pass, so that their magnitudes stay in a CPU's cache: three times as fast as a copy of all
 _BLOCK = 1 << 18
 
 
@@ -40,14 +40,15 @@ _BLOCK = 1 << 18
 class Trimmed(Selector):
     """Selects exactly ``min(k, nnz)`` entries, as ``Exact`` does; ties go to the lower index.
 
-    The threshold ``mean + ratio (max - mean)`` of the magnitudes is the first of ``ratio`` = 1 - eps,
+    The threshold ``mean + ratio (max - mean)`` of the magnitudes is the first for ``ratio`` = 1 - eps,
     1 - 2 eps, ..., 0 (Alg. 2: eps 0.2) that at least k entries reach; the k largest of those are taken.
-    Where fewer than k reach the mean, or NaN or Inf leaves no mean, they are taken from all n.
+    Where fewer than k reach the mean, or NaN or Inf leaves no mean, the k largest of all n are.
 
     Cost: mean and maximum of n elements, one pass that counts for all thresholds, one that collects, a
     selection among the survivors.   State: none.
     Differs from the paper: the loop ends when at least k entries reach the threshold (printed: it goes
-    on while more than k do); all thresholds are counted in one pass; the walk ends at the mean.
+    on while more than k exceed it, which contradicts the text); all thresholds are counted in one pass;
+    the walk ends at the mean.
 
     Example:
         >>> accumulated = torch.tensor([1.0, -4.0, 0.0, 2.0])
@@ -68,11 +69,13 @@ class Trimmed(Selector):
         if k <= 0 or accumulated.numel() == 0:
             return SparseVector.empty(accumulated.numel(), accumulated)
         mean, peak = mean_and_max(accumulated)
+        # The paper's walk counts once per threshold it tries.  A pass over n elements costs about the
+        # same for all thresholds as for one, so all are counted, and the walk is done on the counts.
         ratios = [max(1 - i * self.eps, 0.0) for i in range(math.ceil(1 / self.eps), 0, -1)]
         keys = [_key_at(ratio, mean, peak, accumulated.dtype) for ratio in ratios]
         counts = kernels.count_from(accumulated, torch.tensor(keys, device=accumulated.device))
         enough = [(key, n) for key, n in zip(keys, counts.tolist(), strict=True) if n >= k]
-        # keys ascend: the last is the first of the walk
+        # keys ascend, the walk descends: the last of them is where it stops
         survivors = reaching(accumulated, *enough[-1]) if enough else None
         return largest(accumulated, k) if survivors is None else survivors.top(k)
 
@@ -81,13 +84,13 @@ class Trimmed(Selector):
 class BinarySearchState:
     """State that is carried from step to step."""
 
-    threshold_key: int | None = None  # where the last search ended; None if all was zero
+    threshold_key: int | None = None  # found by the last search; None if all was zero
     served: int = 0  # calls that it has served, the search itself included
 
 
 @final
 class BinarySearch(Selector):
-    """Selects what reaches a threshold that k to 2k entries reach, found by bisection.
+    """Selects the entries that reach a threshold, found by bisection, which k to 2k entries reach.
 
     The threshold is ``mean + ratio (max - mean)`` of the magnitudes, the ratio bisected in [0, 1].  **A
     search returns k to 2k entries, or all that are not zero if those are fewer than k.**  Where it
@@ -95,7 +98,7 @@ class BinarySearch(Selector):
 
     With ``reuse_period`` p (section 5.2.2: 5) the threshold serves the next p - 1 calls as well (the
     paper's "sampled threshold binary search"): then any number may reach it, of which at most ``cap * k``
-    are taken, the largest (None: no cap, as published).  When none does, it searches again.
+    are taken, the largest (None: no cap, as published).  When none does, a new search begins.
 
     Args:
         eps: width of the bracket of ratios at which a search gives up (the paper names no value;
@@ -106,7 +109,9 @@ class BinarySearch(Selector):
     Cost: mean and maximum of n elements, and at most n comparisons in each of ``ceil(log2(1 / eps))``
     trials; a call that reuses: n comparisons.   State: ``BinarySearchState``.
     Differs from the paper: the bounds are ratios (printed: they are assigned thresholds), and fewer than
-    k entries lower the upper one (printed: fewer than k/2); exact where ``eps`` ends the search; the cap.
+    k entries lower the upper one (printed: fewer than k / 2, so that between k / 2 and k the search moves
+    away from the goal); k and 2k entries are accepted (printed: only numbers between them); exact where
+    ``eps`` ends the search; the cap.
 
     Example:
         >>> selector = BinarySearch(reuse_period=5)
@@ -130,15 +135,17 @@ class BinarySearch(Selector):
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
-        """Return what reaches the threshold, which is searched for once per period."""
+        """Return the entries that reach the threshold, which is searched for once per period."""
         if k <= 0 or accumulated.numel() == 0:
             return SparseVector.empty(accumulated.numel(), accumulated)
         known, served = self.state.threshold_key, self.state.served
         if known is not None and served < self.reuse_period:
             limit = None if self.cap is None else math.floor(self.cap * k)
             selected = reaching(accumulated, known, limit)
-            if selected is None:  # more than the limit
+            if selected is None:  # more than the limit: gradients grew since the search
                 selected = largest(accumulated, limit or 0)
+            # none at all, where gradients shrank: searched for again rather than sending nothing for
+            # the rest of the period
             if selected.nnz:
                 self.state = BinarySearchState(known, served + 1)
                 return selected
@@ -147,9 +154,10 @@ class BinarySearch(Selector):
         return selected
 
     def _search(self, accumulated: Tensor, k: int) -> tuple[int | None, SparseVector]:
-        """Return a threshold, None if all is zero, and what reaches it."""
+        """Return a threshold, None if all is zero, and the entries that reach it."""
         mean, peak = mean_and_max(accumulated)
-        low, high = 0.0, 1.0  # more than 2k entries reach the one, fewer than k the other
+        # the invariant: more than 2k entries reach ``low``, fewer than k reach ``high``
+        low, high = 0.0, 1.0
         while high - low > self.eps:
             ratio = (low + high) / 2
             key = _key_at(ratio, mean, peak, accumulated.dtype)
@@ -160,6 +168,7 @@ class BinarySearch(Selector):
                 high = ratio
             else:
                 return key, reached
+        # ties, a constant, or a few entries that dwarf the rest: no ratio between 0 and 1 has k to 2k
         selected = largest(accumulated, k)
         return smallest_key(selected), selected
 
@@ -185,8 +194,8 @@ class BySize(Selector):
         cap: of ``BinarySearch``; None: as published.
 
     Cost: that of the method.   State: that of the search; the other methods have none.
-    Differs from the paper: the counter of the reuse outlives the call (printed: it is set to 0 in every
-    call).
+    Differs from the paper: the counter of the reuse outlives the call (Algorithm 5, line 2, sets it to 0
+    in every call, and so searches in every call).
 
     Example:
         >>> policy = BySize()
@@ -247,7 +256,7 @@ class BySize(Selector):
 
 @dataclass(frozen=True)
 class OneSignedState:
-    """The turn, and the state of the selector inside."""
+    """The turn, and the state of the wrapped selector."""
 
     bottom: bool  # the next call selects among the negative entries
     selector: Any
@@ -255,15 +264,16 @@ class OneSignedState:
 
 @final
 class OneSigned(Selector):
-    """Selects by another selector among the positive entries, then among the negative, by turns.
+    """Wraps a selector, which sees only the positive entries, then only the negative ones, by turns.
 
-    So one mean serves all values of a message.  The entries of the other sign are zero to it: they stay
-    in the residual, and fewer than k are selected where fewer have the sign.  NaN and Inf are selected
-    on every call, of either sign.
+    So one mean stands for all values of a message.  Entries of the other sign look like zeros to the
+    selector: they stay in the residual, and fewer than k entries are selected where fewer have the sign.
+    NaN and Inf are selected on every call, whatever their sign.
 
     Cost: a copy of n elements, and the selector's.   State: ``OneSignedState``.
-    Differs from the paper: its "smallest k" take positive values where fewer than k are negative; here
-    the signs never mix.  The sign alternates per call (a layer has a selector of its own).
+    Differs from the paper: its "smallest k elements" include positive ones where fewer than k are
+    negative; here the signs never mix.  The sign alternates per call, and each layer has a selector of
+    its own (Algorithm 5, line 3, sets its flag in every call, so that it would never alternate).
 
     Example:
         >>> selector, accumulated = OneSigned(Exact()), torch.tensor([1.0, -4.0, 0.0, 2.0])
@@ -283,7 +293,7 @@ class OneSigned(Selector):
 
     @property
     def state(self) -> OneSignedState:
-        """The turn, and the state of the selector inside."""
+        """The turn, and the state of the wrapped selector."""
         return OneSignedState(self._bottom, self.selector.state)
 
     @state.setter
@@ -291,28 +301,28 @@ class OneSigned(Selector):
         self._bottom, self.selector.state = state.bottom, state.selector
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields of the state, that of the selector inside as a dictionary."""
+        """Return the fields of the state, the wrapped selector's as a dictionary."""
         return {**super().state_dict(), "selector": self.selector.state_dict()}
 
     def parsed_state(self, state: Mapping[str, Any]) -> OneSignedState:
-        """Return the state object of a saved dictionary, without taking it over."""
+        """Return the state object of a saved dictionary; change nothing."""
         parsed: OneSignedState = super().parsed_state(state)
         return replace(parsed, selector=self.selector.parsed_state(parsed.selector))
 
     def for_layers(self, sizes: Sequence[int]) -> OneSigned:
-        """Tell the selector inside."""
+        """Return a copy whose wrapped selector knows the layers."""
         return OneSigned(self.selector.for_layers(sizes))
 
     def method(self, size_bytes: int) -> str:
-        """Name that of the selector inside."""
+        """Return the wrapped selector's method."""
         return self.selector.method(size_bytes)
 
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> Vector:
-        """Return what the selector takes of this call's sign."""
+        """Return the selector's choice among the entries of this call's sign."""
         other = accumulated > 0 if self._bottom else accumulated < 0
-        # what is not finite is selected on every step, so that all ranks refuse it
+        # NaN and Inf stay whatever the turn: selected on every step, they make all ranks refuse it
         one_signed = accumulated.masked_fill(other & accumulated.isfinite(), 0)
         self._bottom = not self._bottom
         return self.selector.select(one_signed, k, step)
@@ -327,10 +337,10 @@ class LayeredState:
 
 @final
 class Layered(Selector):
-    """Selects from every layer of a unit by itself: one message, but no layer outbids another.
+    """Selects from every layer of a unit separately: one message, but no layer outbids another.
 
     A layer of n' of the unit's n elements is asked for ``k n' / n`` entries, at least one.  Without
-    ``sizes`` there is one layer, of any size; ``for_layers`` tells the unit's.
+    ``sizes`` there is one layer, of any size; ``for_layers`` sets the unit's layers.
 
     Cost: that of the layers' selectors.   State: ``LayeredState``.
     Differs from the paper: nothing.
@@ -355,7 +365,7 @@ class Layered(Selector):
         return Layered(self.make_selector, sizes)
 
     def method(self, size_bytes: int) -> str:
-        """Ask a layer's selector: they are alike."""
+        """Return the method of a layer's selector; the layers' selectors are alike."""
         return self._layers[0].method(size_bytes)
 
     def select(
@@ -372,6 +382,7 @@ class Layered(Selector):
             quota = 0 if k <= 0 or start == stop else max(round(k * (stop - start) / size), 1)
             chosen = layer.select(accumulated[start:stop], min(quota, stop - start), step)
             if isinstance(chosen, DenseVector):
+                # a layer below ``exact_from``: its neighbours in the message are sparse
                 chosen = SparseVector.from_dense(chosen.values)
             selected.append(chosen.embed(start, size))
         return SparseVector.join(selected) if selected else SparseVector.empty(size, accumulated)
@@ -411,5 +422,6 @@ def mean_and_max(accumulated: Tensor) -> tuple[float, float]:
 
 def _key_at(ratio: float, mean: float, peak: float, dtype: torch.dtype) -> int:
     """Return the threshold ``mean + ratio (peak - mean)`` as a magnitude key of ``dtype``."""
+    # a key, so that kernels compare the very integers on every device; on the CPU, to wait for no GPU
     threshold = torch.tensor([mean + ratio * (peak - mean)], dtype=dtype, device="cpu")
     return int(kernels.magnitude_keys(threshold))

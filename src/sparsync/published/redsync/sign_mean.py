@@ -42,8 +42,8 @@ class SignMean(Codec[SparseVector]):
         layers: elements per layer, 1 to 65535 layers (``for_layers`` sets them); None: one layer.
 
     Cost: 16 bytes, 8 per layer; 4 nnz bytes of indices, or those of ``Packed``.   State: none.
-    Differs from the paper: fused layers share a message; packed indices; the rounding error is the
-    caller's to keep (the paper drops it).
+    Differs from the paper: fused layers share a message; packed indices; the caller may keep the rounding
+    error (the paper drops it).
 
     Example:
         >>> v = SparseVector.from_dense(torch.tensor([0.0, 1.0, 3.0, 0.0]))
@@ -81,9 +81,12 @@ class SignMean(Codec[SparseVector]):
 
     def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
         """Encode; ``decoded`` has the same indices and, layer by layer, the same value."""
+        # no bits for signs: after ``OneSigned`` all values of a layer have the sign of their mean (5.2.3)
         start, indices, size = self.start(vector), vector.indices, vector.size
         counts = self._counts(indices, size)
         means = _means(vector.values, counts)
+        # a count per layer, as in the paper's message (section 5.3: "an initial element, which indicates
+        # the length"), for layers of a fused group follow each other
         table = torch.stack([counts.to(torch.int32), means.view(torch.int32)], 1).flatten()
         packed = self.indices == "packed"
         raw = packing.pack_indices(indices.contiguous(), size) if packed else pack_words(indices)
@@ -91,7 +94,7 @@ class SignMean(Codec[SparseVector]):
         return Encoded(self.message(start, table, raw), decoded)
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode and check every bit but the means', which may be anything where entries are."""
+        """Decode and check every bit except those of means of layers that have entries."""
         header, body = self.body(payload, size)
         if header.detail != self.detail:
             raise WireFormatError(
@@ -105,6 +108,8 @@ class SignMean(Codec[SparseVector]):
             indices = packing.unpack_indices(body[middle:], header.entries, size)
         else:
             indices = unpack_words(body[middle:], size)
+        # counts are redundant, as indices tell the layers: a mismatch shows ranks that fuse other layers,
+        # whose means would be spread over the wrong entries
         found = self._counts(indices, size)
         if not torch.equal(found, counts):
             at = int((found != counts).nonzero()[0])
@@ -113,6 +118,7 @@ class SignMean(Codec[SparseVector]):
                 f"{int(found[at])} of its indices lie there; do all ranks fuse the same layers?"
             )
         if bool(means.view(torch.int32)[counts == 0].any()):
+            # a vector has one encoding: bytes without a meaning are refused
             raise WireFormatError("a message has a mean for a layer without entries; it is corrupt")
         return _spread(indices, means, counts, header.dtype, size)
 
@@ -140,9 +146,11 @@ class SignMean(Codec[SparseVector]):
 
 def _means(values: Tensor, counts: Tensor) -> Tensor:
     """Return the float32 mean of each layer; 0 where it has no entries."""
-    scale = 2.0 ** values.numel().bit_length()  # exact, and no sum of float64 overflows
+    # a power of two: dividing by it is exact, and keeps sums of the largest float64 values finite
+    scale = 2.0 ** values.numel().bit_length()
     sums = torch.segment_reduce(values.double() / scale, "sum", lengths=counts)
     means = sums / counts.clamp(min=1) * scale
+    # the mean of finite values is sent as a finite one; a NaN or Inf passes, for all ranks to refuse it
     largest = torch.finfo(torch.float32).max
     return torch.where(sums.isfinite(), means.clamp(-largest, largest), means).to(torch.float32)
 

@@ -34,7 +34,7 @@ __all__ = [
     "split_allgather",
 ]
 
-_ALPHA, _BETA = 50e-6, 8e-9  # seconds per message and byte, with which SparcmlAuto weighs: 1 Gbit/s
+_ALPHA, _BETA = 50e-6, 8e-9  # seconds per message and byte by which SparcmlAuto chooses: 1 Gbit/s
 
 
 # ---- recursive doubling -----------------------------------------------------------------------------
@@ -48,19 +48,19 @@ class RecursiveDoubling(StreamCollective):
     ``P - 2^m`` ranks first hand their vector to the rank below, and get the result in the end.  So a
     group that holds the same partial result is always a run of consecutive ranks, and each merge is
     (lower ranks) op (higher ranks): partners compute the same bits, and operations need not commute.
-    A partial result that may have more entries than the codec's limit turns dense in mid-flight.
+    A partial result that may have more entries than the codec's limit turns dense on the way.
 
     Args:
-        codec: wire format; what it rounds off a partial result is kept by the lowest rank that
-            holds that (default: coo, dense from where that is shorter).
+        codec: wire format; the error of rounding a partial result is kept by the lowest rank that holds
+            it (default: coo; dense where that is shorter).
         op: as for ``StreamCollective``.
         cap: likewise.
 
     Cost: log2 P messages, two more where P is not a power of two;
     ``L1 + log2(P) k beta_s <= T <= L1 + (P - 1) k beta_s`` with ``L1 = log2(P) alpha``: from all
     supports equal to all disjoint.   State: none.
-    Differs from the paper: reproducible (merges follow rank order); any P, as its appendix A
-    sketches; the dense switch, which it leaves to DSAR.
+    Differs from the paper: reproducible (merges follow rank order); any P, as sketched in its appendix
+    A; the dense switch, which the paper leaves to DSAR.
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -79,8 +79,8 @@ class RecursiveDoubling(StreamCollective):
     def cost(self, job: Job) -> Cost:
         """Return ``log2 P`` messages; k entries in every round, to twice as many in each (5.3.1).
 
-        Where P is no power of two, one message more, with the whole result.  A message is dense from
-        where that is shorter.
+        Where P is no power of two, one more message has the whole result.  Messages are dense where that
+        is shorter.
 
         Example:
             >>> doubling = RecursiveDoubling()
@@ -108,6 +108,8 @@ class RecursiveDoubling(StreamCollective):
         Position p of the ``core = 2^m`` that double stands for the ranks ``[first_rank(p),
         first_rank(p + 1))``: one, or a host and its extra one.
         """
+        # Folding pairs of neighbours, not the last P - 2^m ranks onto the first ones, keeps groups runs
+        # of consecutive ranks: else "lower op higher" would not be one order for all partners.
         comm = call.comm
         core = 1 << comm.world_size.bit_length() - 1
         extra = comm.world_size - core
@@ -131,7 +133,9 @@ class RecursiveDoubling(StreamCollective):
             first = position // span * span  # of this rank's group, as positions
             partner_first = first ^ span
             partner, lowest = first_rank(position ^ span), first_rank(first)
-            # every rank of the group encodes the same partial result, with the same random numbers
+            # All ranks of the group encode the same partial result, with the same random numbers, so all
+            # go on with the same decoded bits; one of them keeps the rounding error, or it would count
+            # once per rank.
             encoded = call.encode(mine, span, source=lowest, keep=comm.rank == lowest)
             ranks = first_rank(partner_first + span) - first_rank(partner_first)
             capacity = call.capacity(ranks, call.size)
@@ -143,7 +147,8 @@ class RecursiveDoubling(StreamCollective):
             else:
                 mine = call.combine(theirs, encoded.decoded)
             span *= 2
-        # all ranks must end with what the extra ones can be sent, so all round it
+        # Extra ranks get the result through the codec.  Where that rounds, all ranks have to go on with
+        # the rounded result, or replicas would differ.
         if extra and (paired or not call.exact):
             encoded = call.encode(mine, comm.world_size, source=0, keep=comm.rank == 0)
             mine = encoded.decoded
@@ -159,30 +164,31 @@ class RecursiveDoubling(StreamCollective):
 class Dynamic(StreamCollective):
     """DSAR_Split_allgather: half of the volume, for large results that may become dense.
 
-    Every rank sends each even region's entries to its owner, who folds them; then an allgather.  A
-    region travels sparse as long as its reduced entries are within the codec's limit, dense from then
-    on; its header says which.  The total is dense if any region was.
+    Every rank sends the entries of each of P even regions to its owner, who folds them; then an
+    allgather.  A region travels sparse as long as its reduced entries are within the codec's limit,
+    otherwise dense; its header says which.  The total is dense if any region was.
 
     Args:
-        codec: wire format; its dense part may quantise (``StreamCodec(dense=...)``).  What it rounds
-            off an entry is kept by the sender, what it rounds off a reduced one by the owner.
-            Default: coo, dense from where that is shorter.
+        codec: wire format; its dense part may quantise (``StreamCodec(dense=...)``).  The sender keeps
+            the error of rounding an entry, the owner that of rounding a sum.  Default: coo; dense where
+            that is shorter.
         op: as for ``StreamCollective``.
         cap: likewise.
         always_dense: regions travel dense, however few their entries (as published).
-        local: codec of what ranks send to owners, which rounds the own share as well (SparCML's
-            Algorithm 1, Q).  Default: that of the rest.
-        keep_error: what ``local`` rounds away is kept by the sender; False: it is lost, as published.
+        local: codec of the messages to owners, which rounds the own share as well (Q in SparCML's
+            Algorithm 1).  Default: ``codec``.
+        keep_error: the sender keeps the rounding error of ``local``; False: it is lost, as published.
 
     Cost: P - 1 + ceil(log2 P) messages.  Dense:
     ``L2 + (P - 1) / P N beta_d <= T <= L2 + k beta_s + (P - 1) / P N beta_d`` with
     ``L2 = (P - 1) alpha + log2(P) alpha``; sparse, received:
     ``L2 + 2 (P - 1) / P k beta_s <= T <= L2 + P k beta_s``, from supports equal and spread evenly to
-    disjoint ones, each in one region (section 5.3.2).  The dissemination sends a region that is much
-    larger than the others up to ceil(log2 P) times.
+    disjoint ones, each in one region (section 5.3.2).  The allgather, by dissemination, sends a region
+    that is much larger than the others up to ceil(log2 P) times.
     State: none.
-    Differs from the paper: regions stay sparse where that is shorter; left folds in rank order; any
-    P.  With one rank nothing travels, and the total stays sparse.
+    Differs from the paper: regions stay sparse where that is shorter (as in Ok-Topk's TopkDSA); left
+    folds in rank order, not in the order of arrival; any P.  One rank alone sends nothing, and its total
+    stays sparse.
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -227,6 +233,7 @@ class Dynamic(StreamCollective):
             >>> split_allgather().cost(Job(10**6, 1000, 8, result=1000)).words  # 4 k (P - 1) / P
             3528.0
         """
+        # T_split and T_sparse_ag of section 5.3.2, or the dense allgather of 5.3.3
         peers, ranks = job.world_size - 1, job.world_size
         piece = HEADER_BYTES + ENTRY_BYTES * job.k / ranks
         if self.local is not None:
@@ -256,7 +263,7 @@ class Dynamic(StreamCollective):
     async def _split_and_fold(self, call: Call, boundaries: Sequence[int]) -> Vector:
         """Return the left fold, in rank order, of this rank's region; sparse.
 
-        Where a native call would pad each message to the longest possible, they go from point to point.
+        Messages go from point to point where a native call would pad each to the longest possible.
         """
         comm, mine, codec = call.comm, call.mine, self.local or call.codec
         assert isinstance(mine, SparseVector)
@@ -268,6 +275,8 @@ class Dynamic(StreamCollective):
         width = own.size
         most = codec.sparse.nbytes(min(call.most, width), width, call.dtype)
         capacities, framing = [most] * comm.world_size, MessageFraming(codec)
+        # Nobody knows how many entries a region has, so the capacity is that of all k in one: padding to
+        # it would send P times the bytes.
         if comm.pads:
             messages = await Communicator.alltoallv(comm, payloads, capacities, "split", framing)
         else:
@@ -284,7 +293,8 @@ class Dynamic(StreamCollective):
         codec, lose = self.local or call.codec, self.local is not None and not self.keep_error
         payloads, own = [], pieces[call.comm.rank]
         for dest, (piece, start) in enumerate(zip(pieces, boundaries, strict=False)):
-            if dest == call.comm.rank and self.local is None:  # it stays, as it is
+            if dest == call.comm.rank and self.local is None:
+                # the own share does not travel, so nothing forces it to be rounded; Algorithm 1 does so
                 payloads.append(torch.empty(0, dtype=torch.uint8))
                 continue
             encoded = call.encode(piece, dest, start=start, codec=codec, lose=lose)
@@ -297,7 +307,7 @@ class Dynamic(StreamCollective):
 def split_allgather(
     codec: StreamCodec | None = None, *, op: str | Reduction = "sum", cap: float | None = 1.0
 ) -> Dynamic:
-    """SSAR_Split_allgather: for large results; regions stay sparse, however many their entries.
+    """SSAR_Split_allgather: for large results; regions stay sparse, however many entries they have.
 
     Args:
         codec: wire format; only its sparse part is used.
@@ -320,17 +330,17 @@ class Ring(StreamCollective):
     is fixed by P.
 
     Args:
-        codec: wire format; whoever rounds keeps what that takes (default: coo, dense from where that
-            is shorter).
+        codec: wire format; the rank that rounds keeps the error (default: coo; dense where that is
+            shorter).
         op: as for ``StreamCollective``; it must commute.
-        cap: at most ``cap * k`` entries per rank are taken; the dense ring takes all, whatever it is.
+        cap: at most ``cap * k`` entries per rank are taken; the dense ring ignores it and takes all.
         dense: regions are dense from the start (the dense baseline).
 
     Cost: 2 (P - 1) messages; dense 2 (P - 1) / P N beta_d, sparse
     ``[2 (P - 1) / P k, (P - 1) k + k (P - 1) / 2] beta_s`` for supports that are spread evenly, from all
     equal to all disjoint.   State: none.
-    Differs from the paper: that only names its baselines; here with a dense switch, which turns a
-    partial sum dense in mid-flight.
+    Differs from the paper: the paper only names its ring baselines; here with a dense switch, which turns
+    a partial sum dense on the way.
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -366,7 +376,7 @@ class Ring(StreamCollective):
     def cost(self, job: Job) -> Cost:
         """Return ``2 (P - 1)`` messages to the next rank, of partial sums of regions, then of sums.
 
-        Dense: ``2 n (P - 1) / P`` words (section 8.1).  Else a block is dense from where that is shorter.
+        Dense: ``2 n (P - 1) / P`` words (section 8.1).  Else a block is dense where that is shorter.
 
         Example:
             >>> Ring(dense=True).cost(Job(8_000, 8_000, 8)).words  # 14 blocks of 1000 words, headers
@@ -382,11 +392,11 @@ class Ring(StreamCollective):
         return relayed(blocks, blocks * HEADER_BYTES + bodies / job.world_size)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return the dense one's cost."""
+        """Return the cost of the dense ring; the sparse one promises nothing."""
         return self.cost(job).words if self.dense else None
 
     async def total(self, call: Call) -> Vector:
-        """Reduce-scatter, in which what arrives is the left operand; then allgather."""
+        """Reduce-scatter, in which the arriving partial sum is the left operand; then allgather."""
         comm = call.comm
         boundaries = even_boundaries(call.size, comm.world_size)
         pieces: list[Vector]
@@ -424,17 +434,17 @@ class SparcmlAutoState:
 class SparcmlAuto(Collective):
     """Recursive doubling for small results, split and allgather for large, dynamic for dense ones.
 
-    Where SparCML asks the user for "some rough idea" of the result's size K, it is learned here from the
-    last total, whose entries all ranks know.  On the first call it is the expectation of appendix B for
-    uniformly random supports.  Rounds are weighed against bytes as on gigabit Ethernet.
+    SparCML asks the user for "some rough idea" of the result's size K (section 5.3).  Here K is learned
+    from the last total, whose entries all ranks know; for the first call it is the expectation of
+    appendix B for uniformly random supports.  Rounds are weighed against bytes as on gigabit Ethernet.
 
     Args:
-        codec: of all three; its dense switch decides what "dense" means.
+        codec: of all three; its dense switch decides where a result counts as dense.
         op: the operation.
-        cap: likewise.
+        cap: at most ``cap * k`` entries per rank are taken; None: all.
 
-    Cost: that of the cheapest of the three by the estimate; with ``cap=None`` the first call has an
-    allreduce of one integer more.   State: entries of the last total, and the most of a rank.
+    Cost: that of the cheapest of the three by the estimate; with ``cap=None`` the first call has one more
+    allreduce, of one integer.   State: entries of the last total, and the most of a rank.
     Differs from the paper: there the user chooses.
 
     Example:
@@ -464,7 +474,9 @@ class SparcmlAuto(Collective):
         self._dynamic = Dynamic(self.codec, op=op, cap=cap)
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Choose, then do it."""
+        """Choose, then reduce."""
+        # The choice rests only on numbers that all ranks share: n, P, the most entries of any rank, those
+        # of the last total.  Ranks that chose differently would wait for messages that nobody sends.
         size, dtype, most = selected.size, selected.values.dtype, self.state.most
         if self.cap is not None:
             most = min(self.cap * k, size)
@@ -476,7 +488,7 @@ class SparcmlAuto(Collective):
         return reduced
 
     def choose(self, job: Job, dtype: torch.dtype = torch.float32) -> RecursiveDoubling | Dynamic:
-        """Return the one that is expected to be fastest.
+        """Return the collective that is expected to be fastest.
 
         Example:
             >>> auto, n = SparcmlAuto(), 10**6
@@ -487,10 +499,12 @@ class SparcmlAuto(Collective):
         limit = self.codec.limit(job.size, dtype)
         if limit is not None and job.summed > limit:
             return self._dynamic
+        # no threshold: doubling wins where messages are few and short, but also where supports hardly
+        # overlap, as it moves (P - 1) k entries then, and splitting P k
         doubling, split = self._doubling, self._split
         seconds = [one.cost(job).seconds(_ALPHA, _BETA) for one in (doubling, split)]
         return doubling if seconds[0] <= seconds[1] else split
 
     def cost(self, job: Job) -> Cost:
-        """Return the cost of the one that is chosen (section 5.3)."""
+        """Return the cost of the chosen collective (section 5.3)."""
         return self.choose(job).cost(job)

@@ -36,15 +36,15 @@ def sparcml(
     ``attach(model, algorithm="sparcml", density=16 / 512)``: every parameter is a unit, exchanged
     as soon as its gradient is there; a learning rate that was tuned for means is to be divided
     by world_size.
-    ``attach(model, **SPARCML_SETTINGS["cifar-10"])`` is what the paper used.
+    ``attach(model, **SPARCML_SETTINGS["cifar-10"])`` has the paper's settings.
 
     Args:
         bits: of a quantised value; None: no quantisation (ATIS, Hansards).
-        quantize: "local": what ranks select (Algorithm 1); "reduced": what becomes dense on the way,
-            in the second half of the dynamic collective (section 6).
+        quantize: "local": the selected entries (Q in Algorithm 1); "reduced": sums that become dense on
+            the way, in the second half of the dynamic collective (section 6).
         keep_error: keep the local quantisation error in the residual.  QSGD is unbiased but not
             contractive, and its error fed back explodes: True shrinks the decoded values by
-            ``1 / (1 + omega)``, which makes it so.  False, as published: the error is lost, and
+            ``1 / (1 + omega)``, which makes it contractive.  False, as published: the error is lost, and
             reported.
         scale: of a quantisation block: "max" or "l2" (the paper does not say; QSGD proves its bounds for
             "l2" and uses "max" in its experiments, whose noise is several times smaller).
@@ -78,7 +78,7 @@ def sparcml(
         return Dynamic(StreamCodec(dense=rounding), cap=None)
 
     def calls(job: Job) -> tuple[int, Job]:
-        """Take all for one layer, of which every block gives equally many entries."""
+        """Take the whole job as one layer, every block of which gives equally many entries."""
         per_block = min(-(-int(job.k) * block // job.size), block)
         return 1, job._replace(k=max(job.k, per_block * job.size // block))
 
@@ -86,15 +86,15 @@ def sparcml(
         "sparcml",
         lambda: Blockwise(block=block),
         make,
-        average=False,
-        shared=False,
+        average=False,  # Algorithm 1 applies the sum
+        shared=False,  # every block of every layer has its own k (section 8.3)
         unit_bytes=1,  # a unit is closed by its first parameter: layer-wise
         calls=calls,
     )
 
 
 def _attention(name: str, parameter: Tensor) -> bool:
-    """Tell the weights of attention layers, by their names."""
+    """Tell whether a parameter belongs to an attention layer, by its name."""
     return "attention" in name or "attn" in name
 
 

@@ -1,4 +1,4 @@
-"""The seam of SparCML's collectives: vectors that turn dense where that is shorter, any operation."""
+"""The seam of SparCML's collectives: vectors that turn dense where that is shorter; any operation."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["Call", "StreamCollective", "relayed", "stream_bytes"]
 
 
 class StreamCollective(Collective):
-    """A collective of streams.
+    """A collective of streams (SparCML, section 5.1): vectors that are sparse or dense.
 
     Args:
-        codec: wire format; whoever rounds keeps what that takes (default: coo, dense from where that is
+        codec: wire format; the rank that rounds keeps the error (default: coo; dense where that is
             shorter).
         op: a name of ``sparsync.reduction.OPERATIONS``, or a ``Reduction``.
         cap: at most ``cap * k`` entries per rank are taken; None: all.
@@ -57,19 +57,22 @@ class StreamCollective(Collective):
         """Reduce the entries that take part.
 
         Raises:
-            ConfigurationError: the operation is not defined on the dtype; the codec would round what is
-                not a sum; more entries than the cap, of a dtype without magnitudes.
+            ConfigurationError: the operation is not defined on the dtype; the codec would round values
+                of another operation than a sum; there are more entries than the cap, of integers.
         """
+        # equal on all ranks, so that capacities, and where a sum turns dense, are as well
         most = most_entries(k, self.cap, selected.size)
         call = Call(comm, self, self._taken(selected, most), most, step)
         return call.reduced(call.mine if comm.world_size == 1 else await self.total(call))
 
     @abstractmethod
     async def total(self, call: Call) -> Vector:
-        """Return the reduction over all ranks, of which there are several."""
+        """Return the reduction over all ranks; there are two or more."""
 
     def _taken(self, selected: Vector, most: int) -> Vector:
         """Return the entries that take part: none is neutral, and ``most`` at most."""
+        # An element that is not stored is the operation's neutral element (5.2), not zero: a stored 0 of
+        # a product counts, and a 1 need not travel.
         name, dtype = type(self).__name__, selected.values.dtype
         neutral = self.operation.check(dtype)
         if self.operation is not SUM and not self.codec.is_exact(dtype):
@@ -104,8 +107,9 @@ class Call:
         self.size, self.dtype = mine.size, mine.values.dtype
         self.framing = MessageFraming(self.codec)
         self.exact = self.codec.is_exact(self.dtype)
-        self._rounded: list[SparseVector] = []  # given less decoded: this rank keeps it
-        self._lost: list[SparseVector] = []  # the same, of what nobody keeps
+        # rounding errors, given less decoded: those that this rank keeps, and those that no rank keeps
+        self._rounded: list[SparseVector] = []
+        self._lost: list[SparseVector] = []
 
     def encode(
         self,
@@ -118,23 +122,26 @@ class Call:
         codec: StreamCodec | None = None,
         lose: bool = False,
     ) -> Encoded[Vector]:
-        """Encode; what is rounded away stays with this rank.
+        """Encode; the rounding error stays with this rank.
 
         Args:
             vector: a region of the whole vector, from ``start`` on.
             turn: different for all messages of one source, for codecs that draw random numbers.
-            source: the rank that the random numbers are those of (default: this one).
+            source: the rank whose random numbers are used (default: this one).
             start: of the region.
             keep: False where another rank encodes the same and keeps the rounding error.
             codec: another than the call's.
-            lose: the rounding error is kept by nobody, and reported as lost.
+            lose: the rounding error is kept by no rank, and reported as lost.
         """
+        # A seed of its own for every message of a step: QSGD is unbiased over its draws, and rounding
+        # twice with equal draws would have another expectation.
         source = self.comm.rank if source is None else source
         codec = codec or self.codec
         with self.comm.stage("pack"):
             seeded = codec.seeded(source + turn * self.comm.world_size, self.step)
             encoded = seeded.encode(vector)
         if keep and not codec.is_exact(self.dtype):
+            # as an error of the whole vector: ``reduced`` subtracts it from ``delivered``
             error = _difference(vector, encoded.decoded).embed(start, self.size)
             (self._lost if lose else self._rounded).append(error)
         return encoded
@@ -157,11 +164,12 @@ class Call:
     async def swap(
         self, payload: Tensor, dest: int, source: int, capacity: int, size: int, phase: str
     ) -> Vector | Tensor:
-        """Send a message while another arrives; return that one, for ``combine``."""
+        """Send a message while another arrives; return the latter, for ``combine``."""
         receiving = self.comm.irecv(source, capacity, phase, self.framing)
         sending = self.comm.isend(payload, dest, phase, self.framing)
         message: Tensor = await receiving
         await sending
+        # left encoded: ``combine`` sums a message and a vector in one pass in C++
         if self.operation is SUM and self._is_sparse(message):
             await self.comm.work(message.numel())
             return message
@@ -173,7 +181,9 @@ class Call:
         return theirs
 
     def combine(self, lower: Vector | Tensor, higher: Vector | Tensor) -> Vector:
-        """Return ``lower operation higher``, dense from where the codec says so; one may be a message."""
+        """Return ``lower operation higher``, dense above the codec's limit; one may be a message."""
+        # By the entries of the operands, not of the result (5.1: |H1| + |H2| > delta): ranks know those
+        # before they add, and all that hold the same operands decide alike.
         one, other = (lower, higher) if isinstance(higher, Tensor) else (higher, lower)
         assert not isinstance(one, Tensor)
         limit = self.codec.limit(one.size, self.dtype)
@@ -202,7 +212,7 @@ class Call:
             return fold(vectors, self.operation)
 
     def settle(self, vector: Vector) -> Vector:
-        """Return a vector in the form in which the codec's limit wants it."""
+        """Return a vector in the shorter form: dense if it has more entries than the codec's limit."""
         limit = self.codec.limit(vector.size, self.dtype)
         return vector if limit is None or vector.nnz <= limit else self.densify(vector)
 
@@ -211,10 +221,10 @@ class Call:
         return densify(vector, self.operation)
 
     def capacity(self, ranks: int, width: int, *, dense: bool = False) -> int:
-        """Bound the bytes of what ``ranks`` ranks contribute to a region of ``width`` elements.
+        """Bound the bytes of a message: contributions of ``ranks`` ranks to ``width`` elements.
 
-        The number of entries is not bounded by the width: a sum turns dense by the entries of its
-        operands, not by those of its result.
+        The width does not bound the number of entries: a sum turns dense by the entries of its operands,
+        not by those of its result.
         """
         if dense:
             return self.codec.dense.nbytes(width, width, self.dtype)
@@ -233,6 +243,7 @@ class Call:
         ``dense``: all regions are.  ``ring``: pass them around a ring, which sends nothing twice, instead
         of disseminating them.
         """
+        # Every region decides by its own count, and its header says how: no round is spent on agreeing.
         comm, spans = self.comm, list(pairwise(boundaries))
         encoded = self.encode(region, comm.world_size, start=boundaries[comm.rank])
         capacities = [
@@ -245,15 +256,16 @@ class Call:
             with comm.stage("unpack"):
                 return join_messages(self.codec.sparse, messages, spans, self.mine)
         regions = [
+            # the own region as the others decode it
             encoded.decoded if rank == comm.rank else self.decode(messages[rank], stop - start)
             for rank, (start, stop) in enumerate(spans)
         ]
         return DenseVector(torch.cat([self.densify(r).values for r in regions]))
 
     def reduced(self, total: Vector) -> Reduced:
-        """Return the result: this rank delivered its share as it arrived, and keeps what it rounded.
+        """Return the result: this rank delivered its share as it arrived, and keeps its rounding errors.
 
-        The caller may scale the total in place, so it shares no memory with what was delivered.
+        The caller may scale the total in place, so it shares no memory with ``delivered``.
         """
         mine = self.mine
         if total.values.untyped_storage().data_ptr() == mine.values.untyped_storage().data_ptr():
@@ -262,7 +274,7 @@ class Call:
             if isinstance(mine, DenseVector):
                 mine = SparseVector.from_dense(mine.values)
             mine = less(mine, self._rounded)
-        # of one piece after the other: the regions ascend
+        # pieces were encoded in the order of their regions, so joining them keeps indices ascending
         return Reduced(total, mine, SparseVector.join(self._lost) if self._lost else None)
 
 
@@ -274,11 +286,11 @@ def _difference(one: Vector, other: Vector) -> SparseVector:
 
 
 def stream_bytes(entries: float, size: int) -> float:
-    """Return the bytes of a message: header, and coo entries or all elements, what is shorter."""
+    """Return the bytes of a message: header, and coo entries or all elements, whichever is shorter."""
     return HEADER_BYTES + min(ENTRY_BYTES * entries, WORD_BYTES * size)
 
 
 def relayed(messages: int, nbytes: float) -> Cost:
-    """Return the cost where every message sent was encoded once, and every one received decoded."""
+    """Return the cost where every message sent is encoded once, and every received one decoded."""
     entries = nbytes / ENTRY_BYTES
     return Cost(messages, nbytes, encoded=entries, decoded=entries, turns=messages)

@@ -1,4 +1,4 @@
-"""The agent of a rank: executes rounds of averaging whatever the rank itself is computing.
+"""The agent of a rank: executes rounds of averaging while the rank itself computes.
 
 Rounds have version numbers and are executed in order, each once.  A round begins on a rank when the
 rank arrives at it, or when it hears that another has: the news travels down the binomial tree whose root
@@ -40,11 +40,11 @@ __all__ = [
 ]
 
 _LAYOUT: Final = struct.Struct("<IIqQ")
-_REMEMBERED: Final = 64  # versions for which an agent knows whom it has told of them
+_REMEMBERED: Final = 64  # last versions for which an agent knows whom it has told
 
 
 def round_of(step: int) -> int:
-    """Return the version of the average after a 0-based step; the even one before it is ``finish``'s.
+    """Return the version of the average after a 0-based step; ``finish`` has the even one before it.
 
     Example:
         >>> [round_of(step) for step in range(3)], step_of(5)
@@ -70,7 +70,7 @@ def tree_children(rank: int, root: int, world_size: int) -> list[int]:
     return [(rank + hop) % world_size for hop in hops if place + hop < world_size]
 
 
-# ---- messages, results, and what a round computes -------------------------------------------------
+# ---- messages, results, and the computation of a round --------------------------------------------
 
 
 class Kind(IntEnum):
@@ -82,9 +82,8 @@ class Kind(IntEnum):
     PING = 4  # are you there?
     PONG = 5
     VIEW = 6  # who is present
-    WELCOME = (
-        7  # to one that was left out: who is present, and the last common sum; number: as above
-    )
+    # to a rank that was left out: who is present, and the last common sum; number: models in it
+    WELCOME = 7
 
 
 class Header(NamedTuple):
@@ -112,7 +111,7 @@ class Round(NamedTuple):
     version: int
     total: Tensor  # sum of the models
     models: int  # in the sum
-    contributed: int  # version of the model that this rank put in: an older one is stale
+    contributed: int  # version of the model that this rank put in; an older one was stale
 
 
 class Answer(NamedTuple):
@@ -125,7 +124,7 @@ class Answer(NamedTuple):
 
 
 class Rounds(ABC):
-    """The rounds of an algorithm; by default all take part, and whoever arrives first begins."""
+    """The rounds of an algorithm; by default all ranks take part, and the first to arrive begins."""
 
     def synchronous(self, version: int) -> bool:
         """Tell whether a rank takes part only when it has arrived itself."""
@@ -141,17 +140,17 @@ class Rounds(ABC):
 
     @abstractmethod
     def publish(self, vector: Tensor) -> None:
-        """Take what this rank contributes from now on."""
+        """Take the vector that this rank contributes from now on."""
 
     def restart(self, model: Tensor) -> None:
-        """Publish a model that all ranks have, in the place of this rank's own."""
+        """Publish a model that all ranks have, in place of this rank's own."""
         self.publish(model)
 
     @abstractmethod
     def reduce(
         self, comm: Communicator, version: int, contributed: int
     ) -> Coroutine[Operation, None, Tensor]:
-        """Sum what the ranks of a group contribute; a round may be begun again."""
+        """Sum the contributions of a group's ranks; a round may be begun again."""
 
     def end(self, result: Round) -> None:  # noqa: B027 (most keep nothing)
         """Take a round's result."""
@@ -193,7 +192,7 @@ class _Delivery(Operation):
         return self.done
 
     def wait(self) -> None:
-        raise AssertionError("an agent does not block; it resumes what awaits this")
+        raise AssertionError("an agent does not block; it resumes the program that awaits this")
 
 
 @dataclass
@@ -217,17 +216,16 @@ class _Attempt:
 class Agent(Companion):
     """Executes the rounds of one rank.
 
-    Who is present is a generation per rank, even while it takes part and odd while it is left out.
-    Generations only grow, so all ranks reach the same view by the same merges, whatever the order of
-    the news.
+    Each rank has a generation, which is even while it takes part and odd while it is left out.
+    Generations only grow, so all ranks reach the same view by taking maxima, whatever the order of the
+    news.
 
     Args:
-        rounds: what they compute.
+        rounds: the computation of each round.
         world_size: number of ranks.
-        step: the first local one.
+        step: the first local step.
         model: published first, and given to a rank that comes back before the first synchronous round.
-        deadline: seconds of silence, while others need it, after which a rank is left out; None: it
-            is waited for.
+        deadline: seconds of silence after which a rank that others wait for is left out; None: never.
     """
 
     def __init__(
@@ -246,7 +244,7 @@ class Agent(Companion):
         self._restart(Round(2 * step, model, 1, 2 * step))
         rounds.publish(model)
         self._called = 2 * step
-        self._waiting: tuple[int, Reply] | None = None  # version, and what waits for it
+        self._waiting: tuple[int, Reply] | None = None  # version, and the reply that waits for it
         self._told: dict[int, set[int]] = {}  # version -> whom this rank has told
         self._welcome: Round | None = None
         self._generations = [0] * world_size
@@ -271,7 +269,7 @@ class Agent(Companion):
     # ---- the rank's calls
 
     def arrive(self, version: int, vector: Tensor, reply: Reply) -> None:
-        """Take this rank's model; ``reply`` gets the ``Answer``: a round >= ``version``, or a return."""
+        """Take this rank's model; ``reply`` gets a round >= ``version``, or the way back in."""
         self._waiting = version, reply
         if self._welcome is not None:
             self._answer(self._welcome)
@@ -282,7 +280,7 @@ class Agent(Companion):
             self._answer(self._last)
             return
         self._arrived = version
-        self.version = min(self.version, version)  # ``finish``: the round before a step's
+        self.version = min(self.version, version)  # of ``finish``: it precedes the step's round
         alone = self._waits_for_all(version) or self._called >= version
         if not alone and self.rounds.activates(version, self.host.rank):
             self._called = version
@@ -290,7 +288,7 @@ class Agent(Companion):
         self._advance()
 
     def _answer(self, result: Round) -> None:
-        """Give the rank that waits a result."""
+        """Give the waiting rank a result."""
         assert self._waiting is not None, "it has arrived"
         (_, reply), self._waiting = self._waiting, None
         resumes, self._welcome = self._welcome is not None, None
@@ -347,7 +345,7 @@ class Agent(Companion):
         self.post(source, Header(Kind.RESULT, result.models, version).pack(), result.total)
 
     def _tell(self, version: int, root: int) -> None:
-        """Pass the word on down the tree of ``root``, to whom this rank has not told yet."""
+        """Pass the word on down the tree of ``root``, to ranks that this one has not told yet."""
         told = self._told.setdefault(version, set())
         pending = tree_children(self.host.rank, root, self.host.world_size)
         while pending:
@@ -357,7 +355,7 @@ class Agent(Companion):
             told.add(child)
             if self._is_present(child):
                 self.post(child, Header(Kind.ACTIVATE, root, version).pack())
-            else:  # speak for it
+            else:  # tell the children of a rank that is left out
                 pending += tree_children(child, root, self.host.world_size)
 
     def _post(self, dest: int, kind: Kind, body: Tensor | None = None) -> None:
@@ -410,7 +408,7 @@ class Agent(Companion):
             self._answer(result)
 
     def _drop(self) -> None:
-        """Give up the round under way; it may be begun again."""
+        """Give up the round under way, which may be begun again."""
         if self._attempt is not None:
             self._attempt.task.program.close()
             self._attempt = None
@@ -418,9 +416,10 @@ class Agent(Companion):
     # ---- who is present
 
     def tick(self) -> None:
-        """Ask a rank that keeps this one waiting whether it is there; leave it out if it is silent."""
+        """Ping the rank that keeps this one waiting; leave it out if it stays silent."""
         if self._attempt is not None and self.due is not None and self.deadline is not None:
-            if self.host.now - self.due > self.deadline / 4:  # this rank was away itself
+            # late by so much, this rank was away itself: messages may wait that it has not read yet
+            if self.host.now - self.due > self.deadline / 4:
                 self._attempt.since = self.host.now
             self._watch(ask=True)
 
@@ -443,7 +442,7 @@ class Agent(Companion):
             self.due = half if now < half else end
 
     def lose(self, peer: int, reason: str) -> None:
-        """Leave a rank out that is gone for ever; without a deadline, fail once it is waited for."""
+        """Leave out a rank that is gone for ever; without a deadline, fail once it is needed."""
         self._gone[peer] = reason
         if self.deadline is None:
             self._watch()
@@ -460,7 +459,7 @@ class Agent(Companion):
         return [g + (rank == peer) for rank, g in enumerate(self._generations)]
 
     def _readmit(self, peer: int) -> None:
-        """Welcome a rank that was left out and has spoken: it gets the last common model."""
+        """Welcome a rank that was left out and is heard again: it gets the last common model."""
         if peer in self._gone:
             return
         self._merge(self._toggled(peer))
@@ -469,7 +468,8 @@ class Agent(Companion):
         self.post(peer, header.pack(), torch.cat([part.view(torch.uint8) for part in parts]))
 
     def _merge(self, generations: list[int], reason: str = "other ranks say so") -> None:
-        """Take over news about who is present; a round under way is begun again among them."""
+        """Take over news about who is present; a round under way begins again among these."""
+        # element-wise maxima commute, so the order in which news arrive does not matter
         newer = [max(pair) for pair in zip(self._generations, generations, strict=True)]
         if newer == self._generations:
             return
@@ -484,12 +484,12 @@ class Agent(Companion):
                 self._post(peer, Kind.VIEW, torch.tensor(newer))
         self._drop()
         if self.host.rank not in present:
-            for peer in present:  # any word makes them readmit this rank
+            for peer in present:  # any message makes them readmit this rank
                 self._post(peer, Kind.PING)
         self._advance()
 
     def _on_welcome(self, header: Header, body: Tensor) -> None:
-        """Go on where the others are."""
+        """Go on from the round at which the others are."""
         cut = 8 * self.host.world_size
         generations = body[:cut].clone().view(torch.int64).tolist()
         if header.version <= self.version and self._is_present(self.host.rank):

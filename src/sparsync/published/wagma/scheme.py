@@ -3,8 +3,8 @@
 The first rank to arrive starts the average for all.  A late rank takes part with the last model that it
 published, and finds the result when it arrives.
 
-Ranks stand in a row that is cut into groups of neighbours.  Before every step the row is shuffled, by
-one and the same permutation: rank r stands at ``r * stride**-step mod modulus``.  With P and S powers
+Ranks stand in a row that is cut into groups of neighbours.  Before every step the row is shuffled,
+always by the same permutation: rank r stands at ``r * stride**-step mod modulus``.  With P and S powers
 of two, stride S and modulus P - 1 rotate the bits of r, and that *is* Algorithm 1: step t merges along
 the ``log2 S`` bits from ``(t * log2 S) mod log2 P`` on.  Multiplication is defined for any P.
 """
@@ -68,8 +68,8 @@ class Wagma(Accompanied):
                               W = (sum + W') / (S + 1)  an older model of this rank was in it
         (t + 1) % tau == 0:   W = mean over all ranks, which wait for each other
 
-    A rank that is late by several averages publishes once and takes the newest alone.  No model is
-    older than the last global average, so none is tau steps old.
+    A rank that is late by several averages publishes once and takes only the newest of them.  No model
+    is older than the last global average, so none is tau steps old.
 
     Args:
         group_size: S; default: the divisor of P nearest sqrt(P).  Groups that S does not divide evenly
@@ -77,19 +77,19 @@ class Wagma(Accompanied):
         sync_period: tau, in steps; None: no global average before ``finish``.
         grouping: a late rank's group goes on, "wait-avoiding", or waits for it, "synchronous".
         dynamic: groups change from step to step (Algorithm 1); False: for the ablation of 5.2.
-        values: group averages travel as "fp32" (as the model has them), "bf16" or "int8"; what rounding
-            takes away is contributed later.  Global averages are never rounded.
+        values: group averages travel as "fp32" (as the model has them), "bf16" or "int8"; a rank adds its
+            rounding error to its next contribution.  Global averages are never rounded.
         deadline: seconds of silence after which a rank that others wait for is left out and reported.
             When it is heard again it goes on with the last global average and the others' step
-            (``resume_at``).  None: it is waited for.
+            (``resume_at``).  None: the others wait for it.
 
     Raises:
         DeadlineError: a rank does not come to a global average within the communicator's timeout.
 
     Cost: per step 2 n (S - 1) / S elements in 2 ceil(log2 S) messages, or log2 S messages of n where
     that is cheaper (rounded: S - 1 + ceil(log2 S) messages), and at most log2 P activations; memory:
-    the published model and the newest result; rounded: the last global average and the error, too.
-    State: the step and the error: a resumed run begins as after a global average.
+    the published model and the newest result; rounded: also the last global average and the error.
+    State: the step and the error: a resumed run begins as if after a global average.
     Differs from the paper: any P and S; a late rank that finds no newer result keeps its model; the
     deadline.
 
@@ -172,7 +172,7 @@ class Wagma(Accompanied):
         if answer.resumes:
             self.resume_at = step_of(result.version + 1)
             return total / result.models
-        # lines 10 to 14 and 16 of Algorithm 2; a result is taken once
+        # lines 10 to 14 and 16 of Algorithm 2; a result is taken only once
         if result.version <= self._taken:
             return vector
         self._taken = result.version
@@ -185,12 +185,12 @@ class Wagma(Accompanied):
 class ModelRounds(Rounds):
     """Rounds of WAGMA: group averages, and a global one when ``(step + 1) % sync_period == 0``.
 
-    With a codec, group averages carry how far a model is from the last global average, ``base``, which
-    all ranks have.  What rounding takes away is added to what a rank contributes next::
+    With a codec, a rank contributes the distance of its model from the last global average, ``base``,
+    which all ranks have, and adds the rounding error to its next contribution::
 
         p = W' + error;   q = C(p - base);   error = p - base - q
 
-    So the mean over ranks of W + error stays what it is while nobody is late.
+    So rounding does not change the mean over ranks of W + error, as long as no rank is late.
 
     Attributes:
         error: `[n]`, None without a codec.
@@ -220,7 +220,7 @@ class ModelRounds(Rounds):
         return self.grouping == "synchronous" or self._is_global(version)
 
     def members(self, version: int, present: Sequence[int], rank: int) -> Sequence[int]:
-        """Return all that are present, or this rank's group among them."""
+        """Return all present ranks, or this rank's group among them."""
         if self._is_global(version):
             return present
         count, step = len(present), step_of(version) if self.dynamic else 0
@@ -228,15 +228,15 @@ class ModelRounds(Rounds):
         return [present[i] for i in group_of(present.index(rank), count, size, step)]
 
     def publish(self, vector: Tensor) -> None:
-        """Contribute ``vector`` from now on; nobody changes it."""
+        """Contribute ``vector``, which nobody changes, from now on."""
         self._vector = vector if self.error is None else vector + self.error
 
     def restart(self, model: Tensor) -> None:
-        """Differ from this model from now on; the error belonged to the one that is given up."""
+        """Contribute distances from this model from now on; the error belonged to the discarded one."""
         self._vector, self._base, self.error = model, model, None
 
     def end(self, result: Round) -> None:
-        """Take a global average: its mean is what ranks differ from; nothing is owed any more."""
+        """Take a global average as the new base; no error is pending any more."""
         if self._is_global(result.version):
             self._base, self.error = result.total / result.models, None
 
@@ -246,7 +246,8 @@ class ModelRounds(Rounds):
             return await group_allreduce(comm, self._vector)
         base = self._base
         coded = await coded_allreduce(comm, self._vector - base, self.codec, version)
-        # a stale model is an extra one: what rounding took from it is owed to nobody
+        # A stale model is one too many in the sum (Algorithm 2).  Rounding it once more owes nothing; the
+        # error of the round in which it was fresh is still owed.
         owed = self.error if contributed < version else coded.lost
         self.error = coded.lost_of_sum if owed is None else owed + coded.lost_of_sum
         return base * comm.world_size + coded.total
@@ -336,7 +337,7 @@ async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
 
 
 class CodedSum(NamedTuple):
-    """A sum of rounded vectors, `[n]`, equal on all members, and what it has lost."""
+    """A sum of rounded vectors, `[n]`, equal on all members, and its rounding errors."""
 
     total: Tensor
     lost: Tensor  # by rounding this rank's vector

@@ -167,9 +167,9 @@ class _Blocks:
         self.text.close()
 
     def complete(self, rank: int, world_size: int) -> tuple[list[list[int]], list[np.ndarray]]:
-        """Parse what the cache does not have; return the blocks' least and largest index, and labels.
+        """Parse blocks that the cache lacks; return the blocks' least and largest index, and labels.
 
-        A rank parses its share first, then what the next ranks have not parsed by then.
+        A rank parses its share first, then the blocks that the next ranks have not parsed by then.
         """
         with self._reading(""):
             known = self._cached(0, "size")
@@ -179,7 +179,7 @@ class _Blocks:
         found = {block: self.read(block, "span", "labels") for block in order}
         unchanged = self._state() == self.state
         require(unchanged, f"{self.path} changed while it was read; start again")
-        if self._parsed:  # remove what was made of other states of the file
+        if self._parsed:  # remove blocks of former states of the file
             for other in self.folder.glob("[0-9]*.npz"):
                 if not other.name.startswith(f"{self.state}-"):
                     other.unlink(missing_ok=True)

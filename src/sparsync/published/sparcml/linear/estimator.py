@@ -41,8 +41,9 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         fit_intercept: the model has an intercept, not penalised.
         exchange: among ranks; one of ``EXCHANGES``.
         threads: of this rank.
-        dtype: of weights and of what travels, "float64" or "float32".
-        random_state: of the order of rows or coordinates; equal on all ranks, so no generator there.
+        dtype: of weights and of exchanged values, "float64" or "float32".
+        random_state: of the order of rows or coordinates; equal on all ranks, so give a number, not a
+            generator, where there are several.
 
     Attributes:
         classes_: labels, ascending.

@@ -74,7 +74,7 @@ LOSSES: MappingProxyType[str, Loss] = MappingProxyType(
 
 
 def soft(values: Floats, threshold: Floats | float) -> Floats:
-    """Pull values towards zero by ``threshold``; what would cross zero is exactly zero.
+    """Pull values towards zero by ``threshold``; values that would cross zero are exactly zero.
 
     Example:
         >>> soft(np.array([3.0, -0.5, -2.0]), 1.0).tolist()
@@ -86,13 +86,13 @@ def soft(values: Floats, threshold: Floats | float) -> Floats:
 
 @final
 class LazyWeights:
-    """Weights and an intercept under proximal steps, at a cost of what the gradients store.
+    """Weights and an intercept under proximal steps, each as cheap as its gradient is sparse.
 
     A step is ``w = soft(max(1 - lr l2, 0) w - lr gradient, lr l1)``.  The weights are stored as
-    ``scale * soft(values, shrunk - seen)``: L2 shrinks ``scale`` alone, L1 adds to ``shrunk`` alone,
+    ``scale * soft(values, shrunk - seen)``: L2 shrinks only ``scale``, L1 adds only to ``shrunk``,
     and a weight takes its part when a gradient changes it (``soft`` of a after ``soft`` of b is
-    ``soft`` of a + b, so nothing is lost by waiting).  What is only *read* is not written back: ranks
-    read different weights, and all must hold the same bits.
+    ``soft`` of a + b, so nothing is lost by waiting).  A weight that is only *read* is not written back:
+    ranks read different weights, and all must hold the same bits.
 
     Gradients have one element more than the n weights: the intercept's, which no penalty applies to.
 
@@ -157,7 +157,7 @@ class LazyWeights:
         self.intercept += value
 
     def _parts(self, vector: Vector) -> tuple[Integers | slice, Floats, float]:
-        """Split into where the weights are touched, with what, and the intercept's element."""
+        """Split into the places of the weights, their values, and the intercept's element."""
         values: Floats = vector.values.numpy()
         if not isinstance(vector, SparseVector):
             return slice(None), values[:-1], float(values[-1])
@@ -167,7 +167,7 @@ class LazyWeights:
         return indices, values, 0.0
 
     def _settled(self, where: Integers | slice) -> Floats:
-        """Return the values with the L1 that they have not taken yet."""
+        """Return the values after the L1 steps that they have not taken yet."""
         values: Floats = self._values[where]
         if not self.l1:
             return values
@@ -197,7 +197,7 @@ class Problem:
         require(count == rows, f"{rows} rows have {count} labels; give one per row")
         signs = bool(np.isin(self.labels, (-1, 1)).all())
         require(signs, "labels must be -1 or +1; convert them first")
-        converted = csr_matrix(self.features, dtype=self.dtype)  # copies only what must change
+        converted = csr_matrix(self.features, dtype=self.dtype)  # no copy if nothing has to change
         object.__setattr__(self, "features", converted)
         object.__setattr__(self, "labels", np.asarray(self.labels, self.dtype))
 

@@ -70,7 +70,7 @@ EXCHANGES = ("dense", *_SPARSE)
 
 @final
 class DenseSlices(Collective):
-    """Collects every rank's slice of a vector, of ``even_boundaries``, dense: the baseline of ``Scd``.
+    """Collects every rank's slice (``even_boundaries``) of a vector, dense: the baseline of ``Scd``.
 
     Cost: ceil(log2 P) messages; n (P - 1) / P words received.   State: none.
     Differs from the paper: nothing.
@@ -98,7 +98,7 @@ class DenseSlices(Collective):
         return Reduced(DenseVector(torch.cat(parts)), selected)
 
 
-# ---- what the solvers share -------------------------------------------------------------------------
+# ---- shared by the solvers --------------------------------------------------------------------------
 
 # divisors of the learning rate after t epochs, counted from 0
 SCHEDULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
@@ -113,12 +113,12 @@ SCHEDULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
 
 @final
 class Meter:
-    """Measures where a rank's seconds go.  All ranks exchange in one order: their lists compare.
+    """Measures where a rank's seconds go.  All ranks exchange in one order, so their lists compare.
 
     Args:
-        fence: called before every exchange; waits for the slowest rank, so that nobody takes waiting
-            for communication, and returns the start.  Default: nobody waits.
-        clock: of the exchanges; the simulator has its own.
+        fence: called before every exchange; waits for the slowest rank, so that waiting is not booked as
+            communication, and returns the start.  Default: no rank waits.
+        clock: for the exchanges; the simulator has its own.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Solver(ABC):
         meter: measures.
     """
 
-    facts: dict[str, object]  # that have to be equal on all ranks, besides the problem's
+    facts: dict[str, object]  # must be equal on all ranks, like those of the problem
 
     def __init__(
         self,
@@ -193,10 +193,10 @@ class Solver(ABC):
         self.step = 0
 
     async def start(self) -> None:
-        """Agree with the other ranks on what is solved, and count their rows; called once, first.
+        """Agree with the other ranks on the problem, and count their rows; called once, first.
 
         Raises:
-            PeerError: ranks disagree; names what and who.
+            PeerError: ranks disagree; the message names the fact and the ranks.
         """
         own = self.problem
         facts = {"dimensions": own.dimensions, "dtype": own.dtype, "model": own.model}
@@ -275,7 +275,7 @@ class Sgd(Solver):
 
     Cost: per step one exchange of the gradient's entries; O(entries of the batch + n).
     State: weights, step.   Differs from the paper: an intercept, which is not penalised; asynchronous
-    steps are late by a fixed number, so that a run can be repeated (the paper does not say).
+    steps are late by a fixed number, so that a run can be repeated (the paper does not say by how many).
 
     References: Renggli et al., SparCML, SC 2019, sections 7 and 8.2 (batches of 1,000 per rank).
     """
@@ -315,7 +315,7 @@ class Sgd(Solver):
         return -(-max(self.rows) // self.batch_size)
 
     async def start(self) -> None:
-        """See ``Solver``; and choose a learning rate, if none was given."""
+        """See ``Solver``; also choose a learning rate, if none was given."""
         await super().start()
         if self.lr is not None:
             return
@@ -386,7 +386,7 @@ class Scd(Solver):
     """Minimises by exact steps in a few coordinates per rank, all ranks at once.
 
     1. All ranks know all coordinates of the step (seeded); each computes, from its own rows, their
-       partial derivatives and curvatures, and sends every rank those of its coordinates.
+       partial derivatives and curvatures, and sends every rank those of that rank's coordinates.
     2. A rank sums them in rank order and takes the proximal Newton step in each of its coordinates,
        with a curvature that bounds the whole block's: where c of its coordinates meet in a row,
        ``(sum of c terms)^2 <= c * sum of squares``.  So the objective never rises.
@@ -399,8 +399,8 @@ class Scd(Solver):
     coordinate from every rank.   State: weights, this rank's scores (8 bytes per row), and a copy of
     the features by columns.
 
-    Differs from the paper: it does not say how a rank knows the derivative at rows that others have
-    (message 1 here), nor the step size; coordinates are drawn without putting back; only those that
+    Differs from the paper, which says neither how a rank learns the derivative at other ranks' rows
+    (message 1 here) nor the step size: coordinates are drawn without replacement, and only those that
     occur in the data (one allreduce of n bytes at the start); the intercept moves in every step.
 
     References: Renggli et al., SparCML, SC 2019, section 8.2; Wright, "Coordinate descent
@@ -439,7 +439,7 @@ class Scd(Solver):
         return max(-(-max(map(len, self.slices)) // self.coordinates), 1)
 
     async def start(self) -> None:
-        """See ``Solver``; and find the columns that occur."""
+        """See ``Solver``; also find the columns that occur."""
         await super().start()
         here = torch.from_numpy(np.diff(self.columns.indptr)[:-1] > 0).to(torch.uint8)
         occurring = (await self.comm.allreduce(here, "occurring", "max")).numpy().nonzero()[0]

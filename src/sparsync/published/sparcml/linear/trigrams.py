@@ -85,7 +85,7 @@ def _samples(root: Path, positive: str | None) -> tuple[list[bytes], np.ndarray]
             continue
         try:
             text = path.read_bytes().splitlines(keepends=True)
-        except OSError:  # e.g. a dangling link: what cannot be read is no source
+        except OSError:  # e.g. a dangling link: files that cannot be read are no sources
             continue
         runs = [b"".join(text[start : start + _LINES]) for start in range(0, len(text), _LINES)]
         runs = [run for run in runs if len(run.strip()) >= _SHORTEST]

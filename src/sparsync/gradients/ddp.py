@@ -355,9 +355,8 @@ class CommHook:
         if hook is None:
             hook = CommHook(model)
             model.register_comm_hook(hook, _on_bucket)
-        model._comm_hooks = list(
-            model._comm_hooks
-        )  # no longer closed: a copy is refused from now on
+        # no longer a ``_Closed`` list: from now on a copy of the model is refused
+        model._comm_hooks = list(model._comm_hooks)
         hook.sync = sync
         return hook
 

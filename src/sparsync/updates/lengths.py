@@ -18,10 +18,10 @@ from sparsync.units import local_of
 
 __all__ = ["lengthen", "of_own_length", "remember"]
 
-# The optimizers that were measured (``benchmarks/optimizers.py``), by the name of their class or of a base
-# class; and whether their weight decay is decoupled from the gradient, unless groups say so.  By name, for
-# a step proportional to gradients (SGD's) must not be lengthened, and no formula tells which kind an
-# unknown optimizer is.
+# The optimizers that were measured (``benchmarks/optimizers.py``), by the name of their class or of a
+# base class; and whether their weight decay is decoupled from the gradient, unless groups say so.  By
+# name, for a step proportional to gradients (SGD's) must not be lengthened, and no formula tells which
+# kind an unknown optimizer is.
 _OWN_LENGTH: Final[Mapping[str, bool]] = MappingProxyType(
     {
         "Adadelta": False,
@@ -48,7 +48,7 @@ def of_own_length(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[Tensor, Mapping[str, Any], bool]]:
     """Yield the parameters whose steps ``lengthen`` knows, their group, and if decay is decoupled."""
-    # the most derived class with a known name: torch's AdamW derives from Adam
+    # the most derived class with a known name: AdamW derives from Adam (torch 2.13)
     names = [base.__name__ for base in type(optimizer).__mro__]
     name = next((name for name in names if name in _OWN_LENGTH), None)
     for group in optimizer.param_groups if name is not None else ():

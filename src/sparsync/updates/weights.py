@@ -45,7 +45,7 @@ def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn
 
 
 def _mark(buffer: Tensor) -> tuple[int, int]:
-    """Return what is another one when a buffer is written to, or replaced."""
+    """Return a value that changes when a buffer is written to or replaced."""
     return id(buffer), buffer._version
 
 
@@ -53,11 +53,11 @@ def _mark(buffer: Tensor) -> tuple[int, int]:
 class ModelWeights(Weights):
     """A model as one vector: its trained parameters, its floating-point buffers, samples of gradients.
 
-    float64 if any of them is, else float32.  Inside a node, a rank reads only its own runs of the vector;
-    to write, all ranks of the node call together and gather each other's.
+    The vector is float64 if any of them is, else float32.  Inside a node, a rank reads only its own runs
+    of the vector; to write, all ranks of the node call together and gather each other's runs.
     """
 
-    cure = ""  # its optimizers are known
+    cure = ""  # ``attach`` was given the optimizers
 
     def __init__(
         self,
@@ -72,7 +72,8 @@ class ModelWeights(Weights):
         self._divisor = 1 if node is None else node.comm.world_size
         self.buffers = averaged_buffers(module) if buffers else []
         floating = {n: b for n, b in saved_buffers(module).items() if b.is_floating_point()}
-        # held NaN or Inf: constants, it is hoped
+        # Buffers that held NaN or Inf, presumably constants such as masks: exchanged, they would make
+        # every exchange be refused.  ``strayed`` reports one that turns out to change.
         self._left_out = {
             n: _mark(b) for n, b in floating.items() if n not in self.buffers and buffers
         }
@@ -80,11 +81,13 @@ class ModelWeights(Weights):
         tensors = self._tensors()
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         self.dtype = torch.float64 if wide else torch.float32
-        self.ranks = 1.0  # over which the noise of second moments is averaged away
-        self.carrier: Callable[[], Callable[[Begin], Awaitable[None]] | None]  # while it is there
+        self.ranks = 1.0  # the number of ranks over which noise is averaged away; see ``Weight``
+        # a weak reference to the handle's method: the handle keeps these weights
+        self.carrier: Callable[[], Callable[[Begin], Awaitable[None]] | None]
 
     def _tensors(self) -> list[Tensor]:
-        """Return what the vector is made of; modules replace their buffers."""
+        """Return the tensors of which the vector consists, in order."""
+        # looked up every time: a module may replace a buffer by another tensor
         buffers = dict(self._module.named_buffers()) if self.buffers else {}
         own = [local_of(t) for t in (*self.trained.values(), *(buffers[n] for n in self.buffers))]
         return own if self.noise is None else [*own, self.noise.values]
@@ -93,22 +96,23 @@ class ModelWeights(Weights):
     def rest(self) -> dict[str, int]:
         """The sizes of buffers and samples, which follow the trained parameters."""
         tensors = self._tensors()[len(self.trained) :]
-        named = zip((*self.buffers, _SAMPLES), tensors, strict=False)
+        named = zip((*self.buffers, _SAMPLES), tensors, strict=False)  # without noise no samples
         return {name: -(-t.numel() // self._divisor) for name, t in named if t.numel()}
 
     @property
     def exchanged(self) -> list[str]:
-        """Names of the parameters and buffers that the vector is made of."""
+        """The names of the parameters and buffers in the vector."""
         return [*self.trained, *self.buffers]
 
     def reshard(self) -> None:
-        """Let FSDP2 forget the whole parameters that an evaluation has left: they are others now."""
+        """Let FSDP2 free whole parameters that an evaluation has left: these copies are now stale."""
         for owner in self._module.modules() if self._sharded else ():
             if hasattr(owner, "unshard"):
                 owner.reshard()  # type: ignore[operator]
 
     def _within(self, span: slice) -> Iterator[tuple[Tensor, slice]]:
         """Yield the tensors of a span of whole tensors, and their places in it."""
+        # inside a node, a tensor takes the length of one run, a part of its size rounded up
         first, last, end = span.start or 0, span.stop, 0
         for tensor in self._tensors():
             start, end = end, end - (-tensor.numel() // self._divisor)
@@ -123,18 +127,21 @@ class ModelWeights(Weights):
         return torch.cat(found, out=out) if found else torch.zeros(0, dtype=self.dtype)
 
     def _pairs(self, span: slice, values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors of a span, and what a vector has for them."""
+        """Return the tensors of a span, and their values in a vector."""
         found = list(self._within(span))
         tensors = [tensor for tensor, _ in found]
         if self.node is None:
             return tensors, unflatten(values, tensors)
+        # row r has rank r's runs of all tensors: a tensor is its columns, row by row, less the padding
         rows = self.node.gathered(values)
         pieces = [rows[:, at].flatten()[: tensor.numel()] for tensor, at in found]
         return tensors, [its.view(one.shape) for one, its in zip(tensors, pieces, strict=True)]
 
     @torch.no_grad()
     def average_buffers(self) -> None:
-        """Average buffers inside the node, whose ranks see other batches."""
+        """Average buffers inside the node, whose ranks see different batches."""
+        # weights of a node's ranks are equal, by averaged gradients; a rank sends only its run of each
+        # buffer, so these must be equal as well
         if self.node is not None:
             for buffer in self._tensors()[len(self.trained) :][: len(self.buffers)]:
                 self.node.average_(buffer)
@@ -144,6 +151,7 @@ class ModelWeights(Weights):
     def write(self, span: slice, values: Tensor) -> None:
         """Replace a part, in the same tensors."""
         self.reshard()
+        # an empty list, as of a part without tensors, is an error to torch._foreach functions
         if (pairs := self._pairs(span, values))[0]:
             torch._foreach_copy_(*pairs)
 
@@ -165,7 +173,7 @@ class ModelWeights(Weights):
     def strayed(self) -> str:
         """Name a buffer that was left out because it held NaN or Inf, and is finite now; empty: none.
 
-        Each is named once.  Cost: a look at those that were written to.
+        Each is named once.  Cost: a pass over the left-out buffers that were written to.
         """
         now = dict(self._module.named_buffers()) if self._left_out else {}
         for name, mark in list(self._left_out.items()):
@@ -179,12 +187,14 @@ class ModelWeights(Weights):
     def landed(self, span: slice, shared: Tensor) -> None:
         """Take in the averages of gradients' samples, which are the end of the vector.
 
-        They are read from the ``shared`` one: a late exchange is added to a rank's own vector, which
-        rounds on each rank in another way, and shares must be equal on all.
+        They are read from the ``shared`` vector: a late exchange is added to a rank's own vector, which
+        rounds differently on each rank, and shares must be equal on all.
         """
+        # only the last fragment has the samples
         if self.noise is not None and any(t is self.noise.values for t, _ in self._within(span)):
             values = self.noise.values
-            if self.node is None:  # else the vector is a part of it
+            # inside a node ``shared`` has only this rank's runs; ``write`` has gathered them
+            if self.node is None:
                 values.copy_(shared[shared.numel() - values.numel() :].view_as(values))
             self.noise.measure()
 

@@ -69,11 +69,11 @@ from sparsync.updates.own import (
 from sparsync.updates.stepping import follow
 from sparsync.updates.weights import ModelWeights, trained_of
 
-_ADVISED = 30  # steps until it is known what they take
-_NEGLIGIBLE = 0.1  # part of a step
-# the common part of lasting gradients; below it, more of them belongs to single ranks
+_ADVISED = 30  # steps after which their mean duration is believed
+_NEGLIGIBLE = 0.1  # an allreduce that takes less than this part of a step is not worth avoiding
+# the common part of lasting gradients; below it, single ranks' own parts outweigh it
 _AGREEING = 0.5
-_PROBE = 1 << 15  # elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
+_PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _EVERYTHING = slice(0, None)
 _CURE = "load what this handle's state_dict() returned, into the same set-up"
 
@@ -135,6 +135,7 @@ def attach_updates(
     group = None if ddp is None else ddp.process_group
     groups = Groups(options.transport.world or group, **options.transport.waits)
     try:
+        # Groups are made by all ranks together, so in one order on all of them: node, parts, replicas.
         pieces, consensus, node, kinds = {}, None, None, dict[str, str]()
         if replicate is None:
             ranks = dist.get_process_group_ranks(groups.world)
@@ -146,6 +147,8 @@ def attach_updates(
         noise = noise_of(optimizers if outer.noise_correction else (), trained)
         weights = ModelWeights(module, trained, ddp is None or ddp.broadcast_buffers, node, noise)
         output = output_parameters(module) if outer.chosen.output else ()
+        # Inside a node a rank plans the runs of parameters that it exchanges; ``compress`` of the user
+        # is still asked about the parameters themselves.
         parameters: Mapping[str, Tensor] = trained
         if node is not None:
             parameters = {name: node.run_of(local_of(p)) for name, p in trained.items()}
@@ -169,9 +172,11 @@ def attach_updates(
     except BaseException:
         groups.close()
         raise
+    # from here on the handle owns thread and groups: an error closes it, on this rank
     sync = UpdateSync(module, weights, outer, reducer, groups, options, consensus, pieces)
     sync.advises = advises
     try:
+        # ranks of a node must be equal as well: they average gradients, not weights
         named = [(name, local_of(parameter)) for name, parameter in trained.items()]
         for comm in sync.communicators if node is not None else [reducer.comm]:
             run(check_equal_parameters(comm, named))
@@ -223,6 +228,7 @@ class UpdateSync(Sync):
         self._warned = False  # that ranks hardly agree
         if consensus is not None:
             outer.ledgers.append(consensus.parts.ledger)
+        # a replica of several ranks would have to agree on one count before it is weighed
         parts = 1 if consensus is None else consensus.parts.world_size
         self._countable = weights.node is None and parts == 1
         if self._countable:
@@ -272,6 +278,7 @@ class UpdateSync(Sync):
         self.outer.optimizers = list(optimizers)
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
+            # the hook replaces DDP's allreduce, which no setting turns off for a whole training
             hook = CommHook.taken(ddp, self)
             self.on_close.callback(hook.release)
             self.on_close.callback(_restore, weakref.ref(ddp), ddp.broadcast_buffers)
@@ -279,7 +286,9 @@ class UpdateSync(Sync):
 
         module = self._plain()
         assert module is not None
-        before = Hook(self._forward)  # this one keeps the handle, as DDP's does
+        # not weakly: by this hook the model keeps the handle, as a DDP model does by its communication
+        # hook.  Prepended, so that it sees the weights before any other hook changes them.
+        before = Hook(self._forward)
         handles: list[Any] = [(ddp or module).register_forward_pre_hook(before, prepend=True)]
         self._weights.ranks = self.reducer.comm.world_size
         for one in optimizers:
@@ -294,6 +303,7 @@ class UpdateSync(Sync):
         """Hand a bucket back as it is, or averaged over the node."""
         node, buffer = self._weights.node, bucket.buffer()
         if node is not None:
+            # at the end of the backward pass, out of which an error of the node is raised
             if bucket.is_last():
                 call_after_backward(node.check)
             return node.average_(buffer)
@@ -311,6 +321,7 @@ class UpdateSync(Sync):
             "checkpoint; load it by sparsync.load or sync.load_state_dict(), as all ranks do, or close() "
             "the handle on all ranks, load, and attach again",
         )
+        # after the checks, and before the optimizer writes: the step is the difference
         if (noise := self._weights.noise) is not None:
             remember(optimizer, noise.steps)
 
@@ -342,6 +353,7 @@ class UpdateSync(Sync):
         return begin_together(self.communicators, loaded, own)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        # a skipped step has no gradients worth measuring, but counts: other ranks have made theirs
         if skipped:
             self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
         elif (noise := self._weights.noise) is not None:
@@ -451,6 +463,9 @@ class UpdateSync(Sync):
         if self._before is None:
             self._before = outer.steps, self.reducer.comm.ledger.set_up()
             self._started = time.perf_counter()
+        # The order matters: samples and buffers are part of the vector that ``advance`` reads, and
+        # ``remember`` takes the weights as the exchange has left them.  Steps count even if it raises:
+        # the other ranks have made this one.
         try:
             if self._weights.noise is not None and outer.begins_last(outer.steps):
                 self._weights.noise.sample(outer.steps, self._skipped)
@@ -471,6 +486,8 @@ class UpdateSync(Sync):
             )
         if self.reducer.monitor is not None:
             self.reducer.monitor.write()
+        # the shared weights are compared, for ranks' own weights differ by design; inside a node they
+        # must be equal as well
         sentinel = self._sentinel
         if sentinel is not None and sentinel.due(outer.steps - 1):
             run(outer.settle())
@@ -513,6 +530,8 @@ class UpdateSync(Sync):
         run(self.outer.settle())
         size, channel = self.outer.layout.end, self.reducer.channel("weights")
         channel.ledger = Ledger()  # of no step
+        # alpha from one element, beta from the difference; the least of three each, for anything else on
+        # the machine only adds time
         best = []
         for count in (1, min(size, _PROBE)):
             spent = []
@@ -532,6 +551,7 @@ class UpdateSync(Sync):
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Put the shared weights into the model, to evaluate or save them; restore this rank's after."""
+        # restored even if the block raises: a step on the shared weights would lose this rank's own
         shows, own = self._shows, self._weights.read(_EVERYTHING)
         self._weights.write(_EVERYTHING, self.outer.memory["shared"])
         self._shows = True

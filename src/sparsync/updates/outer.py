@@ -144,6 +144,7 @@ class OuterStep(Averager):
         sign: bool = False,
         **binding: Any,
     ) -> None:
+        # every argument is checked here, on each rank by itself: nothing has been sent yet
         self.rule = rule = period if isinstance(period, AdaptivePeriod) else None
         first = period.least if isinstance(period, AdaptivePeriod) else period
         counted = first is None or (type(first) is int and first >= 1)
@@ -166,7 +167,9 @@ class OuterStep(Averager):
             self.chosen = replace(self.chosen, shared=False)
         self.algorithm = f"{self.chosen.name} {self.chosen.options}"  # ranks compare it
         self.density, bits = check_density(density), self.chosen.bits or 0
-        # a dense exchange in 32 bits at 1 % of pairs of 64: every 50 steps
+        # The period at which the bytes per step equal those of pairs at this density,
+        # H = bits / (64 density): for 32 bits per element at 1 %, every 50 steps.  ``bits`` is 0 for
+        # algorithms that select entries, which are exchanged on every step.
         self.period = first or max(1, math.ceil(bits / (_PAIR_BITS * density)))  # the present one
         self.period_rule = str(rule or "fixed")
         self.drift = 0.0  # measured last, with an ``AdaptivePeriod``
@@ -186,9 +189,10 @@ class OuterStep(Averager):
         self.residual_decay, self.noise_correction = residual_decay, noise_correction
         self.dct, self.sign = dct, sign
         self.state = OuterState()
-        # whether something is so on another part of the replica; here there is none
+        # tells whether something is true on any other part of the replica; without parts there is none
         self.on_any_part: Callable[[bool], bool] = lambda _here: False
-        # in place of ``_reduce``: exchanges changes, which become averages; False: all refuse them
+        # used in place of ``_reduce`` where ranks come and go: turns changes into averages, in place;
+        # False: all ranks refuse them
         self.reduce: Callable[[Exchange, list[Tensor], range], Awaitable[bool]] | None = None
         self.contributions = Contributions()
         self._reducer: Reducer | None = None
@@ -196,8 +200,8 @@ class OuterStep(Averager):
         self.layout = Layout({}, {}, 1)
         self._under_way: list[Exchange] = []
         self._rooms = Rooms()
-        self.ledgers: list[Ledger] = []  # which know the local step: of all that exchange
-        self._sent: list[int] = []  # the last step after which each fragment was exchanged
+        self.ledgers: list[Ledger] = []  # of all communicators, which are told the local step
+        self._sent: list[int] = []  # by fragment, the last step after which its exchange began
         super().__init__(model, nonfinite="spread", **binding)  # the exchange finds it on all ranks
         bound = self._binding and self._binding.optimizer
         self.optimizers: Sequence[torch.optim.Optimizer] = [bound] if bound else []
@@ -266,6 +270,7 @@ class OuterStep(Averager):
             f"{shared.numel()}; load it into the model that it was saved with",
         )
         self._reducer = reducer
+        # errors and the headers of messages name the local step next to the exchange
         self.ledgers.append(reducer.comm.ledger)
         self._note(self.steps)
         self._sent = self._sent or [self.steps - 1] * len(self.layout.fragments)
@@ -295,10 +300,13 @@ class OuterStep(Averager):
 
     def _due(self, step: int) -> list[int]:
         """Return the fragments whose period closes with local step ``step``."""
+        # A function of the step alone (and of the last exchange, which all ranks had together), so all
+        # ranks begin the same exchanges after the same step without a message.
         if step < self.warmup_steps:
             return list(range(len(self.layout.fragments) or 1)) if step in self._warm else []
         if self.rule is not None:
             return [0] if step - self._sent[0] >= self.period else []
+        # periods are counted from the warm-up's last exchange; fragments take turns within a period
         since = step - max(self._warm, default=-1)
         count = len(self.layout.fragments) or 1
         offsets = [part * self.period // count for part in range(count)]
@@ -316,6 +324,8 @@ class OuterStep(Averager):
         Raises:
             NonFiniteGradientError: NaN or Inf was exchanged twice in a row.
         """
+        # Late exchanges land first: the next ones begin from weights that contain them.  The second call
+        # applies the exchanges without delay that have just begun.
         await self.land(weights, step)
         for part in self._due(step):
             self._begin(weights, part, step, 0 if step < self.warmup_steps else self.delay)
@@ -325,6 +335,8 @@ class OuterStep(Averager):
         self, weights: Weights, part: int, step: int, delay: int = 0, *, last: bool = False
     ) -> None:
         """Begin the exchange of a fragment."""
+        # row 0: this rank's weights; 1: how far they have moved, then the average, then the new shared
+        # weights; 2: the change for a late exchange (``_exchange``)
         room, rows = self._room(part)
         began = weights.read(self.layout.fragments[part].span, rows[0])
         exchange = Exchange(part, step + delay, delay > 0, began)
@@ -354,10 +366,13 @@ class OuterStep(Averager):
         while self._under_way and (refused or self._under_way[0].lands <= step):
             exchange = self._under_way.pop(0)
             await self._settle(exchange)
-            refused |= exchange.refused  # then the others end here, too
+            # a refusal ends all others under way: they began from weights that are about to be undone
+            refused |= exchange.refused
             if exchange.shared is not None:
                 self.state, span = OuterState(), self.layout.fragments[exchange.part].span
-                if exchange.late:  # else it is there already
+                # A late exchange is applied when it lands and not when it ends, which differs between
+                # ranks.  The steps made meanwhile stay: its change is added to the weights.
+                if exchange.late:
                     self.memory["shared"][span] = exchange.shared
                 (weights.add if exchange.late else weights.write)(span, exchange.weights)
                 if self.contributions.applied(exchange):
@@ -367,6 +382,8 @@ class OuterStep(Averager):
             self._rooms.keep(exchange.room)
         if not refused:
             return
+        # The first time, all go back to their weights after the last exchange, without broken moments.
+        # If the next exchange is broken as well, that did not help, and would be repeated for ever.
         self.state = OuterState(self.state.refused + 1)
         drop_broken(self.optimizers, self.on_any_part)
         if self.state.refused > 1:
@@ -405,6 +422,9 @@ class OuterStep(Averager):
         await self.land(weights)
         await self._meet(self.steps if step is None else step)
         missing, reducer = [torch.zeros_like(self.memory["shared"][:0])], self.reducer
+        # Missing on this rank is all that the shared weights lack of its own: with the residual in the
+        # weights it is their difference, else the moves since the last exchange plus the residual.  The
+        # two differ once updates are weighed, for only the moves are to be.
         for part, its in enumerate(await self.contributions.weigh_all(reducer)):
             span = self.layout.fragments[part].span
             if self.residual == "weights" and not self.contributions.weighs:
@@ -421,7 +441,9 @@ class OuterStep(Averager):
         proposal = Proposal(
             reducer.comm.rank, reducer.step, reducer.place, [whole], [DenseVector(average)]
         )
-        if reducer.consensus(proposal) is None:  # all ranks decide alike
+        # all ranks have the same average, and other parts are asked, so all decide alike; residuals are
+        # cleared and the shared weights moved together, or neither
+        if reducer.consensus(proposal) is None:
             for residual in reducer.residuals:
                 residual.load(None)
             self.memory["shared"] = self._stepped(average, slice(0, None), 0.0, self._lr(), average)
@@ -431,7 +453,8 @@ class OuterStep(Averager):
     async def _meet(self, step: int) -> None:
         """Refuse to finish after different numbers of local steps.
 
-        On every channel on which a rank may wait that is in an exchange instead: then it is told at once.
+        Asked on every channel on which a rank that is in an exchange instead may wait, so that such a
+        rank is told at once.
         """
         self._note(step)
         reducer = self.reducer
@@ -539,7 +562,10 @@ class OuterStep(Averager):
         fragment = self.layout.fragments[part]
         self._note(exchange.lands - self.delay if exchange.late else exchange.lands)
         rows = self._room(part, exchange.room)[1]
+        # moved = shared - residual - weights, or shared - weights: positive where weights have fallen, as
+        # a gradient is.  The reducer adds its residual: accumulated = residual + moved.
         moved = self._began(part, rows[1]).sub_(exchange.weights)
+        # before it is weighed: the drift is a distance of real steps
         distance = (
             None if self.rule is None else share_of(moved, self.memory["shared"], self.layout.end)
         )
@@ -549,7 +575,8 @@ class OuterStep(Averager):
             rotate_(delta, self.dct)
             kept = reducer.residuals[unit].value
             if kept is not None and self.residual_decay < 1:
-                # here and not in the residual, which a refused exchange must leave as it is
+                # accumulated = residual + delta is to be decay residual + moved, so delta gives up
+                # (1 - decay) residual.  The residual itself a refused exchange must leave as it is.
                 delta.sub_(kept, alpha=1 - self.residual_decay)
         try:
             if distance is not None:
@@ -562,10 +589,13 @@ class OuterStep(Averager):
             exchange.done = exchange.refused = True
             return
         average = self._whole(part, deltas)
+        # without delay the new shared weights overwrite the old ones at once; a late exchange keeps them
+        # in the average's memory until it lands
         here = average if exchange.late else self.memory["shared"][fragment.span]
         momentum = self.momentum_of(exchange)
         exchange.shared = self._stepped(average, fragment.span, momentum, exchange.lr, here)
         base, free = exchange.shared, rows[2 if exchange.late else 0]
+        # row 0 holds the weights at the begin, which a late exchange still has to subtract
         if self.residual == "weights":
             base = torch.sub(base, self._withheld(part), alpha=shown_of(exchange.weight), out=free)
         exchange.weights = torch.sub(base, exchange.weights, out=free) if exchange.late else base
@@ -634,6 +664,8 @@ class OuterStep(Averager):
 
         Buffers and moments take it as it is.
         """
+        # torch.optim.SGD on shared weights, with the average as its gradient:
+        #   v = momentum v + g;  g = g + momentum v (Nesterov) or v;  shared -= outer_lr g
         gradient = average[: max(self.layout.end - (span.start or 0), 0)]
         if momentum:
             if "momentum" not in self.memory:
@@ -651,7 +683,7 @@ class OuterStep(Averager):
         return torch.sub(self.memory["shared"][span], average, out=out)
 
     def _place(self) -> dict[str, Any]:
-        """Add what a saved residual depends on."""
+        """Add the settings on which a saved residual depends."""
         period = self.period if self.rule is None else self.period_rule
         place = {"algorithm": self.algorithm, "density": self.density, "period": period}
         if self.residual == "weights":

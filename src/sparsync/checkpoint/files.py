@@ -84,8 +84,8 @@ def write_file(path: Path, content: Any) -> None:
         CheckpointError: names the file and the reason, or the value in it that could not be read; nothing
             is left of it.
     """
-    # Write, flush, rename, flush the folder, in this order: a rename on one file system replaces a file at
-    # once, and only flushed bytes and names survive a power cut.
+    # Write, flush, rename, flush the folder, in this order: a rename on one file system replaces a file
+    # at once, and only flushed bytes and names survive a power cut.
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -88,8 +88,8 @@ def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
 
     Args:
         template: this rank's ``state_dict()`` before anything is loaded, which has its rank and the
-            number of ranks, its units, and its pieces of the parameters.  If it is an optimizer's, torch's
-            part of the new state (learning rate, local moments) is taken from old rank r modulo P.
+            number of ranks, its units, and its pieces of the parameters.  If it is an optimizer's,
+            torch's part of the new state (rates, local moments) is taken from old rank r modulo P.
         states: the states of all old ranks.
     """
     # three kinds of states: updates have shared weights in "memory", gradients a residual, and an

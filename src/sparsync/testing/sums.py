@@ -32,7 +32,8 @@ def check_collective(
     """Check a collective on the simulator, for every case and world size.
 
     Its ``order`` says whether sums are checked bit for bit, its ``result`` whether it gets whole vectors.
-    With ``rounding`` what its codec rounds away is delivered by nobody: sums are checked to rounding.
+    With ``rounding``, no rank delivers the part that its codec rounds away, and sums are checked only up
+    to that.
 
     Example:
         >>> from sparsync.collectives import Allgather

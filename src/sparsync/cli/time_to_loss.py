@@ -17,7 +17,7 @@ from sparsync.presets import candidates
 
 __all__ = ["USUAL_STEPS", "Training", "loss_as_json", "loss_page"]
 
-USUAL_STEPS = 1000  # of dense, where none are given
+USUAL_STEPS = 1000  # steps of dense training, where none are given
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Training:
     model_size: int
     optimizer: str
     compute: float | None = None  # seconds of a step without any exchange
-    steps: float | None = None  # that dense takes to the loss
-    density: float | None = None  # of sparse gradients
+    steps: float | None = None  # steps of dense training to the loss
+    density: float | None = None  # density of sparse gradients
 
     def planned(self, ranks: int, machine: Machine) -> LossPlan:
         """Compare all methods on these links.
 
         Raises:
-            ConfigurationError: a number makes no sense, or no such optimizer.
+            ConfigurationError: a number is out of range, or the optimizer is unknown.
         """
         return plan_loss(
             self.model_size,
@@ -49,7 +49,7 @@ class Training:
 
 
 def loss_as_json(made: LossPlan) -> dict[str, Any]:
-    """Return plain numbers and words; of every method whether measured runs reach the loss."""
+    """Return plain numbers and words; for every method also whether measured runs reach the loss."""
     rows = [{**asdict(one), "named": one.named, "reached": one.steps.reached} for one in made.table]
     return {
         "choice": made.choice,

@@ -27,13 +27,8 @@ __all__ = [
     "within",
 ]
 
-WORLD_SIZES = (
-    1,
-    2,
-    3,
-    4,
-    7,
-)  # one rank, powers of two, and others, as logarithmic collectives differ
+# one rank, powers of two, and others: logarithmic collectives have other rounds for each of these
+WORLD_SIZES = (1, 2, 3, 4, 7)
 STEPS = 3  # per case: one that opens a period, one that reuses its thresholds, and one more
 
 

@@ -166,7 +166,7 @@ def _forked(world_size: int, call: tuple[Any, ...], lab: Lab | None) -> Iterator
     # is stuck after a crash
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    # torch comes with sparsync; making any optimizer imports torch._dynamo, which would take each rank 3 s
+    # torch comes with sparsync; making an optimizer imports torch._dynamo, which takes each rank 3 s
     context.set_forkserver_preload(["sparsync", "torch._dynamo"])
     processes, pipes = [], {}
     for rank in range(world_size):

@@ -192,7 +192,7 @@ def command(
             fields,
         )
     if plot is not None and not selectors:
-        raise ConfigurationError("--plot draws what --selectors measures; add --selectors")
+        raise ConfigurationError("--plot draws the results of --selectors; add --selectors")
     rows: Sequence[Row | KernelRow | SelectorRow]
     shown: list[RenderableType]
     if selectors:

@@ -124,7 +124,7 @@ class LinearSettings:
         )
         if self.solver == "scd" and self.staleness:
             raise ConfigurationError(
-                "scd is synchronous: its step size is safe for one step's coordinates alone; "
+                "scd is synchronous: its step size is safe only for one step's coordinates; "
                 "choose sgd, or --aggregation sync"
             )
         # SciPy is not loaded for the help, nor for the other commands
@@ -133,7 +133,7 @@ class LinearSettings:
         from sparsync.published.sparcml.linear.problem import Problem
 
         nothing = Problem(csr_matrix((0, 1)), np.zeros(0), self.model, self.l1, self.l2)
-        for name in self.exchanges:  # the solver refuses what it cannot do
+        for name in self.exchanges:  # a solver refuses settings that it cannot handle
             self.make_solver(SoloCommunicator(), nothing, name)
 
     def make_solver(

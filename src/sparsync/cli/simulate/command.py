@@ -113,7 +113,7 @@ def _topology(
     if nodes is not None:
         return TwoLevel(nodes, parse_network(inner or "80gbit,5us"), links)
     if inner is not None:
-        raise ConfigurationError("--inner-network is of nodes; give --nodes RANKS, too")
+        raise ConfigurationError("--inner-network is for nodes; give --nodes RANKS as well")
     return links
 
 

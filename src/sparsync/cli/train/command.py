@@ -69,9 +69,7 @@ def command(
     buddy: Annotated[
         bool,
         Only(("elastic",)),
-        Option(
-            "--buddy", help="Of --elastic: another rank keeps a copy of what each has not sent."
-        ),
+        Option("--buddy", help="Of --elastic: another rank keeps a copy of each residual."),
     ] = False,
     json: Json = None,
     plot: Plot = None,

@@ -179,7 +179,7 @@ def _updates_like(template: State, states: Sequence[State]) -> dict[str, Any]:
     flats = [_by_name(state, returns) for state in states]
     place = {**template["reducer"], "pieces": template["pieces"]}
     made = state_like(place, flats)
-    reducer = {key: made[key] for key in states[0]["reducer"]}  # without what ``_by_name`` added
+    reducer = {key: made[key] for key in states[0]["reducer"]}  # without ``_by_name``'s additions
     olds = [(flat, _pieces_of(flat)) for flat in flats]
     pieces, rank = _pieces_of(place), reducer["rank"] % flats[0]["world_size"]
 

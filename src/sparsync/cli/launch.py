@@ -383,7 +383,7 @@ def _report(pipe: Connection, run: Callable[[], Any]) -> bool:
     return True
 
 
-# ---- what ranks do together ------------------------------------------------------------------------
+# ---- all ranks together ----------------------------------------------------------------------------
 
 
 def gather(mine: T, classes: Sequence[type[Any]] = ()) -> list[T]:

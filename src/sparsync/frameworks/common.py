@@ -1,4 +1,4 @@
-"""Attach and resume: what Accelerate, Lightning and the Hugging Face Trainer have in common."""
+"""Attach and resume: the common part of Accelerate, Lightning and the Hugging Face Trainer."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class DdpSync(Sync):
         model = self._model()
         return nullcontext() if model is None else model.no_sync()
 
-    # ---- what DDP's hook would not see ---------------------------------------------------------
+    # ---- gradients that DDP's hook would not see -----------------------------------------------
 
     def _watch(self, model: DistributedDataParallel) -> None:
         """Check all parameters on every forward pass, and every gradient, until ``close``."""

@@ -135,8 +135,8 @@ class NodeReducer:
         """Put a gradient where the node averages it; its weights as well, if they decay."""
         with self.reducer.comm.stage("accumulate"):
             here = self._flat[unit][start : start + gradient.numel()]
-            # the mean, as of one larger batch, and divided before it is summed: a sum in 16 bits could
-            # overflow
+            # a node's mean stands for one larger batch; divided before it is summed, for a sum in 16 bits
+            # could overflow
             torch.div(gradient, self.node.world_size, out=here)
             # weights are only copied: all ranks of a node have the same ones, and ``exchange`` cuts out
             # this rank's part
@@ -281,7 +281,7 @@ class Node:
 
 
 def _book(comm: TorchCommunicator, phase: str, flat: Tensor) -> None:
-    """Count the bytes that a ring would move: torch does not tell what its backend does."""
+    """Count the bytes that a ring would move: torch does not tell how many its backend sends."""
     others = comm.world_size - 1
     nbytes = flat.numel() * flat.itemsize * others // comm.world_size
     comm.ledger.sent(phase, nbytes, Parts(value=nbytes), others)

@@ -38,7 +38,7 @@ __all__ = ["ReplicaStep", "ReplicaSync", "attach_replicas"]
 
 
 def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> ReplicaSync:
-    """Exchange gradients between the replicas of what this rank holds; see ``attach``."""
+    """Exchange gradients between the replicas of this rank's part of a model; see ``attach``."""
     schedule = options.compression.schedule
     passes = _microbatches(schedule)
     ranks = ranks_of(replicate)
@@ -295,7 +295,7 @@ class ReplicaSync(Sync):
             grads = [p.grad for p in self._place if p.grad is not None]
             self.reducer.corrector.measure(map(local_of, grads))
         while this.order:
-            self._launch(this, 1.0)  # the schedule has scaled what is still in ``parameter.grad``
+            self._launch(this, 1.0)  # the schedule has scaled gradients still in ``parameter.grad``
         # jobs start in one order on all ranks: units, then the rest, in the order of these lines
         if not self._compared:
             this.jobs.append(self._engine.submit(self._check_first_weights()))

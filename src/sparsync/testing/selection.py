@@ -39,7 +39,7 @@ def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
                 other = make()
                 other.state = state
                 again = other.select(accumulated, case.k, step, collected)
-                assert same(again, selected), f"{where}: what was collected changed the selection"
+                assert same(again, selected), f"{where}: collecting entries changed the selection"
             if isinstance(selected, DenseVector):
                 continue
             selected.check()

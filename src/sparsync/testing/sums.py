@@ -104,7 +104,7 @@ async def _check_law(comm: Communicator, reduced: Reduced, where: str, exact: bo
         summed = summed + (share - loss)
     if exact:
         assert torch.equal(summed, total), (
-            f"{where}: the total is not the sum of what was delivered"
+            f"{where}: the total is not the sum of the delivered vectors"
         )
     else:
         scale = shares.abs().sum(0) + losses.abs().sum(0)
@@ -159,7 +159,7 @@ async def _check_step(comm: Communicator, reducer: Reducer, gradient: Tensor, wh
 
 
 async def _check_refusal(comm: Communicator, algorithm: Algorithm, density: float) -> None:
-    """Check that NaN on one rank is refused by all and leaves no trace in what follows."""
+    """Check that NaN on one rank is refused by all and leaves no trace in later steps."""
     case = Case("noise", 499, 40, noise)
     broken, untouched = (_reducer(comm, algorithm, case, density) for _ in range(2))
     for step in range(STEPS):

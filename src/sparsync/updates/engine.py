@@ -218,7 +218,7 @@ class UpdateSync(Sync):
         super().__init__(module, reducer, groups, options.monitoring, (), consensus, pieces)
         self.outer, self._weights = outer, weights
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
-        self._seen: list[int] = []  # what trained when the model was looked at
+        self._seen: list[int] = []  # the parameters that trained when the model was last checked
         self._shows = False  # the model has the shared weights
         self._skipped = set[Tensor]()  # parameters of which a GradScaler skips the present step
         self._changes = Changes(weights.trained.values())
@@ -572,7 +572,7 @@ class UpdateSync(Sync):
     def finish(self) -> None:
         """Exchange all that is left and make replicas equal.  All ranks call it; training may go on."""
         self._check_own("finish()")
-        run(self.outer.settle())  # what is under way belongs to steps
+        run(self.outer.settle())  # exchanges under way belong to steps, and are booked there
         with self.reducer.comm.ledger.outside_steps():
             run(self.outer.deliver(self._weights))
         self._changes.remember()
@@ -672,7 +672,7 @@ class UpdateSync(Sync):
         comms = self.communicators
         parsed = on_all_or_none(comms, lambda: self.validate(state), "load its saved state")
         run(agree_state(self.reducer.comm, parsed, self.common(state), parts=self._inner))
-        # What may still fail comes first: optimizers, of which anybody may have written one.
+        # Optimizers come first: any library may have written one, and its load may still fail.
         self._load_optimizers(comms, state)
         self._take(state, parsed)
         self.reducer.comm.ledger.begin_step(self.reducer.step)

@@ -151,7 +151,7 @@ class ModelWeights(Weights):
     def write(self, span: slice, values: Tensor) -> None:
         """Replace a part, in the same tensors."""
         self.reshard()
-        # an empty list, as of a part without tensors, is an error to torch._foreach functions
+        # a part without tensors is an empty list, which torch._foreach functions refuse
         if (pairs := self._pairs(span, values))[0]:
             torch._foreach_copy_(*pairs)
 

@@ -89,7 +89,7 @@ def _threads(facts: Facts, ranks: int) -> Check:
         do = f"set OMP_NUM_THREADS={max(facts.cores // ranks, 1)}"
         return Check("bad", f"{where} wait for each other", do)
     return Check(
-        "note", where, "what is measured includes waiting for a core; give each rank one of its own"
+        "note", where, "measured times include waits for a core; give each rank one of its own"
     )
 
 

@@ -190,7 +190,7 @@ def page(found: Examination) -> Group:
 
 
 def sentence(found: Examination, *, elements: int = 14_728_266) -> str:
-    """Say what the findings mean for a training, e.g. of VGG-16 on CIFAR-10 (Ok-Topk, Table 2)."""
+    """Apply the findings to a training, e.g. of VGG-16 on CIFAR-10 (Ok-Topk, Table 2)."""
     machine, ranks = found.calibration.machine, len(found.facts)
     if ranks == 1:
         return "One rank exchanges nothing; start the doctor with the ranks of your job."

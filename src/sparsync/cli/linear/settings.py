@@ -51,7 +51,7 @@ Columns = Annotated[int, Bounds(1, 2**31 - 1)]  # SciPy's indices have 32 bits
 Threads = Annotated[int, Bounds(1, 1024)]
 Staleness = Annotated[int, Bounds(0, 1000)]  # each step under way holds a gradient
 _DATA = f"An svmlight file (also .gz, .bz2), or {TRIGRAMS}: those of Python's own library."
-_POSITIVE = "What is +1: labels of the file, with commas; a package of the trigrams."
+_POSITIVE = "The class +1: labels of the file, with commas; a package of the trigrams."
 
 
 @dataclass(frozen=True)

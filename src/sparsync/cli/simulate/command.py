@@ -60,7 +60,7 @@ def command(
         list[str] | None, option("RANK:FACTOR: a rank that computes slower; may be repeated.")
     ] = None,
     machine: Annotated[
-        InputFile | None, option('What work costs: a file of "sparsync doctor --json".')
+        InputFile | None, option('The cost of work: a file of "sparsync doctor --json".')
     ] = None,
     *,
     json: Annotated[bool, Option("--json", help="Print JSON, for machines.")] = False,

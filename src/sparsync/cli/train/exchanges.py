@@ -209,7 +209,7 @@ def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
     """Let a model train alone, and a scheme average it with others.
 
     Members of the outer step's family are attached, so that moments can follow the average; but
-    ``attach`` always averages buffers.  What moves by signs is published with SGD, without momentum.
+    ``attach`` always averages buffers.  Methods that step by signs are published with plain SGD.
     """
     given, has = _scheme_options(settings, name), options_of(name)
     optimizers, own = settings.make_optimizers(model), {}

@@ -24,11 +24,11 @@ Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector
 ``sparsync.iallreduce`` for a future.
 """
 
-from sparsync.algorithm import Algorithm
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from sparsync.algorithm import Algorithm
 from sparsync.attach import attach
 from sparsync.errors import ConfigurationError, SparsyncError
 from sparsync.options import Compression, Monitoring, Transport

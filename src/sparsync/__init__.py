@@ -28,6 +28,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from sparsync.algorithm import Algorithm
 from sparsync.attach import attach
 from sparsync.errors import ConfigurationError, SparsyncError
 from sparsync.options import Compression, Monitoring, Transport

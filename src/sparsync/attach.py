@@ -28,7 +28,7 @@ __all__ = ["attach", "check_optimizer"]
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
-# and all that have betas, like Adam
+# Optimizers that divide by a second moment; in addition to these all that have betas, as Adam does.
 _ADAPTIVE = tuple(
     getattr(torch.optim, name)
     for name in ("Adafactor", "Adagrad", "Adadelta", "RMSprop", "Rprop")
@@ -50,37 +50,38 @@ def attach(
     transport: Transport | None = None,
     monitoring: Monitoring | None = None,
 ) -> Handle:
-    """Compress what the replicas of a model exchange; the training loop stays as it is.
+    """Compress the exchange between replicas of a model; the training loop stays as it is.
 
     Two things can be exchanged.  **Gradients**, sparsely, on every step: for SGD, whose steps are linear
     in them.  **Updates**, the changes that the optimizer has made, in few bits, after every few local
-    steps: for AdamW, Muon and every other whose moments sparse gradients would distort
+    steps: for AdamW, Muon and every other optimizer whose moments sparse gradients would distort
     (``docs/optimizers.md``).
 
     Args:
         model: a ``DistributedDataParallel`` module without a communication hook, compiled or not; with
             ``replicate`` any other: FSDP2's, a stage of a pipeline, tensor-parallel, plain
             (``docs/fsdp.md``).  For updates also a plain module, equal on all ranks.
-        optimizer: the one that is used, or all of them; updates are counted by the steps of the last.
+        optimizer: the optimizer of the model, or all of them; updates are counted by the steps of the
+            last.
         algorithm: for gradients a preset's name ("budgeted", the default, "auto", "oktopk", ...), or an
             ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", threshold_period=128)``.  For updates
-            the name of a member of the family ("diloco", "sparseloco", ...), an ``OuterStep`` without a
-            model, or what ``OuterStep`` is to exchange with; None: 1 bit, every second step; "auto" with
-            DDP measures the group, and takes dense gradients where those take fewer seconds per step, or
+            the name of a member of the family ("diloco", "sparseloco", ...), an ``OuterStep``,
+            or an algorithm for ``OuterStep`` to exchange with; None: 1 bit, every second step; "auto"
+            with DDP measures the group, and takes dense gradients where those take fewer seconds per step, or
             hardly more; it does not know how many steps a loss takes.
         density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected.
-            None: 1 %, of models below a million parameters more, up to all of 46,000
+            None: 1 %, and more below a million parameters, up to 100 % at 46,000
             (``default_density``); rank 0 says it, once.
         exchange: "gradients", "updates", or "auto": updates if an optimizer is given that is not SGD, or
-            an ``algorithm`` that is only for them; rank 0 says which and why, once, and what is done
-            with the optimizer's steps.
+            an ``algorithm`` that is only for them.  Rank 0 says once which and why, and how the
+            optimizer's steps are treated.
         correction: momentum, decay and clipping, applied to local gradients before they are accumulated.
         replicate: the ranks that hold the same part of the model as this one: a one-dimensional mesh,
             e.g. ``mesh["replicate"]``, or a process group.
         elastic: a ``torchft.Manager`` whose ``pg`` is a ``sparsync.elastic.ElasticGroup``: ranks come and
-            go (``docs/elastic.md``).  The model is a plain one.
+            go (``docs/elastic.md``).  The model is a plain module.
         compression: units, dense parameters, warm-up, pipelines (``Compression``).
-        transport: what carries the messages, time limits, nodes (``Transport``).
+        transport: the carrier of messages, time limits, nodes (``Transport``).
         monitoring: NaN and Inf, GradScaler, sentinel, logs (``Monitoring``).
 
     Returns:
@@ -93,7 +94,7 @@ def attach(
             unknown algorithm, bad density, an optimizer whose updates cannot be averaged
             (``docs/optimizers.md``).  Later: the module runs inside DDP, an optimizer that was not given
             steps parameters whose updates are exchanged.
-        PeerError: ranks disagree on any of it, or a rank is gone.
+        PeerError: ranks were given different arguments or models, or a rank is gone.
         DeadlineError: a rank does not attach; it is named.
 
     Cost: one thread and one gloo process group, and with zmq its sockets; memory n elements
@@ -116,8 +117,10 @@ def attach(
             raise ConfigurationError(
                 f"{kind.__name__.lower()} is {option!r}; give a sparsync.{kind.__name__}(...)"
             )
+    # torch.compile(ddp) wraps the module; DDP's hooks and parameters are those of the one inside
     if isinstance(inner := getattr(model, "_orig_mod", None), DistributedDataParallel):
-        model = inner  # of torch.compile: the same parameters and hooks
+        model = inner
+    # before any message: these errors are found by each rank alone, and nobody has to wait for them
     check_outermost(model)
     check_unattached(model)
     if isinstance(model, DistributedDataParallel):
@@ -128,6 +131,8 @@ def attach(
     carried, watched = transport or Transport(), monitoring or Monitoring()
     chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given)
     decided = ""
+    # "auto" compares updates with dense gradients only if no argument has decided between them, and only
+    # for DDP on whole replicas, where elastic, replicate and hierarchy are all None
     if why and algorithm == "auto" and elastic is replicate is carried.hierarchy is None:
         algorithm = None
         if isinstance(model, DistributedDataParallel):
@@ -167,6 +172,7 @@ def attach(
     assert not isinstance(algorithm, OuterStep)
     resolved = resolve("budgeted" if algorithm is None else algorithm)
     if density is None:
+        # only for the warning below; the density itself is decided later, by the size of a whole replica
         size = sum(p.numel() for p in model.parameters() if p.requires_grad)
         sparse = default_density(size) < 1
     else:
@@ -174,6 +180,7 @@ def attach(
         sparse = density != 1
     for one in optimizers:
         check_optimizer(one, correction, sparse=sparse and "dense" not in resolved.name)
+    # the user's settings come before the algorithm's own
     completed = replace(
         given,
         unit_bytes=resolved.unit_bytes if given.unit_bytes is None else given.unit_bytes,
@@ -187,8 +194,8 @@ def attach(
     if replicate is None:
         if given.schedule is not None or carried.world or not given.overlap:
             raise ConfigurationError(
-                "Compression(schedule=..., overlap=False) and Transport(world=...) need replicate=; give "
-                "it, too"
+                "Compression(schedule=..., overlap=False) and Transport(world=...) are for models "
+                "without DDP; give replicate= as well, or omit them"
             )
         from sparsync.gradients.ddp import attach_ddp
 
@@ -213,7 +220,7 @@ def _chosen(
     density: float | None,
     compression: Compression,
 ) -> tuple[str, str]:
-    """Return what is exchanged, and why if that was for ``attach`` to decide.
+    """Return "gradients" or "updates", and the reason if ``attach`` had to decide.
 
     Raises:
         ConfigurationError: an argument is for the other kind of exchange.
@@ -237,12 +244,14 @@ def _chosen(
         )
     if needs and (exchange == "updates" or for_updates):
         raise ConfigurationError(
-            f"{needs} is for gradients; omit it, or exchange='updates' and what asks for updates"
+            f"{needs} is for gradients; omit it, or exchange='updates' and the algorithm for updates"
         )
     if exchange != "auto":
         return exchange, ""
     if for_updates:
         return "updates", ""
+    # by class, not by name: a subclass of SGD steps in proportion to gradients as well.  A sparse average
+    # of gradients is a delayed one to SGD; moments, which are not linear in gradients, are distorted.
     others = [one for one in optimizers if not isinstance(one, torch.optim.SGD)]
     if needs or not others:
         return "gradients", ""
@@ -258,9 +267,9 @@ def check_optimizer(
     *,
     sparse: bool = False,
 ) -> None:
-    """Refuse an optimizer that does again what the correction has done.
+    """Refuse an optimizer that repeats the work of the correction.
 
-    If only some entries of gradients are exchanged (``sparse``), warn of one that loses by it.
+    If only some entries of gradients are exchanged (``sparse``), warn of an optimizer that loses by it.
     """
     if optimizer is None:
         return
@@ -284,7 +293,7 @@ def check_optimizer(
         for what in ("momentum", "weight_decay"):
             if getattr(correction, what) and group.get(what):
                 raise ConfigurationError(
-                    f"{name} has {what} {group[what]}, which the correction does before the "
+                    f"{name} has {what} {group[what]}, which the correction applies before the "
                     f"exchange ({what}={getattr(correction, what)}): it would be applied twice; "
                     f"build the optimizer with {what}=0"
                 )

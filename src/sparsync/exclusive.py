@@ -1,4 +1,4 @@
-"""One model, one exchange: refuse whatever else would exchange, or step, the parameters of a handle."""
+"""One model, one exchange: refuse anything else that exchanges or steps the parameters of a handle."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ class _Guarded(Protocol):
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """Those after whose steps they are exchanged."""
+        """The optimizers after whose steps updates are exchanged."""
 
 
 @final
 class Guard:
-    """A hook on the steps of every optimizer of the process; refuses those of a handle's parameters.
+    """A hook on the steps of all optimizers in the process; refuses steps of a handle's parameters.
 
-    An optimizer that is made after ``attach`` has no hook of ours: its steps would never be exchanged.
-    It is also by these hooks that a second ``attach`` finds the first: parameters carry no mark, which
+    An optimizer that is made after ``attach`` has no hook of the handle: its steps would never be
+    exchanged.  By these hooks a second ``attach`` also finds the first: parameters carry no mark, which
     copies and saved models would carry along.
 
-    Cost: of the handle's own optimizers nothing; of others a look at every parameter.
+    Cost: for the handle's own optimizers nothing; for others a look at every parameter.
     """
 
     def __init__(self, sync: _Guarded) -> None:
         self.sync = weakref.ref(sync)
         handle = hooks.register_optimizer_step_pre_hook(self)
         self.remove = handle.remove
+        # torch keeps global hooks for ever; at the end of the process there is nothing left to remove
         weakref.finalize(sync, handle.remove).atexit = False
 
     def __call__(self, optimizer: Optimizer, *_step: Any) -> None:
@@ -52,8 +53,10 @@ class Guard:
         sync = self.sync()
         if sync is None or any(optimizer is one for one in sync.optimizers):
             return
+        # by identity: ``in`` a list of tensors would compare their elements
         names = {id(parameter): name for name, parameter in sync.trained.items()}
         stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+        # a wrapper around one of the handle's optimizers, or an optimizer inside one, steps with it
         if not stepped or holds(optimizer, sync.optimizers) or holds(sync.optimizers, [optimizer]):
             return
         known = ", ".join(type(one).__name__ for one in sync.optimizers)
@@ -66,10 +69,10 @@ class Guard:
 
 
 def check_outermost(model: nn.Module) -> None:
-    """Refuse a container around DDP, which would go on exchanging gradients.
+    """Refuse a container around DDP: the DDP inside would go on exchanging gradients.
 
     Raises:
-        ConfigurationError: names the module inside that is DDP.
+        ConfigurationError: names the DDP module inside.
     """
     if isinstance(model, DistributedDataParallel):
         return
@@ -77,16 +80,17 @@ def check_outermost(model: nn.Module) -> None:
         if isinstance(module, DistributedDataParallel):
             raise ConfigurationError(
                 f"{type(model).__name__} is around a DistributedDataParallel ('{name}'), which would go "
-                "on exchanging all gradients; give attach that one"
+                "on exchanging all gradients; give attach that module"
             )
 
 
 def check_outside_ddp(module: nn.Module) -> None:
     """Refuse a forward pass of an attached module inside a DDP model, which exchanges its gradients.
 
-    A module does not know whether DDP is around it before that.
+    Before a forward pass, a module cannot know whether DDP is around it.
     """
-    ddp = DistributedDataParallel._active_ddp_module  # while its forward pass runs
+    # set by DDP while its forward pass runs, for torch.compile; there is no public way to ask
+    ddp = DistributedDataParallel._active_ddp_module
     if ddp is not None and any(inner is module for inner in ddp.modules()):
         raise ConfigurationError(
             "the module that was attached runs inside a DistributedDataParallel, which exchanges all its "
@@ -98,12 +102,13 @@ def check_unattached(model: nn.Module) -> None:
     """Refuse a second ``attach`` of a parameter.
 
     Raises:
-        ConfigurationError: names the first one that is exchanged already.
+        ConfigurationError: names the first parameter that is exchanged already.
     """
     if isinstance(model, DistributedDataParallel):
-        return  # it has a communication hook then
+        return  # ``check_ddp`` sees its communication hook
     exchanged = {id(p) for sync in _guarded() for p in sync.trained.values()}
     for name, parameter in model.named_parameters():
+        # torch's own register of a parameter's hooks, which has no public name
         marks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         what = "gradient" if any(isinstance(mark, Hook) for mark in marks.values()) else ""
         if what or id(parameter) in exchanged:

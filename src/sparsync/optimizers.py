@@ -1,4 +1,4 @@
-"""Which optimizers ``attach`` takes: wrappers are seen through, others are refused in words."""
+"""The optimizers that ``attach`` takes: wrappers are seen through, unsuitable ones are refused."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from sparsync.updates.moments import corrects
 
 __all__ = ["chain_of", "check_stepped", "held_by", "holds", "plain_optimizers", "treatment_of"]
 
-_ALIKE: Final = "exchange='gradients', which all ranks then have alike, suits it"
+_ALIKE: Final = "exchange='gradients' suits it, for then all ranks make the same steps"
 
 
 def plain_optimizers(given: Any) -> list[Optimizer]:
     """Return the optimizers that step, without the wrappers of Accelerate, SAM and the like.
 
-    A wrapper is what holds another optimizer, in whatever attribute.  Loops call it or the inner one
-    (SAM's ``second_step``), but the inner one steps in either case, and once: its hooks count.
+    A wrapper is an object that holds another optimizer, in whatever attribute.  Loops call the wrapper or
+    the inner optimizer (SAM's ``second_step``), but the inner one steps in either case, and once: its
+    hooks count.
 
     Raises:
-        ConfigurationError: none is a ``torch.optim.Optimizer``, one averages weights by itself, or was
-            not initialised as one.
+        ConfigurationError: one is not a ``torch.optim.Optimizer``, averages weights by itself, or was not
+            initialised as an optimizer.
     """
-    found: dict[Optimizer, None] = {}
+    found: dict[Optimizer, None] = {}  # an ordered set: the last optimizer's steps end an iteration
     for one, inner in chain_of(given):
         name = type(one).__name__
+        # torch's PostLocalSGDOptimizer, by its averager
         if callable(getattr(getattr(one, "averager", None), "average_parameters", None)):
             raise ConfigurationError(
                 f"{name} averages weights over ranks, as attach does; give the optimizer inside it, to "
@@ -43,6 +45,7 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
             raise ConfigurationError(
                 f"optimizer is {name}; give a torch.optim.Optimizer, or a list of them"
             )
+        # torch's Optimizer.__init__ makes the registers of hooks; without them no step is ever seen
         if not hasattr(one, "_optimizer_step_post_hooks"):
             raise ConfigurationError(
                 f"{name} has no hooks, because its __init__ does not call torch.optim.Optimizer's; let "
@@ -55,7 +58,7 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
 def _held(one: Any) -> list[Optimizer]:
     """Return the optimizers in an object's attributes, or in lists and dictionaries there."""
     values: list[Any] = []
-    # a property may be all that a wrapper shows (Lightning's)
+    # Lightning's wrapper shows its optimizer only by a property, which ``__dict__`` does not have
     for value in (*getattr(one, "__dict__", {}).values(), getattr(one, "optimizer", None)):
         if isinstance(value, list | tuple):
             values += value
@@ -68,9 +71,10 @@ def _held(one: Any) -> list[Optimizer]:
 
 
 def chain_of(given: Any, around: Sequence[Any] = ()) -> Iterator[tuple[Any, list[Optimizer]]]:
-    """Yield what was given, with the optimizers inside it, and these in turn.
+    """Yield every given optimizer with the optimizers inside it, then each of these in the same way.
 
-    An optimizer may know what it is ``around``, as a wrapper's inner one its owner.
+    Those in ``around`` are the owners on the way here: an inner optimizer may refer back to its wrapper,
+    which would be an endless chain.
     """
     for one in () if given is None else given if isinstance(given, Sequence) else (given,):
         inner = [held for held in _held(one) if all(held is not other for other in around)]
@@ -79,7 +83,7 @@ def chain_of(given: Any, around: Sequence[Any] = ()) -> Iterator[tuple[Any, list
 
 
 def holds(given: Any, optimizers: Sequence[Optimizer]) -> bool:
-    """Tell whether any of these optimizers is inside one that was given, as inside a wrapper."""
+    """Tell whether any of these optimizers is inside a given one, as inside a wrapper."""
     inside = (held for _, inner in chain_of(given) for held in inner)
     return any(held is one for held in inside for one in optimizers)
 
@@ -88,12 +92,14 @@ def check_stepped(given: Any) -> None:
     """Refuse an optimizer whose steps on one rank alone cannot be averaged.
 
     Raises:
-        ConfigurationError: it leaves parameters to other ranks' optimizers (ZeRO), makes the weights to
-            evaluate from memory of its own (schedule-free), or searches along gradients of several
-            places (LBFGS).
+        ConfigurationError: it leaves parameters to other ranks' optimizers (ZeRO), computes the weights
+            for evaluation from memory of its own (schedule-free), or compares gradients at several points
+            (LBFGS).
     """
     for one, inner in chain_of(given):
         name = type(one).__name__
+        # Recognised by behaviour and not by name, for other packages have optimizers of the same kind.
+        # ZeRO shows all parameters, but the optimizer inside it has only this rank's share.
         wanted, held = (set(map(id, _parameters(its))) for its in ([one], inner))
         if held and not wanted <= held:
             raise ConfigurationError(
@@ -102,18 +108,17 @@ def check_stepped(given: Any) -> None:
                 f"would learn from one rank's data alone.  Give each rank a whole optimizer; {_ALIKE}"
             )
         switches = (getattr(one, "train", None), getattr(one, "eval", None))
-        if not inner and all(
-            map(callable, switches)
-        ):  # wrappers pass these calls on (Accelerate's)
+        # wrappers such as Accelerate's have these methods only to pass calls on
+        if not inner and all(map(callable, switches)):
             raise ConfigurationError(
-                f"{name} has train() and eval(), as schedule-free optimizers: the weights to evaluate "
-                "come from memory of each rank, which updates do not average, so that replicas would "
-                f"differ.  Take a schedule and AdamW; {_ALIKE}"
+                f"{name} has train() and eval(), as schedule-free optimizers do: the weights for "
+                "evaluation come from memory of each rank, which updates do not average, so replicas "
+                f"would differ.  Take a schedule and AdamW; {_ALIKE}"
             )
         if isinstance(one, torch.optim.LBFGS):
             raise ConfigurationError(
-                f"{name} compares gradients at the places of its last steps, which averages move; take "
-                f"another optimizer; {_ALIKE}"
+                f"{name} compares gradients at the points where its last steps ended, and averages move "
+                f"the weights away from them; take another optimizer; {_ALIKE}"
             )
 
 
@@ -123,7 +128,7 @@ def _parameters(several: Sequence[Any]) -> list[Tensor]:
 
 
 def held_by(optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> str:
-    """Return which trained parameters the optimizers step: ranks compare it.
+    """Return a text that tells which trained parameters the optimizers step; ranks compare it.
 
     Example:
         >>> net = torch.nn.Linear(2, 2)
@@ -136,7 +141,7 @@ def held_by(optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> s
 
 
 def treatment_of(optimizers: Sequence[Optimizer], *, noise_correction: bool) -> str:
-    """Return what is done with these optimizers' updates, in words.
+    """Return the treatment of these optimizers' updates, in words.
 
     Example:
         >>> treatment_of([torch.optim.Adagrad([torch.zeros(1)])], noise_correction=True)

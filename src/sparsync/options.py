@@ -56,17 +56,19 @@ class Compression:
 
     Attributes:
         unit_bytes: select over groups of consecutive parameters of at least this many bytes.  None: as
-            the algorithm's paper does, over the whole model ("sparcml": over single parameters).
-            Several units are exchanged during the backward pass, each with its share of the global k.
+            in the algorithm's paper, over the whole model ("sparcml": over single parameters).  Several
+            units are exchanged during the backward pass, each with its share of the global k.
         compress: ``compress(name, parameter)`` tells whether a parameter is exchanged sparsely; the
-            others are exchanged dense.  None: as the algorithm does: all; "redsync": those that gain.
-            Without a ``density`` none of a model that is small enough to be exchanged whole.
+            others are exchanged dense.  None: the algorithm's own rule, which is all parameters
+            ("redsync": those that gain).  Without a ``density``, no parameter of a model that is small
+            enough to be exchanged whole.
         output_layer: names of the parameters of the output layer, which some algorithms treat apart.
             None: those of the module that was registered last.
-        warmup_steps: the first steps, which are dense unless ``warmup_densities`` are given.
+        warmup_steps: the number of first steps that are dense, or have ``warmup_densities``.
         warmup_densities: densities of the warm-up, each for an equal part of it (``DGC_RAMP``).
-        overlap: exchange a unit as soon as its gradients are complete.  False, without DDP: when all
-            gradients are; needed if FSDP2 modules run several times per forward pass.
+        overlap: exchange a unit as soon as its gradients are complete.  False, without DDP: as soon as
+            all gradients are; needed if FSDP2 modules run several times per forward pass.
+        schedule: of a pipeline: the schedule of ``torch.distributed.pipelining`` that runs this stage.
     """
 
     unit_bytes: int | None = None
@@ -81,7 +83,7 @@ class Compression:
         if self.compress is not None and not callable(self.compress):
             raise ConfigurationError(
                 f"compress is {self.compress!r}; give a function of a parameter's name and tensor that "
-                "returns False for what is to be exchanged dense"
+                "returns False for a parameter that is to be exchanged dense"
             )
         self.warmup()
 
@@ -94,19 +96,19 @@ class Compression:
 
 @dataclass(frozen=True)
 class Transport:
-    """Which ranks exchange with each other, and over what.
+    """Which ranks exchange with each other, and over which transport.
 
     Attributes:
         name: "zmq" (sockets of its own), "torch" (gloo), "mpi", or "auto": the fastest one (zmq).
         timeout: seconds that any wait may take before ``backward()`` raises; a rank may stand still for
-            as long.
+            this long.
         curve_keys: folder with one certificate per rank: zmq encrypts and authenticates.
-        interface, port_range, advertise: of zmq's sockets: see ``sparsync.connect``.
-        hierarchy: of DDP: dense inside a node on every step, sparse (or updates) between nodes.  "node":
+        interface, port_range, advertise: settings of zmq's sockets: see ``sparsync.connect``.
+        hierarchy: for DDP: dense inside a node on every step, sparse (or updates) between nodes.  "node":
             as many consecutive ranks as the launcher started on a machine; "links": sites that are
             found by measuring all links at ``attach``; or a mesh (nodes, ranks of a node).
-        world: without DDP, the ranks that train the model together, which refuse steps together.
-            None: all ranks.
+        world: without DDP, the ranks that train the model together, and refuse steps together.  None:
+            all ranks.
         connect_timeout: seconds that ``attach`` may take to open the connections between ranks.
     """
 
@@ -127,7 +129,7 @@ class Transport:
 
     @property
     def waits(self) -> dict[str, float]:
-        """How long waits may take, of any transport."""
+        """The bounds on waits, which every transport takes."""
         return {"timeout": self.timeout, "connect_timeout": self.connect_timeout}
 
     @property
@@ -142,7 +144,7 @@ class Monitoring:
     """Logs, the policy on NaN and Inf, and checks that replicas stay equal.
 
     Attributes:
-        nonfinite: what all ranks do when NaN or Inf is in the sum: "raise" from ``backward()``,
+        nonfinite: the policy of all ranks when NaN or Inf is in the sum: "raise" from ``backward()``,
             "skip" (gradients become None, so the optimizer does nothing), or "propagate" (every
             gradient of every rank becomes NaN, so that a GradScaler skips on all).  Residuals stay as
             they were.  None: "propagate" with ``scaler``, else "raise".
@@ -165,6 +167,7 @@ class Monitoring:
     def __post_init__(self) -> None:
         known = self.nonfinite in (None, "raise", "skip", "propagate")
         require(known, f"nonfinite is {self.nonfinite!r}; choose one of raise, skip, propagate")
+        # None is a sentinel as well: replicas are then compared at ``attach`` alone
         fits = self.sentinel is None or isinstance(self.sentinel, Sentinel)
         require(fits, f"sentinel is {self.sentinel!r}; give a sparsync.Sentinel(period=100)")
         if self.scaler is None:
@@ -172,6 +175,7 @@ class Monitoring:
         given = f"scaler is {type(self.scaler).__name__}, which has no get_scale()"
         scales = callable(getattr(self.scaler, "get_scale", None))
         require(scales, f"{given}; give a torch.amp.GradScaler")
+        # the scaler looks for Inf in the gradients that it unscales, and a refused step leaves none
         if self.nonfinite not in (None, "propagate"):
             raise ConfigurationError(
                 f"with nonfinite={self.nonfinite!r} the GradScaler sees no overflow and never lowers its "
@@ -186,7 +190,7 @@ class Monitoring:
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that ``attach`` was given but the model, checked and completed.
+    """All arguments of ``attach`` except the model and its optimizers, checked and completed.
 
     A ``density`` of None stands for ``default_density`` until the model's size is known (``for_size``).
     """
@@ -199,18 +203,19 @@ class Options:
     monitoring: Monitoring
 
     def for_size(self, elements: int, tell: Callable[[str], object]) -> Options:
-        """Decide the density for a model of this many trained elements, if not given.
+        """Choose the density for a model of this many trained elements, if none was given.
 
         ``tell`` gets the line in which the user is told of it, once per job.
         """
         if self.density is not None:
             return self
-        if self.algorithm.result == "whole":
+        if self.algorithm.result == "whole":  # nothing is selected: nothing to choose or to say
             return replace(self, density=1.0)
         density, given = default_density(elements), self.compression
         said = f"{100 * density:.3g} % of {elements:,} gradient entries on every step"
         if density == 1:
             said = f"all {elements:,} gradient entries on every step"
+            # by the dense collective, bit for bit as the baseline, not as sparse vectors with all entries
             given = replace(given, compress=given.compress or _nothing)
         lag = "in a model this small, delay costs more than bytes"
         if elements >= LARGE:
@@ -222,11 +227,11 @@ class Options:
         return replace(self, density=density, compression=given)
 
     def agree_with(self, parts: Communicator) -> None:
-        """Compare what must be equal on ranks that hold other parts of a replica.
+        """Compare the settings that must be equal on ranks that hold other parts of a replica.
 
         Raises:
             ConfigurationError: the correction clips.
-            PeerError: parts were told different things.
+            PeerError: parts were given different settings.
         """
         watched = self.monitoring
         facts = {
@@ -250,6 +255,7 @@ class Options:
 
         The other parts have the same place among their own replicas.
         """
+        # the ranks know only their own replicas; a place among them is the number of a whole replica
         place = [sorted(ranks).index(dist.get_rank())]
         world = dist.get_process_group_ranks(groups.world)
         places = zip(world, groups.gathered(place), strict=True)
@@ -269,10 +275,11 @@ class Options:
         """Connect the ranks of a group of their own over the transport that was asked for.
 
         Raises:
-            PeerError: they ask for different ones, or run different versions.
+            PeerError: they ask for different transports, or run different versions.
         """
         carried = self.transport
-        # first of all, and over gloo: ranks that differ here may not even compare the same
+        # First of all, and over gloo, from which all transports start: ranks of different versions may
+        # not even send the same facts in the later comparisons.
         wanted = {
             "the version of sparsync": _version(),
             "the version of torch": torch.__version__,
@@ -291,7 +298,7 @@ class Options:
     ) -> Reducer:
         """Connect the ranks of a group of its own, which agree on everything, and build their reducer.
 
-        The consensus is that of the ranks that hold other parts of this replica; ``agreed`` are more
+        ``consensus`` asks the ranks that hold other parts of this replica; ``agreed`` are further
         settings that must be equal.
         """
         assert self.density is not None, "for_size comes first"
@@ -317,7 +324,7 @@ class Options:
                 **agreed,
             )
         except BaseException:
-            comm.close()
+            comm.close()  # no handle has it yet that would close it
             raise
         return reducer
 
@@ -329,7 +336,7 @@ def say_on_rank_0(line: str) -> None:
 
 
 def _nothing(_name: str, _parameter: Tensor) -> bool:
-    """Tell of no parameter that it is exchanged sparsely."""
+    """Return False for every parameter: all are exchanged dense."""
     return False
 
 

@@ -37,7 +37,7 @@ REASONS = [
     ),
     (
         "refused: both would exchange the same gradients",
-        "the module of this DDP model is a DistributedDataParallel, too",
+        "the module of this DDP model is a DistributedDataParallel as well",
         ["ddp_static_graph_nested_types"],
     ),
     (

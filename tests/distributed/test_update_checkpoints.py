@@ -342,7 +342,9 @@ def test_cosine_coefficients_stay_with_their_ranks(folder):
         sparsync.save(sync, folder)
     net, optimizer, sync = attached_to(2, SETTINGS["dct"], 3)
     with sync:
-        with refused("are cosine coefficients of units, and cannot be divided; go on with as many"):
+        with refused(
+            "are cosine coefficients of units, and cannot be divided; continue with as many"
+        ):
             sparsync.load(sync, folder)
         assert sync.outer.steps == 0 and torch.equal(flat(net), flat(model(3)))
         steps(net, optimizer, range(2))

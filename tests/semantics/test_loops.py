@@ -162,7 +162,11 @@ def test_join_and_overflow(column):
 )
 def test_join_refuses(column):
     for options, correction, words in (
-        ({"divide_by_initial_world_size": False}, None, "divides by the ranks that are not done"),
+        (
+            {"divide_by_initial_world_size": False},
+            None,
+            "divides by the ranks that still have batches",
+        ),
         ({}, Correction(weight_decay=0.1), "give weight_decay to the optimizer"),
     ):
         training = Training("attach", network(), 1.0, correction=correction)

@@ -92,8 +92,8 @@ def test_clocks_that_differ_are_compared_and_do_no_harm(monkeypatch):
     ("slow", "said"),
     [
         (lambda s, d: (s, d) == (3, 1), "the link from rank 3 to rank 1 is 2.0 x slower"),
-        (lambda s, d: s == 2, "all that rank 2 sends is 2.0 x slower"),
-        (lambda s, d: d == 0, "all that rank 0 receives is 2.0 x slower"),
+        (lambda s, d: s == 2, "sending from rank 2 is 2.0 x slower"),
+        (lambda s, d: d == 0, "receiving at rank 0 is 2.0 x slower"),
     ],
 )
 def test_what_is_half_as_fast_is_named(slow, said):

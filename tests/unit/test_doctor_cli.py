@@ -139,7 +139,7 @@ def changed(**of_rank_2):
                 for rank in range(2)
             ],
             "note",
-            "MPICH may pass containers' network by",
+            "MPICH may bypass containers' network",
         ),
         ([dataclasses.replace(FACTS, backends={"torch.distributed gloo": ""})], "note", "PowerSGD"),
     ],

@@ -76,4 +76,4 @@ def test_a_file_that_no_doctor_wrote_is_refused(command, tmp_path):
         code, _, err = command("plan", *SMALL, "--machine", path)
         assert code == 2 and err.startswith("error: ") and "achine" in err
     path.write_bytes(b"\xff\xfe\x00")
-    assert "no text" in command("plan", *SMALL, "--machine", path)[2]
+    assert "not text" in command("plan", *SMALL, "--machine", path)[2]

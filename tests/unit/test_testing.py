@@ -173,7 +173,7 @@ def overwritten(comm, selected, reduced):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (all_delivered, "the total is not the sum of what was delivered"),
+        (all_delivered, "the total is not the sum of the delivered vectors"),
         (own_total, "totals differ between ranks"),
         (overwritten, "the input was modified"),
     ],

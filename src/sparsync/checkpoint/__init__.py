@@ -1,4 +1,4 @@
-"""Checkpoints: every rank's residual and what all ranks share, whole or not there at all.
+"""Checkpoints: every rank's residual and everything that all ranks share, complete or not there at all.
 
 ::
 
@@ -8,7 +8,7 @@
            000008-step-00000400/...
 
 A file appears under its name only when all of it is on the disk, and a folder is a checkpoint only when
-every rank's file is there.  So a crash or a full disk at any moment leaves the last one as it was.
+every rank's file is there.  So a crash or a full disk at any moment leaves the last checkpoint as it was.
 """
 
 from sparsync.checkpoint.reshard import reshard

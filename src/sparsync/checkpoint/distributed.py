@@ -1,8 +1,8 @@
 """The state of a handle in checkpoints of ``torch.distributed.checkpoint`` (DCP).
 
 Under ``rank-R-of-P``, every rank saves residual, velocity and own weights as tensors, whose names and
-sizes the set-up fixes, and everything else as bytes.  No two ranks have the same key: DCP would keep one
-of both.
+sizes are fixed by the set-up, and everything else as bytes.  No two ranks have the same key: DCP would
+keep only one of the values.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from sparsync.state import packed, unpacked
 
 __all__ = ["DistributedState"]
 
+# DCP loads into tensors that the loading program has made, so only values whose names and sizes are known
+# before anything is loaded can be tensors; the rest, such as thresholds, is one string of bytes.
 _REST: Final = "everything else"
 _FIXED: Final = ("residual", "velocity", "parameters")
 _KEY: Final = re.compile(
@@ -45,12 +47,12 @@ class DistributedState:
         state["sync"].read(path)                 # any number of ranks, any shards: left out of dcp.load
 
     Args:
-        sync: the handle, which is not itself given to DCP: all ranks' states have the same keys.
+        sync: the handle; do not give it to DCP itself, for all ranks' states have the same keys.
 
-    Where updates are exchanged, it has every rank's weights and moments (``sync.holds``).  DCP reads its
-    own metadata with pickle, which can run code: load what you trust.
+    Where updates are exchanged, the state has every rank's weights and moments (``sync.holds``).  DCP
+    reads its own metadata with pickle, which can run code: load only checkpoints that you trust.
 
-    Cost: n elements per rank, and as many more while they are copied.
+    Cost: n elements per rank, and n more while they are copied.
     """
 
     def __init__(self, sync: Saveable) -> None:
@@ -66,7 +68,7 @@ class DistributedState:
         return {seat_of(self._sync).text: {**named, _REST: bytes(packed(told))}}
 
     def _fill(self, state: dict[str, Any]) -> None:
-        """Write zeros where a reducer's state has nothing: before its first step."""
+        """Add the zeros that a reducer's state omits before its first step: DCP needs every tensor."""
         for what in ("residual", "velocity") if state["momentum"] else ("residual",):
             for unit in self._sync.reducer.units:
                 wide = torch.promote_types(unit.dtype, torch.float32)
@@ -78,7 +80,7 @@ class DistributedState:
         """Continue where ``state_dict`` was taken, with as many ranks; all call it together.
 
         Raises:
-            ConfigurationError, CheckpointError: as of ``sparsync.load``; nothing was changed.
+            ConfigurationError, CheckpointError: see ``sparsync.load``; nothing was changed.
         """
         items = state[seat_of(self._sync).text]
         restore(self._sync, lambda: _joined(items[_REST], items.__getitem__), "a DCP checkpoint")
@@ -89,10 +91,10 @@ class DistributedState:
         Residuals are placed as by ``sparsync.reshard``.
 
         Args:
-            source: the ``checkpoint_id`` it was saved under, or a reader of it.
+            source: the ``checkpoint_id`` under which it was saved, or a reader of it.
 
         Raises:
-            ConfigurationError, CheckpointError: as of ``sparsync.load``; nothing was changed.
+            ConfigurationError, CheckpointError: see ``sparsync.load``; nothing was changed.
         """
         load_from(self._sync, _Saved(source))
 
@@ -111,7 +113,7 @@ class _Saved:
         return self._text
 
     def seats(self) -> Collection[Seat]:
-        """Return whose states there are."""
+        """Return the seats of the saved states."""
         self._metadata = self._reader.read_metadata().state_dict_metadata
         found = {key: match for key in self._metadata if (match := _KEY.fullmatch(key))}
         self._prefixes = {Seat.of(match): key.removesuffix(_REST) for key, match in found.items()}
@@ -121,6 +123,7 @@ class _Saved:
 
     def read(self, seat: Seat, use: Use) -> dict[str, Any]:
         """Return a rank's state; if it is only to be checked, its tensors are zeros without memory."""
+        # most ranks' residuals go to other ranks than this one: their sizes are checked, not their values
         prefix = self._prefixes[seat]
 
         def read(name: str) -> Any:
@@ -136,7 +139,8 @@ class _Saved:
     def _load(self, key: str, target: object) -> Any:
         items = {key: target}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it reads on this rank alone
+            # DCP warns of no_dist, which is meant: each rank reads other keys, by itself
+            warnings.simplefilter("ignore", UserWarning)
             load(items, storage_reader=self._reader, no_dist=True)
         return items[key]
 
@@ -144,7 +148,7 @@ class _Saved:
 def _apart(
     state: Mapping[str, Any], path: tuple[str, ...] = ()
 ) -> tuple[dict[tuple[str, ...], Tensor], dict[str, Any]]:
-    """Return the tensors that the set-up fixes, by path, and a state without them."""
+    """Return the tensors whose sizes the set-up fixes, by path, and the state without them."""
     tensors, rest = {}, {}
     for key, value in state.items():
         here = (*path, key)
@@ -159,7 +163,7 @@ def _apart(
 
 
 def _joined(raw: bytes, tensor: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the state that ``_apart`` was given."""
+    """Return the state from which ``_apart`` took its tensors."""
     told = unpacked(raw)
     state: dict[str, Any] = told["state"]
     for path in told["tensors"]:

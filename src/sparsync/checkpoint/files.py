@@ -1,4 +1,4 @@
-"""Files of checkpoints: written whole or not at all, read without running what is in them."""
+"""Files of checkpoints: written whole or not at all, and read without running any code in them."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ __all__ = [
 SHARED: Final = "shared.pt"
 _FOLDER: Final = re.compile(r"(\d{6,})-step-\d{8,}")
 _STATE: Final = re.compile(r"sparsync-rank-(\d+)-of-(\d+)(?:-part-(\d+)-of-(\d+))?\.pt")
-_NO_FOLDER_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # of some network file systems
+# answers of network file systems on which a folder cannot be flushed
+_NO_FOLDER_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 
 class Seat(NamedTuple):
-    """Whose file it is: a rank among the replicas, and a part of one where parameters are divided.
+    """The owner of a file: a rank among the replicas, and a part of one where parameters are divided.
 
     Example:
         >>> Seat(1, 4, 0, 1).name, Seat(1, 2, 0, 2).name
@@ -54,34 +55,37 @@ class Seat(NamedTuple):
 
     @classmethod
     def of(cls, found: re.Match[str]) -> Seat:
-        """Return the one whose four numbers a pattern has found; the last two may be missing."""
+        """Return the seat of the four numbers that a pattern has found; the last two may be missing."""
         return cls(int(found[1]), int(found[2]), int(found[3] or 0), int(found[4] or 1))
 
     @property
     def text(self) -> str:
-        """Its numbers, in words."""
+        """The numbers of the seat, in words."""
         part = f"-part-{self.part}-of-{self.parts}" if self.parts > 1 else ""
         return f"rank-{self.rank}-of-{self.ranks}{part}"
 
     @property
     def name(self) -> str:
-        """Of the file."""
+        """The name of the file."""
         return f"sparsync-{self.text}.pt"
 
     @property
     def place(self) -> int:
-        """Number among all processes; 0 leads."""
+        """The number of the seat among all processes; 0 leads."""
         return self.rank * self.parts + self.part
 
 
 def write_file(path: Path, content: Any) -> None:
     """Write with ``torch.save`` so that the file is there whole, or as it was before.
 
-    It is read once before it takes its name: what ``read_file`` would refuse is not written.
+    It is read once before it takes its name: content that ``read_file`` would refuse is not written.
 
     Raises:
-        CheckpointError: names the file and why, or what in it could not be read; nothing is left of it.
+        CheckpointError: names the file and the reason, or the value in it that could not be read; nothing
+            is left of it.
     """
+    # Write, flush, rename, flush the folder, in this order: a rename on one file system replaces a file
+    # at once, and only flushed bytes and names survive a power cut.
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,6 +99,7 @@ def write_file(path: Path, content: Any) -> None:
     except Exception as error:  # an object may raise anything when it is pickled
         remove_file(temporary)
         refused = _by_the_system(error)
+        # the search for a culprit pickles everything once more: only where the disk is not the cause
         on_disk = refused is not None or isinstance(error, RuntimeError)
         raise CheckpointError(
             f"cannot write {path}: {'' if on_disk else _culprit(content)}{first_line(refused or error)}"
@@ -102,14 +107,14 @@ def write_file(path: Path, content: Any) -> None:
 
 
 def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Read what ``write_file`` wrote of a dictionary, onto the CPU.
+    """Read a dictionary that ``write_file`` has written, onto the CPU.
 
     Args:
-        path: of the file.
-        mapped: tensors stay in the file until they are looked at; they are not to be written to.
+        path: the file.
+        mapped: tensors stay in the file until they are looked at; they must not be written to.
 
     Raises:
-        CheckpointError: not there, damaged, or of more than tensors and plain values.
+        CheckpointError: the file is missing or damaged, or holds more than tensors and plain values.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -124,10 +129,10 @@ def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
 
 
 def _by_the_system(error: BaseException | None) -> OSError | None:
-    """Return what the system said, if that is behind an error.
+    """Return the system's error, if that is the cause of another one.
 
-    When a disk fills up, torch's writer raises again while it closes: it wonders at its position in the
-    file, and only the context of that has the reason.
+    When a disk fills up, torch's writer raises again while it closes, because its position in the file is
+    wrong; only the context of that second error has the reason.
     """
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
@@ -138,7 +143,7 @@ def numbered(folder: Path) -> dict[int, Path]:
     """Return all checkpoints in a folder, whole or not, by number.
 
     Raises:
-        CheckpointError: it is a file.
+        CheckpointError: the folder is a file.
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; give a folder for this run's checkpoints")
@@ -155,7 +160,7 @@ def await_whole(path: Path, seconds: float) -> None:
     """Return when this rank sees all files of a checkpoint, which a shared folder may show late.
 
     Raises:
-        CheckpointError: it does not: the ranks' folders are not one.
+        CheckpointError: it does not see them in time: the ranks' folders are different ones.
     """
     deadline = time.monotonic() + seconds
     while not _has_all(path):
@@ -172,7 +177,7 @@ def _has_all(path: Path) -> bool:
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a checkpoint, which its name says."""
+    """Return the step of a checkpoint, from its name."""
     return int(path.name.rpartition("-")[2])
 
 
@@ -184,26 +189,29 @@ def states_in(folder: Path) -> dict[Seat, Path]:
 
 def is_whole(seats: Collection[Seat]) -> bool:
     """Tell whether these are all seats of one job."""
+    # seats are different by being keys, so their number suffices if all are of one job
     sizes = {seat.ranks * seat.parts for seat in seats}
     return sizes == {len(seats)} and len({(seat.ranks, seat.parts) for seat in seats}) == 1
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest whole checkpoints, and what was never whole before them.
+    """Remove all but the newest whole checkpoints, and older ones that were never completed.
 
-    A symbolic link is somebody's who keeps that checkpoint elsewhere: it is neither followed nor counted.
+    A symbolic link belongs to a user who keeps that checkpoint elsewhere: it is neither followed nor
+    counted.
     """
+    # an incomplete one that is newer may be another job's that is being written
     whole = [number for number, path in whole_checkpoints(folder).items() if not path.is_symlink()]
     newest = sorted(whole)[-keep:]
     for number, path in numbered(folder).items():
         if newest and number < newest[0] and not path.is_symlink():
             for file in (*path.glob("sparsync-rank-*"), *path.glob(f"{SHARED}*")):
-                remove_file(file)  # other ranks do the same
+                remove_file(file)  # other ranks do the same: whichever comes first, removes it
             remove_folder(path)
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file if that can be done; what cannot be removed ends no training."""
+    """Remove a file if possible; a file that cannot be removed must not end the training."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
@@ -218,7 +226,7 @@ def remove_folder(path: Path) -> None:
 
 def _sync_folder(folder: Path) -> None:
     """Make a renamed file survive a power cut, where that can be done."""
-    if not hasattr(os, "O_DIRECTORY"):
+    if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
     descriptor = os.open(folder, os.O_DIRECTORY)
     try:
@@ -231,7 +239,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _culprit(content: Any) -> str:
-    """Name the first value that could not be read again, if it is due to one."""
+    """Name the first value that could not be read again; empty if there is none."""
     for path, value in tree_flatten_with_path(content)[0]:
         file = io.BytesIO()
         try:

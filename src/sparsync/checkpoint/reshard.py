@@ -1,12 +1,12 @@
 """Saved states for another number of ranks, or for other shards of the parameters.
 
-The residual is what ranks have not delivered yet.  It belongs to nobody in particular: whoever has it
-delivers it.  So its sum over ranks is kept, element by element:
+Residuals are mass that ranks have not delivered yet.  It belongs to no rank in particular: any rank that
+has it delivers it.  So the sum over ranks is kept, element by element:
 
-* fewer ranks: new rank r adds up those of the old ranks r, r + P', r + 2 P', ...;
+* fewer ranks: new rank r adds up the residuals of the old ranks r, r + P', r + 2 P', ...;
 * more ranks: old rank r deals its elements, each of them whole, to the new ranks r, r + P, r + 2 P, ...
 
-What is dealt is not rounded; sums of whole numbers are exact, and others are rounded as in the law.
+Dealt elements are not rounded; sums of whole numbers are exact, and others are rounded as in the law.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ from sparsync.updates.contributions import shown_of
 __all__ = ["reshard", "state_like"]
 
 State = Mapping[str, Any]
-Olds = Sequence[
-    tuple[State, Mapping[str, Piece]]
-]  # saved states, and their pieces of all parameters
+# saved states, and their pieces of all parameters
+Olds = Sequence[tuple[State, Mapping[str, Piece]]]
 
-# what all ranks have in common; the rest is each rank's own
+# the fields that all ranks have in common; the others are each rank's own
 _EQUAL: Final = ("algorithm", "world_size", "momentum", "scale", "step", "skipped", "density")
 
 
 def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
-    """Return the states of ``world_size`` ranks, made from those of all ranks before.
+    """Return the states of ``world_size`` ranks, made from the states of all former ranks.
 
     ========================  =====================================================================
     residual, velocity        placed as above; nothing appears or is lost
-    thresholds, boundaries    start again: they were of other sums, and boundaries of other ranks
+    thresholds, boundaries    start again: other sums had those thresholds, other ranks those boundaries
     shares of units           kept: they are the same on all ranks
-    norm for clipping         the mean of all ranks'
+    norm for clipping         the mean of all ranks' norms
     step, scale, density      kept: they are the same on all ranks
     ========================  =====================================================================
 
     Args:
-        states: of all ranks, in any order, as ``state_dict()`` gave them; not modified.
-        world_size: the new number of ranks P', by which what waits is divided when it is delivered.
+        states: the ``state_dict()`` of all ranks, in any order; not modified.
+        world_size: the new number of ranks P', by which residuals are divided when they are delivered.
 
     Returns:
         One state per new rank; for the same shards of the parameters, if they are divided.
@@ -88,11 +87,13 @@ def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
     """Return the state of one new rank, from those of all old ones; see ``reshard``.
 
     Args:
-        template: what this rank's ``state_dict()`` returns before anything is loaded: it says which rank
-            of how many it is, its units, and which pieces of the parameters it holds.  Of an
-            optimizer, what is torch's (learning rate, local moments) is that of old rank r modulo P.
-        states: of all old ranks.
+        template: this rank's ``state_dict()`` before anything is loaded, which has its rank and the
+            number of ranks, its units, and its pieces of the parameters.  If it is an optimizer's,
+            torch's part of the new state (rates, local moments) is taken from old rank r modulo P.
+        states: the states of all old ranks.
     """
+    # three kinds of states: updates have shared weights in "memory", gradients a residual, and an
+    # optimizer of this library a reducer's state inside torch's own
     if "memory" in template:
         return _updates_like(template, states)
     if "sparsync" not in template:
@@ -125,6 +126,7 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
     pieces = _pieces_of(template)
     for what in ("residual", "velocity"):
         new[what] = {}
+        # by units: a residual is None for a whole unit, or there for all of its parameters
         for names, sizes in zip(template["units"], template["sizes"], strict=True):
             placed = [_placed(olds, what, name, before, rank, world_size) for name in names]
             if all(values is None for values in placed):
@@ -137,6 +139,7 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
                     new[what][name] = _box(values, pieces[name]).flatten().clone()
     norms = [s["previous_norm"] for s in states if s["previous_norm"] is not None]
     new["previous_norm"] = sum(norm / len(norms) for norm in norms) if norms else None
+    # shares of k are by unit: with other units they begin again
     same = template["units"] == states[0]["units"] and template["sizes"] == states[0]["sizes"]
     new["quotas"] = list(states[0]["quotas"] if same else template["quotas"])
     new["quota_key"] = new["selectors"] = new["collectives"] = None
@@ -147,34 +150,36 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
 
 
 def _updates_like(template: State, states: Sequence[State]) -> dict[str, Any]:
-    """Return a state that begins from the shared weights, with its part of what was not delivered.
+    """Return a state that begins from the shared weights, with its part of the undelivered mass.
 
-    Moments and steps are those of old rank r modulo P; what was under way is applied first.  If that is
-    refused, or will be since a rank's weights are broken, all begin without their steps since the last
-    exchange, and without broken moments.
+    Moments and steps are taken from old rank r modulo P; exchanges under way are applied first.  If one
+    was refused, or would be because a rank's weights are broken, all begin without their steps since the
+    last exchange, and without broken moments.
     """
     if "layout" not in template or not states or any("layout" not in state for state in states):
         raise ConfigurationError(
-            f"OuterStep: weights and residuals of {len(states)} ranks are their own, and cannot be "
-            "divided; use attach(), or go on with as many ranks, or call finish() before and save the "
-            "model alone"
+            f"OuterStep: each of {len(states)} ranks has its own weights and residuals, which cannot be "
+            "divided; use attach(), or continue with as many ranks, or call finish() first and save only "
+            "the model"
         )
     different = {str([state[key] for key in ("steps", "state")]) for state in states}
     require(len(different) == 1, f"the saved states are of {different}; give those of one save")
     require(
         not any("dct" in state for state in (template, *states)),
-        "OuterStep: residuals are cosine coefficients of units, and cannot be divided; go on with as "
-        "many ranks, or call finish() before and save the model alone",
+        "OuterStep: residuals are cosine coefficients of units, and cannot be divided; continue with as "
+        "many ranks, or call finish() first and save only the model",
     )
     returns = any(
         state["broken"] or any(one["refused"] for one in state["under_way"]) for state in states
     )
     if returns:
         states = [_without_broken_moments(state, states) for state in states]
+    # Vectors are brought into the form of a reducer's residual, by name, and so placed by the same
+    # rules; momentum, shared weights and moments are not summed but put together from their pieces.
     flats = [_by_name(state, returns) for state in states]
     place = {**template["reducer"], "pieces": template["pieces"]}
     made = state_like(place, flats)
-    reducer = {key: made[key] for key in states[0]["reducer"]}  # without what ``_by_name`` added
+    reducer = {key: made[key] for key in states[0]["reducer"]}  # without ``_by_name``'s additions
     olds = [(flat, _pieces_of(flat)) for flat in flats]
     pieces, rank = _pieces_of(place), reducer["rank"] % flats[0]["world_size"]
 
@@ -221,7 +226,7 @@ def _without_broken_moments(state: State, states: Sequence[State]) -> State:
 
 
 def _by_name(state: State, returns: bool) -> dict[str, Any]:
-    """Return a reducer's state whose residual is all that was not delivered; and vectors by name.
+    """Return a reducer's state whose residual is all undelivered mass; and vectors by name.
 
     If the rank ``returns``, its steps since the last exchange are dropped.
     """
@@ -235,13 +240,15 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
     own = torch.cat([vector.flatten().to(shared.dtype) for vector in vectors])
     require(
         own.shape == shared.shape and sum(sizes.values()) == shared.numel(),
-        f"a saved state has shared weights of {shared.numel()} elements, and own ones of {own.numel()}; "
-        "give states that state_dict() returned",
+        f"a saved state has shared weights of {shared.numel()} elements, and own weights of "
+        f"{own.numel()}; give states that state_dict() returned",
     )
     kept = state["reducer"]["residual"]
     residual = torch.cat([kept.get(name, shared.new_zeros(size)) for name, size in sizes.items()])
     in_weights = state.get("residual") == "weights"
-    hidden = torch.zeros_like(residual)  # what a rank's own weights do not show of it
+    # with weights above 1 a rank's own weights show only a part of the residual (``Contributions``); the
+    # hidden part is not in shared - own, and is added
+    hidden = torch.zeros_like(residual)
     for place, shown in zip(state["spans"], state["contributions"]["shown"], strict=True):
         hidden[slice(*place)] = residual[slice(*place)] * (1 - shown)
     for exchange in state["under_way"]:
@@ -252,7 +259,8 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
             own[span] = exchange["weights"] + (own[span] if exchange["late"] else 0)
     if returns:
         own = shared - (residual - hidden) if in_weights else shared
-    # local steps since the last exchange are weighed alike: what others have seen in them is not known
+    # shared - own: local steps since the last exchange, and with residual="weights" the shown residual.
+    # The steps are weighed alike on all ranks, whose counts since then are not known here.
     missing = shared - own + (hidden if in_weights else residual)
     momentum = state["memory"].get("momentum", shared[:0])
     named = {"shared vector": shared, "momentum vector": momentum, "residual": missing}
@@ -275,7 +283,7 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
 def _placed(
     olds: Olds, what: str, name: str, before: int, rank: int, world_size: int
 ) -> Tensor | None:
-    """Return what of a whole parameter a new rank gets; None for zeros."""
+    """Return a new rank's part of the residual of a whole parameter; None for zeros."""
     if world_size <= before:
         wholes = [_whole(olds, what, name, r) for r in range(rank, before, world_size)]
         parts = [whole for whole in wholes if whole is not None]
@@ -283,6 +291,7 @@ def _placed(
     old = _whole(olds, what, name, rank % before)
     if old is None:
         return None
+    # in turn, not in ranges: every heir gets an even share of layers whose entries are large
     heirs = len(range(rank % before, world_size, before))
     new = torch.zeros_like(old)
     new[rank // before :: heirs] = old[rank // before :: heirs]
@@ -315,6 +324,7 @@ def _whole(olds: Olds, what: str, name: str, rank: int) -> Tensor | None:
         return None
     shapes = {tuple(piece["shape"]) for piece, _ in found.values()}
     size = math.prod(min(shapes))
+    # every element exactly once: a missing shard would lose mass, an overlapping one would double it
     taken, whole = torch.zeros(size, dtype=torch.uint8), present[0][1].new_zeros(size)
     if len(shapes) == 1:
         for piece, _ in found.values():
@@ -341,7 +351,7 @@ def _box(whole: Tensor, piece: Piece) -> Tensor:
 
 
 def _check_states(states: Sequence[State]) -> None:
-    """Refuse what is not the states of all ranks at one step, before anything is made of its size."""
+    """Refuse anything but the states of all ranks at one step, before memory of their sizes is taken."""
     if not states:
         raise ConfigurationError("there are no states; give those of all ranks")
     for state in states:
@@ -369,7 +379,7 @@ def _check_states(states: Sequence[State]) -> None:
 
 
 def _check_tensors(state: State) -> None:
-    """Refuse pieces that are no boxes, and a residual or velocity of a wrong kind or size."""
+    """Refuse pieces that are not boxes, and a residual or velocity of a wrong kind or size."""
     if [*map(len, state["units"])] != [*map(len, state["sizes"])]:
         raise ConfigurationError(
             f"a saved state has sizes {str(state['sizes'])[:60]}, expected one for each of its units' "
@@ -398,7 +408,7 @@ def _check_tensors(state: State) -> None:
 
 
 def _is_box(piece: Any) -> bool:
-    """Tell whether it has a shape, and inside that an offset and a size, in as many dimensions."""
+    """Tell whether a piece has a shape, an offset and a size of equal dimensions, within that shape."""
     names = ("shape", "offset", "size")
     numbers: list[Any] = [piece.get(k) for k in names] if isinstance(piece, Mapping) else [None]
     if not all(fits(extents, Sequence[int]) for extents in numbers):
@@ -411,12 +421,12 @@ def _is_box(piece: Any) -> bool:
 
 
 def _sizes(state: State) -> dict[str, int]:
-    """Return the number of elements of every parameter that a state has."""
+    """Return the number of elements of every parameter in a state."""
     pairs = zip(state["units"], state["sizes"], strict=True)
     return {name: size for unit, its in pairs for name, size in zip(unit, its, strict=True)}
 
 
 def _pieces_of(state: State) -> dict[str, Piece]:
-    """Return the piece of every parameter that a state has."""
+    """Return the piece of every parameter in a state."""
     wholes = {n: {"shape": [k], "offset": [0], "size": [k]} for n, k in _sizes(state).items()}
     return {**wholes, **state.get("pieces", {})}

@@ -50,14 +50,14 @@ __all__ = [
     "seat_of",
 ]
 
-_LATE: Final = 10.0  # seconds until a shared folder shows a rank what others have written
+_LATE: Final = 10.0  # seconds until a shared folder shows a rank the files of others
 _MOST: Final = 10**6  # checkpoints to keep
-_EXTRA: Final = ("own", "weights")  # what ``save`` and ``save_state`` add to a rank's state
+_EXTRA: Final = ("own", "weights")  # fields that ``save`` and ``save_state`` add to a rank's state
 
 T = TypeVar("T")
 
 Use = Literal["own", "part", "check"]
-"""Why a state is read: it becomes this rank's, part of it does, or it is only checked."""
+"""The use of a state that is read: it becomes this rank's, a part of it does, or it is only checked."""
 
 
 class Saveable(Protocol):
@@ -76,10 +76,10 @@ class Saveable(Protocol):
 
 
 class Source(Protocol):
-    """Where the states of all ranks of one save are; its text names it."""
+    """The place of the states of all ranks of one save; as a string, its name for messages."""
 
     def seats(self) -> Collection[Seat]:
-        """Return whose states there are."""
+        """Return the seats of the saved states."""
 
     def read(self, seat: Seat, use: Use) -> dict[str, Any]:
         """Return a rank's state; its tensors may be read when they are looked at."""
@@ -96,11 +96,11 @@ class _Folder:
         return str(self._path)
 
     def seats(self) -> Collection[Seat]:
-        """Return whose files there are."""
+        """Return the seats of the files."""
         return states_in(self._path).keys()
 
     def read(self, seat: Seat, use: Use) -> dict[str, Any]:
-        """Read one."""
+        """Read the file of a seat."""
         return read_file(self._path / seat.name, mapped=use != "own")
 
 
@@ -108,22 +108,22 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
     """Write a checkpoint; all ranks call it together, between two steps.
 
     Args:
-        sync: what ``attach`` returned.
-        folder: for this run's checkpoints, which all ranks see; made if it is not there.
-        keep: number of checkpoints to keep, the newest; older ones are removed.  None: none is.
-        shared: by name, what is equal on all ranks and saved once, by rank 0: anything with a
-            ``state_dict()`` (a model, an optimizer, a scaler, a scheduler), tensors, numbers.  Where
-            updates are exchanged, ``sync`` has every rank's own weights and moments in its state, and
-            what else has a ``state_dict()`` is saved by every rank, too.
+        sync: the handle that ``attach`` returned.
+        folder: the folder of this run's checkpoints, which all ranks see; made if it is not there.
+        keep: the number of newest checkpoints to keep; older ones are removed.  None: all are kept.
+        shared: by name, objects and values that are equal on all ranks and saved once, by rank 0:
+            anything with a ``state_dict()`` (a model, an optimizer, a scaler, a scheduler), tensors,
+            numbers.  Where updates are exchanged, ``sync`` has every rank's own weights and moments in
+            its state, and any other object with a ``state_dict()`` is saved by every rank.
 
     Returns:
         The folder of this checkpoint.
 
     Raises:
         CheckpointError: on all ranks, if any of them could not write, does not see the others' files, or
-            has done another number of local steps; the checkpoints of before are untouched, and training
-            may go on.
-        ConfigurationError: ``keep`` or ``folder`` is none.
+            has done another number of local steps; earlier checkpoints are untouched, and training may
+            go on.
+        ConfigurationError: ``keep`` or ``folder`` is not valid.
 
     Cost: writes n elements per rank, and waits until they are on the disk; six messages of 8 bytes.
 
@@ -150,18 +150,20 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         state = sync.state_dict()
         stateful = {n: v for n, v in shared.items() if hasattr(v, "state_dict")}
         plain = {n: v for n, v in shared.items() if n not in stateful}
-        in_shards = (
-            state.get("pieces") and "memory" in state
-        )  # then rank 0 has not all of the model
+        # then rank 0 does not have all of the model, and every rank's own state has its shards
+        in_shards = state.get("pieces") and "memory" in state
         states = {
             n: {} if in_shards and _holds(sync, v) else v.state_dict() for n, v in stateful.items()
         }
-        local = "memory" in state  # of updates: ranks have weights of their own
+        # Where updates are exchanged, ranks differ in weights, and so in anything else with a state: a
+        # scheduler or scaler follows its own rank.
+        local = "memory" in state
         own = {n: states.pop(n) for n in list(states) if local and not _holds(sync, shared[n])}
         write_file(target / seat.name, {**state, "own": own} if local else state)
         if seat.place == 0:
             write_file(target / SHARED, {**states, **plain})
 
+    # All write, then all look: only a checkpoint that every rank sees whole lets older ones be removed.
     try:
         _together(sync, write, f"write its part of {target}")
         _together(sync, lambda: await_whole(target, _LATE), f"see all files of {target}")
@@ -169,7 +171,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         for name in [seat.name, SHARED] if seat.place == 0 else [seat.name]:
             remove_file(target / name)
         remove_folder(target)
-        raise CheckpointError(f"{error}; the checkpoints of before are as they were") from error
+        raise CheckpointError(f"{error}; earlier checkpoints are as they were") from error
     if keep is not None:
         remove_old(folder, keep)
     return target
@@ -184,29 +186,31 @@ def load(
 ) -> dict[str, Any]:
     """Continue from the last whole checkpoint; all ranks call it together.
 
-    With as many ranks as it was saved by, training goes on bit for bit.  With another number, or with the
-    parameters divided in another way, every rank reads the files that it needs and takes its part of the
-    residuals (``reshard``).
+    With as many ranks as it was saved by, training continues bit for bit.  With another number, or with
+    the parameters divided in another way, every rank reads the files that it needs and takes its part of
+    the residuals (``reshard``).
 
     Args:
-        sync: what ``attach`` returned, in this run.
-        folder: that was given to ``save``.
+        sync: the handle that ``attach`` returned in this run.
+        folder: the folder that was given to ``save``.
         step: the checkpoint of this step, rather than the last one.
-        shared: by name, what takes its state back: the model, the optimizer, ...
+        shared: by name, the objects that take their states back: the model, the optimizer, ...
 
     Returns:
-        What else was saved: by name, as it was given to ``save``.
+        Everything else that was saved: by name, as it was given to ``save``.
 
     Raises:
-        NoCheckpointError: there is no whole checkpoint: a ``CheckpointError``, after which to begin.
+        NoCheckpointError: there is no whole checkpoint: a ``CheckpointError`` after which training may
+            begin from the start.
         CheckpointError: ranks do not see the same one, a file is damaged, or holds more than tensors and
             plain values: files are read with ``weights_only=True`` and run no code.
         ConfigurationError: it does not fit this run; other ranks may raise ``CheckpointError`` instead.
 
-    If it raises, nothing was changed on any rank: what has taken its state gets the former one back.
+    If it raises, nothing was changed on any rank: objects that have taken their states get back the
+    former ones.
 
-    Cost: reads n elements per rank; with another number of ranks, those that it adds up.  Copies what is
-    ``shared``, to be able to go back.
+    Cost: reads n elements per rank; with another number of ranks, those that it adds up.  Copies the
+    states of ``shared``, to be able to go back.
     """
     path, older = _chosen(sync, _named(folder), step)
     try:
@@ -220,13 +224,15 @@ def load(
 
 
 def _named(folder: Path | str) -> Path:
-    """Return a folder; refuse none, as of a variable that is not set."""
+    """Return a folder; refuse an empty name, e.g. from a shell variable that is not set."""
     require(folder != "", "the folder for checkpoints has no name; name one, e.g. checkpoints")
     return Path(folder)
 
 
 def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[int]]:
     """Return the last checkpoint that all ranks see whole, and the steps of older ones."""
+    # The newest that every rank sees: the least of the ranks' last ones.  A rank may still lack it, e.g.
+    # if its own folder is another one, which the second question finds out; all ranks ask both.
     whole = _together(sync, lambda: whole_checkpoints(folder), f"list {folder}")
     wanted = [number for number, path in whole.items() if step in (None, step_of(path))]
     number = -_greatest(sync, -max(wanted, default=0))
@@ -242,7 +248,8 @@ def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[
 
 
 def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Let everything take its state back, and return the rest; or change nothing."""
+    """Let every object take its state back, and return the rest; or change nothing."""
+    # reading and checking on all ranks come before the first change on any
     before, state, extra = _read_states(sync, _Folder(path))
 
     def read() -> dict[str, Any]:
@@ -255,11 +262,12 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
             )
         return content
 
-    content = _together(sync, read, f"read what is shared in {path}")
+    content = _together(sync, read, f"read the shared file in {path}")
     former: dict[str, Any] = {}
 
     def take() -> None:
         for name, value in shared.items():
+            # its shards are in this rank's own state, and ``shared.pt`` has nothing of it
             if before.get("pieces") and _holds(sync, value):
                 continue
             former[name] = copy.deepcopy(value.state_dict())
@@ -267,12 +275,13 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
                 value.load_state_dict(content[name])
             except Exception as error:  # of a model RuntimeError, of an optimizer ValueError, ...
                 raise ConfigurationError(
-                    f"the saved {name!r} does not fit: {first_line(error)}; give load() what save() was "
-                    "given, set up alike"
+                    f"the saved {name!r} does not fit: {first_line(error)}; give load() the same kind of "
+                    "object as save(), set up in the same way"
                 ) from error
 
     try:
-        _together(sync, take, f"take over what is shared in {path}")
+        # this order: the handle's own state, with a rank's own weights, goes over the shared ones
+        _together(sync, take, f"take over the shared states in {path}")
         _take_state(sync, state, before, str(path))
     except BaseException:
         for name, state_before in former.items():
@@ -282,7 +291,7 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
 
 
 def _holds(sync: Saveable, value: object) -> bool:
-    """Tell whether a handle's own state has that of a model or optimizer in it."""
+    """Tell whether a handle's own state includes the state of a model or optimizer."""
     holds: Callable[[object], bool] = getattr(sync, "holds", lambda _value: False)
     return holds(value)
 
@@ -303,11 +312,11 @@ def save_state(sync: Saveable, folder: Path, weights: str) -> None:
 
 
 def load_states(sync: Saveable, folder: Path, weights: str) -> None:
-    """Load what ``save_state`` wrote on all ranks: this rank's file, or its part of all of them.
+    """Load the files that ``save_state`` wrote on all ranks: this rank's, or its part of all of them.
 
     Raises:
         CheckpointError: a file is missing or damaged.
-        ConfigurationError: it does not fit this run, or was saved with other weights.
+        ConfigurationError: the state does not fit this run, or was saved with other weights.
     """
     before, state, extra = _read_states(sync, _Folder(folder))
 
@@ -315,7 +324,7 @@ def load_states(sync: Saveable, folder: Path, weights: str) -> None:
         if weights and extra.get("weights") and extra["weights"] != weights:
             raise ConfigurationError(
                 f"the state in {folder} was saved with other weights: one of them is of another step "
-                "or run, as when a job ends between the two; resume from another checkpoint, or "
+                "or run, as when a job ends between writing the two; resume from another checkpoint, or "
                 "without that folder (residuals then start at zero)"
             )
 
@@ -324,13 +333,13 @@ def load_states(sync: Saveable, folder: Path, weights: str) -> None:
 
 
 def load_from(sync: Saveable, source: Source) -> None:
-    """Load this rank's part of what all ranks of a save have left."""
+    """Load this rank's part of the states of all ranks of a save."""
     before, state, _ = _read_states(sync, source)
     _take_state(sync, state, before, str(source))
 
 
 def restore(sync: Saveable, state: Callable[[], dict[str, Any]], where: str) -> None:
-    """Load a state that is this rank's."""
+    """Load a state that was saved by this rank's seat."""
     before, found = sync.state_dict(), _together(sync, state, f"read its state in {where}")
     _together(sync, lambda: sync.validate(found), f"load its state in {where}")
     _take_state(sync, found, before, where)
@@ -339,7 +348,7 @@ def restore(sync: Saveable, state: Callable[[], dict[str, Any]], where: str) -> 
 def _read_states(
     sync: Saveable, source: Source
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return this rank's present state, its saved one, which fits on all ranks, and additions."""
+    """Return this rank's present state, its saved state, which fits on all ranks, and additions."""
     seat, before = seat_of(sync), sync.state_dict()
     seats = _together(sync, source.seats, f"list {source}")
 
@@ -351,11 +360,13 @@ def _read_states(
     def part_of_all() -> dict[str, Any]:
         if not is_whole(seats):
             raise CheckpointError(
-                f"{source} has the states of {len(seats)} ranks, which are not all of a job's; give "
-                "those of all ranks"
+                f"{source} has the states of {len(seats)} ranks, which are not all ranks of a job; give "
+                "the states of all"
             )
         return state_like(before, [source.read(one, _use(one, seat)) for one in seats])
 
+    # Bit for bit only if every rank finds its own state: if one does not, all take parts of all, for
+    # mass would be counted twice if some took theirs whole.
     state = _together(sync, mine, f"read its state in {source}")
     if _greatest(sync, int(state is None)):
         state = _together(sync, part_of_all, f"read the states in {source}")
@@ -366,7 +377,7 @@ def _read_states(
 
 
 def _use(old: Seat, new: Seat) -> Use:
-    """Tell whether a new rank gets anything of an old one's; rank 0's has what all share."""
+    """Tell whether a new rank gets a part of an old rank's state; rank 0's has the common fields."""
     shared = old.rank == 0
     heir = old.rank % new.ranks == new.rank or new.rank % old.ranks == old.rank
     return "part" if shared or heir else "check"
@@ -375,13 +386,15 @@ def _use(old: Seat, new: Seat) -> Use:
 def _take_state(
     sync: Saveable, state: Mapping[str, Any], before: Mapping[str, Any], where: str
 ) -> None:
-    """Let this rank's state be loaded; if that fails on any rank, all go back, whatever it was."""
+    """Let this rank's state be loaded; if that fails on any rank, for any reason, all go back."""
     scale = sync.reducer.scale
     try:
         _together(sync, lambda: sync.load_state_dict(state), f"load its state in {where}")
     except Exception:
-        sync.reducer.scale = scale  # to which a state is brought
-        with suppress(CommunicationError):  # nobody is there any more: the first error says so
+        sync.reducer.scale = (
+            scale  # loading brings a state to the present scale, so it must be right
+        )
+        with suppress(CommunicationError):  # the others are gone: the first error says so
             sync.load_state_dict(before)
         raise
 
@@ -396,7 +409,7 @@ def _communicators(sync: Saveable) -> Sequence[Communicator]:
 
 
 def seat_of(sync: Saveable) -> Seat:
-    """Return whose file this rank's is."""
+    """Return the seat of this rank."""
     outer, *inner = _communicators(sync)
     part, parts = (inner[0].rank, inner[0].world_size) if inner else (0, 1)
     return Seat(outer.rank, outer.world_size, part, parts)
@@ -413,6 +426,7 @@ def _same_steps(sync: Saveable) -> int:
     Raises:
         CheckpointError: ranks have done different numbers.
     """
+    # the least is minus the greatest of the negatives: one primitive serves for both
     here = getattr(sync, "steps", sync.reducer.step)
     least, most = -_greatest(sync, -here), _greatest(sync, here)
     if least != most:
@@ -421,5 +435,5 @@ def _same_steps(sync: Saveable) -> int:
 
 
 def _together(sync: Saveable, action: Callable[[], T], what: str) -> T:
-    """Return what an action returns, once all ranks have done it; raise on all if any of them fails."""
+    """Return the result of an action once all ranks have done it; raise on all if any rank fails."""
     return on_all_or_none(_communicators(sync), action, what)

@@ -1,7 +1,7 @@
 """The command line: ``sparsync train | bench | linear | doctor | plan | simulate | keys``.
 
-A command's module is imported when that command is wanted, so ``sparsync --help`` is quick.  Other
-packages add commands through entry points of the group ``sparsync.commands``.
+The module of a command is imported only when that command is called, so ``sparsync --help`` is quick.
+Other packages add commands through entry points of the group ``sparsync.commands``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparsync.transports.launchers import detect
 
 __all__ = ["COMMANDS", "exit_code", "main", "make_app"]
 
-# of every command: its module in this package, and one line of help
+# by command: its module in this package, and one line of help
 COMMANDS: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
     {
         "train": ("train.command", "Train data-parallel: a small model, or a paper's."),
@@ -47,7 +47,7 @@ _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
 
 
 def make_app(wanted: str | None = None) -> typer.Typer:
-    """Make the command line; commands not ``wanted`` have their line of help alone (None: all are)."""
+    """Make the command line; commands other than ``wanted`` have only their line of help (None: all)."""
     app = typer.Typer(
         name="sparsync",
         help="Data-parallel training on networks too slow for dense allreduce.",
@@ -101,12 +101,11 @@ def main() -> None:
     arguments = sys.argv[1:] or ["--help"]
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # an ASCII terminal, a name that is no text
+            # an ASCII terminal or a file name that is not text must not end a run with an error
+            stream.reconfigure(errors="backslashreplace")
     code = exit_code(lambda: _run(arguments))
-    with suppress(OSError, ValueError):  # a terminal that is gone
-        # a rank that was ended may have left its progress bar without
+    with suppress(OSError, ValueError):  # the terminal may be gone
+        # a process that was ended may have left the terminal without its cursor, which progress hides
         Console(stderr=True).show_cursor()
     sys.exit(code)
 
@@ -114,9 +113,10 @@ def main() -> None:
 def _run(arguments: list[str]) -> object:
     try:
         returned = make_app(arguments[0])(arguments, standalone_mode=False)
-        sys.stdout.flush()  # here, where an error has a line and a code, not at the interpreter's end
+        # here an error gets a line and an exit code; at the interpreter's end it would get neither
+        sys.stdout.flush()
     except OSError:
-        # what is left in the buffer would fail once more
+        # the rest of the buffer would fail once more, at the interpreter's end
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise

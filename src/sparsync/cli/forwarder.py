@@ -1,7 +1,7 @@
 """Wires between the ranks of the lab where the kernel has no netem: a thread that delays packets.
 
-Each rank's namespace has a TAP device; its packets are read here, and written to the device of their
-destination when two virtual wires have carried them (``native/forwarder.cpp``).
+Each rank's namespace has a TAP device.  Its packets are read here, and written to the device of their
+destination after two virtual wires have carried them (``native/forwarder.cpp``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BITS_PER_BYTE = 8
 
 def open_device(interface: str) -> int:
     """Make a TAP device in the calling thread's namespace; it vanishes when the file is closed."""
-    import fcntl  # Unix has it
+    import fcntl  # not on Windows, where the module is imported all the same
 
     try:
         device = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
@@ -42,7 +42,7 @@ def open_device(interface: str) -> int:
         ) from None
     flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", interface.encode(), flags))
-    # neither checksums nor the cutting of segments are done between processes of one machine
+    # checksums and the cutting of segments, the work of a network card, are left out within one machine
     fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
     return device
 
@@ -52,9 +52,9 @@ class Forwarder:
     """A thread of this process that carries packets among devices, until it is closed.
 
     Args:
-        devices: of ``open_device``, by rank; closed with the forwarder.
-        links: of the ranks.
-        network: address before that of rank 0.
+        devices: files from ``open_device``, by rank; closed with the forwarder.
+        links: the links of the ranks.
+        network: the address before that of rank 0.
         queue: seconds that a packet may wait for a link.
     """
 
@@ -75,7 +75,9 @@ class Forwarder:
         downs = [wire(link, link.down) for link in links]
 
         def run() -> None:
-            with suppress(OSError):  # without the right to it, it is as late as others
+            # before all ranks, so that timers are not late; without the right, it waits for a core as
+            # they do
+            with suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
             EXTENSION.forward(devices, ups, downs, int(IPv4Address(network)), stop)
             os.close(stop)
@@ -84,7 +86,7 @@ class Forwarder:
         self._thread.start()
 
     def processor_seconds(self) -> float:
-        """Return the processor time of the thread so far; the ranks' kernels receive in it, too."""
+        """Return the processor time of the thread so far; it includes the receiving of the ranks."""
         assert self._thread.ident is not None
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 

@@ -2,16 +2,16 @@
 
 ::
 
-    rank 0: eth0 --(tbf)--> rank0 --+                  tbf shapes what leaves an interface: a rank's
-            eth0 <--(tbf)-- rank0 --+-- bridge         own eth0 what it sends, the bridge's end of
-    rank 1: eth0 --(tbf)--> rank1 --+                  its link what it receives
-            eth0 <--(tbf)-- rank1 --+
+    rank 0: eth0 --(tbf)--> rank0 --+                  tbf shapes the packets that leave an interface:
+            eth0 <--(tbf)-- rank0 --+-- bridge         at a rank's own eth0 those that it sends, at
+    rank 1: eth0 --(tbf)--> rank1 --+                  the bridge's end of its link those that it
+            eth0 <--(tbf)-- rank1 --+                  receives
 
 Links with a delay, jitter or loss are ``netem``'s in place of ``tbf``; where the kernel has none, a
 thread of this process carries the packets between the ranks (``forwarder.py``), and there is no bridge.
 
-Nothing has a name outside: the namespaces are held by the open files of the process that made them
-and by the ranks inside, so they vanish with these, however they end.
+Nothing has a name outside: the namespaces are held by open files of the process that made them, and by
+the ranks inside, so they vanish when these end, however they end.
 """
 
 from __future__ import annotations
@@ -50,18 +50,19 @@ _CLONE_NEWNET = 0x40000000  # linux/sched.h
 _BRIDGE = "bridge"
 _INTERFACE = "eth0"  # the link's end inside a rank's namespace
 _ADDRESS = "SPARSYNC_LAB_ADDRESS"
-_COUNTERS = Path("/proc/thread-self/net/dev")  # of the namespace that the calling thread is in
+_COUNTERS = Path("/proc/thread-self/net/dev")  # of the calling thread's namespace
 _CARRIERS = ("tbf", "netem", "forwarder")
 _BITS_PER_BYTE = 8
-_ALSO_IN = "/usr/sbin:/sbin"  # which a user's PATH omits on Debian
-_COMMAND_SECONDS = 10.0  # that each command of iproute2 may take
-# of wire; with Linux's own 4 MB acknowledgements wait behind seconds of data
+_ALSO_IN = "/usr/sbin:/sbin"  # folders of tools that a user's PATH omits on Debian
+_COMMAND_SECONDS = 10.0  # a bound on each command of iproute2
+# seconds of the wire that a send buffer holds; in Linux's own 4 MB, acknowledgements would wait for
+# seconds of data
 _SEND_BUFFER_SECONDS = 0.02
-_LEAST_SEND_BUFFER = 65_536  # bytes; below, TCP stalls
-_MOST_SEND_BUFFER = 524_288  # bytes that Linux gives a program that asks for more
-_USUAL_SEND_BUFFER = 4_194_304  # bytes that it gives one that does not ask
+_LEAST_SEND_BUFFER = 65_536  # bytes; with less, TCP stalls
+_MOST_SEND_BUFFER = 524_288  # bytes that Linux grants a program that asks for more
+_USUAL_SEND_BUFFER = 4_194_304  # bytes that it grants a program that does not ask
 _LEAST_QUEUE_SECONDS = 0.1
-_DEVICE_PACKETS = 10_000  # between two turns of the forwarder
+_DEVICE_PACKETS = 10_000  # room of a device's queue between two turns of the forwarder
 _FRAME_BYTES = 1_514
 
 
@@ -70,13 +71,12 @@ class LabError(ConfigurationError):
 
 
 def default_burst(bits_per_second: int) -> int:
-    """Return the bucket of ``tbf`` in bytes: what may leave at once after a silence.
+    """Return the bucket of ``tbf`` in bytes, which may leave at once after a silence.
 
-    Smaller hides less of the wire.  But the bucket must cover the lateness of timers and processes,
-    or the rate is not reached: at 1 Gbit/s one stream got 72 % of it with 16 KB, 92 % with 32 KB, 99 %
-    with 64 KB; dense allreduce on overloaded cores 80 % of its wire time with 64 KB, 90 % with 128 KB.
-    Hence a millisecond, the lateness of two busy cores; and at least the first window of a TCP
-    connection.
+    A smaller bucket hides less of the wire.  But it must cover the lateness of timers and processes, or
+    the rate is not reached: at 1 Gbit/s one stream got 72 % of it with 16 KB, 92 % with 32 KB, 99 % with
+    64 KB; dense allreduce on overloaded cores 80 % of its wire time with 64 KB, 90 % with 128 KB.  Hence
+    a millisecond, the lateness of two busy cores, and at least the first window of a TCP connection.
 
     Example:
         >>> default_burst(1_000_000_000), default_burst(100_000_000)
@@ -97,13 +97,14 @@ class Lab:
 
     Args:
         ranks: number of ranks P, each on a link of its own to one bridge; at most 1,000.
-        links: of the ranks, in their order; or all in one text, e.g. "200mbit", see ``parse_links``.
-        carrier: "tbf" (rates only), "netem" or "forwarder"; "auto": the first of them that can.
+        links: the links of the ranks, in their order; or one text for all, e.g. "200mbit", see
+            ``parse_links``.
+        carrier: "tbf" (rates only), "netem" or "forwarder"; "auto": the first of them that can do it.
 
     Attributes:
         bits_per_second: the lowest rate.
-        burst_bytes: bucket of ``tbf`` at that rate: what a link lets through at once after a silence,
-            to be deducted from wire times; see ``default_burst``.
+        burst_bytes: the bucket of ``tbf`` at that rate, which a link lets through at once after a
+            silence, to be deducted from wire times; see ``default_burst``.
 
     Raises:
         ConfigurationError: an argument cannot work, iproute2 is missing, or the kernel forbids
@@ -148,12 +149,12 @@ class Lab:
 
     @property
     def segment_bytes(self) -> int:
-        """Largest packet handed to the link (GSO): a quarter of the bucket.
+        """The largest packet handed to the link (GSO): a quarter of the bucket.
 
         One of 64 KB would empty the bucket at once and hold up the acknowledgements after it: both
         directions at a time then got 61 to 81 % of 1 Gbit/s each, and 99 % with 16 KB (burst 64 KB).
-        The forwarder gets what crosses the link in half a millisecond, ``netem``, which loses all of
-        it, single packets.
+        The forwarder gets packets that cross the link in half a millisecond; ``netem``, which loses a
+        packet as a whole, gets single frames.
         """
         if self.carrier == "netem":
             return 1_514
@@ -163,11 +164,11 @@ class Lab:
 
     @property
     def send_buffer_bytes(self) -> int:
-        """Most bytes that a TCP connection may have under way: queues grow to it.
+        """The most bytes that a TCP connection may have under way: queues grow to it.
 
-        Over a distance Linux's default, and at least twice what fills the longest and fastest path, so
-        that half of it still does; the kernel counts 2.3 KB for a packet of 1.5.  What only fills the
-        path is too little where acknowledgements queue with data of the other direction.
+        Over a distance it is Linux's default, and at least twice the bytes that fill the longest and
+        fastest path, so that half of it still fills the path: the kernel counts 2.3 KB for a packet of
+        1.5, and acknowledgements may queue behind data of the other direction.
         """
         if self._rtt:
             return max(_USUAL_SEND_BUFFER, round(3 * self._fastest * self._rtt / _BITS_PER_BYTE))
@@ -176,26 +177,26 @@ class Lab:
 
     @property
     def queue_bytes(self) -> int:
-        """Room of a link's queue: for all that P ranks can have under way, so nothing is dropped."""
+        """The room of a link's queue: for all bytes of P ranks under way, so that nothing is dropped."""
         under_way = 2 * self.ranks * max(self.send_buffer_bytes, _MOST_SEND_BUFFER)
         return default_burst(self._fastest) + under_way
 
     @property
     def queue_seconds(self) -> float:
-        """Longest that a packet may wait for a link of ``netem`` or the forwarder; then it is dropped.
+        """The seconds that a packet may wait for a link of ``netem`` or the forwarder before it drops.
 
-        The longest RTT, so that Reno, which halves what it has under way after a loss, keeps the link
-        busy; and at least what a home's modem holds.
+        The longest RTT, so that Reno, which halves its window after a loss, keeps the link busy; and at
+        least as long as a home's modem holds packets.
         """
         return max(self._rtt, _LEAST_QUEUE_SECONDS)
 
     def seat(self, rank: int) -> Seat:
-        """Return what a process needs to enter the namespace of a rank."""
+        """Return a rank's place, by which a process enters its namespace."""
         self._open()
         return Seat(self._ranks[rank].path, self.address(rank))
 
     def traffic(self) -> list[LinkTraffic]:
-        """Return what has crossed each rank's link since the lab was opened, as the kernel counts."""
+        """Return the bytes on each rank's link since the lab was opened, as the kernel counts them."""
         self._open()
         return [namespace.run(_counters)[_INTERFACE] for namespace in self._ranks]
 
@@ -214,7 +215,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """Release all namespaces; they are gone when the ranks inside are."""
+        """Release all namespaces; they vanish when the ranks inside have ended."""
         if self.forwarder is not None:
             self.forwarder.close()
             self.forwarder = None
@@ -251,7 +252,7 @@ class Lab:
         assert self._bridge is not None
         self._run(
             self._bridge,
-            # no IPv6, whose chatter would be counted
+            # no IPv6, whose background traffic would be counted
             f"ip link add {_BRIDGE} type bridge mcast_snooping 0",
             f"ip link set {_BRIDGE} addrgenmode none up",
         )
@@ -281,7 +282,7 @@ class Lab:
         """Give every rank a device that the forwarder serves."""
         devices = [namespace.run(lambda: open_device(_INTERFACE)) for namespace in self._ranks]
         self.forwarder = Forwarder(devices, self.links, "10.77.0.0", self.queue_seconds)
-        # one hardware address for all, so that nobody has to ask for it
+        # one hardware address for all, so that no rank has to ask for another's (ARP)
         own = f"address 02:00:00:00:00:01 arp off txqueuelen {_DEVICE_PACKETS}"
         size = f"gso_max_size {self.segment_bytes}"
         for namespace in self._ranks:
@@ -298,9 +299,10 @@ class Lab:
         settings = Path("/proc/sys/net/ipv4")
         most = self.send_buffer_bytes
         (settings / "tcp_wmem").write_text(f"4096 {min(most, 16_384)} {most}")
-        if self._rtt:  # bytes of small packets count for more than they carry
+        if self._rtt:  # the kernel counts more bytes for small packets than they carry
             (settings / "tcp_rmem").write_text(f"4096 131072 {max(6_291_456, 2 * most)}")
-        # allowed in every namespace, whatever the host prefers; without loss it fills the link
+        # Reno is allowed in every namespace, whatever the host prefers, and fills a link without loss;
+        # measurements show the rate and not a congestion control
         (settings / "tcp_congestion_control").write_text("reno")
 
 
@@ -364,7 +366,7 @@ class _Namespace:
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call ``function`` inside, on a thread of its own; also what it starts is inside."""
+        """Call ``function`` inside, on a thread of its own; threads that it starts are inside as well."""
 
         def inside() -> T:
             _call("setns", self._file, _CLONE_NEWNET)
@@ -373,7 +375,7 @@ class _Namespace:
         return _in_thread(inside)
 
     def close(self) -> None:
-        """Let go of it; a second call does nothing."""
+        """Release the namespace; a second call does nothing."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -398,7 +400,7 @@ def _may_create() -> bool:
 
 
 def _has_netem() -> bool:
-    """Tell whether the kernel has, or can load, what delays packets."""
+    """Tell whether the kernel has ``netem``, which delays packets, or can load it."""
     try:
         _Namespace().run(lambda: _run_command("tc qdisc add dev lo root netem delay 1ms"))
     except LabError:
@@ -407,7 +409,7 @@ def _has_netem() -> bool:
 
 
 def _call(name: str, *args: int) -> None:
-    """Call libc: Python has ``os.setns`` and ``os.unshare`` from 3.12 on only."""
+    """Call libc: Python has ``os.setns`` and ``os.unshare`` only from 3.12 on."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args) != 0:
         number = ctypes.get_errno()
@@ -415,7 +417,7 @@ def _call(name: str, *args: int) -> None:
 
 
 def _in_thread(function: Callable[[], T]) -> T:
-    """Call on a new thread, so that the caller stays in the namespace that it is in."""
+    """Call a function on a new thread, so that the caller stays in its own namespace."""
     with ThreadPoolExecutor(1, "sparsync-lab") as thread:
         return thread.submit(function).result()
 
@@ -453,9 +455,9 @@ def _require_linux() -> None:
 def ensure_privileges() -> None:
     """Return if this process may make a lab; else start it again inside a user namespace.
 
-    Root may.  Anybody else becomes root of a user namespace of their own, where the kernel allows
-    it; only a process without threads can do that, so ``unshare`` executes the same command line
-    again, in the same process, with the same files open.  Call it before anything else has happened.
+    Root may.  Any other user becomes root of a user namespace of their own, where the kernel allows it.
+    Only a process without threads can do that, so ``unshare`` executes the same command line again, in
+    the same process, with the same files open.  Call it before anything else has happened.
 
     Raises:
         ConfigurationError: the kernel allows neither, or iproute2 is missing.

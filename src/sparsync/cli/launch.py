@@ -1,8 +1,8 @@
 """Run one function on P local processes, or inside the ranks that a launcher started.
 
-Local processes are forked from a server that has imported torch once (seconds for each rank, if every
-one did it), or started by ``mpiexec``, as ``python -m sparsync.cli.launch SOCKET``; everything but the
-measured messages goes over gloo.  Forked ranks may be placed in a ``Lab``: then all of it crosses its
+Local processes are forked from a server that has imported torch once (which would take each rank
+seconds), or started by ``mpiexec``, as ``python -m sparsync.cli.launch SOCKET``; everything but the
+measured messages goes over gloo.  Forked ranks may be placed in a ``Lab``: then all messages cross its
 shaped links.
 """
 
@@ -58,12 +58,14 @@ T = TypeVar("T")
 
 _HOST = "127.0.0.1"
 _NANOSECONDS = 1e9
-_RANK_BYTES = 64 << 20  # that a forked rank has of its own, at least
-_AHEAD = 0.05  # seconds from the last arrival to a start: 15 times gloo's agreement of 8 ranks
+_RANK_BYTES = 64 << 20  # memory of a forked rank's own, at least
+_AHEAD = (
+    0.05  # seconds from the last arrival to a start: 15 times as long as gloo takes for 8 ranks
+)
 
 
 class RankError(CommunicationError):
-    """One or more local ranks failed; lists what each of them said."""
+    """One or more local ranks failed; lists the error of each."""
 
 
 def launched_ranks(default: int) -> int:
@@ -80,7 +82,7 @@ def leads() -> bool:
 
 @contextmanager
 def on_one_thread() -> Iterator[None]:
-    """Let torch have one thread: virtual ranks take turns, more threads would wait."""
+    """Let torch have one thread: virtual ranks take turns, so more threads would only wait."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -107,10 +109,10 @@ def launch(
         timeout: seconds that gloo waits for a peer.
         grace: seconds that the other ranks have to end by themselves when one has failed.
         lab: an open lab of ``world_size`` ranks to put them in; None: they talk over loopback.
-        mpi: let ``mpiexec`` start them, so that MPI connects them, too.
+        mpi: let ``mpiexec`` start them, so that MPI connects them as well.
 
     Returns:
-        What rank 0 returned; None in the other ranks of a launcher.
+        The result of rank 0; None in the other ranks of a launcher.
 
     Raises:
         RankError: a rank failed or died; every rank's error is named, none is left running.
@@ -155,15 +157,16 @@ def _in_launched_group(function: Callable[..., Any], args: tuple[Any, ...], time
 # ---- the parent ------------------------------------------------------------------------------------
 
 Pipes = tuple[Mapping[int, Connection], Callable[[int], str]]
-"""Of every rank a pipe that brings what became of it; and how a rank died whose pipe brings nothing."""
+"""For every rank a pipe that brings its result or error; and a text on a rank whose pipe brings none."""
 
 
 @contextmanager
 def _forked(world_size: int, call: tuple[Any, ...], lab: Lab | None) -> Iterator[Pipes]:
-    # the parent serves the store on a port that the system chose: no race, no stuck port
+    # the parent serves the store, on a port that the system chooses: no two jobs race for it, and none
+    # is stuck after a crash
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    # torch comes with sparsync; every optimizer imports torch._dynamo, 3 s for each rank that makes one
+    # torch comes with sparsync; making an optimizer imports torch._dynamo, which takes each rank 3 s
     context.set_forkserver_preload(["sparsync", "torch._dynamo"])
     processes, pipes = [], {}
     for rank in range(world_size):
@@ -190,7 +193,7 @@ def _forked(world_size: int, call: tuple[Any, ...], lab: Lab | None) -> Iterator
 
 @contextmanager
 def _under_mpiexec(world_size: int, call: tuple[Any, ...], grace: float) -> Iterator[Pipes]:
-    """Start the ranks; their output goes where this process's goes."""
+    """Start the ranks by ``mpiexec``; they share this process's standard output and error."""
     command = mpiexec_command(world_size)
     pipes: dict[int, Connection] = {}
     with (
@@ -201,8 +204,8 @@ def _under_mpiexec(world_size: int, call: tuple[Any, ...], grace: float) -> Iter
         server.bind(path)
         server.listen(world_size)
         server.settimeout(0.1)
-        # one thread per rank; and the environment as Python knows it, without what an MPI that
-        # this process may have initialised put there unasked
+        # One thread per rank; and the environment as Python knows it: an MPI library that this process
+        # has initialised may have added variables, in C, that would confuse the ranks' own.
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         child = [sys.executable, "-m", "sparsync.cli.launch", path]
         process = subprocess.Popen([*command, *child], env=environ)
@@ -222,7 +225,7 @@ def _under_mpiexec(world_size: int, call: tuple[Any, ...], grace: float) -> Iter
             yield pipes, how_it_died
         finally:
             for pipe in pipes.values():
-                pipe.close()  # those that failed may end now
+                pipe.close()  # lets ranks end that have failed (``_be_started_by_mpiexec``)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(grace)
             process.terminate()
@@ -235,7 +238,7 @@ def _collect(
     how_it_died: Callable[[int], str],
     grace: float,
 ) -> Any:
-    """Return what rank 0 returned; after the first failure wait for ``grace`` seconds more."""
+    """Return the result of rank 0; after the first failure wait for ``grace`` seconds more."""
     results: dict[int, Any] = {}
     failures = {rank: how_it_died(rank) for rank in range(world_size) if rank not in pipes}
     deadline: float | None = None
@@ -266,7 +269,7 @@ def _collect(
 def mpiexec_command(ranks: int) -> list[str]:
     """Return the command that starts this many local processes, however many cores there are.
 
-    The ``mpiexec`` next to this Python, that of its environment's MPI library, is preferred.
+    The ``mpiexec`` next to this Python is preferred: it belongs to the environment's own MPI library.
     """
     own = Path(sys.executable).parent / "mpiexec"
     found = str(own) if own.exists() else shutil.which("mpiexec")
@@ -304,7 +307,7 @@ def _be_forked(
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     rank, world_size, port, seat, environ = place
-    os.environ.update(environ)  # the server has that of its own start
+    os.environ.update(environ)  # the fork server's environment is of the time when it was started
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
 
     def run() -> Any:
@@ -316,8 +319,10 @@ def _be_forked(
                 seat.enter()
             dist.init_process_group("gloo", None, at_most, world_size, rank, store)
         except SparsyncError:
-            raise  # the lab's
-        except RuntimeError as error:  # of the store or of gloo, with their C++ stack below
+            raise  # an error of the lab
+        except (
+            RuntimeError
+        ) as error:  # of the store or gloo; after its first line comes a stack of C++
             raise DeadlineError(
                 f"did not connect to the other ranks within {timeout:g} s "
                 f"({str(error).partition(chr(10))[0]}); raise --timeout"
@@ -331,7 +336,11 @@ def _be_forked(
 
 
 def _be_started_by_mpiexec(path: str) -> None:
-    """Be one of its ranks; one that fails waits until the others have failed, too: it ends them all."""
+    """Be a rank that mpiexec started.
+
+    A rank that fails waits for the parent: its end would make mpiexec end all others before they can say
+    why they failed.
+    """
     here = detect()
     pipe = Client(path, "AF_UNIX")
     pipe.send(0 if here is None else here.rank)
@@ -352,7 +361,7 @@ def _be_started_by_mpiexec(path: str) -> None:
 
 
 def _report(pipe: Connection, run: Callable[[], Any]) -> bool:
-    """Call ``run``, send whether it ended well and what it returned or raised; return the former."""
+    """Call ``run``; send whether it ended well, and its result or error; return whether it did."""
     try:
         pipe.send((True, run()))
     except KeyboardInterrupt:
@@ -360,7 +369,7 @@ def _report(pipe: Connection, run: Callable[[], Any]) -> bool:
     except SparsyncError as error:
         pipe.send((False, f"{type(error).__name__}: {error}"))
         return False
-    except dist.DistError as error:  # it has torch's C++ stack below
+    except dist.DistError as error:  # after its first line comes a stack of C++
         pipe.send((False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
         return False
     except Exception as error:
@@ -374,13 +383,13 @@ def _report(pipe: Connection, run: Callable[[], Any]) -> bool:
     return True
 
 
-# ---- what ranks do together ------------------------------------------------------------------------
+# ---- all ranks together ----------------------------------------------------------------------------
 
 
 def gather(mine: T, classes: Sequence[type[Any]] = ()) -> list[T]:
     """Return every rank's value, in rank order; every rank of the default group calls it.
 
-    ``torch.distributed.all_gather_object`` would unpickle whatever arrives.  Here torch's
+    ``torch.distributed.all_gather_object`` would unpickle anything that arrives.  Here torch's
     weights-only reader takes plain values, tensors and objects of ``classes``, and refuses the rest.
     """
     raw = torch.frombuffer(packed(mine), dtype=torch.uint8)
@@ -396,24 +405,25 @@ def gather(mine: T, classes: Sequence[type[Any]] = ()) -> list[T]:
 
 
 def machine() -> str:
-    """Return what the ranks of one machine have in common, in whatever container: when it was booted."""
+    """Return a text that ranks of one machine have in common, in any container: the id of its boot."""
     boot = Path("/proc/sys/kernel/random/boot_id")  # of Linux
     return boot.read_text() if boot.exists() else socket.gethostname()
 
 
 @final
 class StartLine:
-    """Start all ranks at an agreed moment of the clock that a machine's ranks share.
+    """Start all ranks of one machine at an agreed moment of the clock that they share.
 
-    A barrier, which it is elsewhere, releases them milliseconds apart where they outnumber the cores,
-    and that would be taken for communication.  ``group`` is of all ranks, and not the measured one.
+    A barrier releases them milliseconds apart where they outnumber the cores, which would be taken for
+    communication; between several machines it is a barrier nevertheless.  ``group`` has all ranks, and is
+    not the measured one.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.one_machine = group, len(set(gather(machine()))) == 1
 
     def wait(self) -> float:
-        """Return this rank's start, by ``time.perf_counter``: later, if the agreement arrives late."""
+        """Wait for the start; return its time by ``time.perf_counter``, later if agreeing took longer."""
         if not self.one_machine:
             dist.barrier(group=self.group)
             return time.perf_counter()

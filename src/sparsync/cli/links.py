@@ -11,9 +11,9 @@ from sparsync.errors import ConfigurationError, require
 
 __all__ = ["MOST_RANKS", "Link", "describe_links", "parse_links", "parse_rate"]
 
-MOST_RANKS = 1000  # of a lab: a bridge has 1,024 ports
+MOST_RANKS = 1000  # in a lab: Linux's bridge has 1,024 ports
 _BITS_PER_SECOND = MappingProxyType({"kbit": 10**3, "mbit": 10**6, "gbit": 10**9})
-_SLOWEST, _FASTEST = 100_000, 100_000_000_000  # rates
+_SLOWEST, _FASTEST = 100_000, 100_000_000_000  # bits per second; see ``parse_rate``
 _SECONDS = MappingProxyType({"us": 1e-6, "ms": 1e-3, "s": 1.0})
 _LONGEST = 10.0  # seconds of an RTT
 _OWN = "write RANK=RATE[,RTT[,LOSS[,JITTER]]], e.g. 3=10mbit,80ms"
@@ -29,7 +29,7 @@ class Link:
 
     Args:
         up: bits per second that the rank may send, Ethernet headers included.
-        down: that it may receive.
+        down: bits per second that it may receive.
         rtt: seconds to the other rank and back, without the time that packets wait for the link.
         jitter: seconds by which an RTT varies, either way; packets keep their order.
         loss: probability that a packet is lost on its way to the other rank.
@@ -90,7 +90,7 @@ def parse_links(text: str, ranks: int) -> tuple[Link, ...]:
 
     Args:
         text: ``RATE[,RTT[,LOSS[,JITTER]]]`` of all ranks, where RATE may be UP:DOWN; then, each after
-            a semicolon, ``RANK=`` and the same for single ranks, which differ in what is given.
+            a semicolon, ``RANK=`` and the same for a single rank, whose other values are the common ones.
         ranks: number of ranks P.
 
     Example:
@@ -117,7 +117,7 @@ def describe_links(
     jitter: str | None,
     link: list[str] | None,
 ) -> str | None:
-    """Return the text for ``parse_links`` of options; None without any.
+    """Return the text for ``parse_links`` that these options describe; None without any.
 
     Example:
         >>> describe_links("100mbit", None, "1gbit", "20ms", None, None, ["3=10mbit"])
@@ -129,7 +129,7 @@ def describe_links(
     if up is None or down is None:
         raise ConfigurationError("these links have no rate; add --lab 100mbit, or --up and --down")
     for rate in (up, down):
-        parse_rate(rate)  # and nothing more
+        parse_rate(rate)  # refuses a --lab that has delays of its own already
     parts = [up if up == down else f"{up}:{down}", rtt or "0ms", loss or "0%", jitter or "0ms"]
     while parts[-1] in ("0ms", "0%"):
         parts.pop()

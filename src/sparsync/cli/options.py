@@ -60,19 +60,19 @@ CurveKeys = Annotated[
     Readable(folder=True),
     Option(help="Folder of keys: zmq encrypts and refuses unknown ranks."),
 ]
-# a store or a socket needs a part of a second even where nothing is slow
+# at least 0.1 s: a store or a socket needs a part of a second even where nothing is slow
 Timeout = Annotated[float, Bounds(0.1, 1e6), Option(help="Seconds that a rank waits for another.")]
-Json = Annotated[Path | None, Option(help="Write what was measured here.")]
-Plot = Annotated[Path | None, Option(help="Draw it here (.png, .pdf or .svg).")]
+Json = Annotated[Path | None, Option(help="Write the measurements to this file.")]
+Plot = Annotated[Path | None, Option(help="Draw them in this file (.png, .pdf or .svg).")]
 
 
 def option(text: str, default: str | bool = True) -> Any:
-    """Declare an option by its help; ``default``: what the help says it is, if not the value."""
+    """Declare an option by its help; ``default`` is shown there in place of the value."""
     return Option(help=text, show_default=default)
 
 
 def ranks_option(default: int) -> Any:
-    """Declare ``--ranks``: inside a launcher's ranks their number, else ``default``."""
+    """Declare ``--ranks``, by default the launcher's number of ranks, or ``default`` without one."""
     return Option(
         help="World size: local processes, or virtual ranks.",
         default_factory=lambda: launched_ranks(default),
@@ -80,7 +80,7 @@ def ranks_option(default: int) -> Any:
     )
 
 
-# of every command that has --lab, whose text they become
+# the options that describe links, of every command with --lab; they become part of its text
 _LINKS = tuple(
     Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, shown])
     for name, kind, text in (
@@ -99,10 +99,10 @@ def takes(settings: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Give a command the options that a settings class declares; they arrive as its ``**fields``.
 
     Args:
-        settings: a dataclass.  Fields without ``typer.Option`` are no options.
+        settings: a dataclass; a field without ``typer.Option`` is not an option.
 
-    The command's own parameters stay options too: positional ones come first in the help,
-    keyword-only ones last.  With ``lab`` come the options that describe its links.
+    The command's own parameters stay options as well: positional ones come first in the help,
+    keyword-only ones last.  A field ``lab`` brings the options that describe its links.
     """
     hints = get_type_hints(settings, include_extras=True)
     declared = [

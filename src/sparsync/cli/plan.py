@@ -30,7 +30,7 @@ from sparsync.presets import candidates
 
 __all__ = ["ManyRanks", "ModelSize", "as_json", "command", "machine_of", "read_machine"]
 
-# nothing is run, so more than any machine holds; a single rank, and a model of nothing, are answered
+# nothing is run, so the bounds exceed any machine; a single rank and an empty model get an answer
 ManyRanks = Annotated[int, Bounds(1, 10**6)]
 ModelSize = Annotated[int, Bounds(0, 10**15)]
 
@@ -112,7 +112,7 @@ def read_machine(file: Path) -> Machine:
     """Read the measurements of ``sparsync doctor --json``.
 
     Raises:
-        ConfigurationError: the file cannot be read, or no doctor wrote it.
+        ConfigurationError: the file cannot be read, or is not from ``sparsync doctor``.
     """
     return Machine.from_json(read_text(file, "--machine", "the file of sparsync doctor --json"))
 
@@ -134,6 +134,7 @@ def machine_of(file: Path | None, network: str | None, rtt: str | None) -> Machi
         machine = replace(machine, alpha=links.alpha, beta=links.beta, distance=0.0)
     if rtt is None:
         return machine
+    # a message's latency is work on both sides and half a round trip; only the latter is replaced
     way, alone = parse_seconds(rtt, "--rtt") / 2, machine.alpha - machine.distance
     return replace(machine, alpha=alone + way, distance=way)
 
@@ -168,7 +169,7 @@ def _shown(made: Plan, machine: Machine, size: int, ranks: int) -> Group:
         )
     bandwidth = _limit(made.break_even_bandwidth, "bandwidth", format_bandwidth)
     lines = [
-        "time per step: select + exchange, less what is hidden; speed-up: over dense",
+        "time per step: select + exchange - hidden; speed-up: over dense",
         "volume: the most that a rank sends or receives; over bound: in words of 4 bytes",
         "over Ok-Topk's Theorem 3.1 or SparCML's Lemmas 5.1, 5.2; fewer bits go below",
         f"break-even bandwidth: {bandwidth}",

@@ -62,7 +62,7 @@ def check(name: str, value: object, good: bool, expected: str) -> None:
     """Refuse the value of an option.
 
     Raises:
-        ConfigurationError: it is not ``good``; says what is expected.
+        ConfigurationError: it is not ``good``; names the expected values.
     """
     if not good:
         raise ConfigurationError(f"{name} is {value}; give {expected}")
@@ -82,8 +82,8 @@ class Bounds:
     """A number from ``least`` to ``most``.
 
     Args:
-        least: the smallest one; ``above``: itself is too small.
-        most: the largest one: what nobody means, or what no machine ends.
+        least: the smallest number; with ``above``, this one is already too small.
+        most: the largest number; beyond it, it is a mistake, or more than any machine can do.
 
     Example:
         >>> Bounds(1, 9).refuse("ranks", 10, {})
@@ -97,9 +97,9 @@ class Bounds:
     above: bool = False
 
     def refuse(self, name: str, value: Any, given: dict[str, Any]) -> None:
-        """Refuse a number outside, or none."""
+        """Refuse a number outside of the bounds, and NaN."""
         check(name, value, not value > self.most, f"at most {self._shown(self.most)}")
-        # the comparison fails for NaN
+        # NaN passes "not >" above, and fails here
         fits = value > self.least if self.above else value >= self.least
         least = self._shown(self.least)
         check(name, value, fits, f"a number > {least}" if self.above else f"at least {least}")
@@ -112,19 +112,19 @@ class Bounds:
 @final
 @dataclass(frozen=True)
 class Only:
-    """An option that has a meaning only with one of some others, which are named here."""
+    """An option that has a meaning only together with one of the options named here."""
 
     others: tuple[str, ...]
     default: Any = None
 
     def refuse(self, name: str, value: Any, given: dict[str, Any]) -> None:
-        """Refuse what would be ignored."""
+        """Refuse a value that would be ignored."""
         flags = [f"--{other.replace('_', '-')}" for other in self.others]
         there = any(given.get(other) not in (None, False) for other in self.others)
         shown = f"--{name.replace('_', '-')}"
         require(
             value in (None, False, self.default) or there,
-            f"{shown} is for {' or '.join(flags)} alone; add that, or leave {shown} out",
+            f"{shown} is only for {' or '.join(flags)}; add that, or omit {shown}",
         )
 
 
@@ -218,7 +218,7 @@ def checked(command: Callable[..., T]) -> Callable[..., T]:
 
 
 def make_folder(path: Path, option: str, mode: int = 0o777) -> None:
-    """Make a folder that something will be written to, unless it is there.
+    """Make a folder for files that will be written, unless it is there.
 
     Raises:
         ConfigurationError: a file is there, or the system does not allow it.
@@ -227,7 +227,7 @@ def make_folder(path: Path, option: str, mode: int = 0o777) -> None:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(
-            f"{option} '{path}' is no folder, and cannot be made one ({error.strerror}); name another"
+            f"{option} '{path}' is not a folder, and cannot be made ({error.strerror}); name another"
         ) from error
     writable = os.access(path, os.W_OK | os.X_OK)
     require(writable, f"{option} '{path}' cannot be written to; name a folder that can")
@@ -237,13 +237,13 @@ def read_text(path: Path, option: str, source: str) -> str:
     """Read a text file whole.
 
     Args:
-        path: of it.
-        option: that has named it.
-        source: says what writes such files.
+        path: the file.
+        option: the option that named it.
+        source: the usual source of such files, for the message.
 
     Raises:
-        ConfigurationError: it cannot be read, is no text, too long to be meant, or might never end, as
-            a device or a pipe.
+        ConfigurationError: it cannot be read, is not text, is too long to be meant, or might never end
+            (a device or a pipe).
     """
     try:
         info = path.stat()
@@ -253,19 +253,19 @@ def read_text(path: Path, option: str, source: str) -> str:
         if not reason:
             return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        reason = "no text"
+        reason = "not text"
     except OSError as error:
         reason = error.strerror or str(error)
     raise ConfigurationError(f"cannot read {option} '{path}' ({reason}); give {source}")
 
 
 def check_memory(what: str, nbytes: float, advice: str) -> None:
-    """Refuse what needs more memory than this machine has.
+    """Refuse a run that needs more memory than this machine has.
 
     Args:
-        what: needs it.
-        nbytes: that it needs at least, of all local ranks.
-        advice: says which options make it smaller.
+        what: the part of the run that needs it, in the plural, for the message.
+        nbytes: the least that it needs, over all local ranks.
+        advice: the options that make it smaller.
     """
     try:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

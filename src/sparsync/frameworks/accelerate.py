@@ -23,24 +23,25 @@ __all__ = ["attach"]
 
 
 def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> Handle:
-    """Exchange little between replicas of a prepared model; the training loop stays as it is.
+    """Compress the exchange between replicas of a prepared model; the training loop stays as it is.
 
     Args:
-        accelerator: the one that prepared the model.
-        model: what ``accelerator.prepare`` returned.
-        options: of ``sparsync.attach``.  ``optimizer`` are the prepared ones that have parameters of the
-            model, ``scaler`` is the accelerator's.
+        accelerator: the accelerator that prepared the model.
+        model: the model that ``accelerator.prepare`` returned.
+        options: arguments of ``sparsync.attach``.  By default ``optimizer`` are the prepared optimizers
+            that have parameters of the model, and ``scaler`` is the accelerator's.
 
     Returns:
         The handle of ``sparsync.attach``.  From now on ``accelerator.save_state(folder)`` writes this
         rank's state to ``folder/sparsync``, and ``load_state(folder)`` reads it, until ``close()``.
 
     Raises:
-        ConfigurationError: the model was not prepared, Accelerate runs a single process, or what
-            ``sparsync.attach`` refuses.
+        ConfigurationError: the model was not prepared, Accelerate runs a single process, or
+            ``sparsync.attach`` refuses something.
         PeerError: ranks disagree.
     """
-    inner = accelerator.unwrap_model(model)  # on CPU Accelerate keeps models without their DDP
+    # compared without DDP: on a CPU Accelerate keeps models without it, and ``model`` may have it
+    inner = accelerator.unwrap_model(model)
     prepared = [accelerator.unwrap_model(one) is inner for one in accelerator._models]
     if not any(prepared):
         raise ConfigurationError(
@@ -65,9 +66,10 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
 
 
 class _Loading:
-    """``Accelerator.load_state`` that also resumes the attached models, until the last is closed.
+    """``Accelerator.load_state`` that also resumes the attached models, until the last one is closed.
 
-    Hooks would know the folder, but run before the weights are loaded.
+    Accelerate's own hooks know the folder, but run before the weights are loaded.  So a hook notes the
+    folder, and the method is replaced to do the rest afterwards.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -85,7 +87,7 @@ class _Loading:
         return result
 
     def forget(self, name: str) -> None:
-        """Resume a model no more."""
+        """Stop resuming a model."""
         del self.models[name]
         if not self.models:
             self._undo.close()

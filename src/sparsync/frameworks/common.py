@@ -1,4 +1,4 @@
-"""Attach and resume: what Accelerate, Lightning and the Hugging Face Trainer have in common."""
+"""Attach and resume: the common part of Accelerate, Lightning and the Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["attach_wrapped", "missing", "replace_method", "resume", "save_beside
 
 
 def missing(framework: str, error: ImportError) -> ConfigurationError:
-    """Return what to raise where a framework cannot be imported."""
+    """Return the error to raise if a framework cannot be imported."""
     return ConfigurationError(
         f"sparsync.frameworks.{framework} needs {framework}, which cannot be imported ({error}): "
         f"pip install {framework}"
@@ -37,8 +37,9 @@ def missing(framework: str, error: ImportError) -> ConfigurationError:
 def replace_method(owner: Any, name: str, method: Any) -> Callable[[], None]:
     """Replace a method, or an attribute, of one object; return a function that restores the former.
 
-    What somebody else has replaced in the meantime stays as it is.
+    If other code has replaced it again in the meantime, it stays as it is.
     """
+    # of the object alone: a method of its class is not there, and shows again once this one is deleted
     former = vars(owner).get(name)
     setattr(owner, name, method)
 
@@ -65,7 +66,8 @@ def attach_wrapped(
     ``attach`` gets the optimizers that have parameters of the model.  ``options`` take precedence over
     the framework's ``scaler``; ``how`` tells the user how to make the framework start several processes.
     """
-    wrapped: Any = getattr(model, "_orig_mod", model)  # a compiled DDP model
+    wrapped: Any = getattr(model, "_orig_mod", model)  # of torch.compile
+    # frameworks leave out DDP where there is one process, and ``attach`` would ask to wrap the model
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone and not isinstance(wrapped, DistributedDataParallel):
         raise ConfigurationError(
@@ -89,8 +91,8 @@ def attach_wrapped(
 def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
     """Write this rank's state into a folder of a framework's checkpoint; all ranks call it.
 
-    With it goes a digest of the weights: a job may end after this and before the framework has written
-    them, or the other way round.
+    The file also has a digest of the weights: a job may end after this one is written and before the
+    framework has written the weights, or the other way round.
 
     Raises:
         CheckpointError: see ``save_state``.
@@ -102,16 +104,17 @@ def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
 
 
 def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
-    """Load what ``save_beside`` wrote once the weights are loaded; all ranks call it.
+    """Load the files of ``save_beside``, after the weights were loaded; all ranks call it.
 
     A checkpoint of a run without sparsync has no such folder: then residuals stay as they are, and a
     warning says so.
 
     Raises:
         PeerError: some ranks see a folder and others do not.
-        CheckpointError, ConfigurationError: see ``load_states``; the weights are others than those that
-            the state was saved with.
+        CheckpointError, ConfigurationError: see ``load_states``; the weights differ from those with which
+            the state was saved.
     """
+    # asked first: a rank that loads sends messages, for which one without the folder would not be there
     present = folder.is_dir()
     run(agree(sync.reducer.comm, {f"whether there is a saved state in {folder}": present}))
     if present:
@@ -119,7 +122,7 @@ def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
     else:
         warnings.warn(
             f"the checkpoint has no sparsync state in {folder}: residuals start at zero, as in a new "
-            "run; if it was saved with sparsync, copy that folder, too",
+            "run; if it was saved with sparsync, copy that folder as well",
             stacklevel=2,
         )
 
@@ -127,8 +130,8 @@ def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
 def _weights(sync: Handle, model: torch.nn.Module) -> str:
     """Return a digest of a model's weights, as a framework saves them.
 
-    None of shards, which may be cut in another way later; nor, where updates are exchanged, on ranks
-    other than 0: frameworks save the weights of rank 0.
+    Shards have none, since they may be cut in another way later.  Where updates are exchanged only rank
+    0 has one: frameworks save the weights of rank 0.
     """
     if isinstance(sync, UpdateSync) and sync.reducer.comm.rank:
         return ""

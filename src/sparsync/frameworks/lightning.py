@@ -37,8 +37,8 @@ class SparsyncCallback(Callback):
     """Attaches sparsync when training starts, saves with every checkpoint, resumes with the Trainer.
 
     Args:
-        options: of ``sparsync.attach``.  ``optimizer`` are the module's, ``scaler`` is that of the
-            Trainer's precision plugin.
+        options: arguments of ``sparsync.attach``.  By default ``optimizer`` are the module's optimizers,
+            and ``scaler`` is that of the Trainer's precision plugin.
 
     Attributes:
         sync: the handle of ``sparsync.attach``; None before training starts.
@@ -47,11 +47,10 @@ class SparsyncCallback(Callback):
         ConfigurationError, PeerError: see ``sparsync.attach``; from ``trainer.fit``.
 
     A module with several optimizers, i.e. manual optimization, needs
-    ``strategy="ddp_find_unused_parameters_true"``.  Of gradients each ``manual_backward`` is then a step,
-    which delivers residuals to the parameters of all optimizers: zero gradients after ``step()``, not
-    before ``manual_backward``.  Of updates the steps of the last optimizer count.
-
-    Where updates are exchanged, the Trainer validates the weights that all ranks share.
+    ``strategy="ddp_find_unused_parameters_true"``.  Where gradients are exchanged, each
+    ``manual_backward`` is then a step, which delivers residuals to the parameters of all optimizers: zero
+    gradients after ``step()``, not before ``manual_backward``.  Where updates are exchanged, the steps of
+    the last optimizer count, and the Trainer validates the weights that all ranks share.
 
     Lightning neither tells a callback the path of a checkpoint nor lets ranks other than 0 write one:
     so the strategy's ``save_checkpoint`` and ``remove_checkpoint``, which all ranks call, are replaced
@@ -62,12 +61,13 @@ class SparsyncCallback(Callback):
         self.sync: Handle | None = None
         self._options = options
         self._followed = ExitStack()  # restores the methods of the strategy
-        self._module: Any = None  # that was trained last
-        self._shown = ExitStack()  # while the shared weights are validated
+        self._module: Any = None  # the module that was trained last
+        self._shown = ExitStack()  # open while the shared weights are validated
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the wrapped module, after everything else was restored and before a gradient."""
         self._follow(trainer)
+        # a folder in which ranks cannot write is refused now, not at the first checkpoint
         for checkpoints in trainer.checkpoint_callbacks:
             _folder(getattr(checkpoints, "dirpath", None) or trainer.default_root_dir)
         how = 'give Trainer(strategy="ddp", devices=2)'
@@ -79,21 +79,24 @@ class SparsyncCallback(Callback):
         if trainer.ckpt_path:
             resume(sync, pl_module, _folder(trainer.ckpt_path))
         elif former is not None and self._module is pl_module and not isinstance(sync, UpdateSync):
-            sync.load_state_dict(former.state_dict())  # a second fit: what waits goes on
+            # a second fit() of the same module: the residual is still to be delivered
+            sync.load_state_dict(former.state_dict())
         self._module = pl_module
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Show the shared weights."""
+        # The sanity check comes before ``on_train_start``, and validate() after the end of fit(): in both
+        # cases there is no handle, or one that is closed.
         fits = trainer.state.fn == "fit" and not trainer.sanity_checking
         if fits and isinstance(self.sync, UpdateSync):
             self._shown.enter_context(self.sync.shared())
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Bring the rank's own weights back, before checkpoints are written."""
+        """Restore the rank's own weights, before checkpoints are written."""
         self._shown.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Bring the rank's own weights back."""
+        """Restore the rank's own weights."""
         self._shown.close()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -107,7 +110,7 @@ class SparsyncCallback(Callback):
             self.sync.close()
 
     def close(self) -> None:
-        """Leave the Trainer, whose checkpoints then hold no state of sparsync; ends the exchange."""
+        """End the exchange and leave the Trainer, whose checkpoints then hold no state of sparsync."""
         self._followed.close()
         if self.sync is not None:
             self.sync.close()
@@ -115,6 +118,7 @@ class SparsyncCallback(Callback):
     def _follow(self, trainer: Any) -> None:
         """Save, and remove, every rank's state with each of the Trainer's checkpoints."""
         strategy = trainer.strategy
+        # one callback per strategy: two would save, and exchange, everything twice
         former = getattr(strategy, _FOLLOWER, None)
         if former is self:
             return
@@ -124,7 +128,8 @@ class SparsyncCallback(Callback):
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
 
         def save_checkpoint(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
-            if self.sync is not None and "callbacks" in checkpoint:  # else: weights only
+            # a checkpoint with save_weights_only=True has no callbacks, and needs no state of ranks
+            if self.sync is not None and "callbacks" in checkpoint:
                 save_beside(self.sync, self._module, _folder(filepath))
             save(checkpoint, filepath, *args, **kwargs)
 
@@ -139,7 +144,7 @@ class SparsyncCallback(Callback):
 
 
 def _folder(checkpoint: Path | str) -> Path:
-    """Return where the ranks' states of a checkpoint are; a link's are its target's.
+    """Return the folder of the ranks' states of a checkpoint; for a link, that of its target.
 
     Raises:
         ConfigurationError: the checkpoint is not on a file system.

@@ -29,23 +29,24 @@ except ImportError as error:
 
 __all__ = ["SparsyncCallback"]
 
-_FOLDER: Final = "sparsync"  # in checkpoint-N
+_FOLDER: Final = "sparsync"  # inside checkpoint-N
 
 
 class SparsyncCallback(TrainerCallback):
     """Attaches sparsync when training begins, saves with every checkpoint, resumes with the Trainer.
 
     Args:
-        trainer: the ``Trainer`` that it is added to: only the trainer knows the wrapped model, and
-            from which checkpoint it resumes.
-        options: of ``sparsync.attach``.  ``optimizer`` and ``scaler`` are the trainer's.
+        trainer: the ``Trainer`` to which it is added: only the trainer knows the wrapped model and the
+            checkpoint from which it resumes.
+        options: arguments of ``sparsync.attach``.  By default ``optimizer`` and ``scaler`` are the
+            trainer's.
 
     Attributes:
         sync: the handle of ``sparsync.attach``; None before training begins.
 
     Raises:
-        ConfigurationError: the trainer has such a callback that is not closed.  From ``trainer.train()``
-            what ``sparsync.attach`` refuses.
+        ConfigurationError: the trainer already has such a callback that is not closed.  From
+            ``trainer.train()``: ``sparsync.attach`` refuses something.
         PeerError: from ``trainer.train()``; see ``sparsync.attach``.
 
     Where updates are exchanged, the trainer evaluates the weights that all ranks share while it trains.
@@ -55,9 +56,8 @@ class SparsyncCallback(TrainerCallback):
         self.sync: Handle | None = None
         self._trainer, self._options, self._training = trainer, options, False
         self._model: Any = None
-        self._checkpoint: Any = (
-            None  # what ``trainer.train()``, if it runs, was given to resume from
-        )
+        # the argument of ``trainer.train()`` while that runs: a path, or True for the last checkpoint
+        self._checkpoint: Any = None
         train = trainer.train
         if hasattr(train, "sparsync"):
             raise ConfigurationError(
@@ -66,7 +66,7 @@ class SparsyncCallback(TrainerCallback):
 
         @functools.wraps(train)
         def follow(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            # callbacks are told the step that it resumes at, but not from where
+            # callbacks are told at which step training resumes, but not from which checkpoint
             self._checkpoint = resume_from_checkpoint
             try:
                 return train(resume_from_checkpoint, *args, **kwargs)
@@ -74,6 +74,7 @@ class SparsyncCallback(TrainerCallback):
                 self._checkpoint, self._training = None, False
 
         follow.sparsync = self  # type: ignore[attr-defined]
+        # no callback comes before an evaluation, so its loop is replaced as well
         evaluation_loop = trainer.evaluation_loop
 
         @functools.wraps(evaluation_loop)
@@ -90,6 +91,7 @@ class SparsyncCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Attach to the wrapped model; resume where the trainer does."""
+        # a second train() goes on with the same handle, unless the trainer has wrapped the model again
         model = self._trainer.model_wrapped
         if self.sync is None or model is not self._model:
             if self.sync is not None:
@@ -107,7 +109,7 @@ class SparsyncCallback(TrainerCallback):
         self._training = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave replicas equal, where updates were exchanged; a best model that was loaded is."""
+        """Make replicas equal, where updates were exchanged; a best model that was loaded is equal."""
         self._training = False
         if isinstance(self.sync, UpdateSync) and not args.load_best_model_at_end:
             self.sync.finish()

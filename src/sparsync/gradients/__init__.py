@@ -1,1 +1,1 @@
-"""The life of a gradient: DDP's buckets, replicas, shards, and what is checked on the way."""
+"""The life of a gradient: DDP's buckets, replicas, shards, and the checks between them."""

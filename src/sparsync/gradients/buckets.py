@@ -1,8 +1,8 @@
-"""DDP's buckets: where their gradients lie in the units, found out once and not at every step.
+"""DDP's buckets: where their gradients lie in the units, worked out once and not at every step.
 
-Small parameters that follow one another in a unit are one run.  DDP's order is about the reverse of a
-unit's; a bucket of small parameters alone is put into the unit's order in place, and one that has others,
-too, keeps a copy of the small ones until the step ends.
+Small parameters that follow one another in a unit form one run.  DDP's order is roughly the reverse of a
+unit's.  A bucket of small parameters only is put into the unit's order in place; a bucket that also holds
+large ones keeps a copy of its small ones until the step ends.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ class Places:
     """Where the gradients of one bucket lie; with ``joined``, small ones in runs.
 
     Raises:
-        ConfigurationError: a parameter has no place.
+        ConfigurationError: a parameter of the bucket is in no unit.
     """
 
     def __init__(
         self, parameters: Sequence[Tensor], place: Mapping[Tensor, Place], *, joined: bool
     ) -> None:
         self.parameters = list(parameters)
+        # compared on every step, for DDP rebuilds its buckets: == of tensors would compare elements
         self.identities = [id(parameter) for parameter in parameters]
         self.sizes = [parameter.numel() for parameter in parameters]
-        self.strides: dict[int, tuple[int, ...]] = {}  # of those that are not contiguous
+        self.strides: dict[int, tuple[int, ...]] = {}  # only of parameters that are not contiguous
         places: list[Place] = []
         for number, parameter in enumerate(parameters):
             if parameter not in place:
@@ -46,7 +47,9 @@ class Places:
                     "requires_grad=False when attach was called; freeze or thaw before wrapping in DDP"
                 )
             places.append(place[parameter])
-            like = torch.empty_like(parameter, device="meta")  # contiguous if elements overlap
+            # DDP's reducer gives a gradient the strides of its parameter where these are dense and do not
+            # overlap, as empty_like does; where elements overlap, both are contiguous
+            like = torch.empty_like(parameter, device="meta")
             if not like.is_contiguous():
                 self.strides[number] = like.stride()
         self.names = [slot.name for _, slot in places]
@@ -58,15 +61,17 @@ class Places:
 
 @final
 class Bucket:
-    """A bucket of this step: its memory, which is the residual's until the averages are written.
+    """A bucket of this step.  The residual uses its memory until the averages are written.
 
     Attributes:
-        future: what DDP waits for.
-        buffer: DDP's, which for the gradient of an embedding with sparse=True is COO;
-        dense: that as a dense tensor.
+        future: DDP waits for it.
+        buffer: DDP's memory; COO for the gradient of an embedding with sparse=True.
+        dense: ``buffer`` as a dense tensor.
     """
 
     def __init__(self, buffer: Tensor, places: Places) -> None:
+        # without devices, torch refuses a result on a GPU; with them, DDP's stream waits for the one on
+        # which ``complete`` is called
         self.future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
@@ -75,10 +80,11 @@ class Bucket:
         self._pieces = torch.split(self.dense.view(-1), places.sizes)
 
     def gradient(self, number: int) -> Tensor:
-        """View a piece in its parameter's order: a bucket keeps the parameter's strides.
+        """View a piece in its parameter's shape and logical order.
 
-        In a channels_last convolution elements of a piece are in the order of memory, and weight decay or
-        a saved residual would meet those of others.
+        A bucket keeps the parameter's strides.  In a channels_last convolution the elements of a piece
+        follow the order of memory: read flat, weight decay and a saved residual would be applied to other
+        elements than their own.
         """
         piece, shape = self._pieces[number], self.places.parameters[number].shape
         strides = self.places.strides.get(number)
@@ -92,15 +98,21 @@ class Bucket:
             yield parameter, self.gradient(number)
 
     def parameters(self, run: Run) -> list[Tensor]:
-        """Return those of a run, in its order."""
+        """Return the parameters of a run, in its order."""
         return [self.places.parameters[number] for number in run.members]
 
     def flat(self) -> Iterator[tuple[Run, Tensor]]:
-        """Yield the runs and their gradients, 1-D, in memory that is theirs."""
+        """Yield the runs and their gradients, each 1-D and in memory of its own.
+
+        The residual keeps the old values there, to undo the step (``Residual.accumulate``).
+        """
         places, end = self.places, 0
+        # one copy for all small parameters, already in the unit's order
         small = torch.cat(self._logical(places.joined)) if places.joined else self.dense
         if len(places.joined) == len(self._pieces):
-            small = self.dense.view(-1).copy_(small)  # nobody else needs the pieces where they were
+            # no large parameter has to stay in its place, so the bucket itself can hold the runs, and the
+            # copy is freed at once; ``write`` overwrites every piece in DDP's order
+            small = self.dense.view(-1).copy_(small)
         for run in places.runs:
             if len(run.members) == 1:
                 yield run, self._logical(run.members)[0]
@@ -109,13 +121,14 @@ class Bucket:
                 yield run, small[start:end]
 
     def _logical(self, numbers: Sequence[int]) -> list[Tensor]:
-        """Return pieces in the order of their parameters' elements."""
+        """Return pieces, 1-D, in the logical order of their parameters' elements."""
         pieces, odd = self._pieces, self.places.strides
         return [self.gradient(i).reshape(-1) if i in odd else pieces[i] for i in numbers]
 
     def write(self, averages: Sequence[Vector]) -> None:
         """Write averages of units to where DDP expects them."""
         pieces, odd = self._pieces, self.places.strides
+        # runs are sorted by unit, so groupby meets each unit once, and its average is split in one go
         for unit, runs in groupby(self.places.runs, lambda run: run.unit):
             for run, part in parts_of(averages[unit], list(runs)):
                 own = [self.gradient(i) if i in odd else pieces[i] for i in run.members]
@@ -129,17 +142,18 @@ class BucketStep(Step):
     def __init__(self, units: Sequence[Unit]) -> None:
         super().__init__(units)
         self.buckets: list[Bucket] = []
-        self.waiting: list[Bucket] = []  # to be accumulated
-        self.accumulated = [0 for _ in units]  # parameters of each
+        self.waiting: list[Bucket] = []  # not accumulated yet
+        self.accumulated = [0 for _ in units]  # parameters, by unit
 
     def take(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        """Keep a bucket; return its future."""
+        """Take a bucket into this step; return the future that DDP waits for."""
         self.buckets.append(bucket)
         self.waiting.append(bucket)
         return bucket.future
 
     def check_complete(self) -> None:
         """Refuse a backward pass that has left out parameters."""
+        # a unit that misses a parameter is never exchanged here, and peers would wait for it
         if all(n == len(u.slots) for n, u in zip(self.accumulated, self.units, strict=True)):
             return
         here = {name for bucket in self.buckets for name in bucket.places.names}
@@ -158,10 +172,15 @@ class BucketStep(Step):
         """Hand the buckets back to DDP, each in its own layout."""
         for bucket in self.buckets:
             dense = bucket.dense
-            # rows that hold nothing are left out: what COO gradients are for
+            # DDP wants a COO bucket back as COO; without its zero rows, since a sparse optimizer
+            # steps every row that it is given
             bucket.future.set_result(dense.to_sparse(1) if bucket.buffer.is_sparse else dense)
 
     def zero_(self) -> None:
-        """Zero the gradients of a refused step, which hold what undid it, or local gradients."""
+        """Zero the gradients of a refused step.
+
+        Their memory holds old residuals, which were needed to undo the step, or gradients of this rank
+        alone; DDP is about to copy it to ``parameter.grad``, and nobody must apply either.
+        """
         for bucket in self.buckets:
             bucket.dense.zero_()

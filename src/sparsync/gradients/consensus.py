@@ -1,7 +1,7 @@
 """Make one decision for all parts of a replica: shards, pipeline stages, tensor-parallel ranks.
 
 Ranks that exchange with each other see the same totals and decide alike without a message.  Ranks that
-hold other parts of the same replica do not: if one part refuses a step, all must.
+hold other parts of the same replica see other totals: if one part refuses a step, all must.
 
 Without DDP they also agree on which parameters any rank used.  A gradient must not be None on one rank
 and zeros on another: weight decay and momentum skip None, so replicas would drift apart, and norms over
@@ -25,7 +25,8 @@ from sparsync.transports.driver import run
 
 __all__ = ["PartsConsensus"]
 
-_NAME_BYTES: Final = 120  # of a parameter's name that travel
+_NAME_BYTES: Final = 120  # of a parameter's name, in a message of fixed length
+# outcomes of a part's step: all finite; NaN or Inf in a total; its exchange raised an error
 _FINE, _BROKEN, _FAILED = 0, 1, 2
 
 
@@ -34,16 +35,18 @@ class PartsConsensus:
     """Asks the other parts of this replica before a step is committed (``sparsync.feedback.step``).
 
     Args:
-        parts: the ranks that hold them, this one included; all construct it together.
-        keys: 64-bit numbers of this part's parameters by name, in the same order on all its replicas;
-            equal on all parts that hold a parameter.  None: do not ask which parameters are used.
+        parts: the ranks that hold the parts of this replica, this one included; all construct it
+            together.
+        keys: a 64-bit number per parameter of this part, by name, in the same order on all its replicas;
+            equal on all parts that hold the parameter.  None: do not ask which parameters are used.
 
     Attributes:
         used: names of the parameters that have a gradient, once a step is committed.
         came: of every replica of this part, whether it used any in the open step.
 
-    Cost: an allgather of 121 bytes per part and step.  With keys a byte per parameter more; another
-    allgather of these over the replicas; and one more over the parts if nobody used some parameter.
+    Cost: an allgather of 121 bytes per part and step.  With keys, one byte more per parameter, an
+    allgather of these bytes over the replicas, and one over the parts if some parameter was not used by
+    anybody.
     """
 
     def __init__(self, parts: Communicator, keys: Mapping[str, int] | None = None) -> None:
@@ -51,6 +54,9 @@ class PartsConsensus:
         mine = torch.tensor(list((keys or {}).values()), dtype=torch.int64)
         every = mine
         if keys is not None:
+            # Parts hold different parameters, but all build the same sorted list of keys, so from here on
+            # a place in it means the same parameter everywhere.  An allgather needs equal lengths: short
+            # lists repeat their first key, which ``unique`` drops.
             counts = run(parts.allgather(torch.tensor([len(mine)]), "groups"))
             padding = mine[:1].expand(int(torch.stack(counts).max()) - len(mine))
             every = torch.unique(
@@ -66,19 +72,21 @@ class PartsConsensus:
         mine = torch.tensor([name in used for name in self._names], dtype=torch.bool)
         everyone = torch.stack(await replicas.allgather(mine, "used"))
         self.came = everyone.any(1)
+        # of this part alone; ``_ask`` carries the marks to the other parts with the outcome
         self._marks.zero_()
         self._marks[self._places] = everyone.any(0)
 
     def __call__(self, proposal: Proposal) -> str | None:
-        """Return the name of a parameter that is not finite, on whatever part; None: apply the step.
+        """Return the name of a parameter that is not finite on any part; None: apply the step.
 
         Raises:
             PeerError: the exchange of another part failed.
         """
+        # always a message, also when all is fine here: only the others know whether it is fine there
         broken = proposal.broken()
         answers = self._ask(proposal.step, _FINE if broken is None else _BROKEN, broken or "")
         outcomes = answers[:, 0].tolist()
-        if _FAILED in outcomes:
+        if _FAILED in outcomes:  # before NaN: the failed part has no total that could be applied
             raise PeerError(
                 f"rank {proposal.rank}, {proposal.place}: the exchange of part "
                 f"{outcomes.index(_FAILED)} of this replica failed, its own error says why; no part "
@@ -86,11 +94,14 @@ class PartsConsensus:
             )
         if broken is None and _BROKEN in outcomes:
             name = answers[outcomes.index(_BROKEN), 1 : 1 + _NAME_BYTES]
+            # "ignore": a long name may be cut within a character
             broken = bytes(name.tolist()).rstrip(b"\0").decode(errors="ignore")
         marks = answers[:, 1 + _NAME_BYTES :].bool().any(0)
-        if broken is not None:  # every gradient becomes NaN, or none is left
+        if broken is not None:  # nonfinite="propagate" makes every gradient NaN; else none is left
             marks = torch.ones_like(marks)
-        elif not bool(marks.all()):  # every part sees that
+        # All parts have the same answers, so all take this branch or none: it sends another message.
+        # A parameter that nobody used in this step may still get a delayed residual, on any part.
+        elif not bool(marks.all()):
             mine = torch.zeros_like(marks)
             mine[self._places] = self._delivered(proposal, self._named(~marks))
             marks |= torch.stack(run(self.parts.allgather(mine, "verdict"))).any(0)
@@ -99,7 +110,8 @@ class PartsConsensus:
 
     def fail(self, step: int) -> None:
         """Tell the other parts that this one's exchange failed, so that none commits or waits."""
-        with suppress(CommunicationError):  # they may be gone, too: the first error counts
+        # the others may be gone as well; the error to report is the one that led here
+        with suppress(CommunicationError):
             self._ask(step, _FAILED, "")
 
     def on_any(self, here: bool) -> bool:
@@ -109,6 +121,7 @@ class PartsConsensus:
 
     def _ask(self, step: int, outcome: int, name: str) -> Tensor:
         """Return every part's outcome, name and marks, a row each."""
+        # the parts' communicator has a ledger of its own: errors and messages name the reducer's step
         self.parts.ledger.begin_step(step)
         text = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
         head = torch.tensor([outcome, *text], dtype=torch.uint8)
@@ -121,7 +134,7 @@ class PartsConsensus:
         return {name for name, marked in pairs if marked}
 
     def _delivered(self, proposal: Proposal, names: Collection[str]) -> Tensor:
-        """Tell which of this part's parameters get a residual in this step, of those named."""
+        """Tell which of this part's parameters are among ``names`` and get a value other than zero."""
         found = set()
         for unit, total in zip(proposal.units, proposal.totals, strict=True):
             for slot in (slot for slot in unit.slots if slot.name in names):

@@ -1,9 +1,9 @@
 """DistributedDataParallel: ``sync = sparsync.attach(ddp_model)``.
 
 The hook adds each gradient of a bucket to its unit (``accumulated = residual + gradient``).  When a
-unit is complete its exchange goes to the engine thread, while the backward pass goes on.  After the
-last one comes the commit, which writes the averages into the buckets and completes their futures.  So
-all residuals are written together, after every total of the step is known to be finite.
+unit is complete, its exchange goes to the engine thread while the backward pass continues.  After the
+last exchange comes the commit, which writes the averages into the buckets and completes their futures.
+So all residuals are written together, once every total of the step is known to be finite.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def attach_ddp(model: Any, options: Options) -> DdpSync:
         groups.close()
         raise
     sync = DdpSync(model, reducer, trained, options.monitoring, groups, nodes)
+    # DDP itself sends rank 0's weights when it is built; weights loaded after that may differ, and equal
+    # averages never make different replicas equal again
     try:
         for comm in sync.communicators:
             tensors = replicated_tensors(model.module, model.parameters_to_ignore)
@@ -86,6 +88,8 @@ def check_ddp(model: Any) -> None:
             "this model was wrapped under torch._dynamo.config.optimize_ddp = 'python_reducer', which "
             "hands gradients over one by one; leave optimize_ddp at its default and wrap again"
         )
+    # DDP's reducer in C++ takes one hook for its whole life and cannot say whether it has one:
+    # ``_comm_hooks`` is DDP's own list of registered hooks, which no public method shows
     if model._comm_hooks and CommHook.closed_of(model) is None:
         raise ConfigurationError(
             "this model already has a communication hook; attach once, to a freshly wrapped model "
@@ -93,22 +97,22 @@ def check_ddp(model: Any) -> None:
         )
     if getattr(model, "skip_all_reduce_unused_params", False):
         raise ConfigurationError(
-            "DDP(skip_all_reduce_unused_params=True) hands over some buckets only, and not always the "
-            "last, so that the end of a backward pass would never come; omit it: sparse algorithms "
-            "hardly send the zeros of what no rank has used"
+            "DDP(skip_all_reduce_unused_params=True) hands over only some buckets, and not always the "
+            "last, so that the end of a backward pass would never come; omit it: sparse algorithms send "
+            "hardly anything for parameters that no rank has used"
         )
     _check_not_nested(model)
 
 
 def _check_not_nested(model: DistributedDataParallel) -> None:
-    """Refuse parameters whose gradients a DDP inside the model exchanges, too."""
+    """Refuse parameters whose gradients a DDP inside the model exchanges as well."""
     own = {parameter for parameter in model._module_parameters if parameter.requires_grad}
     for name, inner in model.module.named_modules():
         if isinstance(inner, DistributedDataParallel) and own & set(inner._module_parameters):
             where = f"'{name}' of this model" if name else "the module of this DDP model"
             raise ConfigurationError(
-                f"{where} is a DistributedDataParallel, too, and both would exchange the same gradients; "
-                "wrap once, or let the outer one ignore what the inner one has "
+                f"{where} is a DistributedDataParallel as well, and both would exchange the same "
+                "gradients; wrap once, or let the outer one ignore the parameters of the inner one "
                 "(_set_params_and_buffers_to_ignore_for_model)"
             )
 
@@ -117,9 +121,9 @@ def _check_not_nested(model: DistributedDataParallel) -> None:
 class DdpSync(GradientSync):
     """The handle of a DDP model.
 
-    DDP knows the parameters that it was built with, and exchanges once per forward pass.  Anything
-    else would stay on its rank, and replicas would drift apart without a word: so the model is looked at
-    on every forward pass, and every gradient is.
+    DDP knows only the parameters that it was built with, and exchanges once per forward pass.  Any other
+    gradient would stay on its rank, and replicas would drift apart silently: so the model is checked on
+    every forward pass, and every gradient as it arrives.
     """
 
     def __init__(
@@ -142,9 +146,9 @@ class DdpSync(GradientSync):
         }
         self._open = BucketStep(self._whole.units)
         self._places: dict[int, Places] = {}  # by number of the bucket
-        self._seen: list[int] = []  # what trained when the model was looked at
-        self._exchanged = False  # and no forward pass since
-        self._begun = 0  # backward passes that were exchanged
+        self._seen: list[int] = []  # the parameters that trained when the model was last checked
+        self._exchanged = False  # the last backward pass was exchanged, with no forward pass since
+        self._begun = 0  # backward passes that were exchanged, or whose exchange has begun
         self._watch(model)
         self.on_close.callback(CommHook.taken(model, self).release)
 
@@ -153,10 +157,11 @@ class DdpSync(GradientSync):
         model = self._model()
         return nullcontext() if model is None else model.no_sync()
 
-    # ---- what DDP's hook would not see ---------------------------------------------------------
+    # ---- gradients that DDP's hook would not see -----------------------------------------------
 
     def _watch(self, model: DistributedDataParallel) -> None:
-        """Look at all parameters on every forward pass, and at every gradient, until ``close``."""
+        """Check all parameters on every forward pass, and every gradient, until ``close``."""
+        # weakly: the model keeps the handle, and hooks that kept it as well would be a cycle
         handles: list[Any] = [model.register_forward_pre_hook(weakly(self._check_model))]
         check = weakly(self._check_gradient)  # a parameter may outlive its model
         for parameter in self._trained.values():
@@ -166,24 +171,27 @@ class DdpSync(GradientSync):
         self._refuse_averages([model], self._trained.values())
 
     def _check_model(self, *_forward: Any) -> None:
-        """Refuse a model that is no longer the one that was attached: by name of a parameter."""
-        if not torch.is_grad_enabled():
+        """Refuse a model that is no longer the one that was attached; name a parameter that differs."""
+        if not torch.is_grad_enabled():  # an evaluation has no backward pass
             return
         self._exchanged = False
         model = self._model()
         assert model is not None
-        if (seen := training(model.module)) == self._seen:
+        if (seen := training(model.module)) == self._seen:  # the usual case, on every step
             return
         if substituted(model.module):
-            return  # gradients go to what was given, or through it to the parameters, and are exchanged
+            # functional_call shows other tensors for one call; gradients reach the parameters through
+            # them, and are exchanged, or belong to tensors of the caller
+            return
         check_same_parameters(model.module, self._trained.values(), alone=self._ignored)
         self._seen = seen
         if model.find_unused_parameters:
-            return  # what is frozen or gone counts as unused
+            return  # DDP treats frozen or removed parameters as unused and does not wait for them
         present = {p for p in model.module.parameters() if p.requires_grad}
         gone = [name for name, parameter in self._trained.items() if parameter not in present]
-        if gone and len(gone) < len(self._trained):  # all: no gradients, and DDP does not wait
-            self._seen = []
+        # if all are gone there is no backward pass through DDP, and nothing that would wait
+        if gone and len(gone) < len(self._trained):
+            self._seen = []  # so that the next forward pass is refused again
             raise ConfigurationError(
                 f"'{gone[0]}' was frozen or removed after attach ({len(gone)} parameters in all), and "
                 "DDP would wait for its gradient; wrap and attach again, or build DDP with "
@@ -191,8 +199,10 @@ class DdpSync(GradientSync):
             )
 
     def _check_gradient(self, parameter: Tensor) -> None:
-        """Refuse a gradient with a graph, or of a backward pass that is not exchanged."""
-        if not (self._exchanged or torch.is_grad_enabled()):  # as create_graph=True enables it
+        """Refuse a gradient with a graph, and one of a backward pass that is not exchanged."""
+        # called for every parameter and step: nearly always it returns here.  Gradients are enabled
+        # within a backward pass only if it was called with create_graph=True
+        if not (self._exchanged or torch.is_grad_enabled()):
             return
         _, slot = self._place[parameter]
         if parameter.grad is not None and parameter.grad.requires_grad:
@@ -203,14 +213,16 @@ class DdpSync(GradientSync):
         model = self._model()
         if not self._exchanged or model is None or not model.require_backward_grad_sync:
             return
-        self._exchanged, begun = False, self._begun  # look once per backward pass, at its end
+        # Whether this backward pass is exchanged shows only at its end: the first bucket may come after
+        # this gradient.  Cleared, so that the check is queued once per backward pass.
+        self._exchanged, begun = False, self._begun
 
         def check() -> None:
-            if self._begun == begun:
+            if self._begun == begun:  # no bucket has come
                 self._exchanged = True
                 raise ConfigurationError(
                     f"a second backward pass added to the gradient of '{slot.name}' after its exchange, "
-                    "without a forward pass of the DDP model: it would stay on this rank. Add the "
+                    "without a forward pass of the DDP model: that sum would stay on this rank. Add the "
                     "losses, or do all but the last forward and backward pass within no_sync(); with "
                     "several optimizers under Lightning give "
                     "Trainer(strategy='ddp_find_unused_parameters_true')"
@@ -219,49 +231,60 @@ class DdpSync(GradientSync):
         Variable._execution_engine.queue_callback(check)
 
     def _check_join(self) -> None:
-        """Refuse what DDP's ``join()`` cannot have: the same on all ranks, whoever is done."""
+        """Refuse settings that ``join()`` makes wrong; on all ranks alike, done or not."""
         model, correction = self._model(), self.reducer.correction
         if model is None or not model._join_config.enable:
             return
         if not model._divide_by_initial_world_size:
             raise ConfigurationError(
-                "join(divide_by_initial_world_size=False) divides by the ranks that are not done, but a "
-                "rank that is done goes on delivering its residual; leave it at True"
+                "join(divide_by_initial_world_size=False) divides by the ranks that still have batches, "
+                "but a rank without goes on delivering its residual; leave it at True"
             )
         if correction and correction.weight_decay:
             raise ConfigurationError(
-                "the correction decays by this rank's weights, which under join() are old once it is "
-                "done; give weight_decay to the optimizer"
+                "the correction's weight decay uses this rank's weights, which under join() are out of "
+                "date once the rank has no more batches; give weight_decay to the optimizer"
             )
 
     # ---- the hook, on autograd's thread --------------------------------------------------------
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Accumulate a bucket; submit the units that it completes."""
+        # DDP's reducer calls the hook in the order of bucket numbers, whatever order gradients come in,
+        # and the division into buckets is equal on all ranks (rank 0's).  So units are completed, and
+        # their exchanges submitted, in one order everywhere, without which ranks would deadlock.
         if bucket.index() == 0:
             self._open = BucketStep(self._whole.units)
-            self._exchanged = False  # DDP may say so before its first gradient
+            self._exchanged = False  # also where the hook is called before any gradient has come
             self._begun += 1
             self._begin_step()
             self._check_join()
         this = self._open
         future = this.take(Bucket(bucket.buffer(), self._places_of(bucket)))
-        # where the norm of all gradients is needed, nothing overlaps with the backward pass
+        # a clip by the norm of all gradients needs all of them before the first is accumulated: then
+        # nothing overlaps with the backward pass
         complete = self._launch(this) if bucket.is_last() or not self._measures else []
+        # autograd's thread has queued the accumulation on its stream; the engine's thread uses another
         self._wait_for_gpu()
         for unit in complete:
             this.jobs.append(self._engine.submit(self._exchange(this, unit)))
         if bucket.is_last():
             this.check_complete()
+            # a coroutine after those of all units; then a callable, which the engine starts only when
+            # every coroutine before it has ended
             this.jobs.append(self._engine.submit(self._share(this)))
             finished = self._engine.submit(lambda: self._close_buckets(this))
             if not call_after_backward(lambda: self._after(this, finished)):
-                # a rank that is done, under join(): its residual is still delivered
+                # Under join(), a rank that has no more batches calls the hook outside of backward(): its
+                # residual is still delivered, and it may wait here, for autograd waits for nothing
                 self._after(this, finished)
         return future
 
     def _places_of(self, bucket: Any) -> Places:
-        """Return where the gradients of a bucket lie; DDP makes its buckets once more after a step."""
+        """Return where the gradients of a bucket lie.
+
+        DDP rebuilds its buckets after the first step, in the order in which gradients came.
+        """
         parameters, known = bucket.parameters(), self._places.get(bucket.index())
         if known is None or known.identities != [id(parameter) for parameter in parameters]:
             known = Places(parameters, self._place, joined=self._joins)
@@ -269,7 +292,7 @@ class DdpSync(GradientSync):
         return known
 
     def _launch(self, this: BucketStep) -> list[int]:
-        """Accumulate the gradients that wait; return the units that they complete."""
+        """Accumulate the waiting gradients; return the units that they complete."""
         waiting, this.waiting = this.waiting, []
         if self.reducer.corrector and self._measures:
             self.reducer.corrector.measure(g for bucket in waiting for _, g in bucket.pairs())
@@ -283,10 +306,12 @@ class DdpSync(GradientSync):
         return complete
 
     async def _share(self, this: BucketStep) -> None:
-        if not this.failed:
+        if not this.failed:  # peers may be gone: each further wait would last until its deadline
             await self.reducer.share()
 
     def _close_buckets(self, this: BucketStep) -> None:
+        # DDP waits for every future without a deadline, so all are completed, with values, in any case;
+        # the error itself comes out of ``_after``, and so out of backward()
         try:
             self._finish(this)
         except BaseException:
@@ -300,19 +325,25 @@ class DdpSync(GradientSync):
     def _after(self, this: BucketStep, finished: Future[None]) -> None:
         self._exchanged = True
         if not self._settle(this, finished):
+            # None, not zeros: with zeros an optimizer would still step, by momentum and weight decay
             for parameter in self._place:
-                parameter.grad = None  # every optimizer skips it, momentum included
+                parameter.grad = None
             return
         model = self._model()
         if model is not None and (model.find_unused_parameters or model.static_graph):
             _deliver_to_unused(pair for bucket in this.buckets for pair in bucket.pairs())
         self._end_step(alike=True)
-        this.buckets.clear()  # DDP may rebuild its buckets: the old ones must not live on
+        # DDP rebuilds its buckets at the next forward pass: their old memory must not be held until then
+        this.buckets.clear()
 
 
 @final
 class CommHook:
-    """State of the hook, which DDP keeps for ever: without a handle it allreduces, as DDP does."""
+    """State of DDP's communication hook; without a handle the hook allreduces, as plain DDP does.
+
+    ``register_comm_hook`` may be called once in the life of DDP's reducer, and nothing removes a hook.
+    So ``close`` leaves the hook in place without a handle, and the next ``attach`` gives it a new one.
+    """
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
         self.model: Any = None if model is None else weakref.ref(model)
@@ -325,12 +356,13 @@ class CommHook:
         if hook is None:
             hook = CommHook(model)
             model.register_comm_hook(hook, _on_bucket)
+        # no longer a ``_Closed`` list: from now on a copy of the model is refused
         model._comm_hooks = list(model._comm_hooks)
         hook.sync = sync
         return hook
 
     def release(self) -> None:
-        """Let go of the handle; what is copied from now on has no hook."""
+        """Let go of the handle; copies of the model that are made from now on have no hook."""
         self.sync = None
         if (model := self.model()) is not None:
             model._comm_hooks = _Closed(model._comm_hooks)
@@ -349,32 +381,41 @@ class CommHook:
                 "residuals belong to this rank; copy or save model.module, and attach to the copy's own "
                 "DDP"
             )
-        return CommHook, ()  # a copy of the model is not attached
+        return CommHook, ()  # copied in some other way than with its model: it belongs to none
 
 
 @final
 class _Closed(list[Any]):
-    """DDP's list of hooks: a copy of the model has another reducer, where none is registered."""
+    """DDP's list of hooks after ``close``, of which a copy is empty.
+
+    DDP copies its attributes, this list among them, but builds a new reducer for the copy (2.13:
+    ``__getstate__``, ``__setstate__``).  A hook in the copied list would be registered nowhere, and
+    ``attach`` would take it for one that can be used again.
+    """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return list, ()
 
 
-def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string annotations
+# DDP compares the hook's annotations with the classes themselves, so those of this module, which are
+# strings (``from __future__ import annotations``), would be rejected
+def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]
     if hook.sync is None:
         return allreduce_hook(hook.model().process_group, bucket)
     return hook.sync.on_bucket(bucket)
 
 
 def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Give parameters that no rank used the residual mass that was delivered to them.
+    """Give parameters that no rank used in this step the residuals that were delivered to them.
 
-    DDP leaves their gradients alone (``find_unused_parameters``, ``static_graph``); dropped, that mass
-    would be lost to the model.
+    DDP leaves the gradients of such parameters as they are (``find_unused_parameters``,
+    ``static_graph``).  The delivered mass has already left the residuals: dropped here, it would be lost.
     """
     for parameter, average in averages:
         average = average.view(parameter.shape)
+        # zeros stay None, as with plain DDP: optimizers skip a parameter that got nothing
         if parameter.grad is None and bool(average.any()):
             parameter.grad = average.clone()
         elif parameter.grad is not None and not parameter.grad.is_sparse:
-            parameter.grad.copy_(average)  # DDP wants it used
+            # DDP copies no bucket to a parameter that it takes for unused; for others nothing changes
+            parameter.grad.copy_(average)

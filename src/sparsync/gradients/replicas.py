@@ -1,9 +1,9 @@
 """Exchange gradients without DDP: of FSDP2 modules, pipeline stages, tensor-parallel or plain models.
 
-A hook on every parameter sees its complete gradient: with FSDP2 that of this rank's shard, in a pipeline
-the sum over all micro-batches.  A complete unit is exchanged while other layers or stages are still in
-their backward pass.  At the end of the step all parts of the model decide together whether to apply it,
-and the averages go back into ``parameter.grad``.
+A hook on every parameter sees its complete gradient: with FSDP2 the gradient of this rank's shard, in a
+pipeline the sum over all micro-batches.  A complete unit is exchanged while other layers or stages are
+still in their backward pass.  At the end of the step all parts of the model decide together whether to
+apply it, and the averages go back into ``parameter.grad``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["ReplicaStep", "ReplicaSync", "attach_replicas"]
 
 
 def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> ReplicaSync:
-    """Exchange gradients between the replicas of what this rank holds; see ``attach``."""
+    """Exchange gradients between the replicas of this rank's part of a model; see ``attach``."""
     schedule = options.compression.schedule
     passes = _microbatches(schedule)
     ranks = ranks_of(replicate)
@@ -68,12 +68,14 @@ def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> Repli
 
 
 def _microbatches(schedule: Any) -> tuple[int, float] | None:
-    """Return how often a pipeline goes backward per step, and by what its gradients are multiplied.
+    """Return the backward passes of a pipeline per step, and the factor on its gradients.
 
-    A schedule scales them when all have come; those that are under way then are scaled here.
+    The schedule scales ``parameter.grad`` once all micro-batches are done.  Gradients whose exchange has
+    begun by then were taken out of there, and are scaled here.
     """
     if schedule is None:
         return None
+    # torch has no public way to ask a schedule for either (2.13)
     count, scales = (getattr(schedule, name, None) for name in ("_n_microbatches", "scale_grads"))
     if not isinstance(count, int) or not isinstance(scales, bool):
         raise ConfigurationError(
@@ -84,14 +86,16 @@ def _microbatches(schedule: Any) -> tuple[int, float] | None:
 
 
 def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -> Options:
-    """Decide the density, where it was not given, by the size of the whole model, alike on all parts."""
+    """Choose the density, where none was given, by the size of the whole model, alike on all parts."""
     mine = torch.tensor([elements_of(shards)])
     elements = sum(int(size) for size in driver.run(parts.allgather(mine, "sizes")))
     return options.for_size(elements, say_on_rank_0)
 
 
 def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:
-    """Leave what differs from part to part out of common decisions, or refuse."""
+    """Turn off decisions that would differ from part to part, or refuse the options."""
+    # With several kinds, some parameters lie on several ranks of this replica, each time next to other
+    # shards.  All these ranks must select the same entries of them: nothing may depend on the shards.
     kinds = {p.kind for p in shards}
     if len(kinds) == 1:
         return options
@@ -101,14 +105,15 @@ def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:
             f"lie on several ranks ({', '.join(sorted(kinds))}) would be treated differently there; give "
             "another one"
         )
+    # shares of k depend on all units of a rank, shards among them
     return replace(options, algorithm=replace(options.algorithm, shared=False))
 
 
 def _units(options: Options, model: nn.Module, shards: Sequence[Shard]) -> list[Unit]:
     """Plan units of one kind each.
 
-    A parameter that is replicated over tensor-parallel ranks must be selected from by itself: together
-    with shards, which differ from rank to rank, other entries of it would be chosen on each of them.
+    A parameter that is replicated over tensor-parallel ranks must not share a unit with shards, which
+    differ from rank to rank: each rank would select other entries of it, and copies would drift apart.
     """
     units: list[Unit] = []
     for kind in dict.fromkeys(p.kind for p in shards):
@@ -118,9 +123,9 @@ def _units(options: Options, model: nn.Module, shards: Sequence[Shard]) -> list[
 
 
 class ReplicaSync(GradientSync):
-    """The handle of a model without DDP, which keeps it, as DDP keeps its own.
+    """The handle of a model without DDP; the model keeps it, as a DDP model keeps its own.
 
-    The ``schedule`` of a pipeline: backward passes per step, and the factor of its gradients.
+    ``schedule`` has, for a pipeline, the backward passes per step and the factor on its gradients.
     """
 
     def __init__(
@@ -149,15 +154,19 @@ class ReplicaSync(GradientSync):
         ]
         self._scheduled = schedule is not None
         passes, self._scale = schedule or (1, 1.0)
+        # FSDP2 adds micro-batches up in the whole gradient; a stage lets it reduce after the last one
+        # only (torch.distributed.pipelining.stage), so the hook of a shard is called once per step
         self._passes = {p.parameter: 1 if fsdp.manages(p.parameter) else passes for p in shards}
         self._paused = False
-        self._compared = False  # replicas' weights, before anything of the first step is committed
+        self._compared = False  # whether replicas' weights were, before the first step is committed
         self._open: ReplicaStep | None = None
-        hook = weakly(self.on_gradient)  # a parameter must not keep its handle, which keeps it
+        # weakly: a parameter must not keep the handle, which keeps the parameter
+        hook = weakly(self.on_gradient)
         handles = [p.register_post_accumulate_grad_hook(hook) for p in self._place]  # type: ignore[no-untyped-call]
-        # a list of modules is never called itself
+        # a ModuleList or ModuleDict is never called itself, so its hooks would never run
         several = isinstance(model, nn.ModuleList | nn.ModuleDict)
         modules = list(model.children()) if several else [model]
+        # not weakly: by this hook the model keeps the handle, which nobody else need do
         check = Hook(self._check_model)
         handles += [module.register_forward_pre_hook(check) for module in modules]
         for handle in handles:
@@ -170,7 +179,7 @@ class ReplicaSync(GradientSync):
     def no_sync(self) -> Iterator[None]:
         """Let gradients add up on this rank; the next backward pass outside exchanges their sum.
 
-        Of FSDP2 modules, shards are still summed: ``set_requires_gradient_sync(False)`` saves that, too.
+        FSDP2 modules still sum over shards; ``set_requires_gradient_sync(False)`` saves that as well.
         """
         before, self._paused = self._paused, True
         try:
@@ -181,7 +190,8 @@ class ReplicaSync(GradientSync):
     def step(self) -> None:
         """Close the step of a pipeline: call it after ``schedule.step()``, before the optimizer.
 
-        Exchanges what has not been, waits for the rest, and puts averages into ``parameter.grad``.
+        Begins the exchanges that have not begun, waits for all, and puts averages into
+        ``parameter.grad``.
 
         Raises:
             NonFiniteGradientError: NaN or Inf on some rank of some stage; no rank applied anything.
@@ -200,11 +210,12 @@ class ReplicaSync(GradientSync):
 
     def on_gradient(self, parameter: Tensor) -> None:
         """Count a gradient; exchange the units whose turn has come."""
+        # not counted: it adds up in ``parameter.grad``, from which a later pass takes the sum
         if not self._fsdp.admits(parameter) or self._paused:
             return
         this = self._present_step()
         unit, slot = self._place[parameter]
-        if unit not in this.order:
+        if unit not in this.order:  # its gradients were taken out: this one would stay on this rank
             if self._scheduled:
                 advice = "call step() after every step of the schedule that attach was given"
             else:
@@ -215,15 +226,19 @@ class ReplicaSync(GradientSync):
         this.passes[parameter] += 1
         if this.passes[parameter] == self._passes[parameter]:
             this.ready[unit] += 1
+        # Only the first of ``order`` may start, complete or not: gradients come in different orders on
+        # different ranks (graphs depend on data), exchanges must not.
         if self._overlap and not self._measures:
             while this.order and this.ready[first := this.order[0]] == len(this.units[first].slots):
                 self._launch(this, self._scale)
 
     def _present_step(self) -> ReplicaStep:
         """Return the open step, or open one."""
+        # A step is one backward pass, told by autograd's number for it, which only torch._C shows; in a
+        # pipeline it is all backward passes until ``step()``.
         task = -1 if self._scheduled else torch._C._current_graph_task_id()
         if self._open is not None and self._open.task != task:
-            # that backward pass broke off, or goes on around this one
+            # the backward pass of the open step broke off, or goes on around this one (checkpointing)
             self._discard()
         if self._open is None:
             self._begin_step()
@@ -236,9 +251,11 @@ class ReplicaSync(GradientSync):
         return self._open
 
     def _close_outermost(self) -> None:
-        if torch._C._current_autograd_node() is not None:  # of the backward pass around this one
+        # callbacks of the outermost backward pass run when no node does; within a nested one, the node
+        # that called it is still running
+        if torch._C._current_autograd_node() is not None:
             raise self._broken(
-                "a backward pass inside another brought gradients, as torch.utils.checkpoint has it, and "
+                "a backward pass inside another brought gradients, as in torch.utils.checkpoint, and "
                 "would close the step more than once; pass use_reentrant=False to checkpoint()"
             )
         self._close()
@@ -253,24 +270,28 @@ class ReplicaSync(GradientSync):
         super()._discard()
 
     def _launch(self, this: ReplicaStep, scale: float) -> None:
-        """Take, scale and accumulate the gradients of the first unit of the order; hand it on."""
+        """Take, scale and accumulate the gradients of the first unit in order; submit its exchange."""
         unit = this.order.pop(0)
         names = [slot.name for slot in this.units[unit].slots]
         parameters = [self._parameters[name] for name in names]
         gradients = [local_of(this.take(*pair)) for pair in zip(names, parameters, strict=True)]
         if scale != 1:
             torch._foreach_mul_(gradients, scale)
+        # kept for ``write``; of a large parameter the residual uses this very memory until the commit
         this.gradients[unit] = gradients
         for its in self._runs[unit]:
             own = [gradients[number].reshape(-1) for number in its.members]
             gradient = own[0] if len(own) == 1 else torch.cat(own)
             self._accumulate(its, gradient, [parameters[number] for number in its.members])
+        # accumulated on autograd's stream; the engine's thread uses another
         self._wait_for_gpu()
         this.jobs.append(self._engine.submit(self._exchange(this, unit)))
 
     # ---- the end of the step -----------------------------------------------------------------------
 
     def _close(self) -> None:
+        # A rank whose stage got no gradient takes part all the same, with zeros: others wait for it, and
+        # its residual is delivered.
         if self._open is None:
             self._begin_step()
         this = self._open or ReplicaStep(self.reducer.units, self._runs, -1)
@@ -279,16 +300,19 @@ class ReplicaSync(GradientSync):
             grads = [p.grad for p in self._place if p.grad is not None]
             self.reducer.corrector.measure(map(local_of, grads))
         while this.order:
-            self._launch(this, 1.0)
-        if not self._compared:  # after the units: jobs start in one order on all ranks
+            self._launch(this, 1.0)  # the schedule has scaled gradients still in ``parameter.grad``
+        # jobs start in one order on all ranks: units, then the rest, in the order of these lines
+        if not self._compared:
             this.jobs.append(self._engine.submit(self._check_first_weights()))
         used = self._parts.share_used(self.reducer.channel("used"), this.came)
         this.jobs.append(self._engine.submit(used))
         this.jobs.append(self._engine.submit(self.reducer.share()))
+        # A gradient goes back where any rank used the parameter: None on one replica and zeros on another
+        # would let weight decay move only the latter.  If the step was refused all stay None, and every
+        # optimizer passes over them.
         if self._settle(this, self._engine.submit(lambda: self._finish(this))):
             for name in this.taken.keys() & self._parts.used:
                 self._parameters[name].grad = this.taken[name]
-        # else gradients stay None: every optimizer passes over them
         this.taken.clear()
         this.gradients.clear()
         self._end_step()
@@ -296,6 +320,7 @@ class ReplicaSync(GradientSync):
     async def _check_first_weights(self) -> None:
         """Refuse replicas that began with different weights: DDP would have sent rank 0's."""
         self._compared = True
+        # a handle that was loaded goes on from a later step
         if not self.reducer.step + self.reducer.skipped:
             named = [(name, local_of(weights)) for name, weights in self._parameters.items()]
             await check_equal_parameters(self.reducer.channel("weights"), named)
@@ -303,17 +328,17 @@ class ReplicaSync(GradientSync):
 
 @final
 class ReplicaStep(Step):
-    """Takes gradients out of ``parameter.grad``, so that nobody scales or clips what is under way.
+    """One step; takes gradients out of ``parameter.grad``, so that nobody scales or clips them meanwhile.
 
-    Units start in one order on all ranks, the last first, as gradients mostly come: a rank in which they
-    came otherwise must not wait where its peers do not.
+    Units start in one order on all ranks, the last first, as gradients mostly come: a rank on which they
+    come in another order must not wait for a unit that its peers have not started.
 
     Attributes:
-        task: of autograd, in which the step was opened.
-        gradients: of the units that have started, by slot.
-        passes: backward passes that have come to a parameter.
+        task: the number of autograd's task in which the step was opened.
+        gradients: those of the units that have started, by slot.
+        passes: backward passes that have reached a parameter.
         ready: complete parameters, per unit.
-        order: of the units that have not started.
+        order: the units that have not started.
         taken: gradients out of ``parameter.grad``, zeros where there was none, by name.
         came: names of parameters that had a gradient here.
     """
@@ -329,8 +354,11 @@ class ReplicaStep(Step):
         self.came: set[str] = set()
 
     def take(self, name: str, parameter: Tensor) -> Tensor:
-        """Take what is in ``parameter.grad``, of whatever backward pass: peers may add to it now."""
-        if parameter.grad is None:  # not used here: peers may have, and its residual waits
+        """Take the gradient out of ``parameter.grad``, whichever backward passes it came from.
+
+        A parameter without one counts as zeros: peers may have used it, and a residual may wait for it.
+        """
+        if parameter.grad is None:
             gradient = torch.zeros_like(parameter.detach())
         else:
             gradient = aligned(parameter.grad.detach(), parameter)

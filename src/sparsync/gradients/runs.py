@@ -1,6 +1,6 @@
 """Runs: small parameters that follow one another in a unit, accumulated and written as one.
 
-Python for every parameter costs more than what is done with a small one.
+For a small parameter, the Python code of a pass takes longer than the pass itself.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from sparsync.units import Slot
 
 __all__ = ["Place", "Run", "parts_of", "runs_of", "write_part"]
 
-_SMALL: Final = 1 << 15  # elements: copies of this many take no longer than Python for one
-_RUN: Final = 1 << 20  # elements of a run at most, whose averages are written by way of a copy
+_SMALL: Final = 1 << 15  # elements: to copy this many takes no longer than the Python code for one
+# elements of a run at most: its averages are written through a dense copy, which is then small next to
+# the unit
+_RUN: Final = 1 << 20
 
-Place = tuple[int, Slot]  # a unit, and where in it
+Place = tuple[int, Slot]  # the number of a unit, and the slot of a parameter in it
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Run:
 
     @property
     def end(self) -> int:
-        """Return where it ends."""
+        """Return the end of the run in its unit."""
         return self.start + sum(self.sizes)
 
 
@@ -48,11 +50,14 @@ def runs_of(places: Sequence[Place], *, joined: bool) -> list[Run]:
     """
     runs: list[Run] = []
     end = 0
-    keys = [(unit, slot.start, slot.size) for unit, slot in places]  # an empty one comes first
+    # an empty parameter starts where the next one does: sorted by size as well, it comes first, and the
+    # run goes on after it
+    keys = [(unit, slot.start, slot.size) for unit, slot in places]
     for number in sorted(range(len(places)), key=keys.__getitem__):
         unit, slot = places[number]
         if joined and runs and max(runs[-1].sizes[-1], slot.size) <= _SMALL:
             last = runs[-1]
+            # only without a gap: a bucket need not hold all parameters of a unit
             if (last.unit, end) == (unit, slot.start) and end - last.start < _RUN:
                 last.members.append(number)
                 last.sizes.append(slot.size)
@@ -64,17 +69,19 @@ def runs_of(places: Sequence[Place], *, joined: bool) -> list[Run]:
 
 
 def parts_of(average: Vector, runs: Sequence[Run]) -> Iterator[tuple[Run, Vector]]:
-    """Yield runs of a unit, in its order, and what its average has for them."""
+    """Yield runs of a unit, in its order, each with its part of the unit's average."""
     if isinstance(average, DenseVector):
         for run in runs:
             yield run, DenseVector(average.values[run.start : run.end])
     else:
+        # one search of the entries for all runs; every second part lies between two of them
         cuts = [cut for run in runs for cut in (run.start, run.end)]
         yield from zip(runs, average.split(cuts)[::2], strict=True)
 
 
 def write_part(part: Vector, run: Run, tensors: Sequence[Tensor]) -> None:
-    """Write what an average has for a run to its parameters' gradients, flat or in their shapes."""
+    """Write the part of an average for a run to its parameters' gradients, flat or in their shapes."""
+    # a large parameter: straight into its gradient, without a dense copy
     if len(tensors) == 1 and tensors[0].is_contiguous():
         part.write_to_(tensors[0].view(-1))
         return

@@ -22,15 +22,15 @@ _NAMED = 3  # tensors in a message
 
 @dataclass(frozen=True, eq=False)
 class Sentinel:
-    """How often replicas are compared, and what happens if they differ.
+    """How often replicas are compared, and the policy if they differ.
 
     Ranks that apply the same totals to the same parameters stay equal, bit for bit.  A rank whose memory
-    flipped a bit, whose optimizer had another setting, or whose code changed a weight by itself does not,
-    and nothing else would show it: the loss only looks a little worse.
+    flipped a bit, whose optimizer had another setting, or whose code changed a weight by itself drifts
+    away, and nothing else would show it: the loss only looks a little worse.
 
-    Parameters, trained or frozen, and the running statistics of ``SyncBatchNorm`` are compared.  Those of
-    other normalisation layers are local: each rank updates them with its own batch, and DDP sends those
-    of rank 0 at the next forward pass (``broadcast_buffers=True``), or never.
+    Parameters, trained or frozen, and the running statistics of ``SyncBatchNorm`` are compared.  The
+    statistics of other normalisation layers are local: each rank updates them with its own batch, and DDP
+    sends those of rank 0 at the next forward pass (``broadcast_buffers=True``), or never.
 
     Attributes:
         period: steps between comparisons.
@@ -38,11 +38,11 @@ class Sentinel:
             go on, or "heal": ranks in the minority get the tensor of the majority, in place.  Without
             a majority (two ranks, or two halves) "heal" raises.
         buffers: names of other buffers that should be equal.
-        optimizer: whose state is to be compared, and healed, too.  Without it a healed parameter may
-            keep momentum that is its own, and differs again soon.
+        optimizer: its state is compared and healed as well.  Without it a healed parameter may keep a
+            momentum of its own, and soon differs again.
 
     Cost, every ``period`` steps: two passes over the compared memory and a message of 16 bytes per
-    rank, one more where a replica is divided (``docs/checkpoints.md`` has seconds); for a GPU one wait.
+    rank, one more where a replica is divided (``docs/checkpoints.md`` has seconds); one wait for a GPU.
     """
 
     period: int = 100
@@ -59,6 +59,7 @@ class Sentinel:
             raise ConfigurationError(
                 f"Sentinel: policy is {self.policy!r}; choose one of raise, warn, heal"
             )
+        # a single name would pass as a collection, of letters
         named = isinstance(self.buffers, Collection) and not isinstance(self.buffers, str)
         if not named or not all(isinstance(name, str) for name in self.buffers):
             raise ConfigurationError(f"Sentinel: buffers is {self.buffers!r}; give a list of names")
@@ -69,17 +70,18 @@ class Sentinel:
 
     def due(self, step: int) -> bool:
         """Tell whether the replicas are compared when step ``step`` (0-based) is over."""
+        # a comparison closes a period, as averages do, so it is due at (step + 1) % period == 0
         return (step + 1) % self.period == 0
 
     def tensors(self, model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
         """Return the tensors that should be equal on all ranks, by name; of a DTensor the local part.
 
         Args:
-            model: as it is now.
+            model: the attached model; its parameters are looked up again on every call.
             ignored: names of parameters and buffers that are each rank's own.
 
         Raises:
-            ConfigurationError: ``buffers`` has a name that is none.
+            ConfigurationError: ``buffers`` names a buffer that the model does not have.
         """
         buffers = dict(model.named_buffers())
         unknown = [name for name in self.buffers if name not in buffers]
@@ -89,6 +91,8 @@ class Sentinel:
                 f"{', '.join(buffers) or 'none'}"
             )
         chosen = {name: local_of(buffers[name]) for name in self.buffers if name not in ignored}
+        # by name and sorted kind: an optimizer's own order of parameters and keys may differ between
+        # ranks, e.g. after a load, and digests are compared in the order of this dict
         moments = {
             f"{kind} of {name}": local_of(value)
             for name, parameter in model.named_parameters()
@@ -110,16 +114,19 @@ async def check_replicas(
     """Compare with all ranks, which call it together, and act on the policy.
 
     Args:
-        sentinel: how.
+        sentinel: the policy.
         comm: the replicas; for FSDP those of this shard.
         tensors: by name, plain tensors (of a DTensor its local one).
         place: for the message, such as "step 65".
-        parts: ranks that compare with other peers; all of them act on what any of them finds.
-        rank: what messages call this rank; None: its number in ``comm``.
+        parts: the ranks of this replica, which compare with other peers; a difference that one of them
+            finds is acted on by all.
+        rank: the number of this rank in messages; None: its number in ``comm``.
 
     Raises:
         PeerError: something differs and the policy is "raise", or "heal" without a majority.
     """
+    # An error is kept until the other parts have been told: they compare with peers of their own, find
+    # nothing wrong there, and would train on, or wait for this rank in the next step.
     said, failure = "", None
     try:
         said = await _compare(sentinel, comm, tensors, place, comm.rank if rank is None else rank)
@@ -127,7 +134,7 @@ async def check_replicas(
         failure = error
     try:
         found = [] if parts is None else await _told(parts, failure, said)
-    except CommunicationError as error:  # they may be gone, too: the first error counts
+    except CommunicationError as error:  # the parts may be gone as well: the first error counts
         raise (failure or error) from None
     if failure is not None:
         raise failure
@@ -142,10 +149,12 @@ async def check_replicas(
 async def _compare(
     sentinel: Sentinel, comm: Communicator, tensors: Mapping[str, Tensor], place: str, rank: int
 ) -> str:
-    """Return what is to be said of these replicas, nothing if they are equal."""
+    """Return a text about these replicas; empty if they are equal."""
     torn = await divergences(comm, tensors)
     if not torn:
         return ""
+    # All ranks found the same, so all are here.  ``comm`` numbers the replicas of one part; users know
+    # global ranks.
     called = [int(theirs) for theirs in await comm.allgather(torch.tensor([rank]), "sentinel")]
     found = _named(torn, called, place)
     if sentinel.policy == "raise":
@@ -156,7 +165,7 @@ async def _compare(
     if sentinel.policy == "warn":
         return found
     hopeless = [each for each in torn if not each.majority]
-    if hopeless:
+    if hopeless:  # before any is healed: a checkpoint should not be of half a repair
         raise PeerError(
             f"{_named(hopeless, called, place)}: nobody can tell which is right; restart from the "
             "last checkpoint"
@@ -166,7 +175,7 @@ async def _compare(
 
 
 def _named(torn: Sequence[Divergence], called: Sequence[int], place: str) -> str:
-    """Name the first tensors that differ, and where; ``called`` has the names of the ranks."""
+    """Name the first tensors that differ, and on which ranks; ``called`` has the numbers to print."""
     more = len(torn) - _NAMED
     shown = "; ".join(
         str(replace(each, groups=tuple(tuple(called[r] for r in group) for group in each.groups)))
@@ -178,7 +187,8 @@ def _named(torn: Sequence[Divergence], called: Sequence[int], place: str) -> str
 async def _told(
     parts: Communicator, failure: CommunicationError | None, said: str
 ) -> list[tuple[str, bool]]:
-    """Return what the parts have found, and whether it ends the training; nothing if none has."""
+    """Return the texts of the parts that found a difference, and whether each ends the training."""
+    # the first letter tells an error from a warning
     text = f"!{failure}" if failure is not None else f".{said}" if said else ""
     texts = await texts_of(parts, text, "sentinel")
     return [(its[1:], its[0] == "!") for its in texts if its]

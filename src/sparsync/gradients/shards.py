@@ -1,9 +1,9 @@
-"""The parameters that this rank holds a part of: local tensors, their pieces, and FSDP2's switches.
+"""The parameters of which this rank holds a part: local tensors, their pieces, and FSDP2's switches.
 
 ``fully_shard`` reduces over the shards, calls a module's all-reduce hook, writes the shards of gradients
-and calls the parameters' own hooks, which see exactly this rank's shards, averaged over the shards.  The
-all-reduce hook is not the place to exchange: its flat tensor has padding between uneven shards, does not
-say which parameters took part, and may still have to be divided.
+and calls the parameters' own hooks, which see exactly this rank's shards, averaged over the ranks that
+hold the others.  The all-reduce hook is not the place to exchange: its flat tensor has padding between
+uneven shards, does not say which parameters took part, and may still have to be divided.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Shard:
     """One trained parameter.
 
     Attributes:
-        name: in the model.
+        name: as in ``named_parameters``.
         parameter: a plain tensor, or a DTensor.
-        piece: which part of it lies here; None: all of it.
+        piece: the part of the parameter on this rank; None: all of it.
         kind: parameters of one kind are divided alike over other ranks.
     """
 
@@ -59,6 +59,7 @@ def shards_of(model: nn.Module, replicas: Collection[int]) -> list[Shard]:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
+        # no values yet, and units would be planned for a device on which nothing can be exchanged
         if parameter.device.type == "meta":
             raise ConfigurationError(
                 f"the parameter '{name}' is on the meta device; materialise the model "
@@ -67,7 +68,7 @@ def shards_of(model: nn.Module, replicas: Collection[int]) -> list[Shard]:
         found.append(_shard(name, parameter, replicas))
     if not found:
         raise ConfigurationError(
-            "the model has no parameter that needs a gradient on this rank; attach to what is trained"
+            "the model has no parameter that needs a gradient on this rank; attach to a part that trains"
         )
     return found
 
@@ -76,6 +77,7 @@ def _shard(name: str, parameter: Tensor, replicas: Collection[int]) -> Shard:
     if not isinstance(parameter, DTensor):
         return Shard(name, parameter, None, "plain")
     mesh, placements = parameter.device_mesh, parameter.placements
+    # this rank is in both; any other rank in both is a replica with which FSDP2 sums already, as in HSDP
     both = sorted(set(mesh.mesh.flatten().tolist()) & set(replicas))
     if len(both) > 1:
         raise ConfigurationError(
@@ -85,18 +87,21 @@ def _shard(name: str, parameter: Tensor, replicas: Collection[int]) -> Shard:
     if all(placement.is_replicate() for placement in placements):
         return Shard(name, parameter, None, "replicated")
     size, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    if 0 in size:  # an empty shard has an offset past the end, or none
+    # torch gives an empty shard an offset past the end, or none; as zeros, pieces can be compared
+    if 0 in size:
         offset = size = (0,) * len(size)
     piece = {"shape": list(parameter.shape), "offset": list(offset), "size": list(size)}
     return Shard(name, parameter, piece, str(placements))
 
 
 def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient that lies as its parameter does: summed, where it came as partial sums."""
+    """Return a gradient with its parameter's placements: summed, where it came as partial sums."""
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
         return gradient
     if gradient.placements == parameter.placements:
         return gradient
+    # Tensor parallelism leaves a sum over its ranks to the reader (``Partial``, torch 2.13).  Selection
+    # is not linear, so the sum must come first.
     return gradient.redistribute(parameter.device_mesh, parameter.placements)
 
 
@@ -105,8 +110,8 @@ def ranks_of(replicate: Any) -> list[int]:
     if isinstance(replicate, DeviceMesh):
         if replicate.ndim != 1:
             raise ConfigurationError(
-                f"replicate is a mesh of {replicate.ndim} dimensions ({replicate}); give one of them: "
-                "the one along which replicas are, as mesh['replicate']"
+                f"replicate is a mesh of {replicate.ndim} dimensions ({replicate}); give the one "
+                "dimension along which replicas lie, e.g. mesh['replicate']"
             )
         replicate = replicate.get_group()
     if not isinstance(replicate, dist.ProcessGroup):
@@ -120,6 +125,7 @@ def ranks_of(replicate: Any) -> list[int]:
 def keys_of(shards: Sequence[Shard]) -> dict[str, int]:
     """Hash every parameter's name and ranks: layers of two stages may have the same name."""
     texts = {name: f"{name} {sorted(ranks)}" for name, ranks in _holders(shards).items()}
+    # Python's own hash of a string differs between processes
     hashes = {n: hashlib.blake2b(text.encode(), digest_size=8) for n, text in texts.items()}
     return {n: int.from_bytes(h.digest(), "little", signed=True) for n, h in hashes.items()}
 
@@ -137,7 +143,7 @@ def elements_of(shards: Sequence[Shard]) -> int:
 def _holders(shards: Sequence[Shard]) -> dict[str, frozenset[int]]:
     """Return the ranks of a replica that hold each parameter, or a part of it.
 
-    A plain one next to DTensors is whole on each of their ranks.
+    A plain parameter next to DTensors is whole on each of their ranks.
     """
     meshes = {p.name: _ranks(p.parameter) for p in shards}
     everywhere = frozenset().union(*meshes.values()) or frozenset([dist.get_rank()])
@@ -146,27 +152,30 @@ def _holders(shards: Sequence[Shard]) -> dict[str, frozenset[int]]:
 
 @final
 class Fsdp:
-    """Tells which gradients FSDP2 would all-reduce, by its own switches, and sees parameters change.
+    """Tells which gradients FSDP2 would all-reduce, by its own switches, and which parameters changed.
 
-    ``set_requires_gradient_sync(False)`` calls no hook at all; ``set_requires_all_reduce(False)`` ends
-    the exchange: the gradients of several backward passes add up in the shards.  Parameters that are
-    not FSDP2's are always exchanged.
+    With ``set_requires_gradient_sync(False)`` no hook is called at all.  With
+    ``set_requires_all_reduce(False)`` the exchange waits: the gradients of several backward passes add up
+    in the shards.  Parameters that FSDP2 does not manage are always exchanged.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # ``FSDPModule`` has setters for its switches but no getters: they are read from the private state
+        # and its groups (torch 2.7 to 2.13; ``_groups_of`` for the difference)
         states = {
             id(state): state
             for module in model.modules()
             if isinstance(module, FSDPModule)
             if (state := _get_module_state(module)) is not None  # fully_shard's, or replicate's
         }
+        # by identity: fully_shard([a, b]) gives several modules one state
         self._groups = [group for state in states.values() for group in _groups_of(state)]
         self._group_of: dict[Tensor, Any] = {
             kept.sharded_param: group for group in self._groups for kept in group.fsdp_params
         }
 
     def manages(self, parameter: Tensor) -> bool:
-        """Tell whether a parameter is one of FSDP2's."""
+        """Tell whether FSDP2 manages a parameter."""
         return parameter in self._group_of
 
     def admits(self, parameter: Tensor) -> bool:
@@ -175,7 +184,9 @@ class Fsdp:
         return group is None or bool(group.all_reduce_grads)
 
     def check_covers(self, shards: Sequence[Shard]) -> None:
-        """Refuse parameters next to FSDP2's, whose gradients nobody averages over the shards."""
+        """Refuse parameters next to FSDP2's whose gradients are not averaged over the shards' ranks."""
+        # These ranks see different batches.  FSDP2 averages its own parameters over them, DTensor reduces
+        # those whose mesh has all of these ranks, and a single rank needs no average.
         for ranks in {_ranks(sharded) for sharded in self._group_of}:
             for p in shards:
                 if len(ranks) == 1 or self.manages(p.parameter) or ranks <= _ranks(p.parameter):
@@ -183,24 +194,27 @@ class Fsdp:
                 raise ConfigurationError(
                     f"'{p.name}' is not sharded by FSDP2, but others are, over ranks {sorted(ranks)}; "
                     "its gradient would not be averaged between these: call fully_shard on the whole "
-                    "model, too, after its blocks, or freeze the parameter"
+                    "model as well, after its blocks, or freeze the parameter"
                 )
 
     def check_same(self, exchanged: Collection[Tensor]) -> set[Tensor]:
         """Refuse parameters of FSDP2 that train now, but did not or were not there at attach.
 
         Returns:
-            All parameters of FSDP2: shards, and the whole ones that modules show now and then.
+            All parameters of FSDP2: shards, and the whole parameters that modules show while unsharded.
         """
         shown: set[Tensor] = set()
         for kept in (kept for group in self._groups for kept in group.fsdp_params):
+            # a module shows one or the other; requires_grad may be set on either
             forms = [kept.sharded_param]
-            if hasattr(kept, "_unsharded_param"):  # after the first forward pass
+            if hasattr(kept, "_unsharded_param"):  # made by the first all-gather
                 forms.append(kept._unsharded_param)
             shown.update(forms)
             if kept.sharded_param in exchanged or not any(form.requires_grad for form in forms):
                 continue
+            # the full name is known only after FSDP2's first forward pass
             name = kept._param_fqn or kept._module_info.param_name
+            # load_state_dict(assign=True) makes FSDP2 build a new ``sharded_param``
             was = "frozen at" if kept.sharded_param in self._group_of else "replaced after"
             raise ConfigurationError(
                 f"the parameter '{name}' was {was} attach, and its gradient would stay on this replica; "
@@ -217,7 +231,7 @@ def _ranks(parameter: Tensor) -> frozenset[int]:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """Return the parameter groups of a module: torch before 2.12 has one."""
+    """Return the parameter groups of a module: one in torch before 2.12, a list since."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -1,6 +1,6 @@
-"""Sites: ranks whose links to each other are fast, and slow to all others; found by measuring.
+"""Sites, found by measuring: groups of ranks with fast links inside and slow links to all other ranks.
 
-The grid that is found is used as a mesh (nodes, ranks of a node) would be.
+The grid of sites is used as a mesh (nodes, ranks of a node) would be.
 """
 
 from __future__ import annotations
@@ -26,24 +26,27 @@ __all__ = ["PairTimes", "measured_sites", "sites_of", "time_pairs"]
 PairTimes = Mapping[tuple[int, int], float]
 """Seconds of a message between two ranks, the mean of both directions; by pair, the lower one first."""
 
-_GAP: Final = 3.0  # between times of two kinds of links, at least; noise of +-30 % makes it 1.9
-_SHORTEST: Final = 5e-4  # seconds; below, times tell of busy cores rather than of links
+# the least quotient of the times of two kinds of links; noise of +-30 % alone makes it 1.3 / 0.7 = 1.9
+_GAP: Final = 3.0
+_SHORTEST: Final = 5e-4  # seconds; shorter times depend on busy cores rather than on links
 _FEWEST: Final = 4  # ranks: two sites of two
 _SMALLEST, _FACTOR, _LARGEST = 1 << 10, 4, 1 << 18  # bytes of messages
-_TRIPS: Final = 3  # to a rank and back, of which the fastest counts; one more opens
-_SECONDS: Final = 5.0  # that measuring may take until the last size begins
+_TRIPS: Final = (
+    3  # to a rank and back, of which the fastest counts; one more, uncounted, comes first
+)
+_SECONDS: Final = 5.0  # no larger size is begun if it would probably end after this time
 _PHASE: Final = "sites"
 _CONTROL: Final = Raw("control")
 _INSTEAD: Final = "give a mesh (nodes, ranks of a node), or omit hierarchy="
 
 
 def sites_of(seconds: PairTimes, ranks: Sequence[int], nbytes: int) -> list[list[int]]:
-    """Group ranks by the largest gap between the times of pairs: in a site all are below it.
+    """Group ranks by the largest gap between the times of pairs: within a site all times are below it.
 
     Args:
-        seconds: of every pair, by places in ``ranks``.
-        ranks: to be returned, ascending.
-        nbytes: of the messages.
+        seconds: the time of every pair, by places in ``ranks``.
+        ranks: their numbers in the result, ascending.
+        nbytes: the length of the messages.
 
     Returns:
         The ranks of each site, ascending, the site of the first rank first.
@@ -67,6 +70,8 @@ def sites_of(seconds: PairTimes, ranks: Sequence[int], nbytes: int) -> list[list
             f"{format_bytes(nbytes)}, without a gap of {_GAP:g} x above {format_seconds(_SHORTEST)}; "
             + _INSTEAD
         )
+    # Being near must be transitive for sites to be defined: of ranks that are near a common one, all must
+    # be near each other.
     near = [{place} for place in range(len(ranks))]
     for (a, b), took in seconds.items():
         if took <= limit:
@@ -92,8 +97,8 @@ def sites_of(seconds: PairTimes, ranks: Sequence[int], nbytes: int) -> list[list
 async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], int]:
     """Time a message to every other rank and back; all ranks of a group call it together.
 
-    Ranks take turns in pairs.  In the rounds of a collective, in which ``measure_links`` times, a message
-    may wait for a receiver that a slow link keeps busy, and then its own link would look fast.  Sizes
+    Ranks take turns in pairs.  In the rounds of a collective, as ``measure_links`` times them, a message
+    may wait for a receiver that a slow link keeps busy, which says nothing about its own link.  Sizes
     grow while there is time.
 
     Returns:
@@ -110,6 +115,7 @@ async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], 
         mine.append(comm.now - started)
         numbers = torch.tensor(mine, dtype=torch.float64)
         everyone = [row.tolist() for row in await comm.allgather(numbers, _PHASE)]
+        # the slowest rank's clock decides, so that all ranks stop after the same size
         before, spent = spent, max(row[-1] for row in everyone)
         took = spent - before
         if nbytes >= _LARGEST or spent + took > _SECONDS:
@@ -123,11 +129,11 @@ def _peers(rank: int, ranks: int) -> Iterator[int]:
 
     A round-robin tournament: the last of an even number stays in its place, the others move around it.
     """
-    last = ranks - 1 + ranks % 2  # with a rank that is not there, whose peer is alone
+    last = ranks - 1 + ranks % 2  # odd numbers get a dummy; the rank that would meet it rests
     for turn in range(last):
         peer = (turn - rank) % last
         if rank == last:
-            peer = turn * (last + 1) // 2 % last  # that with 2 peer = turn
+            peer = turn * (last + 1) // 2 % last  # the peer with 2 peer = turn (modulo last)
         elif peer == rank:
             peer = last
         if peer < ranks:
@@ -136,10 +142,12 @@ def _peers(rank: int, ranks: int) -> Iterator[int]:
 
 async def _trip(comm: Communicator, peer: int, nbytes: int) -> float:
     """Return the seconds of the fastest of some trips to a rank and back."""
-    # no zeros: a tunnel that compresses would look fast
+    # random bytes: with zeros, a tunnel that compresses would look fast
     payload, trips = torch.randint(0, 256, (nbytes,), dtype=torch.uint8), []
     for _ in range(_TRIPS + 1):
         start = comm.now
+        # the receive is posted first on both sides, so that a message never waits for it; the lower rank
+        # opens, and both measure a whole trip
         receiving = comm.irecv(peer, nbytes, _PHASE, _CONTROL)
         if comm.rank < peer:
             await comm.isend(payload, peer, _PHASE, _CONTROL)
@@ -165,10 +173,12 @@ def measured_sites(options: Options, ranks: Sequence[int], groups: Groups) -> li
             f"hierarchy='links' needs {_FEWEST} ranks or more, two sites of two, and there are "
             f"{len(ranks)}; omit hierarchy="
         )
-    ranks = sorted(ranks)  # as those of a group are
+    ranks = sorted(ranks)  # a group's ranks are ascending, and ``sites_of`` goes by places in it
     with options.connect(groups.make(ranks)) as comm:
         seconds, nbytes = run(time_pairs(comm))
         sites = sites_of(seconds, ranks, nbytes)
+        # computed from the same numbers on all ranks; compared all the same, for ranks that disagree
+        # would build different groups and wait for each other until the timeout
         run(agree(comm, {"the sites that hierarchy='links' found": sites}))
         if comm.rank == 0:
             logging.getLogger("sparsync").info("hierarchy='links' found the sites %s", sites)

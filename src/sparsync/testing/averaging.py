@@ -27,13 +27,14 @@ def check_averager(
     A model of one rank is never changed.
 
     Args:
-        make: builds one, without a model.
-        world_sizes: how many ranks to check with.
+        make: builds an averager without a model.
+        world_sizes: the numbers of ranks to check.
         steps: local steps per run.
-        preserves_mean: every step leaves the mean of the models as it was; False: it may drift.
-        late: ``late(step, rank)`` seconds of virtual time that a rank takes for a step; ranks then do
-            not wait for each other between steps, and schemes that do not wait average old models: give
-            ``preserves_mean=False``.  None: ranks begin and end averages together: none is stale.
+        preserves_mean: whether every step leaves the mean of the models as it was.
+        late: ``late(step, rank)`` are the seconds of virtual time that a rank takes for a step.  Ranks
+            then do not wait for each other between steps, and schemes that do not wait average old
+            models: give ``preserves_mean=False``.  None: ranks begin and end averages together, so no
+            model is stale.
 
     Returns:
         The largest drift of the mean at any step, relative to the largest magnitude in the models.
@@ -48,6 +49,7 @@ def _drift(
     preserves_mean: bool,
     late: Callable[[int, int], float] | None,
 ) -> float:
+    # float64, since the scheme is checked down to 1e-12, and not the rounding of float32
     shape = (steps, world_size, 5)
     before, after = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
 

@@ -1,4 +1,4 @@
-"""The inputs that every algorithm must handle, and how results are compared."""
+"""The inputs that every algorithm must handle, and the comparison of results."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ __all__ = [
     "within",
 ]
 
+# one rank, powers of two, and others: logarithmic collectives have other rounds for each of these
 WORLD_SIZES = (1, 2, 3, 4, 7)
-STEPS = 3  # per case: an opening one, one that reuses, one more
+STEPS = 3  # per case: one that opens a period, one that reuses its thresholds, and one more
 
 
 @dataclass(frozen=True)
 class Case:
     """One kind of input: ``make(rank, world_size, step)`` is a rank's accumulated gradient at a step.
 
-    ``exact``: float sums of it are exact in any order.
+    ``exact`` means that float sums of it are exact in any order.
     """
 
     name: str
@@ -51,6 +52,7 @@ _SIZE = 499  # a prime: no world size divides it
 
 def noise(rank: int, world_size: int, step: int, size: int = _SIZE) -> Tensor:
     """Return independent normal entries per rank and step."""
+    # seeded, so that the digests of ``exercise_*`` are equal on every transport and machine
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(size, generator=generator)
 
@@ -81,6 +83,7 @@ def dominating(rank: int, world_size: int, step: int) -> Tensor:
 
 def cancelling(rank: int, world_size: int, step: int) -> Tensor:
     """Return entries whose sum over ranks is zero."""
+    # in pairs; of an odd number, the last rank has nothing to cancel
     sign = 0.0 if rank == world_size - 1 and world_size % 2 else (-1.0) ** rank
     return sign * noise(0, world_size, step)
 
@@ -117,6 +120,7 @@ def cases() -> list[Case]:
 
 def within(difference: Tensor, scale: Tensor, world_size: int) -> bool:
     """Tell whether |difference| <= (P + 2) 2^-24 scale (and a denormal's unit), element-wise."""
+    # 2^-24 is the unit roundoff of float32, 2^-149 its smallest denormal
     smallest = 2.0**-149 * world_size
     tolerance = (world_size + 2) * 2.0**-24 * scale.double() + smallest
     return bool((difference.double().abs() <= tolerance).all())

@@ -17,7 +17,7 @@ __all__ = ["check_selector"]
 def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
     """Check a selector: order, values, zeros, NaN, saved state.
 
-    With ``exact`` it selects exactly ``min(k, nnz)`` entries when a period opens.
+    With ``exact`` it must select exactly ``min(k, nnz)`` entries when a period opens.
 
     Example:
         >>> from sparsync.selection import Exact
@@ -33,12 +33,13 @@ def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
             where = f"{type(first).__name__}, case '{case.name}', step {step}"
             assert torch.equal(accumulated, before), f"{where}: the input was modified"
             assert selected.size == case.size, f"{where}: wrong size"
+            # collecting in the pass that accumulates is an optimisation: the selection must not differ
             if collect is not None:
                 collected = reaching(accumulated, *collect)
                 other = make()
                 other.state = state
                 again = other.select(accumulated, case.k, step, collected)
-                assert same(again, selected), f"{where}: what was collected changed the selection"
+                assert same(again, selected), f"{where}: collecting entries changed the selection"
             if isinstance(selected, DenseVector):
                 continue
             selected.check()
@@ -47,11 +48,13 @@ def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
             if step == 0 and exact:
                 expected = min(case.k, int((accumulated != 0).sum()))
                 assert selected.nnz == expected, f"{where}: {selected.nnz} entries, not {expected}"
+            # the second continues from the first's state, as after a checkpoint within a period
             second.load_state_dict(first.state_dict() if step == 0 else second.state_dict())
             if step == 1:
                 again = second.select(accumulated, case.k, step)
                 assert isinstance(again, SparseVector)
                 assert torch.equal(again.indices, selected.indices), f"{where}: reloaded differs"
+    # NaN must always be selected: it is by the total that all ranks refuse a step, without a message
     broken = noise(0, 1, 0)
     broken[17] = float("nan")
     for step in range(2):

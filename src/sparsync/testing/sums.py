@@ -32,7 +32,8 @@ def check_collective(
     """Check a collective on the simulator, for every case and world size.
 
     Its ``order`` says whether sums are checked bit for bit, its ``result`` whether it gets whole vectors.
-    With ``rounding`` what its codec rounds away is delivered by nobody: sums are checked to rounding.
+    With ``rounding``, no rank delivers the part that its codec rounds away, and sums are checked only up
+    to that.
 
     Example:
         >>> from sparsync.collectives import Allgather
@@ -103,7 +104,7 @@ async def _check_law(comm: Communicator, reduced: Reduced, where: str, exact: bo
         summed = summed + (share - loss)
     if exact:
         assert torch.equal(summed, total), (
-            f"{where}: the total is not the sum of what was delivered"
+            f"{where}: the total is not the sum of the delivered vectors"
         )
     else:
         scale = shares.abs().sum(0) + losses.abs().sum(0)
@@ -158,7 +159,7 @@ async def _check_step(comm: Communicator, reducer: Reducer, gradient: Tensor, wh
 
 
 async def _check_refusal(comm: Communicator, algorithm: Algorithm, density: float) -> None:
-    """Check that NaN on one rank is refused by all and leaves no trace in what follows."""
+    """Check that NaN on one rank is refused by all and leaves no trace in later steps."""
     case = Case("noise", 499, 40, noise)
     broken, untouched = (_reducer(comm, algorithm, case, density) for _ in range(2))
     for step in range(STEPS):

@@ -31,13 +31,13 @@ def check_communicator(
 ) -> None:
     """Check every call of a transport whose ranks are in this process.
 
-    ``connect`` makes the communicators of a group of this many ranks; a thread drives each, and they are
+    ``connect`` makes the communicators of a group of this many ranks; each is driven by a thread, and
     closed in the end.  None: the simulator's are checked.  A transport between processes runs
     ``exercise_communicator`` on every rank.
 
     Raises:
-        AssertionError: a call gave something else than it should.
-        CommunicationError: what the transport raised, of the first rank that did.
+        AssertionError: a call returned a wrong result.
+        CommunicationError: the transport's own error, of the first rank that has one.
 
     Example:
         >>> from sparsync.transports.groups import SoloCommunicator
@@ -59,9 +59,9 @@ def check_communicator(
 
 
 def check_deadline(connect: Callable[[], Sequence[Communicator]]) -> None:
-    """Check that a wait for a rank that is silent ends, and says who waited, when and in which phase.
+    """Check that a wait for a silent rank ends, with an error that names rank, step and phase.
 
-    ``connect`` makes the communicators of two ranks with a short deadline, which this takes.
+    ``connect`` makes the communicators of two ranks with a short deadline; this check lasts as long.
 
     Raises:
         AssertionError: the error came late, or does not name rank, step and phase; or there is none.
@@ -108,6 +108,7 @@ async def exercise_communicator(comm: Communicator) -> None:
             assert block.tolist() == [r] * lengths[r], f"allgatherv, ring {ring}: block {r}"
     await _check_alltoallv(comm)
     await _check_order(comm)
+    # descending, so that a rank's number in the group differs from its place by rank
     members = [r for r in range(world_size) if r % 2 == rank % 2][::-1]
     shared = await Subgroup(comm, members).allgather(torch.tensor([rank]), "check")
     assert [int(t) for t in shared] == members, "a group inside is in the order given"
@@ -137,6 +138,7 @@ async def _check_order(comm: Communicator) -> None:
         return
     raw = Raw("control")
     dest, source = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    # all receives are posted before any send: none may depend on another's having ended
     receiving = [comm.irecv(source, 1, "check", raw) for _ in range(5)]
     sending = [
         comm.isend(torch.tensor([i], dtype=torch.uint8), dest, "check", raw) for i in range(5)

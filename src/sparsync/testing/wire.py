@@ -19,13 +19,14 @@ def check_codec(
 ) -> None:
     """Check a codec: round trips, exact sizes, budgets, refusal of every truncated message.
 
-    What ``decode`` returns must be ``decoded``: for an exact dtype the vector itself; else no finite
+    ``decode`` must return ``decoded``.  For an exact dtype that is the vector itself; else no finite
     value may become non-finite or the other way round, and the error must not exceed the vector.
 
     Args:
-        codec: the one to check.
-        contractive: the error must not exceed the vector, as error feedback needs.
-        spreading: NaN or Inf makes others non-finite, too; by default it must stay at its entry.
+        codec: the codec to check.
+        contractive: whether the error must not exceed the vector, as error feedback needs.
+        spreading: whether NaN or Inf may make other entries non-finite; by default it must stay at its
+            entry.
 
     Example:
         >>> from sparsync.wire import Coo
@@ -46,6 +47,7 @@ def _check(codec: Codec[SparseVector], vector: SparseVector, where: str, contrac
     assert encoded.payload.dtype == torch.uint8, f"{where}: payload is not bytes"
     nbytes = codec.nbytes(vector.nnz, vector.size, dtype)
     assert encoded.payload.numel() == nbytes, f"{where}: nbytes is wrong"
+    # gloo pads messages to their sender's capacity, so the header alone must tell where one ends
     longer = torch.cat([encoded.payload, torch.zeros(9, dtype=torch.uint8)])
     assert codec.measure(longer).nbytes == nbytes, f"{where}: measure is wrong"
     decoded = codec.decode(encoded.payload, vector.size)
@@ -58,6 +60,7 @@ def _check(codec: Codec[SparseVector], vector: SparseVector, where: str, contrac
     assert not contractive or error.norm() <= before.norm(), (
         f"{where}: the error exceeds the vector"
     )
+    # within the header of 8 bytes, and after it
     for length in {0, 1, 7, nbytes // 2, nbytes - 1} - {nbytes}:
         try:
             codec.decode(encoded.payload[:length], vector.size)
@@ -67,7 +70,7 @@ def _check(codec: Codec[SparseVector], vector: SparseVector, where: str, contrac
 
 
 def _check_extremes(codec: Codec[SparseVector], dtype: torch.dtype, spreading: bool) -> None:
-    """Ranks refuse a step together because NaN and Inf arrive, and only where they were sent."""
+    """Check that NaN and Inf arrive where they were sent, for by them all ranks refuse a step."""
     most = torch.finfo(dtype).max
     values = torch.tensor(
         [most, 1.0, float("inf"), -most, float("nan"), -float("inf"), 2.0], dtype=torch.float64
@@ -82,7 +85,7 @@ def _check_extremes(codec: Codec[SparseVector], dtype: torch.dtype, spreading: b
 
 
 def _check_budgets(codec: Codec[SparseVector], size: int) -> None:
-    """``nbytes`` grows with the entries, and ``entries_within`` is its inverse."""
+    """Check that ``nbytes`` grows with the entries, and that ``entries_within`` is its inverse."""
     sizes = [codec.nbytes(nnz, size) for nnz in range(size + 1)]
     assert sizes == sorted(sizes), f"{codec!r}: fewer entries take more bytes"
     for budget in range(sizes[0], sizes[-1] + 2, 13):

@@ -1,4 +1,4 @@
-"""The life of an update: the outer step, its settings, and what ``attach`` runs with AdamW."""
+"""The life of an update: the outer step, its settings, and the engine of ``attach`` for AdamW."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,4 +1,8 @@
-"""Notice weights that changed other than by a step, as when a checkpoint is loaded after ``attach``."""
+"""Notice weights that something other than a step has changed, e.g. a checkpoint loaded after ``attach``.
+
+An update is the difference of weights: weights that were loaded on one rank would be delivered to the
+others as if they were an update.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +20,21 @@ from sparsync.units import local_of
 
 __all__ = ["Changes", "begin_together"]
 
-_SAMPLED: Final = 8  # the largest parameters
-_ELEMENTS: Final = 64  # of each of them
+_SAMPLED: Final = 8  # parameters whose elements are sampled, the largest ones
+_ELEMENTS: Final = 64  # sampled of each of them
 _LOADED: Final = "the weights that were loaded after attach"
-_FAR: Final = 0.1  # of the weights' norm: no step goes as far
-# of elements, that have turned: clipping, masks and projections may go far and turn none
+# Weights count as replaced if they moved by more than this share of their norm, farther than any step,
+# and more than this share of elements changed sign: clipping, masks and projections may go as far, but
+# change hardly any sign.
+_FAR: Final = 0.1
 _TURNED: Final = 0.01
 
 
 @final
 class Changes:
-    """Remembers parameters as they are, by version counters and a few of their elements.
+    """Remembers the state of parameters by version counters and a few of their elements.
 
-    An operation in place raises a tensor's version counter; one on ``parameter.data`` does not.
+    An operation in place raises a tensor's version counter; an operation on ``parameter.data`` does not.
 
     Args:
         parameters: of one model.
@@ -40,6 +46,7 @@ class Changes:
     def __init__(self, parameters: Collection[Tensor]) -> None:
         self._parameters = list(parameters)
         found = sorted(self._parameters, key=torch.numel, reverse=True)
+        # of one dtype and device, so that the samples can be joined without a copy for each
         self._largest = [
             p for p in found if (p.dtype, p.device) == (found[0].dtype, found[0].device)
         ]
@@ -48,7 +55,7 @@ class Changes:
         self._sample = torch.zeros(0)
 
     def remember(self) -> None:
-        """Take the parameters as they are now for what they should be before the next step."""
+        """Remember the parameters as they are now; they should be unchanged before the next step."""
         self._versions = [parameter._version for parameter in self._parameters]
         self._sample = self._some()
 
@@ -58,12 +65,15 @@ class Changes:
         return now != self._versions or self.differ()
 
     def differ(self) -> bool:
-        """Tell whether any of the sampled elements is another one."""
+        """Tell whether any of the sampled elements has changed."""
         now, before = self._some(), self._sample
+        # not torch.equal: NaN that was there before is no change
         return not torch.allclose(now, before, rtol=0, atol=0, equal_nan=True)
 
     def replaced(self) -> bool:
         """Tell whether all parameters were written to, and hold weights that no step has led to."""
+        # the usual case costs no look at elements: one parameter that was not written to is enough, for a
+        # checkpoint is loaded into all
         pairs = zip(self._parameters, self._versions, strict=False)
         if not self._versions or any(p._version == version for p, version in pairs):
             return False
@@ -82,14 +92,16 @@ def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> 
 
     Args:
         comms: the replicas of this part of the model and, if it is divided, the parts of this replica.
-        loaded: this rank's weights are others than those of ``attach``.
-        own: its weights.
+        loaded: whether this rank's weights differ from those at ``attach``.
+        own: this rank's weights.
 
     Raises:
-        PeerError: on all ranks: they have loaded different weights, or only some of them any.
+        PeerError: on all ranks: they have loaded different weights, or only some of them have loaded any.
 
-    Cost: an allgather of 8 bytes, and where a replica is divided another; ``digest`` if ``loaded``.
+    Cost: an allgather of 8 bytes, and another where a replica is divided; ``digest`` if ``loaded``.
     """
+    # Two rounds: replicas of this part compare weights, then all parts of this replica take the worst
+    # outcome.  A part that raised after the first would leave the others waiting in the second.
     failure: PeerError | None = None
     try:
         run(agree(comms[0], {_LOADED: digest(own) if loaded else "none, but those of attach"}))
@@ -97,15 +109,16 @@ def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> 
         failure = PeerError(f"{error}, or load them before attach")
     worst = run(greatest(comms[1:], 2 if failure else int(loaded), "agreement"))
     if worst > 1:
-        raise failure or PeerError(f"ranks with another part disagree on {_LOADED}; they say how")
+        raise failure or PeerError(
+            f"ranks with another part disagree on {_LOADED}; see their errors"
+        )
     return worst == 1
 
 
 def _some_of(part: Tensor) -> Tensor:
     """Return a view of a few elements, spread over all of a tensor, in the order of memory."""
-    order = sorted(
-        range(part.dim()), key=part.stride, reverse=True
-    )  # of channels_last, another one
+    # a channels_last tensor is contiguous only in the order of its strides, and flatten() would copy it
+    order = sorted(range(part.dim()), key=part.stride, reverse=True)
     ordered = part.permute(order)
     flat = ordered.view(-1) if ordered.is_contiguous() else part.flatten()
     return flat[:: max(flat.numel() // _ELEMENTS, 1)]

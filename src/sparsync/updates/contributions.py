@@ -1,4 +1,4 @@
-"""Weigh the updates of ranks by what each has seen since its last exchange."""
+"""Weigh the updates of ranks by the tokens or samples that each has seen since its last exchange."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from sparsync.updates.fragments import Exchange
 __all__ = ["Contributions", "Weight", "contributions_kind", "shown_of"]
 
 _KINDS: Final = ("nothing", "numbers", "tokens", "samples")
-_LEAST_SHOWN: Final = (
-    1e-9  # one over the weight of the only rank of very many that has seen something
-)
+# a factor is one over a weight, and a weight is at most the number of ranks, if only one has seen
+# anything; a smaller factor in a saved state is damage
+_LEAST_SHOWN: Final = 1e-9
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Weight:
 
     Attributes:
         weight: a factor on the update; the mean over ranks is 1, or all are 0.
-        ranks: as many equal ones would average as much noise away, ``(sum n)^2 / sum n^2``; 0: nobody
-            has seen anything.
+        ranks: the number of equal ranks that would average away as much noise, ``(sum n)^2 / sum n^2``;
+            0: nobody has seen anything.
     """
 
     weight: float
@@ -40,7 +40,7 @@ class Weight:
 
 @final
 class Contributions:
-    """Counts what this rank has seen, and turns all ranks' counts n into weights of their updates.
+    """Counts the samples that this rank has seen, and turns all ranks' counts n into weights of updates.
 
     ::
 
@@ -48,42 +48,45 @@ class Contributions:
         accumulated = residual + weight * (how far this rank has moved)
         sum over ranks(residual + weight * moved) == total + sum over ranks(residual)
 
-    Weights are known before anything is rounded, so what waits in a residual is a part of the average
-    already, whatever other ranks see later.  (Sent with the updates and divided by afterwards, they would
-    cost no round; but then what waits is divided by the numbers of the period in which it is delivered:
-    after a short last batch ten times its size.)
+    Weights are known before anything is rounded, so mass that waits in a residual is weighted already,
+    whatever other ranks see later.  (Counts sent with the updates, to divide by afterwards, would cost no
+    round.  But then waiting mass would be divided by the counts of the period in which it is delivered:
+    after a short last batch, it would count ten times.)
 
-    Whether anybody counts is found out in the first exchange; where nobody does, nothing more is sent.
+    Whether any rank counts is found out in the first exchange; if none does, nothing more is sent.
 
-    A weight above 1 makes a residual larger than the rank's own steps.  In the rank's own weights
-    (``residual="weights"``) it is ``shown`` divided by that, as the steps that it has made.
+    A weight above 1 makes a residual larger than the rank's own steps.  Where the rank's own weights show
+    the residual (``residual="weights"``), they show it divided by that weight, as the steps that the rank
+    has really made.
 
     Cost: 8 bytes per fragment and rank, one round before an exchange.
     State: ``state_dict()``, of this rank.
 
     Attributes:
-        weighs: whether ranks count; None: it is not known yet.
-        ranks: see ``Weight``; of the last exchange in which anybody had seen something.
+        weighs: whether ranks count; None: not known yet.
+        ranks: see ``Weight``; of the last exchange in which any rank had seen something.
         shown: by fragment, the factor on the residual in this rank's own weights.
     """
 
     def __init__(self, *, weighs: bool | None = False) -> None:
         self.weighs, self.ranks = weighs, 0.0
+        # one total and a mark per fragment: fragments are exchanged at different times, so each counts
+        # from its own last exchange
         self._kind, self._total = 0, 0.0
         self._sent: list[float] = []  # by fragment: the total at its last exchange
         self.shown: list[float] = []
 
     def plan(self, fragments: int) -> None:
-        """Begin with as many fragments, unless they were loaded."""
+        """Begin with this number of fragments, unless a state was loaded."""
         self._sent = self._sent or [0.0] * fragments
         self.shown = self.shown or [1.0] * fragments
 
     def add(self, seen: float | None, tokens: float | None, samples: float | None) -> None:
-        """Count what this rank's next step has seen, in one of these.
+        """Count the tokens or samples of this rank's next step, in one of the three arguments.
 
         Raises:
-            ConfigurationError: not one finite number >= 0, another kind than before, or exchanges were
-                made before anybody counted.
+            ConfigurationError: not one finite number >= 0, another kind than before, or the first call
+                comes after an exchange.
         """
         given = [(kind, n) for kind, n in enumerate((seen, tokens, samples), 1) if n is not None]
         require(
@@ -110,12 +113,12 @@ class Contributions:
         self._kind, self._total = kind, self._total + count
 
     def take(self, part: int) -> float:
-        """Return what this rank has seen since the last exchange of a fragment, and count from 0."""
+        """Return this rank's count since the last exchange of a fragment, and count from 0."""
         seen, self._sent[part] = self._total - self._sent[part], self._total
         return seen
 
     def drop(self) -> None:
-        """Forget what was seen in steps that are taken back."""
+        """Forget the counts of steps that are undone."""
         self._sent = [self._total] * len(self._sent)
 
     async def weigh(self, seen: Sequence[float], reducer: Reducer) -> list[Weight]:
@@ -126,13 +129,15 @@ class Contributions:
         """
         if self.weighs is False:
             return [Weight(1.0, reducer.comm.world_size)] * len(seen)
+        # float64 holds every count of tokens exactly, so all ranks compute equal weights
         mine = torch.tensor([*seen, float(self._kind)], dtype=torch.float64)
         try:
             gathered = await reducer.channel("contributions").allgather(mine, "contributions")
         except BaseException:
-            reducer.fail()
+            reducer.fail()  # the other parts of this replica wait for its word
             raise
         *columns, kinds = zip(*(one.tolist() for one in gathered), strict=True)
+        # kind 0: a rank that has seen nothing so far
         counted = sorted({int(kind) for kind in kinds} - {0})
         if len(counted) > 1:
             raise PeerError(
@@ -140,17 +145,17 @@ class Contributions:
                 "same on all of them"
             )
         if self.weighs is None:
-            self.weighs = bool(counted)
+            self.weighs = bool(counted)  # all ranks see the same counts, and agree
         if not self.weighs:
             return [Weight(1.0, reducer.comm.world_size)] * len(seen)
         own = reducer.comm.rank
         return [_weight(column, column[own]) for column in columns]
 
     async def weigh_(self, exchange: Exchange, moved: Tensor, reducer: Reducer) -> None:
-        """Weigh how far this rank has moved, in place."""
+        """Multiply this rank's move by its weight, in place."""
         (its,) = await self.weigh([exchange.seen], reducer)
         exchange.weight, exchange.ranks = its.weight, its.ranks
-        if its.weight != 1:
+        if its.weight != 1:  # saves the pass, in the usual case that nobody counts
             moved.mul_(its.weight)
 
     async def weigh_all(self, reducer: Reducer) -> list[Weight]:
@@ -158,7 +163,7 @@ class Contributions:
         return await self.weigh([self.take(part) for part in range(len(self._sent))], reducer)
 
     def applied(self, exchange: Exchange) -> bool:
-        """Take note of an exchange that is applied; return whether anybody had seen something."""
+        """Record an exchange that is applied; return whether any rank had seen something."""
         self.shown[exchange.part] = shown_of(exchange.weight)
         self.ranks = exchange.ranks or self.ranks
         return exchange.ranks > 0
@@ -171,20 +176,22 @@ class Contributions:
         return {k: list(v) if isinstance(v, list) else v for k, v in named.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was counted."""
+        """Continue from saved counts."""
         self.weighs, self.ranks, self._kind = state["weighs"], state["ranks"], state["kind"]
         self._total = state["total"]
         self._sent, self.shown = list(state["sent"]), list(state["shown"])
 
 
 def contributions_kind(fragments: int, state: Any) -> Kind:
-    """Return what every field of a saved state has to be; nothing is sent that was not counted."""
+    """Return the kind of every field of a saved state."""
+    # no fragment's mark lies beyond the total; a total that is damaged itself is named as such, and must
+    # not make the marks look wrong
     total: Any = state.get("total") if isinstance(state, Mapping) else None
     counted = Number(0, total if fits(total, float) else math.inf)
     return Fields(
         {
             "weighs": Common(Either((Exactly(None), bool))),
-            # of this rank; one that has not counted yet has no kind
+            # not ``Common``: a rank that has not counted yet has kind 0
             "kind": Number(0, len(_KINDS) - 1, whole=True),
             "total": Number(0),
             "sent": Each((counted,) * fragments),
@@ -206,6 +213,7 @@ def _weight(everyones: Sequence[float], own: float) -> Weight:
         >>> _weight([1.0, 3.0], 3.0), _weight([0.0, 0.0], 0.0)
         (Weight(weight=1.5, ranks=1.6), Weight(weight=0.0, ranks=0.0))
     """
+    # fsum rounds once, so the result does not depend on the order of ranks
     whole, squares = math.fsum(everyones), math.fsum(n * n for n in everyones)
     if not whole:
         return Weight(0.0, 0.0)

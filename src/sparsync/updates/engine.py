@@ -70,11 +70,11 @@ from sparsync.updates.settings import OuterStep
 from sparsync.updates.stepping import follow
 from sparsync.updates.weights import ModelWeights, trained_of
 
-_ADVISED = 30  # steps until it is known what they take
-_NEGLIGIBLE = 0.1  # part of a step
-# the common part of lasting gradients; below it, more of them belongs to single ranks
+_ADVISED = 30  # steps after which their mean duration is believed
+_NEGLIGIBLE = 0.1  # an allreduce that takes less than this part of a step is not worth avoiding
+# the common part of lasting gradients; below it, single ranks' own parts outweigh it
 _AGREEING = 0.5
-_PROBE = 1 << 15  # elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
+_PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _EVERYTHING = slice(0, None)
 _CURE = "load what this handle's state_dict() returned, into the same set-up"
 
@@ -131,6 +131,7 @@ def attach_updates(
     group = None if ddp is None else ddp.process_group
     groups = Groups(options.transport.world or group, **options.transport.waits)
     try:
+        # Groups are made by all ranks together, so in one order on all of them: node, parts, replicas.
         pieces, consensus, node, kinds = {}, None, None, dict[str, str]()
         if replicate is None:
             ranks = dist.get_process_group_ranks(groups.world)
@@ -142,6 +143,8 @@ def attach_updates(
         noise = noise_of(optimizers if outer.noise_correction else (), trained)
         weights = ModelWeights(module, trained, ddp is None or ddp.broadcast_buffers, node, noise)
         output = output_parameters(module) if outer.chosen.output else ()
+        # Inside a node a rank plans the runs of parameters that it exchanges; ``compress`` of the user
+        # is still asked about the parameters themselves.
         parameters: Mapping[str, Tensor] = trained
         if node is not None:
             parameters = {name: node.run_of(local_of(p)) for name, p in trained.items()}
@@ -165,6 +168,7 @@ def attach_updates(
     except BaseException:
         groups.close()
         raise
+    # from here on the handle owns thread and groups: an error closes it, on this rank
     sync = UpdateSync(
         module,
         weights,
@@ -179,6 +183,7 @@ def attach_updates(
         advises=advises,
     )
     try:
+        # ranks of a node must be equal as well: they average gradients, not weights
         named = [(name, local_of(parameter)) for name, parameter in trained.items()]
         for comm in sync.communicators if node is not None else [reducer.comm]:
             run(check_equal_parameters(comm, named))
@@ -225,7 +230,7 @@ class UpdateSync(Handle):
         super().__init__(module, reducer, groups, options.monitoring, consensus, pieces)
         self._weights = weights
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
-        self._seen: list[int] = []  # what trained when the model was looked at
+        self._seen: list[int] = []  # the parameters that trained when the model was last checked
         # this rank's own weights, while the model has the shared ones
         self._own: Tensor | None = None
         self._swap = threading.RLock()  # a handler of a signal may ask for the shared ones within
@@ -235,6 +240,7 @@ class UpdateSync(Handle):
         self._busy = self._waited = 0.0  # seconds of exchanges, and of the training thread for them
         self._advises, self._started = advises, time.perf_counter()
         self._warned = False  # that ranks hardly agree
+        # a replica of several ranks would have to agree on one count before it is weighed
         parts = 1 if consensus is None else consensus.parts.world_size
         self._countable = weights.node is None and parts == 1
         me = weakref.ref(self)
@@ -297,6 +303,7 @@ class UpdateSync(Handle):
         """Let DDP exchange nothing, and follow the optimizers' steps, until ``close``."""
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
+            # the hook replaces DDP's allreduce, which no setting turns off for a whole training
             hook = CommHook.taken(ddp, self)
             self.on_close.callback(hook.release)
             self.on_close.callback(_restore, weakref.ref(ddp), ddp.broadcast_buffers)
@@ -304,7 +311,9 @@ class UpdateSync(Handle):
 
         module = self._plain()
         assert module is not None
-        before = Hook(self._forward)  # this one keeps the handle, as DDP's does
+        # not weakly: by this hook the model keeps the handle, as a DDP model does by its communication
+        # hook.  Prepended, so that it sees the weights before any other hook changes them.
+        before = Hook(self._forward)
         handles: list[Any] = [(ddp or module).register_forward_pre_hook(before, prepend=True)]
         self._weights.ranks = self.reducer.comm.world_size
         for one in self.optimizers:
@@ -319,6 +328,7 @@ class UpdateSync(Handle):
         """Hand a bucket back as it is, or averaged over the node."""
         node, buffer = self._weights.node, bucket.buffer()
         if node is not None:
+            # at the end of the backward pass, out of which an error of the node is raised
             if bucket.is_last():
                 call_after_backward(node.check)
             return node.average_(buffer)
@@ -336,6 +346,7 @@ class UpdateSync(Handle):
             "checkpoint; load it by sparsync.load or sync.load_state_dict(), as all ranks do, or close() "
             "the handle on all ranks, load, and attach again",
         )
+        # after the checks, and before the optimizer writes: the step is the difference
         if (noise := self._weights.noise) is not None:
             remember(optimizer, noise.steps)
 
@@ -367,6 +378,7 @@ class UpdateSync(Handle):
         return begin_together(self.communicators, loaded, own)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        # a skipped step has no gradients worth measuring, but counts: other ranks have made theirs
         if skipped:
             self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
         elif (noise := self._weights.noise) is not None:
@@ -476,6 +488,9 @@ class UpdateSync(Handle):
         if self._before is None:
             self._before = outer.steps, self.reducer.comm.ledger.set_up()
             self._started = time.perf_counter()
+        # The order matters: samples and buffers are part of the vector that ``advance`` reads, and
+        # ``remember`` takes the weights as the exchange has left them.  Steps count even if it raises:
+        # the other ranks have made this one.
         try:
             if self._weights.noise is not None and outer.begins_last(outer.steps):
                 self._weights.noise.sample(outer.steps, self._skipped)
@@ -496,6 +511,8 @@ class UpdateSync(Handle):
             )
         if self.reducer.monitor is not None:
             self.reducer.monitor.write()
+        # the shared weights are compared, for ranks' own weights differ by design; inside a node they
+        # must be equal as well
         sentinel = self._sentinel
         if sentinel is not None and sentinel.due(outer.steps - 1):
             run(outer.settle())
@@ -538,6 +555,8 @@ class UpdateSync(Handle):
         run(self.outer.settle())
         size, channel = self.outer.layout.end, self.reducer.channel("weights")
         channel.ledger = Ledger()  # of no step
+        # alpha from one element, beta from the difference; the least of three each, for anything else on
+        # the machine only adds time
         best = []
         for count in (1, min(size, _PROBE)):
             spent = []
@@ -557,6 +576,7 @@ class UpdateSync(Handle):
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Put the shared weights into the model, to evaluate or save them; restore this rank's after."""
+        # restored even if the block raises: a step on the shared weights would lose this rank's own
         with self._swap:
             outside, before = self._own, self._weights.read(_EVERYTHING)
             self._weights.write(_EVERYTHING, self.outer.memory["shared"])
@@ -579,7 +599,7 @@ class UpdateSync(Handle):
     def finish(self) -> None:
         """Exchange all that is left and make replicas equal.  All ranks call it; training may go on."""
         self._check_own("finish()")
-        run(self.outer.settle())  # what is under way belongs to steps
+        run(self.outer.settle())  # exchanges under way belong to steps, and are booked there
         with self.reducer.comm.ledger.outside_steps():
             run(self.outer.deliver())
         self._changes.remember()
@@ -680,7 +700,7 @@ class UpdateSync(Handle):
         comms = self.communicators
         parsed = on_all_or_none(comms, lambda: self.validate(state), "load its saved state")
         run(agree_state(self.reducer.comm, parsed, self.common(state), parts=self._inner))
-        # What may still fail comes first: optimizers, of which anybody may have written one.
+        # Optimizers come first: any library may have written one, and its load may still fail.
         self._load_optimizers(comms, state)
         self._take(state, parsed)
         self.reducer.comm.ledger.begin_step(self.reducer.step)

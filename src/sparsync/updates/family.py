@@ -1,4 +1,4 @@
-"""Settings of ``OuterStep``: those of published methods, and the default of ``attach``."""
+"""Settings of ``OuterStep``: the default of ``attach``, and those of published methods."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sparsync.wire import SparseQsgd
 __all__ = ["OUTER_SETTINGS", "sparseloco"]
 
 _CHUNK: Final = 4096
-_ENTRIES: Final = 64  # of a chunk; SparseLoCo: chunks of 64 x 64; 1.6 %, of its 1 to 3 %
+_ENTRIES: Final = 64  # per chunk of 64 x 64, as SparseLoCo has it: 1.6 %, of the paper's 1 to 3 %
 
 
 def sparseloco() -> Algorithm:
     """SparseLoCo's exchange: chunk-wise top-k, quantised, collected by all ranks.
 
-    Its quantiser takes 2 bits and is not random.  ``SparseQsgd`` at 2 bits is not contractive without
-    shrinking values to 2 / 9, so this takes 4; with Elias-Fano indices an entry then has 12.5 bits,
-    where 2 and a position in its chunk are 14.
+    The paper's quantiser takes 2 bits and is not random.  ``SparseQsgd`` at 2 bits is not contractive
+    without shrinking values to 2 / 9, so this takes 4 bits; with Elias-Fano indices an entry then has
+    12.5 bits, where 2 bits and a position in the chunk are 14.
     """
     codec = SparseQsgd(4, block=_ENTRIES, scale="max")
     return Algorithm(
@@ -41,9 +41,11 @@ def _chunkwise() -> Algorithm:
 
 OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        # what ``attach`` does: with the noise of second moments corrected, one bit costs no more than 32;
-        # nor does a period of 2, but for the first steps, which are therefore exchanged one by one
-        # (benchmarks/schedules.md)
+        # The default of ``attach``.  With the noise of second moments corrected, one bit costs no more
+        # loss than 32; nor does a period of 2, except in the first steps, where weights move fastest and
+        # the rounding error is as large as the moves: these are exchanged one by one
+        # (benchmarks/schedules.md).  A delay would hide the exchange, but cost 1.5 to 5 % of loss in
+        # trials (docs/design-notes.md).
         "updates": {
             "algorithm": resolve("quantised", bits=1, block=512),
             "density": 1.0,

@@ -1,4 +1,4 @@
-"""Divide a model's vector into fragments, and keep the exchanges of them that are under way."""
+"""Divide a model's vector into fragments, and keep their exchanges while these are under way."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Begin = Callable[[], Coroutine[Operation, None, None]]
 class Fragment(NamedTuple):
     """A run of parameters."""
 
-    span: slice  # of the vector
-    units: range
+    span: slice  # in the vector
+    units: range  # numbers of its units, which are the fragment's own
 
 
 @final
 class Layout:
-    """Divides the vector of parameters into fragments: runs of whole parameters of about equal size.
+    """Divides the vector of parameters into fragments: runs of whole parameters, of about equal size.
 
     The ``rest`` of the vector, buffers and moments, belongs to the last fragment.
 
     Attributes:
-        end: of the parameters.
+        end: where the parameters end in the vector, and the rest begins.
         fragments: with their places in the vector, and their units.
         units: of all fragments.
     """
@@ -54,7 +54,9 @@ class Layout:
             start += size
         self.fragments: list[Fragment] = []
         self.units: list[Unit] = []
-        # of whole parameters, not of shards: all parts of a replica divide alike
+        # By the sizes of whole parameters, not of shards: all parts of a replica divide alike, and
+        # exchange the same fragments at the same time.  A parameter belongs to the fragment in which its
+        # middle lies; twice the middle, and twice the total, are whole numbers, equal on all ranks.
         ends = list(itertools.accumulate(p.numel() for p in parameters.values()))
         total = 2 * max(ends[-1] if ends else 0, 1)
         middles = [2 * e - p.numel() for e, p in zip(ends, parameters.values(), strict=True)]
@@ -73,9 +75,11 @@ class Layout:
     ) -> None:
         """Plan the units of all fragments, see ``plan_units``.
 
-        Parameters of different ``kinds`` have different units: those that other ranks hold as well must
-        be rounded alike there, whatever else a unit holds.
+        Parameters of different ``kinds`` have different units: a parameter that other ranks of this
+        replica hold as well must be rounded alike there, whatever else a unit holds.
         """
+        # a middle grows from one parameter to the next, so parameters of a fragment lie together; a
+        # fragment in which no middle lies is left out, and there are fewer than were asked for
         for _, group in itertools.groupby(self._spans, self._number.__getitem__):
             names, first = list(group), len(self.units)
             for kind in dict.fromkeys(kinds.get(name) for name in names):
@@ -103,9 +107,9 @@ class Layout:
         return [self.units[unit].slots for unit in self.fragments[part].units]
 
     def by_units(self, part: int, whole: Tensor) -> list[Tensor]:
-        """Return the units' parts of a fragment; of a single unit that is all of it."""
+        """Return the units' parts of a fragment; a single unit has all of it, uncopied."""
         fragment = self.fragments[part]
-        if len(fragment.units) == 1:
+        if len(fragment.units) == 1:  # then units and vector have one order
             return [whole]
         return [
             torch.cat([whole[self._place(fragment, slot.name)] for slot in slots])
@@ -113,7 +117,7 @@ class Layout:
         ]
 
     def joined(self, part: int, flats: Sequence[Tensor]) -> Tensor:
-        """Return the fragment whose parts the units hold."""
+        """Return the fragment that consists of these units: the reverse of ``by_units``."""
         fragment = self.fragments[part]
         if len(flats) == 1:
             return flats[0]
@@ -124,9 +128,10 @@ class Layout:
         return whole
 
     def rounded(self, part: int, whole: Tensor) -> Tensor:
-        """Round a fragment in place to what its parameters can hold."""
+        """Round a fragment in place to the dtypes of its parameters."""
         fragment = self.fragments[part]
         for slot in (slot for slots in self._slots(part) for slot in slots):
+            # buffers and moments are not rounded: only parameters have a dtype here
             dtype = self._dtypes.get(slot.name, whole.dtype)
             if dtype != whole.dtype:
                 here = whole[self._place(fragment, slot.name)]
@@ -140,16 +145,17 @@ class Exchange:
 
     Attributes:
         lands: the local step after which it is applied.
-        late: other local steps are done meanwhile.
-        weights: those at its begin; then the new ones, or, if it is late, what is added to them.
+        late: whether other local steps are done meanwhile.
+        weights: first the weights at its begin; later the new weights or, if it is late, the change that
+            is added to this rank's weights.
         shared: the new shared weights.
-        lr: size of a step by signs.
-        drift: how far ranks had gone, with an ``AdaptivePeriod``.
-        room: `[3, size or more]` for these vectors, which another exchange has afterwards.
-        done: nothing is under way any more.
-        refused: NaN or Inf was in the sum.
-        last: it delivers all that is left.
-        seen: what this rank has counted for it; see ``Contributions`` and ``Weight``.
+        lr: the size of a step by signs.
+        drift: how far ranks had moved, with an ``AdaptivePeriod``.
+        room: `[3, size or more]`, memory for these vectors, which another exchange uses afterwards.
+        done: whether the exchange has ended.
+        refused: whether NaN or Inf was in the sum.
+        last: whether it delivers all that is left.
+        seen: this rank's count for it; see ``Contributions`` and ``Weight``.
         carried: the exchange to await, once.
     """
 
@@ -170,18 +176,21 @@ class Exchange:
     ranks: float = 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is left to do."""
-        passing = ("carried", "room", "last")  # settled, and of no use later
+        """Return the fields that a loaded exchange needs to be applied."""
+        # states are taken when exchanges are settled: nothing is carried any more, and memory is the
+        # process's own
+        passing = ("carried", "room", "last")
         kept = {name: value for name, value in vars(self).items() if name not in passing}
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
 
 
 @final
 class Rooms:
-    """Memory of exchanges that have landed, for others.
+    """Memory of exchanges that have landed, for the next ones.
 
-    It is kept where memory is that of the system: pages that are touched for the first time cost more
-    than all that is done with them here.  A row that is not used takes none.
+    Kept on the CPU only, where memory comes from the system: a page that is touched for the first time is
+    cleared, which takes longer than everything that is done with it here.  A row that is never touched
+    takes no memory.  (A GPU's memory is kept by torch's own allocator.)
     """
 
     def __init__(self) -> None:
@@ -192,7 +201,7 @@ class Rooms:
         return self._free.pop() if self._free else like.new_empty(3, size)
 
     def keep(self, room: Tensor | None) -> None:
-        """Keep what an exchange has had."""
+        """Keep the memory of an exchange, if it had any."""
         if room is not None and room.is_cpu:
             self._free.append(room)
 
@@ -200,7 +209,7 @@ class Rooms:
 def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
     """Replace every ``chunk`` elements, and the shorter rest, by their orthonormal DCT-II, or go back.
 
-    Norms and sums over ranks are those of the elements.  Cost: 2 n chunk operations; None: none.
+    Norms and sums over ranks are preserved.  Cost: 2 n chunk operations; none if ``chunk`` is None.
 
     Example:
         >>> rotate_(torch.ones(6), 4).abs().gt(1e-6).tolist()
@@ -209,6 +218,9 @@ def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
     whole = flat.numel() // (chunk or 1) * (chunk or 1)
     for part, size in ((flat[:whole], chunk), (flat[whole:], flat.numel() - whole)):
         if size and part.numel():
+            # basis[i, j] = sqrt(2 / N) cos(pi / N * i * (j + 1/2)), with the first row over sqrt(2): so
+            # its inverse is its transpose.  Computed in float64, so that cosines of different machines
+            # round to the same numbers.
             at = torch.arange(size, dtype=torch.float64, device=flat.device)
             basis = torch.cos(math.pi / size * at[:, None] * (at + 0.5)).mul_(math.sqrt(2 / size))
             basis[0] /= math.sqrt(2)
@@ -220,10 +232,11 @@ def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
 class Weights:
     """Weights as a vector, of which fragments are read and written.
 
-    This one is a tensor that is copied when it is written to; a model overrides all of it.
+    This class holds a tensor, which is copied when it is first written to; ``ModelWeights`` overrides all
+    of it.
 
     Attributes:
-        cure: what else helps where NaN or Inf was exchanged twice.
+        cure: further advice for an error where NaN or Inf was exchanged twice.
     """
 
     cure = "; give optimizer= if you have not: then its broken moments are dropped"
@@ -250,7 +263,7 @@ class Weights:
         self.write(span, self.vector[span] + values)
 
     def broken(self) -> str:
-        """Name what of this rank's weights is not finite, if that is known."""
+        """Name a part of this rank's weights that is not finite; empty: none is known."""
         return ""
 
     def refused(self, step: int | None) -> NonFiniteGradientError:
@@ -263,4 +276,4 @@ class Weights:
         )
 
     def landed(self, span: slice, shared: Tensor) -> None:
-        """Take note that an exchange of a part was applied."""
+        """Record that an exchange of a part was applied."""

@@ -27,14 +27,18 @@ __all__ = [
 ]
 
 
-_SIDE: Final = 8  # its square is the number of sums of a parameter's gradient at an exchange
+_SIDE: Final = (
+    8  # a parameter's gradient is summed into the square of this: 64 numbers per exchange
+)
 _RUN: Final = 1 << 18  # elements: a few runs stay in a cache, and memory for them is reused
 _SMALL: Final = 1 << 13  # elements: to join this many takes no longer than Python for one tensor
-_JOINED: Final = 64  # small ones at a time
-_PAIRS: Final = 25  # of measurements, until something is said about how ranks agree
-_FORGETS: Final = 0.98  # per pair
-_STEPS_KEPT: Final = 0.98  # per step, of measurements of steps
-_SURE: Final = 0.1  # of all that ranks differ in; what chance makes of it is below 0.02
+_JOINED: Final = 64  # small tensors that are joined at a time
+_PAIRS: Final = 25  # pairs of measurements until ``agreement`` is known
+_FORGETS: Final = 0.98  # the share that is kept of older pairs, per pair
+_STEPS_KEPT: Final = 0.98  # the share that is kept of older measurements of steps, per local step
+# Ranks count as pulling apart only if the lasting part of their differences exceeds this share of all
+# differences; chance alone makes it less than 0.02.
+_SURE: Final = 0.1
 
 # first and second moment of a parameter, its weights, and the numbers of the pass over them
 _Job = tuple[Tensor, Tensor, Tensor, native.Moments]
@@ -45,36 +49,36 @@ class GradientNoise:
 
     A gradient is a signal s, which all ranks have in common, and noise n of their own batches.  The
     average over P ranks has squares ``s^2 + n^2 / P`` where a single rank's has ``s^2 + n^2``; their
-    quotient, from 1 / P (nothing but noise) to 1, is the parameter's ``share``.  It is found by really
+    quotient, from 1 / P (nothing but noise) to 1, is the parameter's ``share``.  It is found by actually
     averaging a few numbers per parameter, which travel with the model's buffers and cost no round of
     their own: sums p of the gradient's elements with random signs, for which ``E |p|^2 = |g|^2``
     whatever their distribution is.  (Of single elements, a few hold most of the squares.)  A rank's own
-    squares are those of its sums as well: then what chance adds to both leaves the quotient.  They are
-    remembered as long as Adam's v remembers them: at first it is of a few gradients that all ranks had
-    in common, and steps that are lengthened before v has forgotten them are too long.
+    squares are taken from its sums as well, so that chance affects both sides of the quotient alike.
+    Squares are remembered as long as Adam's v remembers them.  At first v consists of a few gradients
+    that all ranks had in common, and steps lengthened before v has forgotten these are too long.
 
-    One rank alone cannot tell.  Its first moment knows which part of the gradient *lasts*, but not what
-    the ranks have in common and what changes its sign from step to step, as happens along the steepest
-    directions at every rate that is worth using: taken for noise, these are lengthened as well, which
-    costs 15 % of the loss at dense Adam's best rate.
+    One rank alone cannot measure it.  Its first moment shows which part of the gradient *lasts*, but not
+    which part all ranks have in common although its sign changes from step to step, as along the steepest
+    directions at every rate that is worth using.  Taken for noise, such a part is lengthened as well,
+    which costs 15 % of the loss at dense Adam's best rate.
 
-    Two measurements in a row have the same signs.  Noise is new in each, so that the product of the two
-    tells what *lasts* in gradients: ``E p p' = s^2`` for the average, and for single ranks ``s^2 + d^2``,
-    where d is by how much a rank's data make its gradients other than those of all.
+    Two measurements in a row have the same signs.  Noise is new in each, so the product of the two shows
+    the part of gradients that *lasts*: ``E p p' = s^2`` for the average, and ``s^2 + d^2`` for single
+    ranks, where d is the lasting difference of a rank's gradients from those of all, due to its data.
 
-    Of optimizers whose steps have a length of their own (``lengths.lengthen``) the steps are measured in
-    the same way, in place of gradients.
+    For optimizers whose steps have a length of their own (``lengths.lengthen``), the steps are measured
+    in the same way in place of gradients.
 
     Args:
-        memory: Adam's second beta by parameter, in an order that all ranks have; shards count as what
-            they hold.
-        by_steps: parameters of which steps are measured.
+        memory: Adam's second beta by parameter, in the same order on all ranks; a shard counts with the
+            elements that it holds.
+        by_steps: the parameters whose steps are measured.
 
     Attributes:
-        values: `[parameters, 66]`, float32: sums of gradients, the sum of their squares, and every
-            second time that of products with the last ones; on the first parameter's device.
+        values: `[parameters, 66]`, float32: sums of gradients, the sum of their squares, and every second
+            time the sum of products with the last sums; on the first parameter's device.
         shares: by parameter, from 0 to 1; empty until something was measured.
-        steps: the last ones, of ``by_steps``.
+        steps: the last steps of the parameters in ``by_steps``.
 
     Cost: 66 numbers per parameter and exchange, which the host reads once; one reading of the gradients.
     State: ``state_dict()``, equal on all ranks.
@@ -91,27 +95,32 @@ class GradientNoise:
         like = next(map(local_of, memory), torch.zeros(0))
         shape = len(self._parameters), _SIDE * _SIDE + 2
         self.values = torch.zeros(shape, dtype=torch.float32, device=like.device)
-        self._last = torch.zeros_like(self.values)  # of this rank, with the same signs
+        self._last = torch.zeros_like(self.values)  # this rank's last sums, with the same signs
         self._common = torch.zeros(len(self._parameters), _SIDE * _SIDE, dtype=torch.float64)
-        # sums of what lasts and ranks have in common, what lasts in single ones, and all they differ in
+        # sums of squares: the lasting part that ranks have in common, the lasting part of single ranks
+        # beyond that, and all differences between ranks
         self._lasting, self._pairs = torch.zeros(3, dtype=torch.float64), 0
+        # by parameter: of the average, and the mean of single ranks'
         self._squares = torch.zeros(2, len(self._parameters), dtype=torch.float64)
         self._measured, self._step, self.shares = 0, 0, dict[Tensor, float]()
 
     @torch.no_grad()
     def sample(self, step: int, skipped: Collection[Tensor] = ()) -> None:
-        """Sum the gradients of a local step with signs that are random, new, and alike on all ranks.
+        """Sum the gradients of a local step with random signs, which are equal on all ranks.
 
-        Parameters that a GradScaler has ``skipped`` take no part: some hold Inf here, or the scale.
+        Parameters that a GradScaler has ``skipped`` take no part: their gradients hold Inf here, or are
+        still scaled.
         """
+        # by local steps, not by exchanges: v decays by beta2 in each of them
         self._squares.mul_(self._memory ** (step - self._step))
         self._step = step
         left_out = set(skipped)
         draw = torch.Generator()  # on the CPU: the same on every device
         self.values.zero_()
         for at, (row, parameter) in enumerate(zip(self.values, self._parameters, strict=True)):
-            # each by itself: tensor-parallel ranks hold shards of other sizes, between parameters that
-            # are whole on all of them and must be stepped alike
+            # A seed for each parameter: tensor-parallel ranks hold shards of other sizes between
+            # parameters that are whole on all of them, and these need the same signs everywhere, for
+            # their copies must make equal steps.  // 2: pairs of measurements share their signs.
             draw.manual_seed(self._measured // 2 * len(self._parameters) + at)
             gradient = None
             if parameter not in left_out:
@@ -123,34 +132,35 @@ class GradientNoise:
         self.values[:, -2] = self.values.square().sum(1)
         if self._measured % 2:
             self.values[:, -1] = (self.values * self._last)[:, :-2].sum(1)
-        # Inf of a step that somebody else has skipped must not refuse an exchange of weights that are
-        # finite
+        # A gradient may hold Inf where something other than a GradScaler has skipped the step.  Its sums
+        # travel with the weights, and must not make ranks refuse an exchange of weights that are finite.
         finite = torch.isfinite(self.values).all(1, keepdim=True)
         self.values.copy_(torch.where(finite, self.values, 0.0))
         self._last.copy_(self.values)
 
     def measure(self) -> None:
-        """Take in the average over ranks of what they sampled."""
-        values = self.values.double().cpu()
+        """Take in ``values`` after the exchange, when they hold the average over ranks."""
+        values = self.values.double().cpu()  # the one reading by the host
         sums, of_ranks, products = values[:, :-2], values[:, -2], values[:, -1]
         of_average = sums.square().sum(1)
         if self._measured % 2:
-            # steps have memory: what lasts in them may be the noise of one batch
+            # not of steps: they have memory, and the part that lasts in them may be noise of one batch
             common, known = (sums * self._common).sum(1), (of_ranks > 0) & ~self._by_steps
             found = torch.stack([common, products - common, of_ranks - of_average])
-            # in units of each parameter's squares: all count alike, as in Adam's steps
+            # relative to each parameter's squares: all parameters count alike, as in Adam's steps
             self._lasting.mul_(_FORGETS).add_((found / of_ranks.clamp(min=1e-300))[:, known].sum(1))
             self._pairs += int(known.any())
         self._common = sums.clone()
         self._measured += 1
-        # steps shrink with the rate: each measurement of them counts alike
+        # Steps shrink with the rate, so their squares are taken relative to each measurement: all count
+        # alike.  Gradients' squares are not: v sums them as they are.
         unit = torch.where(self._by_steps & (of_ranks > 0), of_ranks, 1.0)
         self._squares.add_(torch.stack([of_average, of_ranks]) / unit)
         self._find_shares()
 
     @property
     def agreement(self) -> float | None:
-        """How much of what lasts in ranks' gradients is common to all, from 0 to 1; None: not yet known.
+        """The part of ranks' lasting gradients that is common to all, from 0 to 1; None: not yet known.
 
         1 where ranks draw from the same data, however noisy it is; 0 where they pull in directions that
         cancel out.
@@ -163,21 +173,22 @@ class GradientNoise:
     def _find_shares(self) -> None:
         of_average, of_ranks = self._squares
         shares = torch.where(of_ranks > 0, of_average / of_ranks.clamp(min=1e-300), 1.0)
-        # Transports differ in the order of a sum, and so in its last bit, which must not reach the steps:
-        # then training over MPI is training over gloo, but for a share that falls between two of these.
+        # Transports differ in the order of a sum, and so in its last bit, which must not reach the steps.
+        # Rounded to 64 values per octave, training over MPI equals training over gloo bit for bit, unless
+        # a share falls right between two of these values.
         shares = (shares.log2() * 64).round().div(64).exp2()
         named = zip(self._parameters, shares.clamp(max=1.0).tolist(), strict=True)
         self.shares = dict(named) if self._measured else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was measured, and this rank's samples, of which an exchange may be under way."""
+        """Return the measurements, and this rank's samples, which an exchange under way may need."""
         named = ("squares", "last", "common", "lasting")
         kept = {name: getattr(self, f"_{name}").clone() for name in named}
         counts = {"measured": self._measured, "step": self._step, "pairs": self._pairs}
         return {**kept, "values": self.values.clone(), **counts}
 
     def kind(self) -> Kind:
-        """Return what every field of a saved state has to be."""
+        """Return the kind of every field of a saved state."""
 
         def as_here(tensor: Tensor, least: float = -math.inf) -> Values:
             return Values(tuple(tensor.shape), tensor.dtype, least=least)
@@ -195,7 +206,7 @@ class GradientNoise:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was measured."""
+        """Continue from saved measurements."""
         self._squares, self._common = state["squares"].clone(), state["common"].clone()
         self._lasting, self._pairs = state["lasting"].clone(), int(state["pairs"])
         self._measured, self._step = int(state["measured"]), int(state["step"])
@@ -211,13 +222,16 @@ def _gradient_of(parameter: Tensor) -> Tensor | None:
         return None
     placements = getattr(parameter, "placements", None)
     if getattr(gradient, "placements", None) != placements:
-        # torch 2.13 leaves the sum over tensor-parallel ranks to the reader: ``Partial``
+        # torch 2.13 leaves the sum over tensor-parallel ranks to the reader: ``Partial``.  A sum of
+        # squares must be of the gradient, not of one rank's addend.
         gradient = gradient.redistribute(placements=placements)
     return local_of(gradient.detach())
 
 
 def _projected(gradient: Tensor, draw: torch.Generator) -> Tensor:
     """Return sums of elements with random signs: of a matrix's rows, and then of every 8th column."""
+    # Signs are products, one per row (drawn 8 times) by one per column: two small draws and one product
+    # of matrices.  Signs drawn once per row were too noisy for gradients of low rank (design notes).
     matrix = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
     height, width = matrix.shape
     rows, columns = (
@@ -239,7 +253,7 @@ def corrects(optimizer: torch.optim.Optimizer) -> bool:
 def noise_of(
     optimizers: Iterable[torch.optim.Optimizer], trained: Mapping[str, Tensor]
 ) -> GradientNoise | None:
-    """Return what measures noise, if ``correct`` or ``lengthen`` knows the steps of an optimizer."""
+    """Return a measurement of noise, if ``correct`` or ``lengthen`` knows the steps of an optimizer."""
     several = list(optimizers)
     memory = {
         parameter: group["betas"][1]
@@ -258,7 +272,7 @@ def noise_of(
 def with_moments(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """Yield what Adam or AdamW has stepped, without ``amsgrad``: parameters, their state and group."""
+    """Yield the parameters that Adam or AdamW has stepped without ``amsgrad``, their state and group."""
     for group in optimizer.param_groups if corrects(optimizer) else ():
         for parameter in group["params"] if not group["amsgrad"] else ():
             if state := optimizer.state.get(parameter):
@@ -267,18 +281,18 @@ def with_moments(
 
 @torch.no_grad()
 def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ranks: float) -> None:
-    """Make the step just done as long as with the second moment of the average's gradients.
+    """Make the last step as long as with the second moment of averaged gradients.
 
     Averaged over P ``ranks``, the gradients of a parameter have k times the squares of a single rank's
-    (``shares``, see ``GradientNoise``), so dense training divides by the root of ``k v`` where a rank
-    divides by that of its own v, and makes steps up to sqrt(P) times shorter:
+    (``shares``, see ``GradientNoise``).  So dense training divides by the root of ``k v``, where a rank
+    divides by the root of its own v and makes steps up to sqrt(P) times shorter:
 
         w -= lr m (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)),    1 / P <= k <= 1
 
-    where both moments are without bias.  They stay Adam's own, and nothing is divided by the rate: any
-    schedule will do.
+    where both moments are corrected for bias.  Adam's own moments are not changed, and nothing is divided
+    by the rate: any schedule will do.
 
-    A step that the optimizer was told to skip is none, and is not corrected.
+    A step that the optimizer was told to skip is not corrected.
 
     Cost: one pass, which reads three tensors and writes one; where steps are counted on a device
     (``fused``, ``capturable``), the host waits for them once.
@@ -288,6 +302,7 @@ def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ra
     jobs: list[_Job] = []
     for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
         (beta1, beta2), share = group["betas"], max(shares[parameter], 1 / ranks)
+        # the corrections for bias, as factors: v / (1 - beta2^t) and lr m / (1 - beta1^t)
         own = 1 / (1 - beta2**step)
         rate = -float(group["lr"]) / (1 - beta1**step)
         moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
@@ -301,7 +316,8 @@ def found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def common_rate(optimizers: Iterable[torch.optim.Optimizer]) -> float:
-    """Return the learning rate of all groups, of a step by signs."""
+    """Return the learning rate that all groups have in common, for a step by signs."""
+    # the signs of an average know nothing of groups: one rate serves the whole vector
     rates = {float(group["lr"]) for one in optimizers for group in one.param_groups}
     require(len(rates) == 1, f"sign: groups have learning rates {sorted(rates)}; give all the same")
     return rates.pop()
@@ -310,10 +326,12 @@ def common_rate(optimizers: Iterable[torch.optim.Optimizer]) -> float:
 def drop_broken(
     optimizers: Iterable[torch.optim.Optimizer], on_any_part: Callable[[bool], bool]
 ) -> None:
-    """Drop optimizers' states of parameters where they are not finite; on all parts, or on none."""
+    """Drop optimizers' states that are not finite; on a divided replica all states, on all parts."""
     states = [state for one in optimizers for state in one.state.values()]
     tensors = [[v for v in s.values() if isinstance(v, Tensor)] for s in states]
     broken = [not all(map(is_finite, values)) for values in tensors]
+    # A parameter may lie on several parts, which must step it alike; parts do not know which of each
+    # other's states are broken, so all drop all of them.
     everything = on_any_part(any(broken))
     for state, here in zip(states, broken, strict=True):
         if here or everything:
@@ -321,7 +339,7 @@ def drop_broken(
 
 
 def _steps(stepped: Sequence[tuple[Tensor, dict[str, Any], dict[str, Any]]]) -> list[float]:
-    """Return the steps that each parameter has made."""
+    """Return the number of steps that each parameter has made."""
     counts = [state["step"] for _, state, _ in stepped]
     if any(isinstance(count, Tensor) and not count.is_cpu for count in counts):
         return list(map(float, torch.stack(counts).tolist()))  # one wait for all of them
@@ -329,7 +347,8 @@ def _steps(stepped: Sequence[tuple[Tensor, dict[str, Any], dict[str, Any]]]) -> 
 
 
 def _pass_over(jobs: Iterable[_Job]) -> None:
-    """Lengthen the step of every job; small ones are joined."""
+    """Lengthen the step of every job; jobs of small tensors are joined."""
+    # only jobs with the same numbers, dtypes and devices can be one pass
     waiting: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
 
     def join(numbers: native.Moments, several: list[tuple[Tensor, Tensor, Tensor]]) -> None:
@@ -358,7 +377,9 @@ def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Mo
     dense = all(tensor.is_contiguous() for tensor in tensors)
     if dense and backend_of(*tensors) is native:
         native.lengthen_(first, second, weights, numbers)
-    elif dense and weights.is_cpu:  # fresh memory costs more than the work
+    elif dense and weights.is_cpu:
+        # in runs: the temporaries of a whole large tensor would be fresh memory, whose pages the system
+        # clears, which takes longer than the arithmetic
         runs = (torch.split(tensor.view(-1), _RUN) for tensor in tensors)
         for one, other, run in zip(*runs, strict=True):
             _lengthen_plainly(one, other, run, numbers)
@@ -373,6 +394,7 @@ def _lengthen_plainly(
     first: Tensor, second: Tensor, weights: Tensor, numbers: native.Moments
 ) -> None:
     lengthened, own, eps, rate = numbers
+    # m lr (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)); of 16-bit moments in float32
     dtype = torch.promote_types(second.dtype, torch.float32)
     square = second.to(dtype)
     missing = _sqrt(square * lengthened).add_(eps).reciprocal_()
@@ -381,5 +403,5 @@ def _lengthen_plainly(
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Return square roots that are rounded correctly: torch's of float32 on a CPU are not."""
+    """Return correctly rounded square roots: torch's are not for float32 on a CPU."""
     return x.double().sqrt_().to(x.dtype) if x.is_cpu else x.sqrt_()

@@ -116,6 +116,7 @@ class OuterEngine(Stateful):
 
     def _note(self, step: int) -> None:
         """Let errors name a local step, not only the exchange."""
+        # errors and the headers of messages name the local step next to the exchange
         for ledger in self._ledgers:
             ledger.local_step = step
 
@@ -147,12 +148,15 @@ class OuterEngine(Stateful):
 
     def _due(self, step: int) -> list[int]:
         """Return the fragments whose period closes with local step ``step``."""
+        # A function of the step alone (and of the last exchange, which all ranks had together), so all
+        # ranks begin the same exchanges after the same step without a message.
         if step < self.settings.warmup_steps:
             return (
                 list(range(len(self.layout.fragments) or 1)) if step in self.settings.warm else []
             )
         if self.settings.rule is not None:
             return [0] if step - self._sent[0] >= self.period else []
+        # periods are counted from the warm-up's last exchange; fragments take turns within a period
         since = step - max(self.settings.warm, default=-1)
         count = len(self.layout.fragments) or 1
         offsets = [part * self.period // count for part in range(count)]
@@ -164,6 +168,8 @@ class OuterEngine(Stateful):
         Raises:
             NonFiniteGradientError: NaN or Inf was exchanged twice in a row.
         """
+        # Late exchanges land first: the next ones begin from weights that contain them.  The second call
+        # applies the exchanges without delay that have just begun.
         await self.land(step)
         for part in self._due(step):
             self._begin(part, step, 0 if step < self.settings.warmup_steps else self.settings.delay)
@@ -171,6 +177,8 @@ class OuterEngine(Stateful):
 
     def _begin(self, part: int, step: int, delay: int = 0, *, last: bool = False) -> None:
         """Begin the exchange of a fragment."""
+        # row 0: this rank's weights; 1: how far they have moved, then the average, then the new shared
+        # weights; 2: the change for a late exchange (``_exchange``)
         room, rows = self._room(part)
         began = self._weights.read(self.layout.fragments[part].span, rows[0])
         exchange = Exchange(part, step + delay, delay > 0, began)
@@ -200,10 +208,13 @@ class OuterEngine(Stateful):
         while self._under_way and (refused or self._under_way[0].lands <= step):
             exchange = self._under_way.pop(0)
             await self._settle(exchange)
-            refused |= exchange.refused  # then the others end here, too
+            # a refusal ends all others under way: they began from weights that are about to be undone
+            refused |= exchange.refused
             if exchange.shared is not None:
                 self.state, span = OuterState(), self.layout.fragments[exchange.part].span
-                if exchange.late:  # else it is there already
+                # A late exchange is applied when it lands and not when it ends, which differs between
+                # ranks.  The steps made meanwhile stay: its change is added to the weights.
+                if exchange.late:
                     self.memory["shared"][span] = exchange.shared
                 (self._weights.add if exchange.late else self._weights.write)(
                     span, exchange.weights
@@ -215,6 +226,8 @@ class OuterEngine(Stateful):
             self._rooms.keep(exchange.room)
         if not refused:
             return
+        # The first time, all go back to their weights after the last exchange, without broken moments.
+        # If the next exchange is broken as well, that did not help, and would be repeated for ever.
         self.state = OuterState(self.state.refused + 1)
         drop_broken(self.optimizers, self._on_any_part)
         if self.state.refused > 1:
@@ -246,6 +259,9 @@ class OuterEngine(Stateful):
         await self.land()
         await self._meet(self.steps if step is None else step)
         missing, reducer = [torch.zeros_like(self.memory["shared"][:0])], self.reducer
+        # Missing on this rank is all that the shared weights lack of its own: with the residual in the
+        # weights it is their difference, else the moves since the last exchange plus the residual.  The
+        # two differ once updates are weighed, for only the moves are to be.
         for part, its in enumerate(await self.contributions.weigh_all(reducer)):
             span = self.layout.fragments[part].span
             if self.settings.residual == "weights" and not self.contributions.weighs:
@@ -262,7 +278,9 @@ class OuterEngine(Stateful):
         proposal = Proposal(
             reducer.comm.rank, reducer.step, reducer.place, [whole], [DenseVector(average)]
         )
-        if reducer.consensus(proposal) is None:  # all ranks decide alike
+        # all ranks have the same average, and other parts are asked, so all decide alike; residuals are
+        # cleared and the shared weights moved together, or neither
+        if reducer.consensus(proposal) is None:
             for residual in reducer.residuals:
                 residual.load(None)
             self.memory["shared"] = self._stepped(average, slice(0, None), 0.0, self.lr(), average)
@@ -272,7 +290,8 @@ class OuterEngine(Stateful):
     async def _meet(self, step: int) -> None:
         """Refuse to finish after different numbers of local steps.
 
-        On every channel on which a rank may wait that is in an exchange instead: then it is told at once.
+        Asked on every channel on which a rank that is in an exchange instead may wait, so that such a
+        rank is told at once.
         """
         self._note(step)
         reducer = self.reducer
@@ -361,7 +380,10 @@ class OuterEngine(Stateful):
         fragment = self.layout.fragments[part]
         self._note(exchange.lands - self.settings.delay if exchange.late else exchange.lands)
         rows = self._room(part, exchange.room)[1]
+        # moved = shared - residual - weights, or shared - weights: positive where weights have fallen, as
+        # a gradient is.  The reducer adds its residual: accumulated = residual + moved.
         moved = self._began(part, rows[1]).sub_(exchange.weights)
+        # before it is weighed: the drift is a distance of real steps
         distance = (
             None
             if self.settings.rule is None
@@ -373,7 +395,8 @@ class OuterEngine(Stateful):
             rotate_(delta, self.settings.dct)
             kept = reducer.residuals[unit].value
             if kept is not None and self.settings.residual_decay < 1:
-                # here and not in the residual, which a refused exchange must leave as it is
+                # accumulated = residual + delta is to be decay residual + moved, so delta gives up
+                # (1 - decay) residual.  The residual itself a refused exchange must leave as it is.
                 delta.sub_(kept, alpha=1 - self.settings.residual_decay)
         try:
             if distance is not None:
@@ -386,9 +409,12 @@ class OuterEngine(Stateful):
             exchange.done = exchange.refused = True
             return
         average = self._whole(part, deltas)
+        # without delay the new shared weights overwrite the old ones at once; a late exchange keeps them
+        # in the average's memory until it lands
         here = average if exchange.late else self.memory["shared"][fragment.span]
         momentum = self.momentum_of(exchange)
         exchange.shared = self._stepped(average, fragment.span, momentum, exchange.lr, here)
+        # row 0 holds the weights at the begin, which a late exchange still has to subtract
         base, free = exchange.shared, rows[2 if exchange.late else 0]
         if self.settings.residual == "weights":
             base = torch.sub(base, self._withheld(part), alpha=shown_of(exchange.weight), out=free)
@@ -462,6 +488,8 @@ class OuterEngine(Stateful):
 
         Buffers and moments take it as it is.
         """
+        # torch.optim.SGD on shared weights, with the average as its gradient:
+        #   v = momentum v + g;  g = g + momentum v (Nesterov) or v;  shared -= outer_lr g
         gradient = average[: max(self.layout.end - (span.start or 0), 0)]
         if momentum:
             if "momentum" not in self.memory:

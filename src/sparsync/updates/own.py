@@ -1,4 +1,4 @@
-"""Save and load a rank's own weights and moments, by parameter name, where ranks differ in them."""
+"""Save and load the weights and moments of a rank, by parameter name, where ranks differ in them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from sparsync.units import is_finite, local_of
 
 __all__ = ["SCALER_KIND", "is_broken", "load_optimizers", "load_weights", "own_kinds", "own_state"]
 
-# of torch's optimizers: steps, squares and magnitudes
+# Fields of torch's optimizers that are counts of steps, squares or magnitudes: a negative value is
+# damage, and its root would be NaN.
 _NEVER_NEGATIVE: Final = (
     *("step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"),
     *("variance", "row_var", "col_var", "step_size"),
 )
-# of a GradScaler, which is disabled, or not there
+# None: there is no GradScaler; {}: it is disabled
 SCALER_KIND: Final = Either(
     (
         Exactly(None),
@@ -40,6 +41,8 @@ SCALER_KIND: Final = Either(
         ),
     )
 )
+# Settings that groups of a saved state may have in another form than here: switches as None or bool,
+# rates never below 0, and numbers that torch's schedulers have added.
 _SWITCHES: Final = ("foreach", "fused", "capturable", "differentiable", "maximize")
 _RATES: Final = ("lr", "eps", "weight_decay")
 _SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
@@ -51,7 +54,7 @@ def own_state(
     """Return copies of this rank's parts of these parameters, of buffers, and of optimizers' states."""
     tensors = {name: local_of(t).clone() for name, t in _tensors(module, names).items()}
     moments = {
-        # {}: it has had no gradient; all are named, so that one that is missing is noticed
+        # {} for a parameter that has had no gradient: all are named, so that a missing one is noticed
         name: {key: _copy(value) for key, value in one.state.get(parameter, {}).items()}
         for one in optimizers
         for name, parameter in _named(module, one)
@@ -67,7 +70,7 @@ def own_state(
 
 
 def is_broken(state: Mapping[str, Any], exchanged: Collection[str]) -> bool:
-    """Tell whether NaN or Inf is in moments, or in what of the model is exchanged."""
+    """Tell whether NaN or Inf is in moments, or in the exchanged part of the model."""
     weights = [state["parameters"][name] for name in exchanged]
     moments = [value for kept in state["moments"].values() for value in kept.values()]
     tensors = [one for one in (*weights, *moments) if isinstance(one, Tensor)]
@@ -83,13 +86,14 @@ def own_kinds(
     resharded: bool,
     finite: bool,
 ) -> dict[str, Kind]:
-    """Describe what ``own_state`` returns of this model and these optimizers.
+    """Describe the result of ``own_state`` for this model and these optimizers.
 
-    A state that was ``resharded`` has no weights.  Moments, and what of the model is ``exchanged``, are
-    ``finite``, unless this was saved before the exchange that sets them right.
+    A state that was ``resharded`` has no weights.  Moments, and the ``exchanged`` part of the model, are
+    ``finite``, unless the state was saved before the exchange that sets them right.
     """
     return {
-        # None in a state of this number of ranks would set one rank back
+        # A resharded state has None, from which all ranks begin at the shared weights.  In any other
+        # state, None would set this rank alone back to them.
         "parameters": Exactly(None)
         if resharded
         else _weights_kind(module, names, exchanged if finite else ()),
@@ -119,10 +123,10 @@ def _weights_kind(module: nn.Module, names: Collection[str], finite: Collection[
 def _kept_after_a_step(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Mapping[str, Any] | None]:
-    """Return by parameter what an optimizer keeps of it, or will after a step; None: that is not known.
+    """Return an optimizer's state of each parameter, now or after a step; None: that is not known.
 
-    Of torch's own optimizers it is found by a step on tensors without memory, which costs nothing; others
-    may do anything in their steps, exchange messages among it.
+    For torch's own optimizers it is found by a step on tensors without memory, which costs nothing.
+    Others may do anything in their steps, and even exchange messages.
     """
     kept: dict[Tensor, Mapping[str, Any]] = {}
     if type(optimizer).__module__.startswith("torch.optim"):
@@ -134,6 +138,8 @@ def _kept_after_a_step(
 
 
 def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
+    """Let a copy of the optimizer step parameters on the meta device; return the state that it builds."""
+    # not deepcopy, which would copy moments; nor the constructor, whose arguments a subclass may change
     double, real = object.__new__(type(optimizer)), dict[Tensor, Tensor]()
     double.__dict__ = dict(optimizer.__dict__)
     double.state, double.param_groups = defaultdict(dict), []
@@ -144,20 +150,22 @@ def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mappi
             twin.grad = torch.empty_like(twin)
             real[twin] = parameter
             without.append(twin)
+        # these need a real device
         plain: dict[str, Any] = {
             key: False for key in ("foreach", "fused", "capturable") if key in group
         }
         double.param_groups.append({**group, **plain, "params": without})
     step: Any = type(optimizer).step
-    with suppress(
-        Exception
-    ):  # of ASGD and Adafactor when they read a number: state is there by then
-        getattr(step, "__wrapped__", step)(double)  # without hooks
+    # ASGD and Adafactor raise when they read a number, which a tensor without memory does not have; their
+    # state is there by then
+    with suppress(Exception):
+        # the function within torch's wrapper (``profile_hook_step``): no hook may see this step
+        getattr(step, "__wrapped__", step)(double)
     return {real[twin]: kept for twin, kept in double.state.items()}
 
 
 def _moments_kind(kept: Mapping[str, Any] | None, finite: bool) -> Kind:
-    """Describe a parameter's moments: none, if it has had no gradient yet, or all of them."""
+    """Describe a parameter's moments: either none, if it has had no gradient yet, or all of them."""
     if kept is None:
         return Plain(named=True, finite=finite)
     every = {key: _moment_kind(key, value, finite) for key, value in kept.items()}
@@ -169,17 +177,18 @@ def _moment_kind(key: str, value: Any, finite: bool) -> Kind:
     if not isinstance(value, Tensor):
         return like(value)
     part = local_of(value)
-    # of SGD, where an embedding's gradients are sparse
+    # SGD's momentum is sparse where an embedding's gradients are
     return Values(tuple(part.shape), part.dtype, least, finite, sparse=key == "momentum_buffer")
 
 
 def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
-    """Describe the settings of a group: all of the optimizer's, and perhaps those of a scheduler.
+    """Describe the settings of a group: all of the optimizer's, and perhaps a scheduler's.
 
-    Switches that torch has had only since the state was saved are not there: they stay as they are.
+    Switches that torch got after the state was saved are missing in it; they stay as they are here.
     """
     kinds: dict[str, Kind] = dict.fromkeys(_SCHEDULERS, _number_kind(0.0))
     kinds |= {name: _setting_kind(name, its) for name, its in group.items() if name != "params"}
+    # numbers change the training, so they must be there; switches only change how it is computed
     numbers = {
         name
         for name, default in getattr(optimizer, "defaults", {}).items()
@@ -192,15 +201,16 @@ def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> K
 
 
 def _number_kind(least: float, value: Any = 0.0) -> Kind:
-    """Describe a number, or a tensor of one: a rate may be either, now or in another run."""
+    """Describe a number or a tensor of one number: a rate may be either, here or in the saved run."""
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     tensors = [Values(shape, dtype, least) for dtype in (torch.float64, torch.float32)]
+    # Inf is refused as damage, unless it is the setting here, e.g. a clip that is off
     unbounded = [Exactly(value)] if isinstance(value, float) and math.isinf(value) else []
     return Either((*tensors, *unbounded, Number(least)))
 
 
 def _setting_kind(name: str, value: Any) -> Kind:
-    if name == "betas":
+    if name == "betas":  # in [0, 1): at 1 the correction for bias would divide by 0
         beta = Either((Values((), torch.float32, 0.0), Number(0, math.nextafter(1.0, 0.0))))
         return Each((beta,) * len(value))
     least = 0.0 if name in _RATES else -math.inf
@@ -213,7 +223,8 @@ def _setting_kind(name: str, value: Any) -> Kind:
 
 @torch.no_grad()
 def load_weights(module: nn.Module, names: Collection[str], state: Mapping[str, Any]) -> None:
-    """Load the weights that ``own_state`` returned; a resharded state has none."""
+    """Load the weights of a state from ``own_state``, unless it was resharded and has none."""
+    # into the same tensors: optimizers and hooks hold these
     for name, tensor in _tensors(module, names).items() if state["parameters"] is not None else ():
         local_of(tensor).copy_(state["parameters"][name])
 
@@ -221,8 +232,10 @@ def load_weights(module: nn.Module, names: Collection[str], state: Mapping[str, 
 def load_optimizers(
     module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]
 ) -> None:
-    """Load the optimizers' states that ``own_state`` returned."""
+    """Load the optimizers' states of a state from ``own_state``."""
     for one, groups in zip(optimizers, state["groups"], strict=True):
+        # torch's own form, in which parameters are numbered; through ``load_state_dict``, for its hooks
+        # and casts
         fresh = one.state_dict()
         fresh["state"] = {
             at: {key: _like(value, parameter) for key, value in state["moments"][name].items()}
@@ -257,7 +270,8 @@ def _copy(value: Any) -> Any:
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
-    """Return a value as a shard of what the parameter is a shard of, if it is one."""
+    """Return a moment as a DTensor that is divided as its parameter is, if it has that shape."""
+    # a count of steps has another shape, and stays a plain tensor
     if (
         not hasattr(parameter, "to_local")
         or getattr(value, "shape", None) != local_of(parameter).shape

@@ -18,13 +18,13 @@ __all__ = ["AdaptivePeriod", "drift_of", "followed", "share_of", "warm_exchanges
 
 @dataclass(frozen=True)
 class AdaptivePeriod:
-    """A period that holds the drift, how far ranks move alone relative to their weights, near a limit.
+    """A period that keeps the drift near a limit: how far ranks move alone, relative to their weights.
 
     ::
 
         measured = sqrt(mean over ranks of |moved|^2 / |shared weights|^2)     at every exchange
 
-    Above ``drift`` the period is halved, below half of it doubled: a doubling never calls for a halving.
+    Above ``drift`` the period is halved; below half of it, doubled: so a doubling causes no halving.
 
     Drift is a distance, not a fraction of how far the average has moved: that fraction *falls* as the
     period grows, because common steps add up faster than noise, so a rule that bounds it runs away to
@@ -32,7 +32,7 @@ class AdaptivePeriod:
     constant distance keeps ``lr^2 H`` constant, so the period grows as the rate is lowered.
 
     Args:
-        drift: the distance, > 0; ``stats()["drift"]`` has the one measured last, e.g. 0.02.
+        drift: the limit, > 0, e.g. 0.02; ``stats()["drift"]`` has the drift that was measured last.
         least: the first period, and the shortest.
         most: the longest.
 
@@ -63,6 +63,7 @@ class AdaptivePeriod:
 
     def next(self, period: int, *, far: bool, near: bool) -> int:
         """Return the period after one whose drift was above the limit, or below half of it."""
+        # far first: with parts, one may be far and the rest near, and the largest drift decides
         if far:
             return max(period // 2, self.least)
         return min(2 * period, self.most) if near else period
@@ -73,14 +74,17 @@ def followed(
 ) -> int:
     """Return the period after one of this drift, alike on all parts of a replica."""
     far, near = drift > rule.drift, drift < rule.drift / 2
+    # far if any part is, near if all are.  Each call of ``on_any_part`` sends a message, so it comes
+    # first in an ``or``: no part may skip one that others make.
     far, near = on_any_part(far) or far, not (on_any_part(not near) or not near)
     return rule.next(period, far=far, near=near)
 
 
 def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
-    """Return the steps of a warm-up that end with an exchange: its period doubles from 1 on."""
+    """Return the steps of a warm-up after which there is an exchange: the period doubles from 1 on."""
     doublings, last, ends = math.ceil(math.log2(period)), -1, []
     for step in range(steps):
+        # the warm-up has equal parts, of periods 1, 2, 4, ...
         part = step * (doublings + 1) // steps
         if step - last >= min(2**part, period):
             last = step
@@ -89,14 +93,17 @@ def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
 
 
 def share_of(moved: Tensor, shared: Tensor, end: int) -> float:
-    """Return the square of how far a rank has gone, as a share of the shared weights, which end there."""
+    """Return ``|moved|^2 / |shared|^2`` of a rank, over the parameters, which end at ``end``."""
+    # only the parameters: buffers and moments are of other sizes, and are averaged in any case
     far, whole = (float(torch.linalg.vector_norm(vector[:end])) for vector in (moved, shared))
     share = far / max(whole, sys.float_info.min) if far else 0.0
-    return share * share  # which may be Inf
+    return share * share  # of weights near zero it is Inf, which is above any limit
 
 
 async def drift_of(square: float, reducer: Reducer) -> float:
     """Return the root of the mean of all ranks' squares, the same on all of them."""
+    # gathered and summed in rank order by each rank itself: the period that follows from it must be
+    # equal on all, and a native allreduce promises equal sums only up to rounding
     mine = torch.tensor([square], dtype=torch.float64)
     try:
         everyone = await reducer.channel("drift").allgather(mine, "drift")

@@ -25,19 +25,21 @@ def outer_kinds(
     momentum: bool,
     rule: AdaptivePeriod | None,
 ) -> dict[str, Kind]:
-    """Return the kinds of what an ``OuterStep`` saves, more than every averager does.
+    """Return the kinds of the fields that an ``OuterStep`` saves in addition to those of any averager.
 
-    Sizes are those of the live vectors; before the first step, when there are none, those of the saved
-    one itself, which ``start`` compares with the model.
+    Sizes are those of the live vectors.  Before the first step there are none, and sizes are those of the
+    saved vector, which ``start`` compares with the model.
 
     Args:
-        state: only counts are taken from it, and whether an exchange was refused.
-        layout: of the live vectors; without fragments before the first step.
+        state: the saved state; only counts are taken from it, and whether an exchange was refused.
+        layout: the layout of the live vectors; without fragments before the first step.
         known: the live vectors.
-        fragments: the number that was asked for.
+        fragments: the number of fragments that was asked for.
         momentum: whether there may be a velocity.
-        rule: of the period.
+        rule: the rule of an adaptive period.
     """
+    # The state may be damaged anywhere: nothing in it is used before its own kind is known, and a field
+    # of a wrong kind is taken for an empty one, so that the error names the field itself.
     shared = known.get("shared", _shared_in(state))
     like = None if shared is None else (tuple(shared.shape), shared.dtype)
     vector: Kind = Plain() if like is None else Values(*like)
@@ -45,7 +47,8 @@ def outer_kinds(
     velocity: Kind = Values((layout.end,), like[1]) if like and planned else Plain()
     vectors: dict[str, Kind] = {"shared": Common(vector)}
     moving: dict[str, Kind] = {"momentum": Common(velocity)} if momentum else {}
-    if state.get("reducer") is None:  # before the first step
+    # saved before the first step: the vectors, of which there may be some already, are all optional
+    if state.get("reducer") is None:
         vectors, moving = {}, {**vectors, **moving}
     sent = state.get("sent")
     count = len(layout.fragments) or (len(sent) if isinstance(sent, list | tuple) else 0)
@@ -54,7 +57,7 @@ def outer_kinds(
     kinds: dict[str, Kind] = {
         "memory": Fields(vectors, moving),
         "state": Fields({"refused": Common(Number(0, whole=True))}),
-        "reducer": object,  # ``parse_state`` knows it
+        "reducer": object,  # checked by ``parse_state``, against the live reducer
         "under_way": Each(tuple(under_way)),
         "sent": Each((Common(Number(-1, whole=True)),) * count),
         "contributions": contributions_kind(count, state.get("contributions")),
@@ -71,7 +74,7 @@ def _shared_in(state: Mapping[str, Any]) -> Tensor | None:
 
 
 def _exchanges(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the exchanges under way; what is none is an empty one, in which everything is missing."""
+    """Return the exchanges under way; anything else counts as an exchange without any fields."""
     found = state.get("under_way")
     listed = found if isinstance(found, list | tuple) else ()
     return [one if isinstance(one, Mapping) else {} for one in listed]
@@ -83,6 +86,7 @@ def _exchange_kind(layout: Layout, dtype: Any, most: int, exchange: Mapping[str,
     part: Any = exchange.get("part")
     refused = exchange.get("refused") is True
     nothing = refused or exchange.get("done") is False
+    # a refused exchange still has this rank's weights at its begin, in which NaN or Inf may be
     own: Kind = Plain(finite=not refused)
     shared: Kind = Plain()
     if fragments:

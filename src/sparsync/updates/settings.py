@@ -104,6 +104,7 @@ class OuterStep:
     sign: bool = False
 
     def __post_init__(self) -> None:
+        # every argument is checked here, on each rank by itself: nothing has been sent yet
         period, given = self.period, vars(self)
         first = period.least if isinstance(period, AdaptivePeriod) else period
         counted = first is None or (type(first) is int and first >= 1)
@@ -154,7 +155,9 @@ class OuterStep:
             return self.period.least
         if self.period is not None:
             return self.period
-        # a dense exchange in 32 bits at 1 % of pairs of 64: every 50 steps
+        # The period at which the bytes per step equal those of pairs at this density,
+        # H = bits / (64 density): for 32 bits per element at 1 %, every 50 steps.  ``bits`` is 0 for
+        # algorithms that select entries, which are exchanged on every step.
         return max(1, math.ceil((self.chosen.bits or 0) / (_PAIR_BITS * self.density)))
 
     @cached_property

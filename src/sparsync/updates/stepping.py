@@ -1,4 +1,7 @@
-"""Follow an optimizer's steps: a call counts once, nested in another or skipped by a GradScaler."""
+"""Follow an optimizer's steps: every outermost call counts once, even if a GradScaler skips it.
+
+Ranks must count alike, and a GradScaler's scale is local: one rank may skip a step that others make.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from sparsync.updates.moments import found_inf
 
 __all__ = ["follow", "follow_scalers"]
 
-# torch's wrapper around ``step``, which calls hooks
+# The code of torch's wrapper around ``step``, which calls the hooks: by it, ``_nested`` finds calls on
+# the stack.  It has no public name; wrapping any function shows it.
 _CALL: Final = Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
@@ -27,7 +31,7 @@ def follow(optimizer: Optimizer, before: Hook, after: Hook) -> list[Any]:
     nothing, and others not at all.
 
     Returns:
-        What has ``remove()``.
+        Handles with ``remove()``.
     """
     follow_scalers()
     post = _After(after)
@@ -37,18 +41,18 @@ def follow(optimizer: Optimizer, before: Hook, after: Hook) -> list[Any]:
 
 @final
 class _After:
-    """The hook after an optimizer's steps; it counts them."""
+    """The hook after an optimizer's steps; by its count ``follow_scalers`` sees if torch called it."""
 
     def __init__(self, call: Hook) -> None:
         self._call, self.calls = call, 0
 
     def __call__(self, optimizer: Optimizer, *_given: Any) -> None:
-        """Tell of a step, also of one that a fused optimizer was told to skip."""
+        """Report a step, also one that a fused optimizer was told to skip."""
         if not _nested(optimizer):
             self.tell(optimizer, skipped=found_inf(optimizer))
 
     def tell(self, optimizer: Optimizer, *, skipped: bool) -> None:
-        """Count a step."""
+        """Count a step, and report it."""
         self.calls += 1
         self._call(optimizer, skipped)
 
@@ -56,9 +60,9 @@ class _After:
 def _nested(optimizer: Optimizer) -> bool:
     """Tell whether a hook is called within another step of its optimizer.
 
-    As of a subclass whose ``step`` calls its base's: torch puts a wrapper around both.  An exception may
-    end a step without its second hook, so calls are not counted in and out, but looked for.
+    This happens where the ``step`` of a subclass calls its base's: torch puts a wrapper around both.
     """
+    # looked for on the stack, not counted in and out: an exception may end a step without its second hook
     frame, calls = sys._getframe(), 0
     while frame.f_back is not None:
         frame = frame.f_back
@@ -67,14 +71,20 @@ def _nested(optimizer: Optimizer) -> bool:
 
 
 def follow_scalers() -> None:
-    """Let torch's GradScalers tell of the steps that they skip, once in a process."""
+    """Let torch's GradScalers report the steps that they skip, once in a process.
+
+    A scaler that finds Inf does not call the optimizer at all, so no hook of the optimizer runs, and
+    torch (2.13) has no hook of scalers: the method itself is wrapped, for the class, since a scaler may
+    be made after ``attach``.
+    """
     step: Callable[..., Any] = torch.amp.GradScaler.step
-    if hasattr(step, "tells"):
+    if hasattr(step, "tells"):  # a second wrapper would report every skipped step twice
         return
 
     @functools.wraps(step)
     def telling(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        # a wrapper may be given, as one of SAM, of which nothing is called either
+        # The scaler may hold a wrapper, e.g. SAM, around the optimizer that was attached.  Counts are
+        # compared because a fused optimizer is called all the same, and reports the step itself.
         hooks = [
             (one, hook, hook.calls)
             for one, _ in chain_of(optimizer)

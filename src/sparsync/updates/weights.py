@@ -46,7 +46,7 @@ def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn
 
 
 def _mark(buffer: Tensor) -> tuple[int, int]:
-    """Return what is another one when a buffer is written to, or replaced."""
+    """Return a value that changes when a buffer is written to or replaced."""
     return id(buffer), buffer._version
 
 
@@ -54,8 +54,8 @@ def _mark(buffer: Tensor) -> tuple[int, int]:
 class ModelWeights(Weights):
     """A model as one vector: its trained parameters, its floating-point buffers, samples of gradients.
 
-    float64 if any of them is, else float32.  Inside a node, a rank reads only its own runs of the vector;
-    to write, all ranks of the node call together and gather each other's.
+    The vector is float64 if any of them is, else float32.  Inside a node, a rank reads only its own runs
+    of the vector; to write, all ranks of the node call together and gather each other's runs.
 
     Buffers that hold NaN or Inf at first are constants, it is hoped.  They are read as zeros and never
     written to, and have their place in the vector all the same: whether a saved state fits does not
@@ -65,7 +65,7 @@ class ModelWeights(Weights):
         left_out: their names.
     """
 
-    cure = ""  # its optimizers are known
+    cure = ""  # ``attach`` was given the optimizers
 
     def __init__(
         self,
@@ -80,16 +80,19 @@ class ModelWeights(Weights):
         self._divisor = 1 if node is None else node.comm.world_size
         floating = {n: b for n, b in saved_buffers(module).items() if b.is_floating_point()}
         self.buffers = list(floating) if buffers else []
+        # exchanged, NaN or Inf would make every exchange be refused.  ``strayed`` reports a buffer that
+        # turns out to change
         self.left_out = frozenset(self.buffers) - frozenset(averaged_buffers(module))
         self._marks = {name: _mark(floating[name]) for name in self.left_out}  # of those to look at
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained.values())
         tensors = self._tensors()
         wide = any(tensor.dtype == torch.float64 for _, tensor in tensors)
         self.dtype = torch.float64 if wide else torch.float32
-        self.ranks = 1.0  # over which the noise of second moments is averaged away
+        self.ranks = 1.0  # the number of ranks over which noise is averaged away; see ``Weight``
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        """Return what the vector is made of, with names; modules replace their buffers."""
+        """Return the tensors of which the vector consists, in order, with their names."""
+        # looked up every time: a module may replace a buffer by another tensor
         buffers = dict(self._module.named_buffers()) if self.buffers else {}
         named = [*self.trained.items(), *((name, buffers[name]) for name in self.buffers)]
         own = [(name, local_of(tensor)) for name, tensor in named]
@@ -112,13 +115,14 @@ class ModelWeights(Weights):
         self._marks = dict.fromkeys(self.left_out, _UNSEEN)
 
     def reshard(self) -> None:
-        """Let FSDP2 forget the whole parameters that an evaluation has left: they are others now."""
+        """Let FSDP2 free whole parameters that an evaluation has left: these copies are now stale."""
         for owner in self._module.modules() if self._sharded else ():
             if hasattr(owner, "unshard"):
                 owner.reshard()  # type: ignore[operator]
 
     def _within(self, span: slice) -> Iterator[tuple[str, Tensor, slice]]:
         """Yield the tensors of a span of whole tensors, their names, and their places in it."""
+        # inside a node, a tensor takes the length of one run, a part of its size rounded up
         first, last, end = span.start or 0, span.stop, 0
         for name, tensor in self._tensors():
             start, end = end, end - (-tensor.numel() // self._divisor)
@@ -136,11 +140,12 @@ class ModelWeights(Weights):
         return torch.cat(found, out=out) if found else torch.zeros(0, dtype=self.dtype)
 
     def _pairs(self, span: slice, values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors of a span that are exchanged, and what a vector has for them."""
+        """Return the tensors of a span that are exchanged, and their values in a vector."""
         found = list(self._within(span))
         if self.node is None:
             parts = unflatten(values, [tensor for _, tensor, _ in found])
         else:
+            # row r has rank r's runs of all tensors: a tensor is its columns, row by row, less padding
             rows = self.node.gathered(values)
             parts = [rows[:, at].flatten()[: t.numel()].view(t.shape) for _, t, at in found]
         pairs = [
@@ -152,7 +157,9 @@ class ModelWeights(Weights):
 
     @torch.no_grad()
     def average_buffers(self) -> None:
-        """Average buffers inside the node, whose ranks see other batches."""
+        """Average buffers inside the node, whose ranks see different batches."""
+        # weights of a node's ranks are equal, by averaged gradients; a rank sends only its run of each
+        # buffer, so these must be equal as well
         if self.node is not None:
             for name, tensor in self._tensors()[len(self.trained) :]:
                 if name in self.buffers and name not in self.left_out:
@@ -163,6 +170,7 @@ class ModelWeights(Weights):
     def write(self, span: slice, values: Tensor) -> None:
         """Replace a part, in the same tensors."""
         self.reshard()
+        # a part without tensors is an empty list, which torch._foreach functions refuse
         if (pairs := self._pairs(span, values))[0]:
             torch._foreach_copy_(*pairs)
 
@@ -185,7 +193,7 @@ class ModelWeights(Weights):
     def strayed(self) -> str:
         """Name a buffer that was left out because it held NaN or Inf, and is finite now; empty: none.
 
-        Each is named once.  Cost: a look at those that were written to.
+        Each is named once.  Cost: a pass over the left-out buffers that were written to.
         """
         now = dict(self._module.named_buffers()) if self._marks else {}
         for name, mark in list(self._marks.items()):
@@ -199,11 +207,12 @@ class ModelWeights(Weights):
     def landed(self, span: slice, shared: Tensor) -> None:
         """Take in the averages of gradients' samples, which are the end of the vector.
 
-        They are read from the ``shared`` one: a late exchange is added to a rank's own vector, which
-        rounds on each rank in another way, and shares must be equal on all.
+        They are read from the ``shared`` vector: a late exchange is added to a rank's own vector, which
+        rounds differently on each rank, and shares must be equal on all.
         """
         if self.noise is not None and any(name == _SAMPLES for name, *_ in self._within(span)):
             values = self.noise.values
-            if self.node is None:  # else the vector is a part of it
+            # inside a node ``shared`` has only this rank's runs; ``write`` has gathered them
+            if self.node is None:
                 values.copy_(shared[shared.numel() - values.numel() :].view_as(values))
             self.noise.measure()

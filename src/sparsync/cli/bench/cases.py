@@ -161,11 +161,11 @@ class Verdict(NamedTuple):
     """The outcome of one step.
 
     Attributes:
-        wrong: entries of the total that differ between ranks or from the sum of what was delivered.
+        wrong: entries of the total that differ between ranks or from the sum of delivered entries.
         law_error: the largest |sum(accumulated) - total - sum(residual) - sum(lost)| in units of its
             tolerance ``(P + 2) 2^-24 sum (max(|accumulated|, |delivered|) + |lost|)``; above 1 the law
             is broken.
-        entries: entries of the total / min(k, entries of the sum of what was selected); 1 if dense.
+        entries: entries of the total / min(k, entries of the sum of selections); 1 if dense.
     """
 
     wrong: int
@@ -176,8 +176,8 @@ class Verdict(NamedTuple):
 def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
     """Judge a step by the evidence of all ranks, in O(n) memory.
 
-    Totals must be equal on all ranks, and equal to the sum of what was delivered to the law's
-    tolerance: the tree of additions, and where a codec rounds, are the collective's own.
+    Totals must be equal on all ranks, and equal to the sum of all delivered vectors within the law's
+    tolerance: each collective has its own tree of additions, and its own places where a codec rounds.
 
     Example:
         >>> one, zeros = DenseVector(torch.tensor([1.0, 0.0])), torch.zeros(2)

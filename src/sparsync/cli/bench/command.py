@@ -97,7 +97,7 @@ class BenchSettings:
     verify: Annotated[
         str,
         option(
-            "What is verified in full (the sum and the law): every step; its ends, first and "
+            "Steps that are verified in full (the sum and the law): every step; its ends, first and "
             "last; digest, none: ranks' totals are compared, as on all steps. auto: every step of "
             "small vectors, the ends for large ones."
         ),
@@ -192,7 +192,7 @@ def command(
             fields,
         )
     if plot is not None and not selectors:
-        raise ConfigurationError("--plot draws what --selectors measures; add --selectors")
+        raise ConfigurationError("--plot draws the results of --selectors; add --selectors")
     rows: Sequence[Row | KernelRow | SelectorRow]
     shown: list[RenderableType]
     if selectors:

@@ -70,7 +70,7 @@ def bench_kernels(
     repetitions: int = 10,
     seed: int = 0,
 ) -> list[KernelRow]:
-    """Time every kernel against torch's operations, in turns, and compare what they return.
+    """Time every kernel against torch's operations, in turns, and compare their results.
 
     Args:
         device: "cpu" or "cuda".
@@ -183,7 +183,7 @@ class Comparison(NamedTuple):
     make: Callable[[], tuple[Any, ...]]  # fresh arguments, which either function may overwrite
     fast: Callable[..., Any]
     plain: Callable[..., Any]
-    in_place: bool = False  # what they leave in their arguments belongs to the result
+    in_place: bool = False  # the changed arguments belong to the result
 
 
 def comparisons(

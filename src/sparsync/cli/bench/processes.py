@@ -74,7 +74,8 @@ class Team:
         start = self.line.wait()
         run(rank.reducer.reduce([mine]))
         end = time.perf_counter() - seen.copying
-        dist.barrier(group=self.group)  # what was sent has arrived, when the kernel is asked
+        # after it all messages have arrived, and the kernel has counted them
+        dist.barrier(group=self.group)
         after = local_traffic() or (0, 0)
         counted = max(now - then for now, then in zip(after, before, strict=True))
         total, last = seen.reduced.total, ledger.last_step

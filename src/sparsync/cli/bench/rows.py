@@ -86,7 +86,7 @@ def summarize(
     low, middle, high = seconds.quantile(quartiles).tolist()
     exchange = median([o.exchange for o in alone if o.exchange is not None])
     on_link = None
-    if rate is not None:  # what passes with the burst takes no time
+    if rate is not None:  # bytes within the burst take no time
         late = median([max(o.sent, o.received) for o in alone]) - default_burst(rate)
         on_link = max(late, 0) * _BITS_PER_BYTE / rate
     sent, received = max(o.sent for o in outcomes), max(o.received for o in outcomes)
@@ -136,7 +136,7 @@ def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float | None]:
     """Return a row's times over others of the same run, as keys of the JSON; None: no such.
 
     The speed-ups are over the row "dense" of the same size and density; the exchange is compared with
-    what the link takes for its bytes, the rest with ``residual.add_(gradient)``.
+    the time of its bytes on the link, the rest with ``residual.add_(gradient)``.
     """
 
     def over(one: float | None, other: float | None) -> float | None:

@@ -58,7 +58,7 @@ class SelectorSettings:
 
     sizes: tuple[int, ...]  # of the residual in bytes; float32
     density: float = 0.001  # k / n (RedSync: 0.1 %)
-    # "uniform" on [0, 1) as in the figure; "normal"; "residual": what rounds of error feedback leave
+    # "uniform" on [0, 1) as in the figure; "normal"; "residual": as after rounds of error feedback
     input: str = "uniform"
     device: str = "cpu"
     seed: Seed = 0  # of the residual and of the gradients
@@ -68,7 +68,7 @@ class SelectorSettings:
     def __post_init__(self) -> None:
         check_fields(self)
         check_density(self.density)
-        copies = 4 * max(self.sizes)  # the residual, gradients, and what a sort of them takes
+        copies = 4 * max(self.sizes)  # the residual, gradients, and the memory of a sort
         check_memory(f"selectors at {format_size(max(self.sizes))}", copies, "give smaller --sizes")
         check_device(self.device)
         check("input", self.input, self.input in SELECTOR_INPUTS, ", ".join(SELECTOR_INPUTS))
@@ -137,7 +137,7 @@ class _Line:
     samples: list[float] = field(default_factory=list)  # seconds per call
 
     def sample(self, clock: Callable[[], float]) -> Tensor:
-        """Time the calls of a period; return what the last one selected."""
+        """Time the calls of a period; return the selection of the last one."""
         seconds = 0.0
         for _ in range(self.period):
             self.prepare()
@@ -235,7 +235,7 @@ def _data(settings: SelectorSettings, size: int, k: int) -> tuple[Tensor, Tensor
 
 
 def _lines(x: Tensor, gradient: Tensor, k: int) -> list[_Line]:
-    """Return the rows, in their order; all of them keep ``x`` near what it is."""
+    """Return the rows, in their order; none of them moves ``x`` far from its present values."""
 
     def move() -> Tensor:
         return x.add_(gradient.neg_())

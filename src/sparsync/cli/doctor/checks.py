@@ -19,8 +19,8 @@ __all__ = ["Check", "check_facts", "check_links", "equal"]
 class Check:
     """One line of the page.
 
-    "note": it works, but costs something or may surprise; "bad": training goes wrong, or much slower
-    than it could.
+    "note": training works, but something costs time or may surprise; "bad": training goes wrong, or is
+    much slower than it could be.
     """
 
     level: Literal["ok", "note", "bad"]
@@ -64,7 +64,7 @@ def check_facts(everyone: Sequence[Facts]) -> Iterator[Check]:
         what = "Open MPI reached 53 to 56 % of a 1 Gbit/s Ethernet link in our measurements"
         yield Check("note", what, "compare with --transport zmq")
     if len(machines) == 1 and stacks > 1 and library and "Open MPI" not in library:
-        what = "MPICH may pass containers' network by, through the memory that they share"
+        what = "MPICH may bypass containers' network, through the memory that they share"
         yield Check("note", what, "set MPIR_CVAR_NOLOCAL=1 to measure the network")
     if "torch.distributed nccl" not in mine.backends:
         what = "PyTorch's own PowerSGD hook can hang on gloo where a model has several buckets"
@@ -89,17 +89,17 @@ def _threads(facts: Facts, ranks: int) -> Check:
         do = f"set OMP_NUM_THREADS={max(facts.cores // ranks, 1)}"
         return Check("bad", f"{where} wait for each other", do)
     return Check(
-        "note", where, "the measurements are of a machine this crowded; give each rank a core"
+        "note", where, "measured times include waits for a core; give each rank one of its own"
     )
 
 
 def check_links(found: Calibration, walls: Sequence[float]) -> Iterator[Check]:
-    """Judge the links and the clocks; ``walls``: seconds that wall clocks are ahead of steady ones."""
+    """Judge the links and the clocks; ``walls``: offsets of wall from monotonic clocks, in seconds."""
     if not found.links:
-        yield Check("note", "one rank alone: no links to measure", "start it with more")
+        yield Check("note", "a single rank: there are no links to measure", "start more ranks")
         return
     if any(high > 2 * low for low, high in (found.intervals[x] for x in ("alpha", "beta"))):
-        what = "latency or bandwidth are not known to a factor of two"
+        what = "latency or bandwidth could not be measured to within a factor of two"
         yield Check("note", what, "let nothing else run; or give more --seconds")
     else:
         yield from _slow(found) or [Check("ok", f"{len(found.links)} links alike")]
@@ -122,13 +122,14 @@ def _slow(found: Calibration, *, most: int = 4) -> list[Check]:
     for link in slow:
         sends = {k for k in found.links if k.source == link.source} <= set(slow)
         receives = {k for k in found.links if k.dest == link.dest} <= set(slow)
+        # one line for a rank whose links are all slow in one direction: its cable is the likely cause
         name = f"the link from rank {link.source} to rank {link.dest} is"
         if sends and len(found.links) > 2:
-            name = f"all that rank {link.source} sends is"
+            name = f"sending from rank {link.source} is"
         elif receives and len(found.links) > 2:
-            name = f"all that rank {link.dest} receives is"
+            name = f"receiving at rank {link.dest} is"
         named[name] = max(named.get(name, 0.0), link.beta / usual)
-    advice = "check its cable, its port and who else uses it; or measure again"
+    advice = "check its cable, its port, and other traffic on it; or measure again"
     checks = [
         Check("note", f"{name} {times:.1f} x slower than most", advice)
         for name, times in named.items()

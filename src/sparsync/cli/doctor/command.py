@@ -73,15 +73,15 @@ class DoctorSettings:
 class Examination:
     """The findings of the ranks."""
 
-    transport: str  # carried the messages
-    lab: str | None  # rate of the shaped links, as it was given
-    facts: tuple[Facts, ...]  # of every rank
+    transport: str  # that carried the messages
+    lab: str | None  # the text that describes the shaped links
+    facts: tuple[Facts, ...]  # by rank
     calibration: Calibration
     checks: tuple[Check, ...]
 
     @property
     def healthy(self) -> bool:
-        """Nothing is bad."""
+        """Whether no check is bad."""
         return all(check.level != "bad" for check in self.checks)
 
 
@@ -90,8 +90,8 @@ def command(*, json: Json = None, **fields: Any) -> None:
     """Measure the links and the ranks of a job, and check its software; a few seconds.
 
     Starts local ranks, or joins those of torchrun, mpiexec or srun.  The page names no host and no
-    address, so it can go into a bug report; --json is for sparsync plan --machine.  Ends with 1 if
-    anything is bad.
+    address, so it can go into a bug report; sparsync plan --machine reads the file of --json.
+    The exit code is 1 if anything is bad.
     """
     settings = DoctorSettings(**fields)
     if leads():
@@ -108,7 +108,7 @@ def command(*, json: Json = None, **fields: Any) -> None:
 
 def doctor(settings: DoctorSettings) -> Examination | None:
     """Examine a group; None on the other ranks of a launcher."""
-    about = settings.seconds + 3  # to start the ranks
+    about = settings.seconds + 3  # ranks take about 3 s to start
     text = f"examining {settings.ranks} rank(s), about {about:.0f} s"
     with progress(shown=leads()) as row, row(text):
         found: Examination | None = settings.connection().start(examine, settings.ranks, settings)
@@ -161,7 +161,7 @@ def page(found: Examination) -> Group:
 
 
 def sentence(found: Examination, *, elements: int = 14_728_266) -> str:
-    """Say what the findings mean for a training, e.g. of VGG-16 on CIFAR-10 (Ok-Topk, Table 2)."""
+    """Apply the findings to a training, e.g. of VGG-16 on CIFAR-10 (Ok-Topk, Table 2)."""
     machine, ranks = found.calibration.machine, len(found.facts)
     if ranks == 1:
         return "One rank exchanges nothing; start the doctor with the ranks of your job."
@@ -170,7 +170,7 @@ def sentence(found: Examination, *, elements: int = 14_728_266) -> str:
     return (
         f"{ranks} ranks at {_bandwidth(machine.beta)}, {format_seconds(machine.alpha)}: a dense "
         f"allreduce of {elements / 1e6:.1f} M parameters would take about {format_seconds(seconds)}. "
-        "For sparse ones: sparsync plan --machine FILE, with the FILE of --json."
+        "For sparse exchanges: sparsync plan --machine FILE, with the FILE of --json."
     )
 
 

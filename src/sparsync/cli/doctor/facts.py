@@ -1,4 +1,4 @@
-"""Facts that a rank knows about itself and its machine, for ``sparsync doctor`` to compare."""
+"""The facts of a rank and its machine, for ``sparsync doctor`` to compare."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ class Facts:
     backends: dict[str, str]  # transports and devices by name, with versions where they have some
     loopback: bool  # gloo's interface is one that no other host reaches
     machine: str  # digest that all ranks of a machine share
-    network: str  # digest of the network stack, likewise: containers of one machine have several
+    network: (
+        str  # digest that ranks of a network stack share: containers of one machine have several
+    )
     host: str | None  # its name, if that was asked for
-    wall: float  # seconds that the wall clock is ahead of the steady one
+    wall: float  # offset of the wall clock from the monotonic one, in seconds
     mpi: str | None  # the MPI library, if it carries the messages
-    tcp: dict[
-        str, tuple[int, ...]
-    ]  # settings of the kernel that far links depend on, where it has them
-    congestion: str  # control of TCP's, e.g. "cubic"; empty: the kernel does not tell
+    # settings of the kernel on which far links depend, where it has them
+    tcp: dict[str, tuple[int, ...]]
+    congestion: str  # TCP's congestion control, e.g. "cubic"; empty: the kernel does not tell
 
 
 def local_facts(transport: str, *, hosts: bool = False) -> Facts:
@@ -60,7 +61,8 @@ def local_facts(transport: str, *, hosts: bool = False) -> Facts:
     library = load_mpi().Get_library_version().splitlines()[0] if transport == "mpi" else None
     return Facts(
         sparsync=sparsync.__version__,
-        torch=str(torch.__version__),  # a subclass of str, which ranks would refuse
+        # __version__ is of a subclass of str, which ``gather`` refuses
+        torch=str(torch.__version__),
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
         kernels=native.chosen(),
@@ -84,7 +86,7 @@ def check_versions(everyone: Sequence[Facts]) -> None:
     """Refuse ranks that run different versions of sparsync.
 
     Raises:
-        PeerError: says which.
+        PeerError: names the versions and their ranks.
     """
     ranks: dict[str, list[int]] = {}
     for rank, facts in enumerate(everyone):
@@ -97,7 +99,7 @@ def check_versions(everyone: Sequence[Facts]) -> None:
 
 
 def some(ranks: Sequence[int], *, most: int = 6) -> str:
-    """Write a few ranks."""
+    """Return a text with the first of these ranks."""
     more = ", ..." if len(ranks) > most else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:most]))}{more}"
 
@@ -124,9 +126,9 @@ def _backends() -> dict[str, str]:
 
 
 def tcp_settings(folder: Path = Path("/proc/sys/net/ipv4")) -> dict[str, tuple[int, ...]]:
-    """Return some of the kernel's settings by name, as numbers; those that it does not tell are missing.
+    """Return some of the kernel's settings by name, as numbers; unknown ones are left out.
 
-    They are those of the process's network stack: a container's may differ from its host's.
+    They belong to the process's network stack: a container's may differ from its host's.
     """
     found = {}
     for name in _TCP:
@@ -157,7 +159,7 @@ def _on_loopback(environ: Mapping[str, str]) -> bool:
         return interface.startswith("lo")
     try:
         return socket.gethostbyname(socket.gethostname()).startswith("127.")
-    except OSError:  # a name that nobody knows: gloo falls back to loopback
+    except OSError:  # the host's own name cannot be resolved: gloo falls back to loopback
         return True
 
 

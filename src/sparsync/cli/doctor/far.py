@@ -1,4 +1,4 @@
-"""Judgements of ``sparsync doctor`` on the kernels' TCP, where links are far; each has its command."""
+"""Judgements of ``sparsync doctor`` on the kernels' TCP, for far links; each comes with a command."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from sparsync.cost.wording import format_bytes, format_seconds
 __all__ = ["bytes_in_flight", "check_far", "round_trip", "window"]
 
 _FAR: Final = 0.01  # seconds of a round trip; each pause costs a few of them
-# of a window: the kernel counts 2.3 KB for a packet of 1.5, so one that is 0.63 full may be the limit
+# The part of a window that may be in flight: the kernel counts 2.3 KB for a packet of 1.5 KB, so a window
+# that is 0.63 full may be the limit.
 _FULL: Final = 0.5
-# times what is in flight: twice for packets, as above, and twice for a higher rate
+# A new window over the bytes in flight: twice for the count of packets, and twice for a higher rate.
 _SPARE: Final = 4
 _MIB: Final = 1 << 20
 _SHRINKING: Final = ("reno", "cubic")
-# bytes that windows which are kept send at once, and the seconds of a link's queue: what does not fit
-# is lost, which costs more than a slow start
+# Bytes that are sent at once if windows are kept through a pause, and the seconds of a link's queue.
+# Bytes that do not fit into the queue are lost, which costs more than a slow start.
 _BURST, _QUEUE = 1_000_000, 0.1
 _TIMEOUT: Final = 0.2  # seconds over a round trip, after which TCP forgets the rate
 
 
 def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
-    """Judge the kernels' TCP by the links; nothing where the ranks share a network stack, and no wire."""
+    """Judge the kernels' TCP by the links; not where all ranks share a network stack, without a wire."""
     if not found.links or len({facts.network for facts in everyone}) == 1:
         return
     yield from _differing(everyone)
@@ -53,10 +54,11 @@ def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
 
 
 def round_trip(found: Calibration) -> float:
-    """Return the seconds of an empty message and its answer, of the farthest ranks.
+    """Return the seconds of an empty message and its answer, between the farthest ranks.
 
-    That is twice what all links together show, or what a pair does, if it is more: where only some
-    links are far, their share of a round varies; a pair may show too little, by its clocks.
+    It is twice the latency fitted to all links, or the sum of a pair's two latencies if that is more:
+    where only some links are far, their share of a round varies; a pair's own may come out too small, by
+    its clocks.
 
     Example:
         >>> from sparsync.cost.links import Link
@@ -72,15 +74,15 @@ def round_trip(found: Calibration) -> float:
 
 
 def bytes_in_flight(found: Calibration) -> float:
-    """Return how many bytes fill the links: their rate, at its lower end, times the round trip."""
+    """Return the bytes that fill the links: their rate, at its lower end, times the round trip."""
     _, slowest = found.intervals["beta"]
     return round_trip(found) / slowest if slowest > 0 else 0.0
 
 
 def window(facts: Facts) -> float | None:
-    """Return the bytes of a TCP connection that this rank's kernel lets be in flight; None: unknown.
+    """Return the bytes that this rank's kernel allows in flight per TCP connection; None: unknown.
 
-    The receive buffer has a part that is no window: ``tcp_adv_win_scale`` says how large.
+    A part of the receive buffer is not available as window: ``tcp_adv_win_scale`` sets its size.
 
     Example:
         >>> from sparsync.cli.doctor.facts import local_facts

@@ -39,8 +39,8 @@ class LinearResult:
     accuracy: list[float]  # likewise, on ``accuracy_on``
     accuracy_on: str  # "held-out rows" or "training rows"
     seconds: list[float]  # every stretch of computation, and the next
-    # every exchange, from when all ranks are there until the last has its result; asynchronous:
-    # the time that a rank waits for what it needs
+    # every exchange, from when all ranks are there until the last has its result; asynchronous: the time
+    # that a rank waits for the results that it needs
     seconds_communication: list[float]
     seconds_updates: list[float]  # of these, the exchange of updates, without scd's derivatives
     bytes_sent: list[int]

@@ -51,7 +51,7 @@ Columns = Annotated[int, Bounds(1, 2**31 - 1)]  # SciPy's indices have 32 bits
 Threads = Annotated[int, Bounds(1, 1024)]
 Staleness = Annotated[int, Bounds(0, 1000)]  # each step under way holds a gradient
 _DATA = f"An svmlight file (also .gz, .bz2), or {TRIGRAMS}: those of Python's own library."
-_POSITIVE = "What is +1: labels of the file, with commas; a package of the trigrams."
+_POSITIVE = "The class +1: labels of the file, with commas; a package of the trigrams."
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class LinearSettings:
         )
         if self.solver == "scd" and self.staleness:
             raise ConfigurationError(
-                "scd is synchronous: its step size is safe for one step's coordinates alone; "
+                "scd is synchronous: its step size is safe only for one step's coordinates; "
                 "choose sgd, or --aggregation sync"
             )
         # SciPy is not loaded for the help, nor for the other commands
@@ -133,7 +133,7 @@ class LinearSettings:
         from sparsync.published.sparcml.linear.problem import Problem
 
         nothing = Problem(csr_matrix((0, 1)), np.zeros(0), self.model, self.l1, self.l2)
-        for name in self.exchanges:  # the solver refuses what it cannot do
+        for name in self.exchanges:  # a solver refuses settings that it cannot handle
             self.make_solver(SoloCommunicator(), nothing, name)
 
     def make_solver(

@@ -60,7 +60,7 @@ def command(
         list[str] | None, option("RANK:FACTOR: a rank that computes slower; may be repeated.")
     ] = None,
     machine: Annotated[
-        InputFile | None, option('What work costs: a file of "sparsync doctor --json".')
+        InputFile | None, option('The cost of work: a file of "sparsync doctor --json".')
     ] = None,
     *,
     json: Annotated[bool, Option("--json", help="Print JSON, for machines.")] = False,
@@ -113,7 +113,7 @@ def _topology(
     if nodes is not None:
         return TwoLevel(nodes, parse_network(inner or "80gbit,5us"), links)
     if inner is not None:
-        raise ConfigurationError("--inner-network is of nodes; give --nodes RANKS, too")
+        raise ConfigurationError("--inner-network is for nodes; give --nodes RANKS as well")
     return links
 
 

@@ -38,7 +38,7 @@ class Gradients:
 
 
 def gradients(contender: Contender, settings: SimulationSettings, scale: float) -> Gradients:
-    """Return what a row is fed with."""
+    """Return the gradients that a row exchanges."""
     recorded = load_gradients(Path(settings.inputs)) if Path(settings.inputs).is_file() else None
     if recorded is not None:
         recorded = recorded[:, :: max(round(scale), 1)]
@@ -64,10 +64,10 @@ def gradients(contender: Contender, settings: SimulationSettings, scale: float) 
 
 
 def load_gradients(path: Path) -> Tensor:
-    """Read recorded gradients: `[rows, n]` or `[n]`, from .npy or what ``torch.save`` wrote.
+    """Read recorded gradients: `[rows, n]` or `[n]`, from .npy or a file of ``torch.save``.
 
     Raises:
-        ConfigurationError: it is neither, or holds no such tensor.
+        ConfigurationError: the file is neither, or holds no such tensor.
     """
     try:
         if path.suffix == ".npy":
@@ -76,7 +76,7 @@ def load_gradients(path: Path) -> Tensor:
             loaded: Any = torch.from_numpy(np.load(path, allow_pickle=False))
         else:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged file makes them raise
+    except Exception as error:  # a damaged file makes them raise anything
         raise ConfigurationError(
             f"cannot read gradients from '{path}' ({str(error).partition(chr(10))[0]}); "
             "give a .npy file or a tensor that torch.save wrote"
@@ -152,7 +152,7 @@ class _Placed(Collective):
         return self
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Put the selected entries in their places; take back what was delivered of them."""
+        """Put the selected entries in their places; return the delivered ones to the held elements."""
         find = self.source.places
         if find is None or not isinstance(selected, SparseVector):
             return await self.inner.reduce(comm, selected, k, step)
@@ -161,7 +161,7 @@ class _Placed(Collective):
         reduced = await self.inner.reduce(comm, whole, k, step)
         places = find(comm.rank, self.unit)
         assert isinstance(reduced.delivered, SparseVector)
-        # what this rank keeps of other ranks' entries has no place here; it changes no time
+        # undelivered entries of other ranks that an owner keeps are not held; no time depends on them
         mine = reduced.delivered.restrict(places)
         back = SparseVector(kernels.restrict(places, mine.indices), mine.values, places.numel())
         return Reduced(reduced.total, back)

@@ -83,9 +83,9 @@ def simulate_training(
     """Simulate every algorithm, the baselines first.
 
     Args:
-        settings: what is simulated.
-        show: opens the progress of the row of this name, which is called when a rank ends a step,
-            with the number of such ends.
+        settings: the training to simulate.
+        show: opens the progress of the row of this name; the result is called whenever a rank ends a
+            step, with the number of all such ends.
 
     Example:
         >>> settings = SimulationSettings(("oktopk",), ranks=4, model_size=1_000_000, compute=0.01)

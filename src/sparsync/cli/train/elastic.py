@@ -1,7 +1,7 @@
 """``sparsync train --elastic``: train while ranks are killed at random and started again.
 
-Trains twice, first without faults.  This process starts torchft's lighthouse and the ranks, kills some of
-them with SIGKILL, and hears from all of them what they have applied, and when.
+Trains twice, first without faults.  This process starts torchft's lighthouse and the ranks, and kills
+some of them with SIGKILL; each rank reports the steps that it has applied, and when.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def table(result: ElasticResult) -> Columns:
 
 
 class _Run:
-    """One training, and what is heard of it."""
+    """One training, and the reports of its ranks."""
 
     def __init__(self, settings: TrainSettings, algorithm: str, mean: float) -> None:
         self.settings, self.algorithm, self.mean = settings, algorithm, mean
@@ -243,8 +243,8 @@ class _Run:
             furthest = now
             if time.monotonic() > heard + _SILENT:
                 raise PeerError(
-                    f"step {furthest}: no rank has said anything for {_SILENT:g} s; what ranks and "
-                    "torchft's servers wrote is above"
+                    f"step {furthest}: no rank has reported anything for {_SILENT:g} s; the output of "
+                    "ranks and torchft's servers is above"
                 )
             if time.monotonic() > due:
                 due = float("inf")
@@ -260,7 +260,7 @@ class _Run:
         return self.random.expovariate(1 / self.mean)
 
     def _kill(self, lab: Lab | None, address: str) -> None:
-        """Kill a rank that contributes, if others do, too, and start it again."""
+        """Kill a rank that contributes, if others do as well, and start it again."""
         living = self._contributing()
         if len(living) < 2:
             return
@@ -269,7 +269,7 @@ class _Run:
         self.kills.append((time.time(), rank))
         self.processes[rank].join()
         while self._hear(rank, self.pipes[rank]):
-            pass  # what it had said before
+            pass  # its reports from before
         self._start(rank, lab, address)
 
     def _contributing(self) -> list[int]:
@@ -301,7 +301,7 @@ class _Run:
         return min((moment for moment in own if moment > when), default=0.0)
 
     def _give_up(self) -> None:
-        """Do not wait for ranks that come after the others have ended: alone they would begin again."""
+        """Stop waiting for ranks that come after the others have ended: alone they would begin again."""
         started = {rank: when for when, rank in self.starts}
         away = {rank for rank, when in started.items() if not self._first_since(rank, when)}
         if self.ended.keys() | away == started.keys():
@@ -310,7 +310,7 @@ class _Run:
                 self.processes[rank].kill()
 
     def _hear(self, rank: int, pipe: Connection) -> bool:
-        """Take what a rank says; False: it has ended."""
+        """Take a report of a rank; False: it has ended."""
         try:
             said = pipe.recv()
         except (EOFError, ConnectionError):
@@ -420,7 +420,7 @@ def be_lighthouse(pipe: Connection, seat: Seat | None, port: int = 0) -> None:
 
 
 def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
-    """Train with what is ``given``, and say so; an error ends this rank, and the run."""
+    """Train with the settings ``given``, and report steps; an error ends this rank, and the run."""
     _hush()
     if seat is not None:
         seat.enter()

@@ -99,7 +99,7 @@ class Exchange:
 
     model: nn.Module  # called and trained: wrapped in DDP, or plain
     optimizers: Sequence[torch.optim.Optimizer]
-    comm: Communicator | None = None  # whose ledger counts the bytes; None: they are worked out
+    comm: Communicator | None = None  # its ledger counts the bytes; None: they are computed
     formula: Callable[[], int] = int  # without a ledger: bytes of the step that has just ended
     sparse: bool = False  # entries are selected: density means something
     sums: bool = False  # gradients are summed over ranks, not averaged
@@ -107,10 +107,10 @@ class Exchange:
     options: Mapping[str, object] | None = None  # of a scheme of averaging
     after_step: Callable[[], object] = _nothing  # follows the optimizer's step
     finish: Callable[[], object] = _nothing  # makes the replicas equal
-    close: Callable[[], object] = _nothing  # ends what runs in the background
+    close: Callable[[], object] = _nothing  # ends threads and groups in the background
 
     def __post_init__(self) -> None:
-        # what was sent to set it up is of no step
+        # bytes that were sent to set the exchange up belong to no step
         self._before = Traffic() if self.comm is None else self.comm.ledger.total()
 
     @property
@@ -184,7 +184,7 @@ def _attached(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
     """Attach a preset to the gradients of a DDP model."""
     ddp = _in_ddp(model)
     correction = settings.correction(preset(name).corrects)
-    # SparCML compresses some layers, too (section 8.4)
+    # SparCML does not compress all layers either (section 8.4)
     compress = is_hidden_matrix if name == "sparcml" else None
     sync = attach(
         ddp,
@@ -209,7 +209,7 @@ def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
     """Let a model train alone, and a scheme average it with others.
 
     Members of the outer step's family are attached, so that moments can follow the average; but
-    ``attach`` always averages buffers.  What moves by signs is published with SGD, without momentum.
+    ``attach`` always averages buffers.  Methods that step by signs are published with plain SGD.
     """
     given, has = _scheme_options(settings, name), options_of(name)
     optimizers, own = settings.make_optimizers(model), {}

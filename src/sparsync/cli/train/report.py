@@ -66,7 +66,7 @@ def _times(ratio: float | None) -> str:
 
 
 def _caption(results: Sequence[TrainResult]) -> str:
-    """Say what was run, how it was counted, and whether the replicas agree."""
+    """Describe the runs, the way of counting, and whether the replicas agree."""
     first = results[0]
     densities = sorted({result.density for result in results if result.density < 1})
     network = f" on links of {first.links}" if first.links else " on this machine"
@@ -94,7 +94,7 @@ def _caption(results: Sequence[TrainResult]) -> str:
     if signs := ", ".join(r.algorithm for r in results if (r.options or {}).get("sign")):
         lines.append(f"optimizer of {signs}: sgd without momentum, whose rate is a step's length")
     if any(r.bytes_counted == "formula" for r in results if r.algorithm != "dense"):
-        lines.append("sent by PyTorch's hooks: 2 (P - 1) / P of what they allreduce")
+        lines.append("sent by PyTorch's hooks: 2 (P - 1) / P of the bytes that they allreduce")
     if first.delay != "none":
         lines.append(f"delay {first.delay}: before steps, in all times but the computation's")
     wrong = ", ".join(result.algorithm for result in results if not result.replicas_equal)

@@ -23,19 +23,19 @@ class TrainResult:
 
     algorithm: str  # a preset; "dense" (plain DDP); "fp16", "powersgd" (PyTorch's); or a scheme
     ranks: int
-    steps: int  # that were made
-    density: float  # k / n asked for; 1 where everything is exchanged
+    steps: int  # steps that were made
+    density: float  # k / n as asked for; 1 where everything is exchanged
     parameters: int  # trained elements n
     optimizer: str
     lr: float  # after its warm-up
     loss: list[float]  # per step: nats per byte, image, ...; mean over ranks
-    eval_loss: float  # likewise, on what is held out, after the last step
+    eval_loss: float  # likewise, on held-out samples, after the last step
     seconds_total: float  # of the slowest rank: all steps, and leaving all replicas equal
     seconds_per_step_median: float
     bytes_sent_per_step_max: int  # the most that any rank sent in any step, headers included
     replicas_equal: bool  # all ranks ended with bit-identical parameters
     bytes_sent: list[int]  # per step, by the rank that sent most in all
-    # bytes, the mean over steps, what makes replicas equal in the end included; of the rank with most
+    # bytes of the rank that sent most, the mean over steps; includes making replicas equal in the end
     sent_per_parameter_and_step: float
     received_per_parameter_and_step: float
     seed: int

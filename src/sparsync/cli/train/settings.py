@@ -58,8 +58,8 @@ _WORKLOADS = (
     "own source text, a CNN on scikit-learn's digits. The others are the papers'."
 )
 _SPACE = (
-    "What presets exchange: gradient, update or local (progress of the ranks' own weights); with adam "
-    "also frozen, refreshed."
+    "The tensors that presets exchange: gradient, update or local (progress of the ranks' own weights); "
+    "with adam also frozen, refreshed."
 )
 _DATA = "Folder that the papers' workloads read: see docs/data.md. Never downloaded."
 _MOMENTUM = "Of sgd: momentum and decay before the exchange, not after."
@@ -79,17 +79,15 @@ _BATCH = "32 for digits, 16 for lines, 8 for bytes and lstm; the papers'"
 _DELAY = (
     "Ranks wait before steps: random:COUNT:SECONDS, persistent:RANK:SECONDS or heavytail:MIN:MAX."
 )
-_TARGET = (
-    "Time to loss: how soon is the loss reached that dense has at this step? A run ends there."
-)
+_TARGET = "Time to loss: when is the loss reached that dense has at this step? A run ends there."
 
 
 @dataclass(frozen=True)
 class TrainSettings:
     """Settings that all algorithms of a comparison share; every field is an option of the command.
 
-    The constructor fills in what depends on the workload and the optimizer.  None otherwise means a
-    default of the workload's or the scheme's.
+    The constructor fills in the fields that depend on the workload and the optimizer.  Elsewhere None
+    means a default of the workload's or the scheme's.
     """
 
     ranks: Annotated[Ranks, ranks_option(4)] = 4
@@ -151,7 +149,7 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self.make_workload()  # refuses what it does not know
+        self.make_workload()  # refuses options that the workload does not have
         self._fill_in()
         self._check_memory()
         check("buffers", self.buffers, self.buffers in get_args(BufferRule), "average or local")
@@ -179,7 +177,7 @@ class TrainSettings:
         object.__setattr__(self, "optimizer", optimizer)
 
     def _check_memory(self) -> None:
-        """Refuse what no machine holds: the least that the activations of a step, and weights, take."""
+        """Refuse sizes that no machine holds, by the least memory of a step's activations and weights."""
         workload = self.make_workload()
         width, context, layers = (
             getattr(workload, name, None) or 1 for name in ("width", "context", "layers")
@@ -260,7 +258,7 @@ class TrainSettings:
     def make_optimizers(
         self, model: nn.Module, correction: Correction | None = None
     ) -> list[torch.optim.Optimizer]:
-        """Build the optimizers of a model's parameters, without what the correction does."""
+        """Build the optimizers of a model's parameters, without the parts that the correction does."""
         parameters, decay = list(model.parameters()), self.weight_decay
         if correction is not None and (correction.momentum or correction.weight_decay):
             return [torch.optim.SGD(parameters, self.lr)]

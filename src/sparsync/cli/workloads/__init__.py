@@ -60,10 +60,10 @@ def make_workload(name: str, **options: int | Path | None) -> Workload:
     given = {key: value for key, value in options.items() if value is not None}
     for key, value in given.items():
         if key not in known:
-            raise ConfigurationError(f"{key} is {value}, but {name} has no {key}; leave it out")
+            raise ConfigurationError(f"{key} is {value}, but {name} has no {key}; omit it")
     if kind.reads_folder and "data" not in given:
         raise ConfigurationError(
             f"{name} needs data, which is not downloaded; give its folder with --data DIR "
-            "(docs/data.md says what it has to have)"
+            "(docs/data.md lists the files in it)"
         )
     return kind(**given)

@@ -31,10 +31,10 @@ class Delay:
 
           seconds = first + (second - first) min(1, 250^(z / rarest - 1))
 
-      So the median is ``first + (second - first) / 250``, and one of 5,000 reaches ``second``.  That is
-      what is known of the 5,000 iterations of WAGMA's Figure 9: 1.7 to 43.5 s, a median below 2 s (here
-      1.87 s, and a mean of 2.3 s).  As many draws of a bounded Pareto of that range whose median is below
-      2 s hardly exceed 13 s.
+      So the median is ``first + (second - first) / 250``, and one of 5,000 reaches ``second``.  This fits
+      all that the paper tells of the 5,000 iterations of WAGMA's Figure 9: 1.7 to 43.5 s, a median below
+      2 s (here 1.87 s, and a mean of 2.3 s).  As many draws of a bounded Pareto of that range whose
+      median is below 2 s hardly exceed 13 s.
     """
 
     kind: str = "none"

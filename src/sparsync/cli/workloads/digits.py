@@ -128,7 +128,7 @@ class DigitsWorkload(Workload):
 
 
 def shifted(images: Tensor, generator: np.random.Generator, *, most: int) -> Tensor:
-    """Move every square image by up to ``most`` pixels, each way; what comes in is 0."""
+    """Move every square image by up to ``most`` pixels, each way; pixels from outside are 0."""
     side = images.shape[-1]
     windows = F.pad(images, (most,) * 4).unfold(2, side, 1).unfold(3, side, 1)
     down, right = torch.from_numpy(generator.integers(2 * most + 1, size=(2, len(images))))

@@ -83,7 +83,7 @@ class ByteText:
         for number, file in enumerate(standard_library_files(root), start=1):
             try:
                 content = file.read_bytes()[:left]
-            except OSError:  # e.g. a dangling link: what cannot be read is not part of the text
+            except OSError:  # e.g. a dangling link: a file that cannot be read is left out
                 continue
             left -= len(content)
             parts[number % 20 == 0].extend(content)

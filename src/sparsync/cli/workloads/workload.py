@@ -68,7 +68,7 @@ class Draw:
     batch_size: int
 
     def generator(self) -> np.random.Generator:
-        """Return a generator for what is random in the batch."""
+        """Return the generator of everything that is random in the batch."""
         return np.random.default_rng([self.seed, self.step, self.rank])
 
     def samples(self, count: int) -> Tensor:
@@ -157,7 +157,7 @@ class Objective(ABC):
         """Evaluate a held-out batch; no gradient is recorded, and dropout is off."""
 
     def figures(self, whole: Evaluation) -> dict[str, float]:
-        """Return further figures of what is held out, by name; NaN of no samples."""
+        """Return further figures of the held-out samples, by name; NaN if there are none."""
         return {}
 
 
@@ -167,7 +167,7 @@ class CrossEntropy(Objective):
     """Mean cross entropy in nats of logits `[batch, ..., classes]`; ``PADDING`` counts for nothing."""
 
     top: int | None = None  # report the targets among this many most probable ones, as "top-5"
-    perplexity: bool = False  # report it, too
+    perplexity: bool = False  # report it as well
     smoothing: float = 0.0  # of the labels, while training (Szegedy et al. 2016, section 7)
 
     def loss(self, outputs: Tensors, targets: Tensors) -> Tensor:
@@ -182,7 +182,7 @@ class CrossEntropy(Objective):
         return self.judge_outputs(outputs_of(model, inputs), targets)
 
     def judge_outputs(self, outputs: Tensors, targets: Tensors) -> Evaluation:
-        """Evaluate what a model has returned."""
+        """Evaluate the outputs of a model."""
         logits, expected = _flat(outputs, targets)
         loss = F.cross_entropy(logits, expected, reduction="sum", ignore_index=PADDING).item()
         hits = int((logits.argmax(-1) == expected).sum())
@@ -219,7 +219,7 @@ class Workload(ABC):
 
     @property
     def objective(self) -> Objective:
-        """Its loss, and what is evaluated; unless a workload has another, the cross entropy."""
+        """The loss and the figures to evaluate; the cross entropy, unless a workload has another."""
         return CrossEntropy()
 
     @abstractmethod
@@ -235,7 +235,7 @@ class Workload(ABC):
         raise NotImplementedError
 
     def held_out_batches(self, *, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-        """Yield a rank's share of what to evaluate on, whatever the seed; by default ``held_out``'s."""
+        """Yield a rank's share of held-out samples, equal for every seed; by default ``held_out``'s."""
         inputs, targets = (part[rank::world_size] for part in self.held_out())
         for start in range(0, len(inputs), batch_size):
             part = slice(start, start + batch_size)
@@ -243,7 +243,7 @@ class Workload(ABC):
 
     @final
     def loss(self, outputs: Tensors, targets: Tensors) -> Tensor:
-        """Return the mean loss of what the model has returned for a batch."""
+        """Return the mean loss of the model's outputs for a batch."""
         return self.objective.loss(outputs, targets)
 
     @final
@@ -251,7 +251,7 @@ class Workload(ABC):
     def evaluate(
         self, model: nn.Module, *, rank: int = 0, world_size: int = 1, batch_size: int = 32
     ) -> Evaluation:
-        """Evaluate a model on a rank's share of what is held out; by default on all of it."""
+        """Evaluate a model on a rank's share of the held-out samples; by default on all of them."""
         training = model.training
         model.eval()
         try:

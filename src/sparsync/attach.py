@@ -67,8 +67,8 @@ def attach(
             ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", threshold_period=128)``.  For updates
             the name of a member of the family ("diloco", "sparseloco", ...), an ``OuterStep``,
             or an algorithm for ``OuterStep`` to exchange with; None: 1 bit, every second step; "auto"
-            with DDP measures the group, and takes dense gradients where those take fewer seconds per step, or
-            hardly more; it does not know how many steps a loss takes.
+            with DDP measures the group, and takes dense gradients where those take fewer seconds per
+            step, or hardly more; it does not know how many steps a loss takes.
         density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected.
             None: 1 %, and more below a million parameters, up to 100 % at 46,000
             (``default_density``); rank 0 says it, once.

@@ -73,9 +73,8 @@ def attach_elastic(
         consensus,
         None if watched.log is None else sink_of(watched.log, 0),
     )
-    reducer.notice = "".join(
-        said
-    )  # every process comes by itself: the first step tells whose it is
+    # every process comes by itself: the first step tells which rank is to say it
+    reducer.notice = "".join(said)
     return ElasticSync(model, reducer, shards, consensus, options, manager, optimizers)
 
 

@@ -204,6 +204,7 @@ class ModelWeights(Weights):
         """
         if self.noise is not None and any(name == _SAMPLES for name, *_ in self._within(span)):
             values = self.noise.values
-            if self.node is None:  # else the vector is a part of it
-                values.copy_(shared[shared.numel() - values.numel() :].view_as(values))
+            own = shared[shared.numel() - -(-values.numel() // self._divisor) :]
+            whole = own if self.node is None else self.node.gathered(own).flatten()
+            values.copy_(whole[: values.numel()].view_as(values))
             self.noise.measure()

@@ -46,9 +46,10 @@ class Places:
                     "requires_grad=False when attach was called; freeze or thaw before wrapping in DDP"
                 )
             places.append(place[parameter])
-            like = torch.empty_like(parameter, device="meta")  # contiguous if elements overlap
-            if not like.is_contiguous():
-                self.strides[number] = like.stride()
+            # as in DDP, a parameter whose memory has gaps or overlaps has a contiguous piece
+            dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+            if dense and not parameter.is_contiguous():
+                self.strides[number] = parameter.stride()
         self.names = [slot.name for _, slot in places]
         self.runs = runs_of(places, joined=joined)
         self.joined = [

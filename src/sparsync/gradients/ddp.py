@@ -299,15 +299,17 @@ class DdpSync(GradientSync):
 
     def _after(self, this: BucketStep, finished: Future[None]) -> None:
         self._exchanged = True
-        if not self._settle(this, finished):
-            for parameter in self._place:
-                parameter.grad = None  # every optimizer skips it, momentum included
-            return
-        model = self._model()
-        if model is not None and (model.find_unused_parameters or model.static_graph):
-            _deliver_to_unused(pair for bucket in this.buckets for pair in bucket.pairs())
+        try:
+            if not self._settle(this, finished):
+                for parameter in self._place:
+                    parameter.grad = None  # every optimizer skips it, momentum included
+                return
+            model = self._model()
+            if model is not None and (model.find_unused_parameters or model.static_graph):
+                _deliver_to_unused(pair for bucket in this.buckets for pair in bucket.pairs())
+        finally:
+            this.buckets.clear()  # DDP may rebuild its buckets: the old ones must not live on
         self._end_step(alike=True)
-        this.buckets.clear()  # DDP may rebuild its buckets: the old ones must not live on
 
 
 @final

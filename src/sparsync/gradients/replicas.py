@@ -262,7 +262,8 @@ class ReplicaSync(GradientSync):
             torch._foreach_mul_(gradients, scale)
         this.gradients[unit] = gradients
         for its in self._runs[unit]:
-            own = [gradients[number].reshape(-1) for number in its.members]
+            # 1-D and strided, as a user may set .grad, ``reshape`` alone would leave it
+            own = [gradients[number].reshape(-1).contiguous() for number in its.members]
             gradient = own[0] if len(own) == 1 else torch.cat(own)
             self._accumulate(its, gradient, [parameters[number] for number in its.members])
         self._wait_for_gpu()
@@ -285,12 +286,14 @@ class ReplicaSync(GradientSync):
         used = self._parts.share_used(self.reducer.channel("used"), this.came)
         this.jobs.append(self._engine.submit(used))
         this.jobs.append(self._engine.submit(self.reducer.share()))
-        if self._settle(this, self._engine.submit(lambda: self._finish(this))):
-            for name in this.taken.keys() & self._parts.used:
-                self._parameters[name].grad = this.taken[name]
-        # else gradients stay None: every optimizer passes over them
-        this.taken.clear()
-        this.gradients.clear()
+        try:
+            if self._settle(this, self._engine.submit(lambda: self._finish(this))):
+                for name in this.taken.keys() & self._parts.used:
+                    self._parameters[name].grad = this.taken[name]
+            # else gradients stay None: every optimizer passes over them
+        finally:
+            this.taken.clear()
+            this.gradients.clear()
         self._end_step()
 
     async def _check_first_weights(self) -> None:

@@ -122,6 +122,18 @@ def test_nodes_resume_and_no_plain_ddp_takes_their_state():
         plain.load_state_dict(state)
 
 
+@on_ranks(4)
+def test_memory_for_weights_that_decay_is_made_once():
+    ddp, sync = on_nodes(correction=Correction(weight_decay=0.1))
+    train(ddp, range(1))
+    like, zeros_like = [], torch.zeros_like
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "zeros_like", lambda x, **how: like.append(x) or zeros_like(x, **how))
+        train(ddp, range(1, 3))
+    assert not {id(x) for x in like} & {id(flat) for flat in sync._nodes._flat}
+    sync.close()
+
+
 @pytest.mark.slow
 @on_ranks(4)
 def test_nonfinite_gradients_are_refused_on_all_nodes():
@@ -227,6 +239,19 @@ def test_updates_of_nodes_are_those_of_ranks_with_their_averaged_gradients(setti
         ends.append(torch.stack([own, shared, flat(net)]))
         sync.close()
     torch.testing.assert_close(*ends, atol=2e-5, rtol=0)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("algorithm", ["dense", "quantised"])
+def test_all_ranks_of_all_nodes_measure_the_same_noise(algorithm):
+    """A late average is added to what a node has of its own, which rounds in each in another way."""
+    net, optimizer, sync = updating(algorithm=algorithm, noise_correction=True, period=3, delay=1)
+    train(net, range(12), optimizer)
+    measured = sync._weights.noise.state_dict()
+    assert measured["measured"] == 3
+    for name in ("squares", "common", "lasting"):
+        assert same_everywhere(measured[name]) and bool(measured[name].any()), name
+    sync.close()
 
 
 @on_ranks(4)

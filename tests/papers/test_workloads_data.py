@@ -97,7 +97,10 @@ def test_an_empty_folder_is_refused_at_once_in_one_line(name, tmp_path):
     [
         ({"workload": "lstm-ptb"}, "lstm-ptb needs data, which is not downloaded; give its folder"),
         ({"workload": "atis", "data": Path("nowhere")}, "in nowhere, which is no folder; give one"),
-        ({"workload": "bytes", "data": Path("here")}, "data is here, but bytes has no data; omit it"),
+        (
+            {"workload": "bytes", "data": Path("here")},
+            "data is here, but bytes has no data; omit it",
+        ),
     ],
 )
 def test_data_that_is_missing_or_not_needed_is_refused(options, said):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import sparsync
 from sparsync.attach import check_optimizer
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, NonFiniteGradientError
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.schedule import Warmup
+from sparsync.gradients.buckets import Bucket
+from sparsync.gradients.replicas import ReplicaStep
 from sparsync.units import output_parameters
 from tests.attaching import attach
 
@@ -223,3 +226,70 @@ def test_two_backward_passes_within_a_forward_pass_are_two_steps(alone):
             net.require_backward_grad_sync = True
         assert sync.stats()["exchanges"] == 4
     assert both.first.bias.grad.tolist() == [2.0] * 600
+
+
+class Gaps(torch.nn.Module):
+    """Of its weight's memory two elements of three are another's; DDP holds gradients without gaps."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(9, 4).t()[:, ::3])
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_a_weight_with_gaps_has_its_own_gradient_residual_and_decay(alone, options):
+    torch.manual_seed(0)
+    net, kept = Gaps(), torch.zeros(4, 3)
+    ddp = DistributedDataParallel(net, **options)
+    given = {"density": 0.25, "transport": "torch", "correction": Correction(weight_decay=0.1)}
+    with attach(ddp, "allgather", **given) as sync:
+        for _ in range(3):
+            x = torch.randn(5, 4)
+            net.zero_grad()
+            ddp(x).square().sum().backward()
+            accumulated = kept + 2 * x.t() @ x @ net.weight.detach() + 0.1 * net.weight.detach()
+            kept = sync.state_dict()["residual"]["weight"].view(4, 3)
+            assert net.weight.grad.count_nonzero() == 3
+            torch.testing.assert_close(net.weight.grad + kept, accumulated)
+
+
+class Whole(torch.nn.Module):
+    """One weight that is too large to be joined with others."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 40_000))
+
+    def forward(self, x):
+        return x * self.weight.square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_strided_gradients_that_a_user_set_are_exchanged(alone):
+    net, kept = Whole(), torch.zeros(40_000)
+    with attach(net, density=0.5, transport="torch", replicate=dist.group.WORLD) as sync:
+        for step in range(3):
+            net.weight.grad = own = torch.zeros(80_000)[::2]
+            net(torch.tensor(step + 1.0)).backward()
+            accumulated = kept + 2 * (step + 1) * net.weight.detach()
+            kept = sync.state_dict()["residual"]["weight"].view(-1)
+            assert not own.is_contiguous() and 0 < int(own.count_nonzero()) < len(own)
+            torch.testing.assert_close(net.weight.grad + kept, accumulated)
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize("wrap", [lambda net: net, DistributedDataParallel], ids=["plain", "ddp"])
+def test_a_refused_step_keeps_no_gradients(alone, wrap, policy):
+    """They would live on until the next step, next to its own and, in DDP, to rebuilt buckets."""
+    net = wrap(Whole())
+    where = {} if wrap is DistributedDataParallel else {"replicate": dist.group.WORLD}
+    with attach(net, density=0.5, transport="torch", nonfinite=policy, **where):
+        raises = pytest.raises(NonFiniteGradientError) if policy == "raise" else nullcontext()
+        with raises:
+            net(torch.tensor(torch.nan)).backward()
+        del raises  # its traceback
+        kept = [one for one in gc.get_objects() if type(one) in (Bucket, ReplicaStep)]
+        assert not any(type(one) is Bucket or one.taken or one.gradients for one in kept)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sparsync.collectives.allgather import Allgather
 from sparsync.collectives.changing import Changing
+from sparsync.collectives.halving import Halving
 from sparsync.collectives.quantised import Quantised
 from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.published.baselines.gtopk import GTopk
@@ -17,7 +18,7 @@ from sparsync.published.redsync.sign_mean import SignMean
 from sparsync.published.sparcml.collectives import Dynamic, Ring
 from sparsync.reduction import OPERATIONS, Reduction
 from sparsync.sparse import DenseVector, SparseVector, densify
-from sparsync.transports.sim import simulate
+from sparsync.transports.sim import Links, simulate
 from sparsync.wire import Codec, Coo, Encoded, Packed, Whole
 from sparsync.wire.codec import Header
 from sparsync.wire.qsgd import SparseQsgd
@@ -147,6 +148,21 @@ def test_what_is_dropped_on_the_way_stays_with_the_rank_on_the_way():
     results = reduced(inputs, k=1)
     assert [r.total.to_dense().tolist() for r in results] == [[8.0, 0.0, 0.0, 0.0]] * 4
     assert shares(results) == [[3, 0, -6, 0], [5, 0, 0, 0], [0, 0, 0, 0], [0, 0, 6, 0]]
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_halving_works_for_the_bytes_that_arrive(world_size):
+    """Only rank 0 has entries: hardly two ranks send as much as they receive."""
+
+    async def program(comm):
+        mine = SparseVector.from_dense(noise(0) if comm.rank == 0 else torch.zeros(len(noise(0))))
+        await Halving().reduce(comm, mine, k=len(noise(0)), step=0)
+        traffic = comm.ledger.by_phase()["reduce-scatter"]
+        return comm.ledger.stages["unpack"], traffic.received, traffic.sent
+
+    links = Links(alpha=0.0, beta=0.0, gamma=1.0)
+    for worked, received, sent in simulate(program, world_size, links=links).results:
+        assert worked == received != sent
 
 
 def test_lower_ranks_are_the_left_operands():

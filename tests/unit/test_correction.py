@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,6 +91,29 @@ def test_density_1_with_masking_is_plain_sgd():
 def test_what_is_exchanged_whole_keeps_its_velocity():
     dense = trained(Correction(0.9), density=0.1, warmup=Warmup(STEPS))
     assert_equal(dense, reference(momentum=0.9))
+
+
+@pytest.mark.parametrize("parts", [([0], [1]), ([1], [0]), ([1, 0],)])
+def test_units_that_are_exchanged_one_by_one_have_the_velocities_of_a_whole_step(parts):
+    correction, apart = Correction(0.9), replace(resolve("allgather"), shared=False)
+
+    async def program(comm):
+        units = plan_units([("a", torch.zeros(20)), ("b", torch.zeros(40))], unit_bytes=80)
+        whole, divided = (Reducer(comm, units, apart, 0.1, None, correction) for _ in range(2))
+        for step in range(5):
+            pieces = gradient(comm.rank, step, torch.zeros(SIZE)).split([20, 40])
+            expected = [piece.clone() for piece in pieces]
+            await whole.reduce(expected)
+            for part in parts:
+                mine = [pieces[unit].clone() for unit in part]
+                await divided.reduce(mine, units=part)
+                assert all(map(torch.equal, mine, (expected[unit] for unit in part)))
+            velocities = whole.corrector.velocities
+            assert all(map(torch.equal, divided.corrector.velocities, velocities))
+            assert [int((v == 0).sum()) for v in velocities] == [2, 4], "those of delivered entries"
+        assert divided.step == 5
+
+    simulate(program, 2)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

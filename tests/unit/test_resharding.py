@@ -260,6 +260,7 @@ def test_outer_steps_do_not():
     model = torch.nn.Linear(3, 2)
     state = OuterAverager(model).state_dict()
     with pytest.raises(
-        ConfigurationError, match=r"has its own weights and residuals, which cannot be divided; use attach\(\)"
+        ConfigurationError,
+        match=r"has its own weights and residuals, which cannot be divided; use attach\(\)",
     ):
         state_like(state, [state, state])

@@ -292,7 +292,9 @@ def test_presets_and_schemes_of_the_core_are_no_papers():
 
 def test_the_home_page_begins_with_the_picture_and_the_table_of_the_readme():
     home, readme = page_of("index.md"), (ROOT / "README.md").read_text(encoding="utf-8")
-    picture, table, links = (home.index(mark) for mark in ("](images/frontier.png)", "\n| ", ".md)"))
+    picture, table, links = (
+        home.index(mark) for mark in ("](images/frontier.png)", "\n| ", ".md)")
+    )
     assert picture < table < links
     results = home[table : home.index("\n\n", table)].strip()
     assert len(results.splitlines()) == 8 and results in readme

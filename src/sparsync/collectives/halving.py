@@ -133,10 +133,11 @@ class _Walk:
             capacity = self.codec.nbytes(most, span, self.mine.values.dtype)
             receiving = comm.irecv(source, capacity, phase, framing)
             sending = comm.isend(encoded.payload, dest, phase, framing)
-            theirs = self.codec.decode(await receiving, span).to(self.mine.values.device)
+            message = await receiving
+            theirs = self.codec.decode(message, span).to(self.mine.values.device)
             await sending
             arrived = theirs.split([self.width * i for i in range(count + 1)])
-            await comm.work(encoded.payload.numel())
+            await comm.work(message.numel())
             self.blocks = self.blocks[:skip]
             for i, block in enumerate(arrived):
                 owner = (comm.rank + i) % comm.world_size

@@ -197,10 +197,11 @@ class Reducer:
         # fragments of an exchange of updates are committed one by one: the last closes the step
         if len(self._committed) < len(self.units):
             return totals
+        everything = [self._committed[unit] for unit in range(len(self.units))]
         if self.corrector:
-            self.corrector.retain([result.delivered for result in reduced.values()])
+            self.corrector.retain([result.delivered for result in everything])
         self.plan.commit()
-        self._close([self._committed[unit] for unit in range(len(self.units))], measured)
+        self._close(everything, measured)
         return totals
 
     def refuse(self) -> None:

@@ -48,10 +48,10 @@ class Places:
                 )
             places.append(place[parameter])
             # DDP's reducer gives a gradient the strides of its parameter where these are dense and do not
-            # overlap, as empty_like does; where elements overlap, both are contiguous
-            like = torch.empty_like(parameter, device="meta")
-            if not like.is_contiguous():
-                self.strides[number] = like.stride()
+            # overlap, else contiguous ones.  empty_like is dense in any case, and shows which it is
+            dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+            if dense and not parameter.is_contiguous():
+                self.strides[number] = parameter.stride()
         self.names = [slot.name for _, slot in places]
         self.runs = runs_of(places, joined=joined)
         self.joined = [

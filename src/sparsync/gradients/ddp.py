@@ -324,17 +324,20 @@ class DdpSync(GradientSync):
 
     def _after(self, this: BucketStep, finished: Future[None]) -> None:
         self._exchanged = True
-        if not self._settle(this, finished):
-            # None, not zeros: with zeros an optimizer would still step, by momentum and weight decay
-            for parameter in self._place:
-                parameter.grad = None
-            return
-        model = self._model()
-        if model is not None and (model.find_unused_parameters or model.static_graph):
-            _deliver_to_unused(pair for bucket in this.buckets for pair in bucket.pairs())
+        try:
+            if not self._settle(this, finished):
+                # None, not zeros: with zeros an optimizer would still step, by momentum and weight decay
+                for parameter in self._place:
+                    parameter.grad = None
+                return
+            model = self._model()
+            if model is not None and (model.find_unused_parameters or model.static_graph):
+                _deliver_to_unused(pair for bucket in this.buckets for pair in bucket.pairs())
+        finally:
+            # DDP rebuilds its buckets at the next forward pass: their old memory must not be held until
+            # then
+            this.buckets.clear()
         self._end_step(alike=True)
-        # DDP rebuilds its buckets at the next forward pass: their old memory must not be held until then
-        this.buckets.clear()
 
 
 @final

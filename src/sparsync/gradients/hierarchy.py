@@ -142,8 +142,9 @@ class NodeReducer:
             # this rank's part
             correction = self.reducer.correction
             if correction and correction.weight_decay and weights is not None:
-                whole = self._weights.setdefault(unit, torch.zeros_like(self._flat[unit]))
-                whole[start : start + weights.numel()] = weights
+                if unit not in self._weights:
+                    self._weights[unit] = torch.zeros_like(self._flat[unit])
+                self._weights[unit][start : start + weights.numel()] = weights
 
     async def exchange(self, unit: int) -> None:
         """Sum over the node, then exchange this rank's part between nodes."""

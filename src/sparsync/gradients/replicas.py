@@ -280,7 +280,8 @@ class ReplicaSync(GradientSync):
         # kept for ``write``; of a large parameter the residual uses this very memory until the commit
         this.gradients[unit] = gradients
         for its in self._runs[unit]:
-            own = [gradients[number].reshape(-1) for number in its.members]
+            # 1-D and strided, as a user may set .grad, ``reshape`` alone would leave it
+            own = [gradients[number].reshape(-1).contiguous() for number in its.members]
             gradient = own[0] if len(own) == 1 else torch.cat(own)
             self._accumulate(its, gradient, [parameters[number] for number in its.members])
         # accumulated on autograd's stream; the engine's thread uses another
@@ -310,11 +311,13 @@ class ReplicaSync(GradientSync):
         # A gradient goes back where any rank used the parameter: None on one replica and zeros on another
         # would let weight decay move only the latter.  If the step was refused all stay None, and every
         # optimizer passes over them.
-        if self._settle(this, self._engine.submit(lambda: self._finish(this))):
-            for name in this.taken.keys() & self._parts.used:
-                self._parameters[name].grad = this.taken[name]
-        this.taken.clear()
-        this.gradients.clear()
+        try:
+            if self._settle(this, self._engine.submit(lambda: self._finish(this))):
+                for name in this.taken.keys() & self._parts.used:
+                    self._parameters[name].grad = this.taken[name]
+        finally:
+            this.taken.clear()
+            this.gradients.clear()
         self._end_step()
 
     async def _check_first_weights(self) -> None:

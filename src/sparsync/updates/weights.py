@@ -212,7 +212,8 @@ class ModelWeights(Weights):
         """
         if self.noise is not None and any(name == _SAMPLES for name, *_ in self._within(span)):
             values = self.noise.values
-            # inside a node ``shared`` has only this rank's runs; ``write`` has gathered them
-            if self.node is None:
-                values.copy_(shared[shared.numel() - values.numel() :].view_as(values))
+            # inside a node ``shared`` has only this rank's runs
+            own = shared[shared.numel() - -(-values.numel() // self._divisor) :]
+            whole = own if self.node is None else self.node.gathered(own).flatten()
+            values.copy_(whole[: values.numel()].view_as(values))
             self.noise.measure()

@@ -21,12 +21,25 @@ from sparsync.transports.actors import Actor, Host
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Ledger, Raw, Several
 
-__all__ = ["Communicator", "ReduceOp", "check_timeout", "rounds"]
+__all__ = ["Communicator", "ReduceOp", "bytes_of", "check_timeout", "rounds"]
 
 _PIECE = 1 << 21  # bytes of a vector that ``allreduce`` exchanges at a time
 
 C = TypeVar("C", bound="Communicator")
 ReduceOp = Literal["sum", "max", "min"]
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor of any shape as flat bytes: a view where it is contiguous.
+
+    Example:
+        >>> bytes_of(torch.tensor([[1, 256]], dtype=torch.int16)).tolist()
+        [1, 0, 0, 1]
+    """
+    # a tensor of one element or none is contiguous to torch whatever its stride, which ``contiguous`` and
+    # ``reshape`` keep, and with which ``view`` refuses another width
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)
 
 
 def check_timeout(seconds: float, name: str = "timeout") -> float:
@@ -271,7 +284,7 @@ class Communicator(ABC):
 
     async def allgather(self, tensor: Tensor, phase: str) -> list[Tensor]:
         """Collect one tensor of the same shape and dtype from every rank, in rank order."""
-        payload = tensor.contiguous().reshape(-1).view(torch.uint8)
+        payload = bytes_of(tensor)
         framing = Raw("value" if tensor.is_floating_point() else "control")
         blocks = await self.allgatherv(payload, [payload.numel()] * self.world_size, phase, framing)
         # a received block may start at any byte of its message; ``view`` to a wider dtype needs an offset

@@ -24,7 +24,7 @@ from sparsync.averaging.averager import Accompanied
 from sparsync.errors import require
 from sparsync.published.wagma.agents import Agent, Answer, Round, Rounds, round_of, step_of
 from sparsync.sparse import DenseVector
-from sparsync.transports.communicator import Communicator
+from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.groups import Subgroup
 from sparsync.transports.ledger import Raw
 from sparsync.wire import Codec, Qsgd, Whole
@@ -328,7 +328,7 @@ async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
         return await comm.allreduce(vector, "average")
     for hop in range(hops):
         partner = comm.rank ^ (1 << hop)
-        payload = vector.contiguous().view(torch.uint8)
+        payload = bytes_of(vector)
         receiving = comm.irecv(partner, payload.numel(), "average", Raw("value"))
         await comm.isend(payload, partner, "average", Raw("value"))
         theirs = (await receiving).clone().view(vector.dtype)  # a body may start at any byte

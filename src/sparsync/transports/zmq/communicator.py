@@ -151,9 +151,9 @@ class ZmqCommunicator(Communicator):
         return twin
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
-        """Be a rank of another group from now on; waits in the former one last until their deadline.
+        """Be a rank of another group from now on; receives in the former one end with an error.
 
-        Sockets live on: only links to new ranks are opened, and those to ranks that are gone are closed.
+        So do sends to ranks that are gone; others that wait for room end at their deadline.  Sockets live on: only links to new ranks are opened, and those to ranks that are gone are closed.
         Messages of the new group that came early are kept.  Make channels again.  An endpoint is that
         rank's ``mesh.endpoint``: its address, a blank and its password; with keys, its address, a blank
         and its public key.

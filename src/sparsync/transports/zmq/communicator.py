@@ -20,7 +20,7 @@ from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.groups import SoloHost
 from sparsync.transports.ledger import Framing, Ledger, Parts
-from sparsync.transports.rendezvous import check_ports, choose_interface, convene
+from sparsync.transports.rendezvous import check_ports, choose_interface, convene, host_of_rank_0
 from sparsync.transports.zmq import links as limits
 from sparsync.transports.zmq.curve import load_curve_keys, own_curve_keys
 from sparsync.transports.zmq.links import Link, Parcel, resolved
@@ -107,6 +107,8 @@ class ZmqCommunicator(Communicator):
         }
 
         opened = list[Mesh]()
+        # a collective, and not in ``ready``, which ends early on a rank that has an error
+        meeting = host_of_rank_0(store) if isinstance(store, Communicator) else store
 
         def ready() -> dict[str, Any]:
             """Listen; an error here is told to all ranks when they meet."""
@@ -118,7 +120,7 @@ class ZmqCommunicator(Communicator):
                 rank,
                 world_size,
                 keys,
-                choose_interface(interface, store),
+                choose_interface(interface, meeting),
                 timeout,
                 connect_timeout,
                 check_ports(port_range),

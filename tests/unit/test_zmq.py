@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from sparsync import ConfigurationError, testing
 from sparsync.errors import DeadlineError, PeerError
@@ -59,6 +60,12 @@ def test_messages_of_any_size_and_channel_arrive_whole_and_in_order(plan, inline
         patched.setattr(links, "ZERO_COPY", zero_copy)
         patched.setattr(links, "PIECE", piece)
         assert together(program, 2) == [True, True]
+
+
+@pytest.mark.parametrize("seconds", [True, "5", None, 0, -1.0, float("nan"), 1.1e6])
+def test_a_timeout_is_a_number_of_seconds_that_pass(seconds):
+    with pytest.raises(ConfigurationError, match=f"timeout is {seconds!r}; give seconds > 0"):
+        ZmqCommunicator(0, 1, store=HashStore(), timeout=seconds)
 
 
 def test_a_channel_beyond_32_bits_is_refused():

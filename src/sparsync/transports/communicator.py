@@ -54,7 +54,8 @@ def check_timeout(seconds: float, name: str = "timeout") -> float:
     """
     # zmq waits for a sign of life for twice the timeout, and libzmq counts its milliseconds in 32 bits:
     # 2 x 10^6 s still fit.  A NaN fails both comparisons, so it is refused as well
-    if not isinstance(seconds, int | float) or not 0 < seconds <= 1e6:
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not 0 < seconds <= 1e6:
         raise ConfigurationError(
             f"{name} is {seconds!r}; give seconds > 0 and at most 10^6 (12 days): every wait ends"
         )

@@ -367,12 +367,9 @@ async def coded_allreduce(
     lost = vector - torch.cat([one.decoded.values for one in encoded])
     lost[mine] = 0  # this rank sums its own block, which is not rounded
     capacities = [codec.nbytes(len(block), len(block), vector.dtype) for block in blocks]
-    received = await comm.alltoallv(
-        [one.payload for one in encoded],
-        [capacities[comm.rank]] * len(blocks),
-        "average",
-        framing,
-    )
+    # to any other rank: the longest of their blocks, and the last ones are short
+    most = [max(capacities[:r] + capacities[r + 1 :], default=0) for r in range(len(blocks))]
+    received = await comm.alltoallv([one.payload for one in encoded], most, "average", framing)
     total = torch.zeros_like(blocks[comm.rank])
     for rank, raw in enumerate(received):
         total += blocks[rank] if rank == comm.rank else decoded(raw, len(total))

@@ -223,12 +223,14 @@ def _is_sparse(value: Any) -> bool:
 
 def _in_range(value: Tensor, kind: Values) -> bool:
     """Tell whether a tensor has no NaN or Inf, unless it may have, and nothing below the least."""
-    if not value.numel() or not (value.is_floating_point() or value.is_complex()):
+    if not value.numel():
         return True
     if value.is_complex():
         return not kind.finite or bool(torch.isfinite(value).all())
-    least, most = map(float, value.aminmax())  # NaN if there is one
-    return not kind.finite or (kind.least <= least and math.isfinite(least) and math.isfinite(most))
+    if value.is_floating_point() and kind.finite:
+        least, most = map(float, value.aminmax())  # NaN if there is one
+        return kind.least <= least and math.isfinite(least) and math.isfinite(most)
+    return kind.least == -math.inf or not bool((value < kind.least).any())
 
 
 def _is_plain(value: Any, finite: bool = True) -> bool:
@@ -310,6 +312,11 @@ def _common(value: Any, kind: Kind, digest: Callable[[Tensor], str]) -> Iterator
     elif isinstance(kind, Each):
         for inner, one in zip(value, kind.kinds, strict=True):
             yield from _common(inner, one, digest)
+    elif isinstance(kind, Either):
+        for one in kind.kinds:
+            if next(_wrong(value, one, ""), None) is None:
+                yield from _common(value, one, digest)
+                return
 
 
 # ---- words ------------------------------------------------------------------------------------------

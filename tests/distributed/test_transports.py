@@ -10,7 +10,8 @@ import torch.distributed as dist
 import sparsync
 from sparsync import testing
 from sparsync.cli.launch import RankError, launch
-from sparsync.errors import DeadlineError, PeerError
+from sparsync.errors import ConfigurationError, DeadlineError, PeerError
+from sparsync.published.wagma.scheme import coded_allreduce
 from sparsync.reduction import OPERATIONS
 from sparsync.sparse import densify
 from sparsync.transports.actors import Actor
@@ -20,6 +21,7 @@ from sparsync.transports.process_group import TorchCommunicator, connect_group
 from sparsync.transports.rendezvous import store_of
 from sparsync.transports.sim import simulate
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
+from sparsync.wire import Whole
 from tests.contracts.table import ALGORITHMS, CALLS, OTHERS, exercise
 from tests.on_ranks import gathered, on_ranks
 
@@ -69,6 +71,25 @@ def test_a_transport_keeps_the_contract(transport):
         check_algorithm(comm, "oktopk")
         if transport == "zmq":  # the store's host tells the interface
             assert comm.mesh.endpoints[comm.rank].startswith("tcp://127.0.0.1:")
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("size", [2, 5, 6])
+def test_a_coded_sum_takes_blocks_of_any_width(size):
+    async def program(comm):
+        vector = torch.arange(1.0, size + 1) * (comm.rank + 1)
+        return (await coded_allreduce(comm, vector, Whole(torch.bfloat16), 0)).total.tolist()
+
+    assert run(program(TorchCommunicator(timeout=30))) == [6.0 * i for i in range(1, size + 1)]
+
+
+@on_ranks(2)
+def test_a_channel_that_gloo_has_not_is_refused():
+    comm = TorchCommunicator(timeout=30)
+    assert comm.channel(2**30 - 1).tag == 2**30 - 1
+    for tag in (-1, 2**30):  # the last is the one of a message that never comes
+        with pytest.raises(ConfigurationError, match=f"channel {tag} does not exist"):
+            comm.channel(tag)
 
 
 @on_ranks(3)

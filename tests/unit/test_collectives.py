@@ -1,6 +1,7 @@
 """Collectives by hand and against loops, beyond the contracts: who keeps what is rounded or dropped."""
 
 import functools
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsync.collectives.allgather import Allgather
+from sparsync.collectives.budgeted import Budgeted
 from sparsync.collectives.changing import Changing
 from sparsync.collectives.halving import Halving
 from sparsync.collectives.quantised import Quantised
@@ -16,8 +18,10 @@ from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.published.baselines.gtopk import GTopk
 from sparsync.published.redsync.sign_mean import SignMean
 from sparsync.published.sparcml.collectives import Dynamic, Ring
+from sparsync.published.wagma.scheme import coded_allreduce
 from sparsync.reduction import OPERATIONS, Reduction
 from sparsync.sparse import DenseVector, SparseVector, densify
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.sim import Links, simulate
 from sparsync.wire import Codec, Coo, Encoded, Packed, Whole
 from sparsync.wire.codec import Header
@@ -55,6 +59,41 @@ def test_an_error_that_nobody_keeps_is_lost(world_size):
         assert torch.equal(result.total.to_dense(), results[0].total.to_dense())
     arrived = dense_sum(r.delivered for r in results) - dense_sum(r.lost for r in results)
     assert torch.equal(arrived, results[0].total.to_dense())
+
+
+def reduced_by(make):
+    async def program(comm, vector):
+        await make().reduce(comm, SparseVector.from_dense(vector), vector.numel(), 0)
+
+    return program
+
+
+CALLERS = {
+    "budgeted": reduced_by(Budgeted),
+    "quantised": reduced_by(partial(Quantised, 16)),
+    "dynamic": reduced_by(Dynamic),
+    "dynamic, local": reduced_by(partial(Dynamic, local=Coo())),
+    "coded_allreduce": lambda comm, vector: coded_allreduce(comm, vector, Whole(torch.bfloat16), 0),
+}
+
+
+@pytest.mark.parametrize("name", CALLERS)
+@pytest.mark.parametrize(("world_size", "size"), [(2, 5), (3, 5), (4, 9), (4, 2), (3, 6)])
+def test_all_ranks_expect_the_same_of_alltoallv_and_keep_to_it(name, world_size, size, monkeypatch):
+    """A native call pads messages to these lengths, where regions differ in width as well."""
+    expected = defaultdict(list)
+    plain = Communicator.alltoallv
+
+    async def watched(comm, payloads, capacities, phase, framing):
+        expected[comm.rank].append(list(capacities))
+        sent = [payload.numel() for r, payload in enumerate(payloads) if r != comm.rank]
+        assert max(sent) <= capacities[comm.rank]
+        return await plain(comm, payloads, capacities, phase, framing)
+
+    monkeypatch.setattr(Communicator, "alltoallv", watched)
+    simulate(lambda comm: CALLERS[name](comm, torch.arange(1.0, size + 1)), world_size)
+    assert expected[0]
+    assert all(expected[rank] == expected[0] for rank in range(world_size))
 
 
 def test_what_the_cap_cuts_off_is_neither_delivered_nor_lost():

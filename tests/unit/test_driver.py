@@ -170,6 +170,15 @@ def test_channels_do_not_mix(world_size):
         assert results == [(rank - rounds) % world_size for rounds in range(1, 5)]
 
 
+def test_a_strided_view_of_one_element_is_gathered():
+    """Torch calls it contiguous, and keeps its stride when it is asked for a contiguous one."""
+
+    async def program(comm):
+        return await comm.allgather(torch.full((6, 6), float(comm.rank))[:1, 0], "values")
+
+    assert simulate(program, 3).results == [[torch.tensor([float(r)]) for r in range(3)]] * 3
+
+
 def test_channels_in_flight_share_the_latency():
     links = Links(alpha=1.0, beta=0.0)
 

@@ -105,6 +105,13 @@ def test_a_secret_key_whose_public_one_is_not_there_is_refused(keys, tmp_path):
     assert own_curve_keys(secret).secret.decode() not in repr(own_curve_keys(secret))
 
 
+def test_a_channel_that_gloo_has_not_is_refused(make):
+    comm = make(transport="torch").comm
+    assert comm.channel(2**30 - 1).tag == 2**30 - 1
+    with pytest.raises(ConfigurationError, match="channel 1073741824 does not exist"):
+        comm.channel(2**30)
+
+
 KINDS = {
     "zmq": lambda keys: {},
     "torch": lambda keys: {"transport": "torch"},

@@ -196,6 +196,7 @@ def test_the_directives_of_the_batch_script():
 
 @pytest.mark.gloo
 @pytest.mark.slow
+@pytest.mark.timeout(330)
 def test_the_batch_script_trains_under_srun(tmp_path):
     srun = tmp_path / "srun"
     srun.write_text(FAKE_SRUN.format(python=sys.executable))
@@ -213,7 +214,7 @@ def test_the_batch_script_trains_under_srun(tmp_path):
     script = tmp_path / "slurm_script"  # Slurm runs a copy
     script.write_text(SBATCH.read_text())
     command = ["bash", script, "--steps", "12", "--transport", "torch", "--timeout", "60"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "options --kill-on-bad-exit=1 --cpus-per-task=1" in done.stdout
     found = re.search(r"^2 ranks, 12 steps: .* replicas equal: (\w+)$", done.stdout, re.M)

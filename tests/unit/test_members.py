@@ -45,8 +45,9 @@ def test_a_step_that_one_rank_applied_alone_is_taken_back(name):
     assert forks > 0
 
 
-def test_residuals_are_dealt_by_those_that_leave():
-    worlds = [World(seed, "budgeted", change=0, leaving=0.15) for seed in range(20)]
+@pytest.mark.parametrize("size", [48, 5])  # of 5, a rank gets one or two elements
+def test_residuals_are_dealt_by_those_that_leave(size):
+    worlds = [World(seed, "budgeted", change=0, leaving=0.15, size=size) for seed in range(20)]
     assert sum(world.run() for world in worlds) > 20
     assert sum(world.withdrawn for world in worlds) > 5
 

@@ -214,10 +214,13 @@ def test_any_dtype_and_layout_is_healed(dtype):
         pointer, stride = image.data_ptr(), image.stride()
         if comm.rank == 0:
             image.copy_(torch.zeros_like(values))
-        tensors = {"image": image, "empty": torch.zeros(0, dtype=dtype)}
+        # of one element, contiguous to torch whatever the stride
+        single = torch.full((6, 6), comm.rank > 0, dtype=dtype)[:1, 0]
+        tensors = {"image": image, "empty": torch.zeros(0, dtype=dtype), "single": single}
         torn = await divergences(comm, tensors)
         await heal_(comm, tensors, torn)
         assert (image.data_ptr(), image.stride()) == (pointer, stride)
+        assert digest(single) == digest(torch.ones(1, dtype=dtype))
         return digest(image) == digest(values)
 
     assert simulate(program, 3).results == [True] * 3

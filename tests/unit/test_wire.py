@@ -177,6 +177,19 @@ def test_strided_views_are_encoded_as_their_copies(codec, each_backend):
     assert torch.equal(codec.encode(views).payload, codec.encode(copies).payload)
 
 
+@pytest.mark.parametrize("codec", [*CODECS, Packed("fp32")], ids=str)
+@pytest.mark.parametrize("nnz", [0, 1])
+def test_strides_of_a_single_element_do_not_matter(codec, nnz, each_backend):
+    """To torch such a view is contiguous, and keeps its stride when it is asked for a contiguous one."""
+    values = torch.arange(36.0).view(6, 6)[1 : 1 + nnz, 1]
+    indices = torch.zeros(6, 6, dtype=torch.int64)[:nnz, 0]
+    assert values.is_contiguous() and values.stride() == indices.stride() == (6,)
+    whole = DenseVector(values), DenseVector(torch.full((nnz,), 7.0))
+    sparse = SparseVector(indices, values, 1), SparseVector(torch.arange(nnz), whole[1].values, 1)
+    view, copy = whole if codec.is_dense else sparse
+    assert torch.equal(codec.encode(view).payload, codec.encode(copy).payload)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_whole_rounds_to_its_dtype_and_keeps_finite_values_finite(dtype):
     values = torch.tensor([1.0, torch.finfo(dtype).max, float("inf"), NAN], dtype=dtype)

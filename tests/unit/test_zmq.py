@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from sparsync import ConfigurationError, testing
 from sparsync.errors import DeadlineError, PeerError
@@ -59,6 +60,12 @@ def test_messages_of_any_size_and_channel_arrive_whole_and_in_order(plan, inline
         patched.setattr(links, "ZERO_COPY", zero_copy)
         patched.setattr(links, "PIECE", piece)
         assert together(program, 2) == [True, True]
+
+
+@pytest.mark.parametrize("seconds", [True, "5", None, 0, -1.0, float("nan"), 1.1e6])
+def test_a_timeout_is_a_number_of_seconds_that_pass(seconds):
+    with pytest.raises(ConfigurationError, match=f"timeout is {seconds!r}; give seconds > 0"):
+        ZmqCommunicator(0, 1, store=HashStore(), timeout=seconds)
 
 
 def test_a_channel_beyond_32_bits_is_refused():
@@ -159,6 +166,31 @@ def test_one_built_over_another_communicator_is_the_same_group():
             return second.rank, second.world_size
 
     assert together(program, 3) == [(0, 3), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize("at", ["127.0.0.1", "*", None])
+def test_ranks_that_meet_over_a_communicator_take_part_in_the_same_collectives(
+    at, tmp_path, monkeypatch
+):
+    """Also those that are told their interface, or that cannot take part."""
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+    def program(comm):
+        only = {"interface": at} if at else {"curve_keys": tmp_path / "none"}
+        options = only if comm.rank == 1 else {}
+        try:
+            ZmqCommunicator(comm.rank, comm.world_size, store=comm, timeout=5, **options).close()
+        except (ConfigurationError, PeerError) as error:
+            return str(error)
+        return "met"
+
+    said = together(program, 3)
+    if at == "127.0.0.1":
+        assert said == ["met"] * 3
+    else:
+        assert all(": rank 1 cannot take part: " in said[rank] for rank in (0, 2))
+        assert ("which is all of them" if at else "is missing") in said[1]
 
 
 def test_a_payload_beyond_the_limit_is_refused_by_the_sender(monkeypatch):

@@ -1,12 +1,14 @@
 """Encryption: who has a listed key is let in, as itself, nobody else; who listens reads nothing."""
 
 import json
+import os
 import socket
 import stat
 import threading
 import time
 import zlib
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,6 +153,25 @@ def test_secret_keys_are_for_their_owner_alone(tmp_path):
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     secrets = sorted(directory.glob("*.key_secret"))
     assert [stat.S_IMODE(path.stat().st_mode) for path in secrets] == [0o600, 0o600]
+
+
+def test_secret_keys_are_for_their_owner_alone_while_they_are_written(tmp_path, monkeypatch):
+    """In a folder that is open to others, and whatever the umask."""
+    modes, create = [], zmq.auth.create_certificates
+
+    def watched(directory, name):
+        made = create(directory, name)
+        modes.append(stat.S_IMODE(Path(made[1]).stat().st_mode))
+        return made
+
+    monkeypatch.setattr(zmq.auth, "create_certificates", watched)
+    former = os.umask(0)
+    try:
+        make_curve_keys(tmp_path, 2)
+    finally:
+        os.umask(former)
+    assert modes == [0o600, 0o600]
+    assert load_curve_keys(tmp_path, 1, 2).secret
 
 
 def test_keys_are_not_overwritten(keys):

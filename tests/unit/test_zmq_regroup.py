@@ -10,10 +10,10 @@ import torch
 from torch.distributed import HashStore
 
 from sparsync import testing
-from sparsync.errors import PeerError
+from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
-from sparsync.transports.zmq import ZmqCommunicator, mesh
+from sparsync.transports.zmq import ZmqCommunicator, links, mesh
 
 RAW = Raw("value", variable=True)
 
@@ -86,6 +86,26 @@ def test_what_the_former_group_sent_is_dropped(members):
     assert group(2, [0, 1], total) == [3.0] * 2
     operation = every[0].channel(7).irecv(1, 5, "old", RAW)
     assert not operation.poll(0.1)
+
+
+def test_waits_for_a_rank_that_the_new_group_lacks_end_with_an_error(members, monkeypatch):
+    every, group = members
+    group(1, [0, 1, 2], total)
+    receiving = every[0].irecv(2, 5, "p", RAW)
+    former = every[0].channel(3)
+    with monkeypatch.context() as full:
+        full.setattr(links.Parcel, "send", lambda parcel, socket: False)
+        sending = every[0].isend(torch.ones(5, dtype=torch.uint8), 2, "p", RAW)
+    assert not receiving.done and not sending.done
+    group(2, [0, 1], total)
+    with pytest.raises(PeerError, match="message from rank 2 .* this rank is in another group now"):
+        receiving.wait()
+    with pytest.raises(PeerError, match="rank 2 is not in this rank's group any more"):
+        sending.wait()
+    former.timeout = 0.2
+    with pytest.raises(DeadlineError, match=r"rank 2 .* 0.2 s; this group of 2 has no such rank"):
+        former.irecv(2, 5, "p", RAW).wait()
+    assert group(3, [0, 1, 2], total) == [6.0] * 3
 
 
 def test_too_many_early_messages_are_dropped_and_counted(members, monkeypatch):

@@ -15,7 +15,7 @@ from sparsync.fields import Common, Exactly, Fields, Kind, Number, Plain, check_
 from sparsync.state import Stateful, brief, fits
 from sparsync.transports.actors import Actor, Reply
 from sparsync.transports.agree import agree
-from sparsync.transports.communicator import Communicator
+from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Ledger, Parts
 
@@ -293,7 +293,7 @@ class Companion(Actor):
         """Send a head, whose whole words keep the values after it aligned, and values."""
         message = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         if body is not None:
-            message = torch.cat([message, body.contiguous().view(torch.uint8)])
+            message = torch.cat([message, bytes_of(body)])
         parts = Parts(header=len(head), value=message.numel() - len(head))
         self.ledger.sent("average", message.numel(), parts)
         self.host.send(dest, message)

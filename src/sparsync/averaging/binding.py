@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from sparsync.errors import NonFiniteGradientError, require
 from sparsync.transports.agree import agree, digest, divergences
-from sparsync.transports.communicator import Communicator
+from sparsync.transports.communicator import Communicator, bytes_of
 
 __all__ = [
     "Binding",
@@ -191,8 +191,7 @@ class Binding:
                 total = await comm.allreduce(tensor.to(wide).reshape(-1), "settle")
                 tensor.copy_((total / comm.world_size).view(tensor.shape))
             else:
-                raw = tensor.reshape(-1).contiguous().view(torch.uint8)
-                first = (await comm.allgather(raw, "settle"))[0]
+                first = (await comm.allgather(bytes_of(tensor), "settle"))[0]
                 tensor.copy_(first.view(tensor.dtype).view(tensor.shape))
 
     # ---- tensors that travel ----------------------------------------------------------------------

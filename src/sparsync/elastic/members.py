@@ -35,7 +35,7 @@ from sparsync.errors import CheckpointError, ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.shares import SharesState
 from sparsync.sparse import DenseVector, Vector
-from sparsync.transports.communicator import Communicator
+from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.groups import Subgroup
 from sparsync.transports.ledger import Ledger, Raw
 
@@ -331,7 +331,7 @@ class Members:
                 if leaver == comm.rank:
                     rest = residual.after(self.reducer.reduced[unit].delivered)
                     for turn, rank in enumerate(stay):
-                        raw = rest[turn :: len(stay)].contiguous().cpu().view(torch.uint8)
+                        raw = bytes_of(rest[turn :: len(stay)].cpu())
                         await comm.isend(raw, rank, "deal", Raw("value"))
                 elif comm.rank in stay:
                     where = slice(stay.index(comm.rank), None, len(stay))

@@ -218,7 +218,8 @@ def to_float32(values: Tensor, form: int) -> Tensor:
     if values.dtype == torch.float64 or (values.dtype == torch.float16 and form != FP32):
         largest = _LARGEST[values.dtype]
         values = torch.where(values.isinf(), values, values.clamp(-largest, largest))
-    return values.to(torch.float32).contiguous()
+    # a single value is contiguous to torch whatever its stride, with which ``view`` refuses another width
+    return values.to(torch.float32).contiguous().as_strided(values.shape, (1,))
 
 
 def pack_values(values: Tensor, form: int, block: int) -> Tensor:

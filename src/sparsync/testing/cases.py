@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsync.sparse import Vector
+from sparsync.transports.communicator import bytes_of
 
 __all__ = [
     "STEPS",
@@ -133,5 +134,5 @@ def same(a: Vector, b: Vector) -> bool:
 
 def digest(vector: Vector) -> str:
     """Return 16 hex digits that differ when any bit of any element does."""
-    raw = vector.to_dense().contiguous().view(torch.uint8).numpy().tobytes()
+    raw = bytes_of(vector.to_dense()).numpy().tobytes()
     return hashlib.sha256(raw).hexdigest()[:16]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import CheckpointError, PeerError, SparsyncError, first_line
-from sparsync.transports.communicator import Communicator
+from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
 
@@ -216,7 +216,7 @@ def digest(tensor: Tensor) -> str:
         >>> digest(torch.tensor([0.0])) == digest(torch.tensor([-0.0]))
         False
     """
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = bytes_of(tensor)
     # memory that another library gave may start at any byte; a device's allocator aligns its own
     if flat.storage_offset() % _WORD or (flat.is_cpu and flat.data_ptr() % _WORD):
         flat = flat.clone()
@@ -289,7 +289,7 @@ async def heal_(
     for each in torn:
         tensor, source = tensors[each.name].detach(), each.majority[0]
         if comm.rank == source:
-            payload = tensor.contiguous().reshape(-1).view(torch.uint8)
+            payload = bytes_of(tensor)
             sending = [comm.isend(payload, rank, "heal", Raw("value")) for rank in each.minority]
             for operation in sending:
                 await operation

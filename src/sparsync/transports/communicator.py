@@ -21,12 +21,25 @@ from sparsync.transports.actors import Actor, Host
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Ledger, Raw, Several
 
-__all__ = ["Communicator", "ReduceOp", "check_timeout", "rounds"]
+__all__ = ["Communicator", "ReduceOp", "bytes_of", "check_timeout", "rounds"]
 
 _PIECE = 1 << 21  # bytes of a vector that ``allreduce`` exchanges at a time
 
 C = TypeVar("C", bound="Communicator")
 ReduceOp = Literal["sum", "max", "min"]
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor of any shape as flat bytes: a view where it is contiguous.
+
+    Example:
+        >>> bytes_of(torch.tensor([[1, 256]], dtype=torch.int16)).tolist()
+        [1, 0, 0, 1]
+    """
+    # a tensor of one element or none is contiguous to torch whatever its stride, which ``contiguous`` and
+    # ``reshape`` keep, and with which ``view`` refuses another width
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)
 
 
 def check_timeout(seconds: float, name: str = "timeout") -> float:
@@ -41,7 +54,8 @@ def check_timeout(seconds: float, name: str = "timeout") -> float:
     """
     # zmq waits for a sign of life for twice the timeout, and libzmq counts its milliseconds in 32 bits:
     # 2 x 10^6 s still fit.  A NaN fails both comparisons, so it is refused as well
-    if not isinstance(seconds, int | float) or not 0 < seconds <= 1e6:
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not 0 < seconds <= 1e6:
         raise ConfigurationError(
             f"{name} is {seconds!r}; give seconds > 0 and at most 10^6 (12 days): every wait ends"
         )
@@ -271,7 +285,7 @@ class Communicator(ABC):
 
     async def allgather(self, tensor: Tensor, phase: str) -> list[Tensor]:
         """Collect one tensor of the same shape and dtype from every rank, in rank order."""
-        payload = tensor.contiguous().reshape(-1).view(torch.uint8)
+        payload = bytes_of(tensor)
         framing = Raw("value" if tensor.is_floating_point() else "control")
         blocks = await self.allgatherv(payload, [payload.numel()] * self.world_size, phase, framing)
         # a received block may start at any byte of its message; ``view`` to a wider dtype needs an offset

@@ -19,7 +19,7 @@ from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing
-from sparsync.transports.process_group import break_off
+from sparsync.transports.process_group import break_off, check_tag
 
 __all__ = ["GlooCommunicator"]
 
@@ -63,6 +63,11 @@ class GlooCommunicator(Communicator):
         self.give_up()
         self.rank, self.world_size = rank, len(endpoints)
         self.group = _Group(partial(self._meet, rank, job, endpoints))
+
+    def channel(self, tag: int) -> Communicator:
+        """Return a handle on the same group and ledger, whose messages never meet other channels'."""
+        check_tag(tag)
+        return super().channel(tag)
 
     def give_up(self) -> None:
         """End this rank's waits in its group, and the other ranks' waits for it."""

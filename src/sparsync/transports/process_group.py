@@ -28,13 +28,14 @@ __all__ = [
     "RollCall",
     "TorchCommunicator",
     "break_off",
+    "check_tag",
     "check_transport",
     "connect_group",
 ]
 
 _PATIENCE: Final = 1.0  # seconds for the others to report, after one rank's failure
 _LOOK: Final = 0.02  # seconds between looks into the store
-_NEVER: Final = 2**30  # a tag that no channel has
+_NEVER: Final = 2**30  # a tag that no channel has: ``check_tag`` refuses it
 _AT_ONCE: Final = timedelta(milliseconds=1)
 TRANSPORTS = ("auto", "torch", "zmq", "mpi")
 
@@ -127,6 +128,11 @@ class TorchCommunicator(Communicator):
         longest = options._timeout.total_seconds() if options is not None else timeout
         self.patience = min(timeout, longest)
         self.roll = RollCall(group, self.rank, self.world_size)
+
+    def channel(self, tag: int) -> Communicator:
+        """Return a handle on the same group and ledger, whose messages never meet other channels'."""
+        check_tag(tag)
+        return super().channel(tag)
 
     def host(self, actor: Actor) -> Host:
         """Run an actor over ZeroMQ; the ranks meet in the group's store, which names the missing."""
@@ -282,6 +288,12 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
                 "Raise timeout= if it is only slow"
             ) from error
         raise PeerError(f"{place} failed after {seconds:.1f} s: {gone} ({first_line})") from error
+
+
+def check_tag(tag: int) -> None:
+    """Refuse a channel that gloo has not, or that ``break_off`` keeps for itself."""
+    if not 0 <= tag < _NEVER:
+        raise ConfigurationError(f"channel {tag} does not exist; give a tag in [0, 2^30)")
 
 
 def break_off(gloo: Any, world_size: int) -> None:

@@ -180,11 +180,16 @@ def _has(store: Store, key: str) -> bool:
 # ---- where ranks reach each other ------------------------------------------------------------------
 
 
-def choose_interface(interface: str | None, meeting: Store | Communicator) -> str:
+def choose_interface(interface: str | None, meeting: Store | str) -> str:
     """Return the interface to bind.
 
     It is the given one; else the one that gloo was told to use (``GLOO_SOCKET_IFNAME``); else the
     address that leads to the host of the store, of the default process group's store, or of rank 0.
+
+    Args:
+        interface: as given on this rank; None: it is to be found.
+        meeting: where the ranks meet: a store, or over a communicator the name of rank 0's host, which
+            all ranks have to ask for together (``host_of_rank_0``), also those that do not need it.
     """
     # a port on all interfaces would be open to networks that have nothing to do with the job
     if interface in ("*", "0.0.0.0", "::", ""):
@@ -194,12 +199,12 @@ def choose_interface(interface: str | None, meeting: Store | Communicator) -> st
     interface = interface or os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return interface
-    host = None if isinstance(meeting, Communicator) else _host_of(meeting)
+    host = None if isinstance(meeting, str) else _host_of(meeting)
     if host is None and dist.is_initialized():
         host = _host_of(store_of(None))
     host = host or os.environ.get("MASTER_ADDR")
-    if host is None and isinstance(meeting, Communicator):
-        host = host_of_rank_0(meeting)
+    if host is None and isinstance(meeting, str):
+        host = meeting
     if host is None:
         raise ConfigurationError(
             "interface is not given, and no rendezvous host tells which one to use; give the IP address "

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.sparse import Vector
+from sparsync.transports.communicator import bytes_of
 from sparsync.transports.ledger import Framing, Parts
 
 __all__ = [
@@ -213,8 +214,7 @@ class Codec(ABC, Generic[V]):
     def message(start: bytes, *pieces: Tensor) -> Tensor:
         """Return a whole message: its header, and the bytes of 1-D tensors of any dtype."""
         header = torch.frombuffer(bytearray(start), dtype=torch.uint8)
-        raw = [piece.contiguous().view(-1, 1).view(torch.uint8).flatten() for piece in pieces]
-        return torch.cat([header.to(raw[0].device), *raw])
+        return torch.cat([header.to(pieces[0].device), *map(bytes_of, pieces)])
 
     def read_header(self, buffer: Tensor) -> Header:
         """Read the header of a message; WireFormatError unless this codec writes such headers."""

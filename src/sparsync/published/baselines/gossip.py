@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sparsync.averaging.averager import Accompanied, Averager, Companion, mean
 from sparsync.errors import require
 from sparsync.transports.actors import Reply
-from sparsync.transports.communicator import Communicator
+from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.ledger import Raw
 
 __all__ = ["AdPsgd", "Dpsgd", "Exponential", "Graph", "Ring", "Sgp", "SgpState", "exchange"]
@@ -83,7 +83,7 @@ async def exchange(
     comm: Communicator, graph: Graph, message: Tensor, step: int, phase: str
 ) -> list[Tensor]:
     """Send ``message``, `[m]`, to all neighbours; return those received and the own one, by rank."""
-    payload = message.view(torch.uint8)
+    payload = bytes_of(message)
     sources = graph.sources(comm.rank, comm.world_size, step)
     dests = graph.neighbours(comm.rank, comm.world_size, step)
     receiving = {s: comm.irecv(s, payload.numel(), phase, Raw("value")) for s in sources}
@@ -178,7 +178,7 @@ class Sgp(Averager):
         share = 1 / (1 + len(self.graph.neighbours(comm.rank, comm.world_size, step)))
         # 8 bytes in front of the values, which keeps those aligned
         weight = torch.tensor([share * self.state.weight], dtype=torch.float64).to(vector.device)
-        parts = [part.view(torch.uint8) for part in (weight, share * self._x(vector))]
+        parts = [bytes_of(part) for part in (weight, share * self._x(vector))]
         messages = await exchange(comm, self.graph, torch.cat(parts), step, "gossip")
         total, weight_total = torch.zeros_like(vector), 0.0
         for message in messages:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import sub
 from typing import final
 
 import torch
@@ -272,7 +273,9 @@ class Dynamic(StreamCollective):
                 payloads, own = encode_regions(codec.sparse, mine, boundaries, comm.rank)
         else:
             payloads, own = self._rounded(call, mine.split(boundaries), boundaries)
-        width = own.size
+        width = max(
+            map(sub, boundaries[1:], boundaries)
+        )  # not the own region's: equal on all ranks
         most = codec.sparse.nbytes(min(call.most, width), width, call.dtype)
         capacities, framing = [most] * comm.world_size, MessageFraming(codec)
         # Nobody knows how many entries a region has, so the capacity is that of all k in one: padding to

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparsync.averaging.averager import Companion
 from sparsync.transports.actors import Reply
-from sparsync.transports.communicator import Communicator
+from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.driver import Finished, Operation, Task
 from sparsync.transports.groups import Subgroup
 from sparsync.transports.ledger import Framing
@@ -464,8 +464,8 @@ class Agent(Companion):
             return
         self._merge(self._toggled(peer))
         header = Header(Kind.WELCOME, self._common.models, self.version)
-        parts = torch.tensor(self._generations), self._common.total.contiguous()
-        self.post(peer, header.pack(), torch.cat([part.view(torch.uint8) for part in parts]))
+        parts = torch.tensor(self._generations), self._common.total
+        self.post(peer, header.pack(), torch.cat([*map(bytes_of, parts)]))
 
     def _merge(self, generations: list[int], reason: str = "other ranks say so") -> None:
         """Take over news about who is present; a round under way begins again among these."""

@@ -24,7 +24,7 @@ from sparsync.averaging.averager import Accompanied
 from sparsync.errors import require
 from sparsync.published.wagma.agents import Agent, Answer, Round, Rounds, round_of, step_of
 from sparsync.sparse import DenseVector
-from sparsync.transports.communicator import Communicator
+from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.groups import Subgroup
 from sparsync.transports.ledger import Raw
 from sparsync.wire import Codec, Qsgd, Whole
@@ -328,7 +328,7 @@ async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
         return await comm.allreduce(vector, "average")
     for hop in range(hops):
         partner = comm.rank ^ (1 << hop)
-        payload = vector.contiguous().view(torch.uint8)
+        payload = bytes_of(vector)
         receiving = comm.irecv(partner, payload.numel(), "average", Raw("value"))
         await comm.isend(payload, partner, "average", Raw("value"))
         theirs = (await receiving).clone().view(vector.dtype)  # a body may start at any byte
@@ -367,12 +367,9 @@ async def coded_allreduce(
     lost = vector - torch.cat([one.decoded.values for one in encoded])
     lost[mine] = 0  # this rank sums its own block, which is not rounded
     capacities = [codec.nbytes(len(block), len(block), vector.dtype) for block in blocks]
-    received = await comm.alltoallv(
-        [one.payload for one in encoded],
-        [capacities[comm.rank]] * len(blocks),
-        "average",
-        framing,
-    )
+    # to any other rank: the longest of their blocks, and the last ones are short
+    most = [max(capacities[:r] + capacities[r + 1 :], default=0) for r in range(len(blocks))]
+    received = await comm.alltoallv([one.payload for one in encoded], most, "average", framing)
     total = torch.zeros_like(blocks[comm.rank])
     for rank, raw in enumerate(received):
         total += blocks[rank] if rank == comm.rank else decoded(raw, len(total))

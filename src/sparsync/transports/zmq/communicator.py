@@ -20,7 +20,7 @@ from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.groups import SoloHost
 from sparsync.transports.ledger import Framing, Ledger, Parts
-from sparsync.transports.rendezvous import check_ports, choose_interface, convene
+from sparsync.transports.rendezvous import check_ports, choose_interface, convene, host_of_rank_0
 from sparsync.transports.zmq import links as limits
 from sparsync.transports.zmq.curve import load_curve_keys, own_curve_keys
 from sparsync.transports.zmq.links import Link, Parcel, resolved
@@ -107,6 +107,8 @@ class ZmqCommunicator(Communicator):
         }
 
         opened = list[Mesh]()
+        # a collective, and not in ``ready``, which ends early on a rank that has an error
+        meeting = host_of_rank_0(store) if isinstance(store, Communicator) else store
 
         def ready() -> dict[str, Any]:
             """Listen; an error here is told to all ranks when they meet."""
@@ -118,7 +120,7 @@ class ZmqCommunicator(Communicator):
                 rank,
                 world_size,
                 keys,
-                choose_interface(interface, store),
+                choose_interface(interface, meeting),
                 timeout,
                 connect_timeout,
                 check_ports(port_range),
@@ -151,9 +153,9 @@ class ZmqCommunicator(Communicator):
         return twin
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
-        """Be a rank of another group from now on; waits in the former one last until their deadline.
+        """Be a rank of another group from now on; receives in the former one end with an error.
 
-        Sockets live on: only links to new ranks are opened, and those to ranks that are gone are closed.
+        So do sends to ranks that are gone; others that wait for room end at their deadline.  Sockets live on: only links to new ranks are opened, and those to ranks that are gone are closed.
         Messages of the new group that came early are kept.  Make channels again.  An endpoint is that
         rank's ``mesh.endpoint``: its address, a blank and its password; with keys, its address, a blank
         and its public key.

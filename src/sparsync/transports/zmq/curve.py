@@ -114,9 +114,9 @@ def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
         )
     made = []
     for rank in range(ranks):
-        # pyzmq writes a secret as the umask says, often readable by all
-        public, secret = zmq.auth.create_certificates(directory, f"rank-{rank}")
-        Path(secret).chmod(0o600)
+        # pyzmq makes files as the umask says, often readable by all; one that is there keeps its mode
+        (directory / f"rank-{rank}.key_secret").touch(0o600, exist_ok=False)
+        public, _ = zmq.auth.create_certificates(directory, f"rank-{rank}")
         made.append(Path(public))
     return made
 

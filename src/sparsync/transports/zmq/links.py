@@ -159,6 +159,12 @@ class Link:
         self.events.close()
         self.socket.close(linger=linger)
 
+    def leave(self) -> None:
+        """Close, and end the waits of those that send: the peer is not in this rank's group any more."""
+        if not self.lost:
+            self._lose(f"rank {self.peer} is not in this rank's group any more")
+        self.close()
+
     def next_sequence(self, tag: int) -> int:
         """Return the number of the next message of a channel, and count it."""
         self.sequences[tag] += 1

@@ -213,7 +213,7 @@ class Mesh:
                 self.links[peer] = link
         finally:
             for link in (*closing, *known.values()):
-                link.close()
+                link.leave()
         self._tell_all(HELLO)  # a peer may be gone again already
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
@@ -230,6 +230,7 @@ class Mesh:
         for link in self.links.values():
             link.look()
         self._past.add(self.job)
+        self.mailboxes.break_off("this rank is in another group now")
         self.rank, self.world_size, self.mailboxes = rank, len(endpoints), Mailboxes(MAX_UNCLAIMED)
         for known in (self.lost, self._ranks, self._heard, self._ended):
             known.clear()
@@ -274,7 +275,9 @@ class Mesh:
 
     def state_of(self, rank: int) -> str:
         """Say what has been seen of a rank that is not reached, or that has not reached this one."""
-        link = self.links[rank]
+        link = self.links.get(rank)
+        if link is None:  # a channel of a former group is in use
+            return f"this group of {self.world_size} has no such rank; make channels again"
         if link.state or rank in self._heard:
             return link.state
         return f"it has not reached this rank at {self.address}"

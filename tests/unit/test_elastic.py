@@ -109,7 +109,9 @@ def test_a_group_tells_its_addresses_and_takes_those_of_others(manager):
 
 def test_what_is_carried_has_a_state(net, manager):
     with attached(net, manager) as sync:
-        with pytest.raises(ConfigurationError, match="epoch is int; give an object with state_dict"):
+        with pytest.raises(
+            ConfigurationError, match="epoch is int; give an object with state_dict"
+        ):
             sync.carry(epoch=3)
         assert (sync.steps, sync.left, sync.stats()["elastic"]["ranks"]) == (0, False, 1)
 

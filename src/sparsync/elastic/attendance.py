@@ -383,8 +383,8 @@ class Attendance:
             self._since = step + 1
         else:
             self.extras = None
-        # Only for torchft's own count of steps, from which its quorums tell ranks that lag.  The number is
-        # set to this library's: a rank that has joined would never reach the others' by counting.
+        # Only for torchft's own count of steps, from which its quorums tell ranks that lag.  The number
+        # is set to this library's: a rank that has joined would never reach the others' by counting.
         with suppress(Exception):
             self.manager.should_commit()
             batches = self.manager.batches_committed()

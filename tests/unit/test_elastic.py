@@ -109,7 +109,9 @@ def test_a_group_tells_its_addresses_and_takes_those_of_others(manager):
 
 def test_what_is_carried_has_a_state(net, manager):
     with attached(net, manager) as sync:
-        with pytest.raises(ConfigurationError, match="epoch is int; give what has state_dict"):
+        with pytest.raises(
+            ConfigurationError, match="epoch is int; give an object with state_dict"
+        ):
             sync.carry(epoch=3)
         assert (sync.steps, sync.left, sync.stats()["elastic"]["ranks"]) == (0, False, 1)
 
@@ -119,7 +121,7 @@ def test_a_rank_that_cannot_leave_without_steps_of_its_own_says_why(net, manager
     with attached(net, manager, monitoring=scaled) as sync:
         assert sync._leave_within(1.0) == ""  # it has met nobody
         sync.attendance.members.attempt = 1
-        lost = "; it ends, and what it had not delivered is lost"
+        lost = "; it ends, and its residual is lost"
         assert "1 s of SIGTERM (its residual has the scale of a GradScaler" in sync._leave_within(1)
         sync.attendance.offered = True
         assert sync._leave_within(1).endswith(f"(another rank fetches its weights){lost}")

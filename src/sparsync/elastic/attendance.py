@@ -1,6 +1,6 @@
 """How a rank takes part in a group that changes: it asks for quorums, meets, fetches and recovers.
 
-torchft's manager says who is there; ``members`` says what becomes of the open step.
+torchft's manager says which ranks are there; ``members`` decides about the open step.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from sparsync.transports.ledger import Raw
 __all__ = ["Attendance", "ElasticHandle", "check_options"]
 
 _PATIENCE: Final = 600.0  # seconds without a quorum after which training ends
-_PAUSE: Final = 0.2  # seconds between questions for one
+_PAUSE: Final = 0.2  # seconds between requests for one
 _RETURN: Final = 60.0  # seconds that ranks without the weights wait for one that has them
-_EXACT: Final = 2**53
+_EXACT: Final = 2**53  # integers below this are exact in float64, in which votes travel
 _LOOK: Final = 100  # steps between comparisons of the weights, which take a pass over them
-_EXTRAS: Final = 2**26  # bytes of the schedulers and the like that a rank takes over
+_EXTRAS: Final = 2**26  # most bytes of the schedulers and the like that a rank takes over
 
 
 def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse what is not for ranks that come and go.
+    """Refuse options that are not for ranks that come and go.
 
     Raises:
-        ConfigurationError: names it.
+        ConfigurationError: names the option.
     """
     carried = options.transport
     for what, there in {
@@ -62,6 +62,7 @@ def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer])
     }.items():
         if there:
             raise ConfigurationError(f"{what} is not for elastic=; omit one of them")
+    # the manager's group has opened its sockets before ``attach``
     given = [f"{name}=..." for name, value in carried.sockets.items() if value is not None]
     if carried.name != "auto":
         given = [repr(carried.name), *given]
@@ -71,7 +72,7 @@ def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer])
         )
     if not optimizers:
         raise ConfigurationError(
-            "elastic= needs the optimizer, whose state a rank that joins takes over; give it, too"
+            "elastic= needs the optimizer, whose state a rank that joins takes over; give it to attach"
         )
 
 
@@ -83,6 +84,7 @@ def _numbers(rates: Rates) -> list[list[tuple[str, str]]]:
             value = value.tolist()
         if isinstance(value, list | tuple):
             return " ".join(map(text, value))
+        # functions and other objects have no text that is equal on all ranks
         return f"{value:.12g}" if isinstance(value, int | float) else ""
 
     return [[(key, text(its[key])) for key in sorted(its)] for one in rates for its in one]
@@ -94,16 +96,16 @@ class Attendance:
 
     Args:
         weights: returns a digest of the weights that are equal on all ranks.
-        rates: returns the optimizers' present rates, which must be as well.
-        settings: further ones that must be equal on all ranks.
+        rates: returns the optimizers' present rates, which must be equal as well.
+        settings: further settings that must be equal on all ranks.
 
     Attributes:
         met: the roll was called for the open step already.
-        catch_up: what this rank fetches, while it is behind.
+        catch_up: the fetch of another rank's state, while this rank is behind.
         offered: a copy of this rank's state is being served.
-        extras: what the donor has told when this rank caught up in the open step.
-        last_step: the number of the group that exchanged the last step, its contributors, and if this
-            rank is one.
+        extras: the donor's further states, if this rank has caught up in the open step.
+        last_step: the number of the group that exchanged the last step, its number of contributors, and
+            whether this rank is one.
     """
 
     def __init__(
@@ -126,20 +128,23 @@ class Attendance:
     # ---- quorums -----------------------------------------------------------------------------------
 
     def ask(self) -> None:
-        """Ask for a quorum, and do not wait, unless the open step has one."""
+        """Ask for a quorum without waiting for it, unless the open step has one."""
+        # torchft asks on a thread of its own, so the answer comes while the forward pass runs
         if not self._asked and not self.met:
-            with suppress(Exception):  # it is asked for again when it is needed
+            with suppress(Exception):  # ``_quorum`` asks again when a quorum is needed
                 self.manager.start_quorum(allow_heal=False)
                 self._asked = True
 
     def ready(self) -> None:
-        """Wait for the open step's quorum; if it is another one than before, meet."""
+        """Wait for the open step's quorum; if it is not the one of the last step, meet."""
+        # after a failure the roll may have been called for this step already
         if not self.met:
             quorum = self._quorum()
             if quorum.number != self.members.attempt:
                 self._meet(quorum)
         self.met = False
         if self.catch_up is not None and self.members.behind:
+            # before the vote, which tells the others that this rank counts from the next step on
             try:
                 self.members.ready = self.catch_up.done
             except PeerError:
@@ -154,8 +159,8 @@ class Attendance:
     ) -> bool:
         """Exchange the open step again until a group has all of it.
 
-        ``missed`` is called when the others have gone on without this rank, and says if ``attempt`` can
-        take part in their step.
+        ``missed`` is called when the others have gone on without this rank; it returns whether
+        ``attempt`` can take part in their step.
 
         Returns:
             Whether the step can be committed.
@@ -163,6 +168,8 @@ class Attendance:
         failed: CommunicationError | None = failure
         while failed is not None:
             verdict = self.recover(failed)
+            # True only where no attempt follows: then the rows of the roll hold for the next step, whose
+            # quorum is here already; after an attempt those of its votes do
             failed, self.met = None, False
             if self.reducer.comm.rank in verdict.stale and not missed():
                 self.met = True
@@ -177,21 +184,22 @@ class Attendance:
         return True
 
     def recover(self, error: CommunicationError) -> Verdict:
-        """Give the exchange up, and meet whoever is left."""
+        """Give the exchange up, and meet the ranks that are left."""
         return self._meet(self._again(error))
 
     def end(self, copy: Callable[[], memoryview]) -> bytearray | None:
-        """Wait until all have applied the last step, and those that are behind have a copy.
+        """Wait until all have applied the last step, and those that are behind have fetched a copy.
 
         Returns:
             Another rank's copy, if this one was behind.
         """
         members, reached = self.members, self.reducer.step
         while not members.left:
+            # a roll has taken this rank back: it has left its training loop, and cannot do the step again
             if self.reducer.step < reached:
                 place = self.reducer.comm.ledger.place(reached - 1)
                 raise PeerError(
-                    f"{place}: the others do it again without this rank, which has applied it "
+                    f"{place}: the others do this step again without this rank, which has applied it "
                     "alone; take the weights from one of them"
                 )
             try:
@@ -208,12 +216,13 @@ class Attendance:
         return self.catch_up.copy[1]
 
     def _has_copy(self) -> bool:
-        """Tell whether this rank has the last weights, or a copy of them; let it be fetched."""
+        """Tell whether this rank has the last weights, or a copy of them; if not, fetch one."""
         if not self.members.behind:
             return True
         catch_up, quorum = self.catch_up, self.group.quorum
         assert catch_up is not None and quorum is not None
-        with suppress(PeerError):  # it does not come: once more
+        with suppress(PeerError):  # the copy does not come: fetch another one
+            # ``end`` returns the copy as it is, without repeating steps: it has to be of the last one
             if catch_up.since >= self.reducer.step:
                 return catch_up.done
         self._fetch(quorum, self.members.first)
@@ -235,14 +244,17 @@ class Attendance:
                 self.manager.wait_quorum()
                 if self.group.quorum is not None and self.manager.errored() is None:
                     return self.group.quorum
+                # torchft catches errors of ``reconfigure``, and only notes them
                 reason = str(self.manager.errored()).splitlines()[0]
-            except Exception as error:  # whatever torchft and its server raise
+            except Exception as error:  # of any type that torchft and its server raise
                 reason = (str(error) or type(error).__name__).splitlines()[0]
-                self.manager._quorum_future = None  # else the error comes back for ever
+                # ``start_quorum`` (torchft-nightly 2026.10.26) begins with the result of the last future:
+                # one that has failed would raise the same error again for ever
+                self.manager._quorum_future = None
             if time.monotonic() > until:
                 raise DeadlineError(
-                    f"{self.reducer.place}: there was no quorum for {_PATIENCE:g} s ({reason}); is "
-                    "the lighthouse there, and are as many ranks as it wants?"
+                    f"{self.reducer.place}: there was no quorum for {_PATIENCE:g} s ({reason}); check "
+                    "that the lighthouse runs, and that as many ranks as it waits for are there"
                 )
             if not said:
                 said = True
@@ -250,16 +262,21 @@ class Attendance:
                     f"{self.reducer.place}: no quorum yet ({reason}); training waits, and "
                     "nothing is lost"
                 )
-            # not after a long wait: a quorum may be made that counts on this rank
+            # no pause after a long wait: the quorum that is formed now may count on this rank
             time.sleep(max(began + _PAUSE - time.monotonic(), 0))
 
     def _again(self, error: CommunicationError) -> Quorum:
-        """Give the exchange up, let the others do so, too, and return the next quorum."""
+        """Give the exchange up, let the others do the same, and return the next quorum."""
+        # first of all: the others may wait for this rank's messages until their deadline
         self.group.comm.give_up()
-        with suppress(Exception):  # it counts failures, and asks for another quorum
+        # torchft counts failed steps, and the lighthouse makes a new quorum after one even where its
+        # members are the same; whatever becomes of the report, a quorum is needed
+        with suppress(Exception):
             self.manager.report_error(error)
             self.manager.should_commit()
-        self._asked = False
+        self._asked = (
+            False  # a quorum that was asked for before the failure is that of the broken group
+        )
         return self._quorum()
 
     def _meet(self, quorum: Quorum) -> Verdict:
@@ -277,11 +294,13 @@ class Attendance:
             except CommunicationError as error:
                 quorum = self._again(error)
             except CheckpointError as error:
+                # a rank that stands still, or whose heartbeats are late, has the weights and comes back
                 if time.monotonic() > until:
                     raise
                 time.sleep(_PAUSE)
                 quorum = self._again(PeerError(str(error)))
         stale = quorum.rank in verdict.stale
+        # a fetch outlives changes of the group, whose ranks have other numbers then, but not its donor
         known = self.catch_up is not None and self.catch_up.donor in quorum.names
         if (stale or (self.members.behind and not known)) and not self.members.idle:
             self._fetch(quorum, verdict.donor)
@@ -292,14 +311,16 @@ class Attendance:
     # ---- a step ------------------------------------------------------------------------------------
 
     async def agree(self, told: Callable[[], dict[str, Any]]) -> None:
-        """Vote, and hand over what is ``told`` to those whose gradients count from the next step on."""
+        """Vote, and send the states of ``told`` to ranks whose gradients count from the next step on."""
         members, comm = self.members, self.reducer.channel("roll")
+        # before the vote: a share that does not arrive lets the attempt fail, as any other message
         await members.deal()
         compared = members.counts and not members.idle
         members.facts = [compared, *(self._numbers() if compared else (0, 0, 0)), self._since]
         await members.vote()
         self._check_alike()
         self._joined = bool(members.newcomers)
+        # ranks that fetch count for nothing in the open step: copies stay until there is none
         if self.offered and not members.fetching:
             self.group.copies.drop()
             self.offered = False
@@ -313,10 +334,10 @@ class Attendance:
                 self.extras = unpacked(raw.numpy())
 
     def _numbers(self) -> tuple[float, ...]:
-        """Return a digest of this rank's rates, its learning rate, and now and then one of weights."""
+        """Return a digest of the rates, the learning rate, and now and then a digest of the weights."""
         present = self.rates()
         rates, lr = number_of(repr(_numbers(present))), float(present[0][0].get("lr") or 0)
-        # between two looks at the weights, also after every rank that joins
+        # at intervals, and in the step after a rank has joined; 0 in between
         looks = self._joined or self.reducer.step % _LOOK == 0
         weights = number_of(self.weights()) if looks else 0
         # numbers of 64 bits, of which float64 holds 53
@@ -325,7 +346,7 @@ class Attendance:
     def _check_alike(self) -> None:
         """Refuse rates and weights that are not those of the rank that has contributed for longest.
 
-        Of several, the lowest holds; ranks that do not contribute yet do not compare.
+        Of several such ranks, the lowest holds; ranks that do not contribute yet do not compare.
 
         Raises:
             ConfigurationError: on the rank that differs; the others go on without it.
@@ -333,6 +354,8 @@ class Attendance:
         me, told = self.reducer.comm.rank, self.members.told.tolist()
         if not told[me][0]:
             return
+        # The longest, not the majority: newcomers with a schedule of their own may be many, and it is
+        # they who are to end.
         counted = [rank for rank, (counts, *_) in enumerate(told) if counts]
         first = min(counted, key=lambda rank: (told[rank][-1], rank))
         _, rates, lr, weights, _ = told[me]
@@ -341,25 +364,28 @@ class Attendance:
         if rates != its_rates:
             raise ConfigurationError(
                 f"{place}: the learning rate is {lr:g} here and {its_lr:g} on rank {first}, or other "
-                "rates differ; name what sets them on all ranks, as in sync.carry(scheduler=scheduler): "
+                "rates differ; name their scheduler on all ranks, as in sync.carry(scheduler=scheduler): "
                 "a rank that joins then goes on with the others' schedule"
             )
         if weights and its_weights and weights != its_weights:
             raise ConfigurationError(
-                f"{place}: the weights are not those of rank {first}; is everything between backward() "
-                "and the optimizer's step equal on all ranks, and in sync.carry() if it has a state?"
+                f"{place}: the weights are not those of rank {first}; do the same on all ranks between "
+                "backward() and the optimizer's step, and name objects that have a state in sync.carry()"
             )
 
     def close(self, step: int, *, applied: bool) -> bool:
         """Go on to the step after ``step``; tell whether this rank has caught up with it."""
         members = self.members
         self.last_step = members.attempt, members.contributors, members.counts
+        # ``still``: the rows of the votes hold; after a roll this rank goes on by those of the roll
         arrived = members.committed(step, still=not self.met, applied=applied)
         if arrived:
             self._since = step + 1
         else:
             self.extras = None
-        with suppress(Exception):  # torchft's manager counts the step, and no more
+        # Only for torchft's own count of steps, from which its quorums tell ranks that lag.  The number
+        # is set to this library's: a rank that has joined would never reach the others' by counting.
+        with suppress(Exception):
             self.manager.should_commit()
             batches = self.manager.batches_committed()
             self.manager.load_state_dict({"step": self.reducer.step, "batches_committed": batches})
@@ -370,6 +396,7 @@ class Attendance:
     def offer(self, copy: Callable[[], memoryview]) -> None:
         """Serve a copy of the state before the open step, if a rank wants one and this has it."""
         members = self.members
+        # the optimizers of idle ranks do not step any more: a copy of them would be old
         if self.group.copies.wanted.is_set() and not (members.behind or members.idle):
             self.offered = True
             self.group.copies.offer(self.reducer.step, copy())
@@ -391,7 +418,7 @@ class Attendance:
 
 
 class ElasticHandle(Handle):
-    """The handle of a model whose ranks come and go, whatever they exchange."""
+    """The handle of a model whose ranks come and go: the part that gradients and updates share."""
 
     attendance: Attendance
     _gone = False  # this rank has left between two steps, and the program may not know yet
@@ -402,6 +429,7 @@ class ElasticHandle(Handle):
         self._carried: dict[str, Any] = {}
         self.on_close.callback(attendance.group.copies.close)
         self._turns = Turns()
+        # weakly: Python's table of signal handlers lives as long as the process, a handle as its model
         me = weakref.ref(self)
 
         def begin() -> bool:
@@ -418,39 +446,41 @@ class ElasticHandle(Handle):
 
     @property
     def left(self) -> bool:
-        """Whether this rank has left, and is to end."""
+        """Whether this rank has left; its program is to end."""
         return self.attendance.members.left
 
     @property
     def last_step(self) -> tuple[int, int, bool]:
-        """The number of the group that exchanged the last step, its contributors, and if this is one."""
+        """The last step's group, its number of contributors, and whether this rank was one."""
         return self.attendance.last_step
 
     def carry(self, **named: Any) -> None:
-        """Name what a rank that joins takes over, too, as ``scheduler=scheduler``.
+        """Name further objects whose states a rank that joins takes over, as ``scheduler=scheduler``.
 
-        Anything with ``state_dict()`` and ``load_state_dict()``, small, and of plain values and tensors.
+        They have ``state_dict()`` and ``load_state_dict()``; states are small (64 MiB in all), and of
+        plain values and tensors.
         """
         for name, one in named.items():
             if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
                 raise ConfigurationError(
-                    f"{name} is {type(one).__name__}; give what has state_dict() and load_state_dict()"
+                    f"{name} is {type(one).__name__}; give an object with state_dict() and "
+                    "load_state_dict()"
                 )
         self._carried |= named
 
     def leave(self) -> None:
         """Leave with the next two steps, of which the first deals the residual to others; see ``left``.
 
-        SIGTERM calls it, and ends the process when it has left: in the others' steps, if this rank is in
-        none.
+        SIGTERM calls it, and ends the process when this rank has left: in steps of its own, or between
+        them in the others' steps.
         """
         self.attendance.members.leaving = True
 
     def _leave_within(self, seconds: float) -> str:
-        """Take part in the others' steps until this rank has left, as soon as it is in none of its own.
+        """Take part in the others' steps until this rank has left, once its own step has ended.
 
         Returns:
-            A line that says why it has not; nothing if it has left, or has met nobody yet.
+            A line that says why it has not left; nothing if it has, or has met nobody yet.
         """
         until, members = time.monotonic() + seconds, self.attendance.members
         if not self._turns.begin_leaving(seconds):
@@ -462,9 +492,7 @@ class ElasticHandle(Handle):
             self._turns.end_leaving()
         else:
             why = self._leave_alone(until)
-        rest = (
-            "the others have its residual" if members.spent else "what it had not delivered is lost"
-        )
+        rest = "the others have its residual" if members.spent else "its residual is lost"
         return why and (
             f"this rank has not left within {seconds:g} s of SIGTERM ({why}); it ends, and {rest}"
         )
@@ -486,9 +514,10 @@ class ElasticHandle(Handle):
         except ConfigurationError as error:
             self._turns.end_leaving()
             return str(error)
+        # not after the wait below, which may give up while the job still uses reducer and model
         leaving.add_done_callback(lambda _: self._turns.end_leaving())
         if not wait([leaving], max(until - time.monotonic(), 0)).done:
-            return "the others did not take the three steps of that"
+            return "the others did not take the three steps that leaving needs"
         if leaving.cancelled():
             return "its handle was closed"
         failure = leaving.exception()
@@ -496,6 +525,7 @@ class ElasticHandle(Handle):
 
     def _held_up(self) -> str:
         """Say why this rank cannot leave without steps of its own, if so."""
+        # the copy is brought up to date with the rates of this rank's next steps
         return "another rank fetches its weights" if self.attendance.offered else ""
 
     @abstractmethod
@@ -507,18 +537,16 @@ class ElasticHandle(Handle):
         self._turns.unless_leaving(self.attendance.ask)
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers; "elastic" has the present members, changes, and what was lost."""
+        """Return plain numbers; "elastic" has the present members, changes, and lost residuals."""
         return {**super().stats(), "elastic": self.attendance.members.state()}
 
     def _check_here(self) -> None:
-        """Refuse another step of a rank that has left; look who handles SIGTERM now."""
+        """Refuse another step of a rank that has left; take over a new handler of SIGTERM."""
         self._notice.watch()
         if self.left:
             raise PeerError("this rank has left; end it, or start another one")
         if self.attendance.members.idle:  # averages were not applied here
-            raise PeerError(
-                "this rank was leaving, and something went wrong; end it, or start another one"
-            )
+            raise PeerError("this rank was leaving, and that failed; end it, or start another one")
 
     def _told(self) -> dict[str, Any]:
         """Return the states that a rank takes over when it has caught up."""
@@ -536,6 +564,6 @@ class ElasticHandle(Handle):
                 one.load_state_dict(extras[f"carried {name}"])
 
     def _end_of_leaving(self) -> None:
-        """End the process if it was SIGTERM that asked for it."""
+        """End the process if SIGTERM has asked for that."""
         if self._notice.came:
             self._notice.pass_on()

@@ -1,10 +1,10 @@
-"""How a rank that joins comes to the others' weights while they train on.
+"""How a rank that joins gets the others' weights while they train on.
 
-It fetches a copy of the state before some step, and keeps all averages from that step on.  When it has
-both, it applies them to the copy as the others have; its weights then are theirs, bit for bit.
+It fetches a copy of the state before some step, and keeps all averages from the step on in which it began
+to fetch.  Then it applies these to the copy as the others have; its weights are theirs, bit for bit.
 
-Where gradients are exchanged, it keeps those that its optimizer is given, and repeats the optimizer's
-steps with the learning rates of the rank that the copy is of.
+Where gradients are exchanged, it keeps the gradients that its optimizer is given, and repeats the
+optimizer's steps with the donor's learning rates.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from sparsync.transports.driver import close_at_exit
 __all__ = ["CatchUp", "Rates", "keep_gradients", "load_copy", "make_copy", "rates_of", "repeat"]
 
 Rates = list[list[dict[str, Any]]]
-"""What the groups of all optimizers have besides their parameters: learning rates, decay, ..."""
+"""The settings of all optimizers' groups, without parameters: learning rates, decay, ..."""
 
 Kept = tuple[Tensor, Tensor] | Tensor | None
 """A gradient: its indices and values if most of it is zero."""
 
 
 def rates_of(optimizers: Sequence[torch.optim.Optimizer]) -> Rates:
-    """Return the present ones."""
+    """Return the present rates of optimizers, by optimizer and group."""
     return [
         [{k: v for k, v in group.items() if k != "params"} for group in one.param_groups]
         for one in optimizers
@@ -47,7 +47,8 @@ def make_copy(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> 
 def load_copy(
     raw: bytes | bytearray, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Take over what ``make_copy`` returned."""
+    """Load a state that ``make_copy`` has returned."""
+    # ``unpacked`` and not pickle: the bytes come from another machine, and must not run code
     states = unpacked(raw)
     model.load_state_dict(states["model"])
     for one, state in zip(optimizers, states["optimizers"], strict=True):
@@ -56,16 +57,16 @@ def load_copy(
 
 @final
 class CatchUp:
-    """One fetch, and what has come since.
+    """One fetch of a copy, and a log of the averages that have come since it began.
 
     Args:
         donor: name of the rank whose copy is fetched from ``source``.
-        timeout: seconds without a piece after which it is given up.
+        timeout: seconds without a piece after which the fetch is given up.
         since: the first step whose averages will be kept.
 
     Attributes:
-        copy: when it is here: the step before which it was made, and its bytes.
-        log: by step, what it takes to apply that step's averages.
+        copy: once it is here: the step before which it was made, and its bytes.
+        log: by step, gradients, or averages of updates with their momentum, from which it is repeated.
     """
 
     def __init__(self, donor: str, source: Source | str, timeout: float, since: int) -> None:
@@ -75,6 +76,9 @@ class CatchUp:
         self._error: SparsyncError | None = None
         self._stopped = False
 
+        # On a thread of its own, with a socket of its own: meanwhile this rank takes part in every
+        # step.  An older copy than of ``since`` is not accepted, for steps before that are not in the
+        # log.
         def work() -> None:
             try:
                 self.copy = fetch(source, timeout, since, lambda: self._stopped)
@@ -87,11 +91,12 @@ class CatchUp:
 
     @property
     def done(self) -> bool:
-        """The copy is here.
+        """Whether the copy is here.
 
         Raises:
-            PeerError: it does not come.
+            PeerError: the copy does not come.
         """
+        # raised here, on the thread that can begin another fetch
         if self._error is not None:
             raise PeerError(f"{self._error}; another rank is asked") from self._error
         return self.copy is not None
@@ -101,7 +106,7 @@ class CatchUp:
         self._stopped = True
 
     def close(self) -> None:
-        """Fetch no more, and wait until that is so."""
+        """Fetch no more, and wait until the thread has ended."""
         self.stop()
         self._thread.join()
 
@@ -110,17 +115,21 @@ class CatchUp:
 def keep_gradients(
     catch_up: CatchUp, step: int, number: int, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Keep the gradients that an optimizer, the ``number``-th, is given, and take them from it."""
+    """Keep the gradients that an optimizer, the ``number``-th, is given, and take them away from it."""
     here: list[Kept] = []
     for parameter in _parameters(optimizer):
+        # None: the optimizer passes over it, and does not spend time on weights that will be replaced
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             here.append(None)
             continue
         flat = gradient.reshape(-1)
         at = flat.nonzero().flatten()
+        # averages of sparse messages are mostly zero: a third of the elements as pairs, with indices of
+        # 32 bits, takes two thirds of the memory
         few = 3 * at.numel() < flat.numel()
         here.append((at.to(torch.int32), flat[at]) if few else flat.clone())
+    # by number: optimizers step one after the other, each into its own place
     of_step = catch_up.log.setdefault(step, [])
     of_step += [[]] * (number + 1 - len(of_step))
     of_step[number] = here
@@ -134,9 +143,10 @@ def repeat(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Bring the weights to what they are before the optimizers' step ``step``."""
+    """Bring the weights to their state on the other ranks before the optimizers' step ``step``."""
     assert catch_up.copy is not None
     begin, raw = catch_up.copy
+    # those of the open step, which the optimizers are about to take
     gradients = [[p.grad for p in _parameters(one)] for one in optimizers]
     load_copy(raw, model, optimizers)
     for done in range(begin, step):
@@ -145,6 +155,7 @@ def repeat(
         for one, groups, kept in zip(optimizers, rates[done], catch_up.log[done], strict=True):
             for group, its in zip(one.param_groups, groups, strict=True):
                 group.update(its)
+            # as the optimizer got them, after clipping and the like between backward() and its step
             for parameter, gradient in zip(_parameters(one), kept, strict=True):
                 parameter.grad = _whole(gradient, parameter)
             one.step()

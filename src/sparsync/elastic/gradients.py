@@ -1,7 +1,7 @@
-"""``attach(model, optimizer, elastic=manager)``: gradients exchanged by whoever is there.
+"""``attach(model, optimizer, elastic=manager)``: gradients exchanged by the ranks that are there.
 
-In every step torchft's manager is asked for a quorum while the forward pass runs.  If it is another one
-than before, or an exchange breaks off, its members call the roll (``members``) before they go on.
+In every step torchft's manager is asked for a quorum while the forward pass runs.  If its members are not
+those of the step before, or an exchange breaks off, they call the roll (``members``) before they go on.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def attach_elastic(
     options = options.for_size(elements, said.append)
     assert options.density is not None
     names = [shard.name for shard in shards]
+    # no other rank holds a part of this replica: it agrees with itself, whatever the group
     consensus = PartsConsensus(SoloCommunicator(), {n: i for i, n in enumerate(sorted(names))})
     reducer = Reducer(
         group.comm,
@@ -104,14 +105,16 @@ class ElasticSync(ElasticHandle, ReplicaSync):
                 nonfinite=self._nonfinite,
             )
         )
-        self._compared = True  # the roll does
+        self._compared = True  # the roll compares the weights
         self._missed = self._exchanged = False
         self._rates: dict[int, Rates] = {}  # by step, since a copy was offered
-        self._last_task: int | None = None  # of autograd, that found that this rank has left
+        # of autograd: the backward pass that found that this rank has left
+        self._last_task: int | None = None
         self._follow(model)
 
     def _follow(self, model: nn.Module) -> None:
         """Watch forward passes and optimizers until ``close``."""
+        # weakly: the model holds its hooks, and the handle goes with the model
         me = weakref.ref(self)
 
         def before_forward(_module: Any, _inputs: Any) -> None:
@@ -136,6 +139,7 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         def copy() -> memoryview:
             return make_copy(model, self._optimizers)
 
+        # the waiting is the engine thread's, which owns the sockets; the weights are this one's to write
         with self._turns.step(), self.reducer.comm.ledger.outside_steps():
             taken = self._engine.submit(lambda: self.attendance.end(copy)).result()
         if taken is not None:
@@ -145,6 +149,8 @@ class ElasticSync(ElasticHandle, ReplicaSync):
 
     def on_gradient(self, parameter: Tensor) -> None:
         """Count a gradient; drop those of the backward pass that finds that this rank has left."""
+        # one pass is dropped without an error, so that a program may read ``sync.left`` after its step;
+        # another one is refused by ``_check_here``
         if self._paused or self._open is not None or not self._is_late():
             super().on_gradient(parameter)
         else:
@@ -156,6 +162,8 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         if not self._gone:
             return False
         self._turns.end()
+        # the same private number by which ``ReplicaSync`` tells backward passes apart: PyTorch has no
+        # other
         task = torch._C._current_graph_task_id()
         if self._last_task is None:
             self._last_task = task
@@ -163,6 +171,8 @@ class ElasticSync(ElasticHandle, ReplicaSync):
 
     def _begin_step(self) -> None:
         """Wait for the quorum before the first gradient is accumulated."""
+        # before: whether this rank's gradients count, and by which plan entries are collected, are the
+        # group's to say
         self._turns.take()
         try:
             self._check_here()
@@ -180,18 +190,19 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         self._turns.end()
 
     def _accumulate(self, run: Run, gradient: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Accumulate, or nothing: of weights that are not the others', gradients do not count."""
+        """Accumulate; zeros while this rank is behind, since gradients at old weights do not count."""
         if not self.attendance.members.counts:
             gradient.zero_()
         super()._accumulate(run, gradient, parameters)
 
     def _finish(self, this: Step) -> None:
-        """Exchange and commit, then go on to the next step with whoever is there."""
+        """Exchange and commit, then go on to the next step with the ranks that are there."""
         step, skipped = self.reducer.step, self.reducer.skipped
         self._exchanged = False
         try:
             super()._finish(this)
         finally:
+            # not after a missed step: the roll has brought the reducer to the others' step already
             if self._exchanged:
                 self.attendance.close(step, applied=self.reducer.skipped == skipped)
 
@@ -201,6 +212,8 @@ class ElasticSync(ElasticHandle, ReplicaSync):
 
         async def attempt() -> None:
             reducer = self.reducer
+            # In the order in which ``ReplicaSync._close`` starts its jobs: a rank that has just joined
+            # makes its first attempt by these, in the same group.
             units = [reducer.exchange(unit) for unit in range(len(reducer.units))]
             used = self._parts.share_used(reducer.channel("used"), came)
             await together([*units, used, reducer.share()])
@@ -209,12 +222,17 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         try:
             for job in this.jobs:
                 job.result()
+            # the jobs have exchanged all units but not voted; without jobs (``_take_part``) nothing is
+            # done
             run(self._agree() if this.jobs else attempt())
         except CommunicationError as error:
+            # missed: the roll has closed this step here, with its gradients in the residual, and there
+            # are no further ones before the next backward pass
             if not self.attendance.persist(error, attempt, missed=lambda: False):
                 self._missed = True
                 return None
         self._exchanged = True
+        # a rank without gradients, as one that leaves in the others' steps, is no contributor
         self.attendance.members.count_only(self._parts.came)
         return self.reducer.commit(propagate_nonfinite=self._nonfinite == "propagate")
 
@@ -225,6 +243,7 @@ class ElasticSync(ElasticHandle, ReplicaSync):
     def _take_part(self) -> None:
         while not self.left:
             self.attendance.ready()
+            # zeros: entries are selected from its residual as ever, until that is dealt
             for unit, its in enumerate(self.reducer.units):
                 zeros = torch.zeros(its.size, dtype=its.dtype, device=its.device)
                 self.reducer.accumulate(unit, 0, zeros)
@@ -234,11 +253,12 @@ class ElasticSync(ElasticHandle, ReplicaSync):
     async def _agree(self) -> None:
         model = self._plain()
         assert model is not None
+        # the training thread waits for this step, so nobody writes to the weights that are copied
         self.attendance.offer(lambda: make_copy(model, self._optimizers))
         await self.attendance.agree(self._told)
 
     def _told(self) -> dict[str, Any]:
-        """Return what repeats the steps since the copy was made, and the states to take over."""
+        """Return the rates of the steps since the copy was made, and the states to take over."""
         present = rates_of(self._optimizers)
         mine = {"rates": self._rates, "present": present, "weights": self._weights()}
         return {**super()._told(), **mine}
@@ -255,6 +275,8 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         extras, catch_up = attendance.extras, attendance.catch_up
         if extras is not None and catch_up is not None:
             attendance.extras = attendance.catch_up = None
+            # the step that has just been exchanged: its average is written to the gradients, and the
+            # program's own ``optimizer.step()`` applies it
             model, step = self._plain(), self.reducer.step - 1
             assert model is not None
             repeat(catch_up, step, extras["rates"], model, self._optimizers)
@@ -262,9 +284,9 @@ class ElasticSync(ElasticHandle, ReplicaSync):
             if self._weights() != extras["weights"]:
                 place = self.reducer.comm.ledger.place(step)
                 raise PeerError(
-                    f"{place}: the weights that this rank has caught up with are not those of the "
-                    "others; is all that is done between backward() and the optimizer's step equal on "
-                    "all ranks, and done to gradients alone?"
+                    f"{place}: this rank has repeated the others' steps, and its weights are not theirs; "
+                    "between backward() and the optimizer's step, do the same on all ranks, and to "
+                    "gradients alone"
                 )
         if self.left:
             self._end_of_leaving()
@@ -272,14 +294,15 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         return settled and not missed and not self.left
 
     def _tell(self) -> None:
-        """Tell what the lowest rank has noticed; one that joins has nothing that is new to the others."""
+        """Pass on the notice of the lowest rank; one that joins has nothing to say that is new."""
         if self.attendance.members.behind:
             self.reducer.notice = ""
         super()._tell()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep what repeats this step on a rank that catches up, or on this one."""
+        """Keep the gradients of this step if this rank catches up, or its rates for one that does."""
         number = next(i for i, one in enumerate(self._optimizers) if one is optimizer)
+        # the commit has counted the step already that this optimizer applies
         step, attendance = self.reducer.step - 1, self.attendance
         if attendance.catch_up is not None and attendance.members.behind:
             keep_gradients(attendance.catch_up, step, number, optimizer)

@@ -34,10 +34,13 @@ except ImportError as error:
 
 __all__ = ["ElasticGroup", "Quorum", "group_of", "make_manager"]
 
-_BEAT = timedelta(milliseconds=50)  # between heartbeats
-# without a quorum, after which it is asked for again: the lighthouse may be gone without a word
+# between heartbeats: a tenth of the 500 ms after which docs/elastic.md lets a lighthouse count a rank
+# as gone
+_BEAT = timedelta(milliseconds=50)
+# without an answer, after which a quorum is asked for again: a lighthouse that ends takes the question
+# along
 _ASK_AGAIN = timedelta(seconds=20)
-# to a lighthouse, and to this rank's own manager: it starts late, or the machine is slow
+# in which a connection is made to a lighthouse, which may start later, and to this rank's own manager
 _CONNECTS = timedelta(seconds=60)
 _LOOPBACK = "127.0.0.1"
 
@@ -45,7 +48,7 @@ _LOOPBACK = "127.0.0.1"
 class Quorum(NamedTuple):
     """The members of a quorum as this rank sees them."""
 
-    number: int  # > 0, another one for every change
+    number: int  # > 0, another one for every change, also after a lighthouse has counted anew
     serial: int  # grows with every change that a lighthouse has seen
     rank: int
     names: tuple[str, ...]
@@ -70,16 +73,16 @@ class ElasticGroup(ProcessGroup):
     """The ``pg`` of a ``torchft.Manager``, for ``attach(elastic=manager)``.
 
     A member's handle has its addresses and its public key.  A change of the quorum is noted here, and
-    made when the exchange of a step begins, on the thread that owns the sockets.  It is for sparsync's
-    exchanges: torchft's ``manager.allreduce`` is refused.
+    takes effect when the exchange of a step begins, on the thread that owns the sockets.  The group is
+    for sparsync's exchanges: torchft's ``manager.allreduce`` is refused.
 
     Args:
         transport: "zmq", or "torch" (gloo); copies of the weights take ZeroMQ in any case.
-        curve_keys: of "zmq": directory of the public keys of all that may be members and of this rank's
-            secret one, or that file.  Everything that members send each other is encrypted, and a member
-            whose key is not there is left out.
-        timeout: seconds that a message of an exchange may take; a rank that stands still is left behind
-            after that.
+        curve_keys: of "zmq": directory with the public keys of all possible members and this rank's
+            secret key, or the file of the latter.  All messages between members are encrypted, and a member
+            whose key is not in the directory is left out.
+        timeout: seconds that a message of an exchange may take; a rank that stands still for longer is
+            left behind.
         interface: name or address of the interface to bind.  Default: ``GLOO_SOCKET_IFNAME``, or the one
             that leads to the lighthouse (``TORCHFT_LIGHTHOUSE``), or to ``MASTER_ADDR``.
         port_range: of "zmq": first and last port that may be bound; a rank takes two of them.
@@ -110,11 +113,14 @@ class ElasticGroup(ProcessGroup):
         if interface is None and lighthouse and not os.environ.get("GLOO_SOCKET_IFNAME"):
             interface = way_to(lighthouse)
         interface = choose_interface(interface, HashStore())
-        self.name = uuid.uuid4().hex  # nobody else can know it before the quorum
+        # of this process and not of its place: a rank that is started again has another state
+        self.name = uuid.uuid4().hex
         self.quorum: Quorum | None = None
-        self.store: Any = None  # of its manager, and where gloo's ranks meet
+        self.store: Any = None  # of its manager; gloo's ranks meet in that of their first one
         self._keys: CurveKeys | None = None
         self._said = ""
+        # A group of one until the first quorum: sockets are bound now, since the handle that the manager
+        # sends to the lighthouse names their addresses.
         self.comm: ZmqCommunicator | GlooCommunicator
         if transport == "torch":
             self.copies = CopyServer(interface, None, None)
@@ -138,21 +144,24 @@ class ElasticGroup(ProcessGroup):
             self.copies = CopyServer(interface, port_range, advertise, self._keys)
         self._card = {"transport": transport, "key": ""}
         if self._keys is not None:
+            # a digest of all listed keys: ranks with different lists would refuse each other's sockets,
+            # and wait for them in every step
             listed = hashlib.blake2b(b"".join(sorted(self._keys.listed)), digest_size=6)
             self._card["transport"] = f"{transport} with the keys {listed.hexdigest()}"
             self._card["key"] = self._keys.public.decode()
         self._card |= {"name": self.name, "exchange": exchange, "copies": self.copies.endpoint}
 
     def get_reconfigure_handle(self) -> str:
-        """Return this member's addresses, and its public key."""
+        """Return this member's addresses and its public key, which the lighthouse passes on."""
         return json.dumps(self._card)
 
     def reconfigure(self, opts: Any) -> Any:
-        """Note the members of a new quorum that fit; torchft's manager calls it on a thread of its own.
+        """Note the members of a new quorum that fit; torchft's manager calls this on its own thread.
 
-        The others are left out, so that a rank set up otherwise ends, and not those that train: it is the
-        one that has met nobody yet.
+        Members that do not fit are left out, so that one of them ends and those that train go on: a rank
+        that fits nobody and has met nobody yet is the one to end.
         """
+        # Only noted: sockets belong to the thread that exchanges, which may be in a step.
         try:
             peers = [
                 {"transport": "zmq", "key": "", **json.loads(handle)} for handle in opts.handles
@@ -171,6 +180,7 @@ class ElasticGroup(ProcessGroup):
                 "a member of the quorum has another kind of process group; give all managers an "
                 "ElasticGroup of the same version"
             ) from error
+        # not raised: torchft would only note it as an error of this quorum, and ask again and again
         misfit = ""
         if any(reasons):
             why = "; ".join(sorted({*reasons} - {""}))
@@ -179,9 +189,12 @@ class ElasticGroup(ProcessGroup):
                 f"({why}); give all the same transport=, and curve_keys= with the same .key files"
             )
             if len(fitting) > 1 or (self.quorum is not None and not self.quorum.misfit):
+                # once for each reason: every change of the quorum comes by here
                 if misfit != self._said:
                     say(f"{misfit}; they are left out")
                 self._said, misfit = misfit, ""
+        # The number names the group in messages: from the lighthouse's number and the members, so that
+        # the same number of another lighthouse, or another choice of members, makes another group.
         told = json.dumps([opts.uuid, *fitting])
         self.quorum = Quorum(
             number_of(told) or 1, opts.uuid, rank, names, exchanges, copies, misfit
@@ -189,7 +202,7 @@ class ElasticGroup(ProcessGroup):
         return Done(None)
 
     def _misfit(self, peer: Mapping[str, Any]) -> str:
-        """Say why this rank does not exchange with a member, if it does not."""
+        """Return why this rank cannot exchange with a member; nothing if it can."""
         theirs, mine = peer["transport"], self._card["transport"]
         if theirs != mine:
             return f"theirs is {theirs}, this rank's {mine}"
@@ -202,7 +215,7 @@ class ElasticGroup(ProcessGroup):
         return 1 if self.quorum is None else len(self.quorum.names)
 
     def getBackendName(self) -> str:
-        """Return what it is."""
+        """Return the name that torchft shows."""
         return "sparsync-elastic"
 
     def allreduce(self, *_: Any) -> Any:
@@ -226,15 +239,15 @@ def make_manager(
     timeout: float = 10.0,
     **options: Any,
 ) -> Any:
-    """Return a ``torchft.Manager`` of a rank of its own; make it last, after model and data.
+    """Return a ``torchft.Manager`` for this rank alone; make it last, after model and data.
 
-    From its first heartbeat on, the others' next quorum waits for this rank.  A lighthouse that is not
-    there yet is waited for, for 60 s.
+    From its first heartbeat on, the others' next quorum waits for this rank.  The call waits up to 60 s
+    for a lighthouse that does not run yet.
 
     Args:
-        min_replicas: ranks below which training waits.
+        min_replicas: the least number of ranks that train; with fewer, training waits.
         lighthouse: its address, as http://HOST:29510; None: that in ``TORCHFT_LIGHTHOUSE``.
-        name: of this rank in torchft's logs.
+        name: this rank's name in torchft's logs.
         timeout: seconds that a message of an exchange may take.
         **options: of ``ElasticGroup``: ``transport``, ``curve_keys``, ``interface``, ``port_range``
             and ``advertise``.
@@ -247,7 +260,8 @@ def make_manager(
             "http://HOST:29510"
         )
     group, seconds = ElasticGroup(timeout=timeout, **options), timedelta(seconds=timeout)
-    group.store = group.store or _store(seconds)  # torchft's part of it has nobody to meet
+    # torchft's managers meet their group's other ranks in a store; here every group is one rank
+    group.store = group.store or _store(seconds)
     return Manager(
         pg=group,
         load_state_dict=None,

@@ -1,24 +1,24 @@
-"""The ranks that take a step together, and what becomes of it when they change.
+"""The ranks that take a step together, and the fate of that step when they change.
 
 ::
 
     exchange --everything is here--> prepared --all others' votes are here--> committed
 
 A rank commits once it knows that all are prepared.  If anything fails before, it gives the step up, which
-ends what the others wait for, and whoever is left meets in a new group, where the roll is called:
+ends the waits of the others, and the ranks that are left meet in a new group, where the roll is called:
 
-* somebody has committed: then all were prepared, and those that still are commit, too;
-* nobody has: all exchange what they have accumulated once more, in the new group.
+* somebody has committed: then all were prepared, and those that still are commit as well;
+* nobody has: all exchange their accumulated gradients once more, in the new group.
 
-So a step is applied by all that are left or by none, its gradients count once, and residuals are those of
-the ranks that took part.  A rank that is killed takes its residual along.
+So a step is applied by all ranks that are left or by none, its gradients count once, and residuals are
+those of the ranks that took part.  The residual of a rank that is killed is lost.
 
 A rank that has committed and is cut off may find on return that the others did the step again without it.
-The past of the latest group holds; the rank takes back what it had delivered, and fetches the weights.
-For that it remembers its part in the last step, in every attempt that was complete here.  This is exact
-while every group has a rank of the last one that applied a step, as it has if all have more than half of
-the ranks.  With fewer, two pasts can grow apart by many steps; weights are equal all the same, but of the
-past that is given up only the last step is taken back.
+The past of the latest group holds; the rank adds its delivered entries to its residual again, and fetches
+the weights.  For that it remembers its part in the last step, in every attempt that was complete here.
+This is exact while every group has a rank of the last group that applied a step, which is sure if every
+group has more than half of the ranks.  With smaller groups, two pasts can grow apart by many steps;
+weights are equal all the same, but of the past that is given up only the last step is taken back.
 """
 
 from __future__ import annotations
@@ -41,23 +41,28 @@ from sparsync.transports.ledger import Ledger, Raw
 
 __all__ = ["Entry", "Members", "Verdict", "judge"]
 
-_PAST: Final = 32  # changes of the group that a rank may have missed
-_ATTEMPTS: Final = 8  # at one step, whose part of this rank is remembered
-_MEASURED: Final = 10  # steps between measurements of the residual's norm
+# changes of the group that a rank may have missed; fixed, so that receivers know a brief's length
+_PAST: Final = 32
+# attempts at one step in which this rank's part is remembered: each may hold a copy of n elements
+_ATTEMPTS: Final = 8
+_MEASURED: Final = 10  # steps between measurements of the residual's norm, a pass over n elements
 
 
 class Entry(NamedTuple):
     """A rank's answer when the roll is called."""
 
+    # integers only: an entry travels as one row of int64
     step: int  # the open one
     history: (
         int  # the attempt that committed the last one; before the first a digest of the weights
     )
     prepared: int  # the attempt whose exchange of the open step is complete here; 0: none is
     behind: int  # 1: its weights are being fetched
-    leaves: int  # 1: its residual is dealt in the next step; 2: it was, and it leaves after the next one
+    leaves: (
+        int  # 1: the next step deals its residual; 2: this has happened, and the next is its last
+    )
     set_up: int  # a digest of everything that must be equal on all ranks
-    clock: int = 0  # where its training is, for those that are stale
+    clock: int = 0  # the position of its training, for those that are stale
     view: int = 0  # serial number of the last group whose roll was complete here
 
 
@@ -100,6 +105,7 @@ def judge(entries: Sequence[Entry]) -> Verdict:
     verdicts = []
     for step, history in dict.fromkeys((entry.step, entry.history) for entry in entries):
         there = {r for r, e in enumerate(entries) if (e.step, e.history) == (step, history)}
+        # the whole of a step that others have applied is on these ranks: they apply it, and fetch nothing
         commits = {
             rank
             for rank, entry in enumerate(entries)
@@ -108,10 +114,14 @@ def judge(entries: Sequence[Entry]) -> Verdict:
         current = {rank for rank in there | commits if not entries[rank].behind}
         stale = set(range(len(entries))) - there - commits
         sets = frozenset(current), frozenset(commits), frozenset(stale)
+        # ranks that are behind know a past but not its weights: nobody could go on from it with them
+        # alone
         if current:
             view = max(entries[rank].view for rank in there | commits)
             donor = min(current, key=lambda rank: (entries[rank].leaves > 0, rank))
             verdicts.append((view, Verdict(step, *sets, donor, min(there))))
+    # A rank commits a step only when all votes are here, so no rank of its group is more than one step
+    # behind it: pasts that end earlier are of ranks that were away, however new their last group is.
     reached = max((verdict.step for _, verdict in verdicts), default=0)
     _, chosen = max(
         ((view, verdict) for view, verdict in verdicts if verdict.step >= reached - 1),
@@ -130,9 +140,9 @@ def judge(entries: Sequence[Entry]) -> Verdict:
 class _Part(NamedTuple):
     """The changes that an attempt at a step makes in this rank's residuals, if it is applied."""
 
-    minus: list[Vector]  # by unit; nothing: all have refused it
+    minus: list[Vector]  # by unit; empty: all have refused the attempt
     plus: list[tuple[int, slice, Tensor]]  # dealt by ranks that leave
-    deals: bool  # this rank leaves: what is left of its residuals goes to others
+    deals: bool  # this rank leaves: the rest of its residuals goes to others
     scale: float  # of the reducer
 
 
@@ -156,32 +166,37 @@ class Members:
         attempt: number of the present group, > 0.
         behind: this rank's weights are being fetched; its gradients count for nothing until then.
         donor: rank they are fetched from.
-        ready: it has weights and all averages since, and is not behind from the next step on.
+        ready: this rank has fetched a copy and kept all averages since: it is not behind from the next
+            step on.
         first: the lowest rank whose weights are current.
         leaving: this rank wants to leave: after a step in which its residual is dealt to the others, and
             one more, to which it contributes nothing: when that is committed, all have the first.
-        left: it has.
-        idle: it takes part without training until then, and nobody can have the weights from it.
+        left: this rank has left.
+        idle: this rank takes part without training until it has left; nobody can fetch weights from it.
         counts: this rank's gradient counts in the open step.
         deals: its residual is dealt in the open step.
-        clock: a number that says where training is; that of the others once this rank was stale.
+        clock: the position of training as a number; the others' once this rank was stale.
         newcomers: ranks whose gradients count from the next step on and not in this one; their donors.
-        facts: further numbers that go out with this rank's vote; ``told``: those of all ranks, by rank.
+        facts: further numbers that are sent with this rank's vote.
+        told: the ``facts`` of all ranks, by rank.
     """
 
     def __init__(self, reducer: Reducer, start: int, set_up: int = 0) -> None:
         self.reducer, self._set_up = reducer, set_up
-        reducer.plan.dense.overwrites = False  # what is accumulated may be needed again
+        # a dense allreduce must not sum in the accumulated gradients' memory: another attempt needs them
+        reducer.plan.dense.overwrites = False
         self.attempt, self.donor, self.first, self.newcomers = 0, 0, 0, dict[int, int]()
         self.behind = self.ready = self.leaving = self.left = self.idle = False
-        # (step, attempt) since which steps were committed by it; the first is of the weights alone
+        # (step, attempt): from that step on, this attempt's group committed.  The first entry stands for
+        # the weights at the start, so that ranks which begin from other weights have another past
         self._past, self._prepared, self._view = [(-1, start)], 0, 0
         self._parts: dict[int, _Part] = {}  # in the open step, of attempts before the present one
         self._last = _Last(-1, start, {})
         self.counts, self.deals, self.clock = True, False, 0
         self._spent = False  # the residual was dealt
-        # of every rank, in the open step and in the next, as sent with votes: does it contribute, does it
-        # leave, its donor, and the norm of its residual some steps ago
+        # a row per rank, for the open step and for the next, as sent with votes: whether it contributes,
+        # whether it leaves, its donor, and the norm of its residual some steps ago.  Two tables, since
+        # the open step is averaged, and may have to be repeated, by the rows of the vote before it
         self._present = self._next = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64)
         self._norm, self.facts, self.told = 0.0, [0.0], torch.zeros(1, 1)
         self._names: tuple[Hashable, ...] = ()  # of the group's ranks
@@ -208,7 +223,7 @@ class Members:
     # ---- a step ------------------------------------------------------------------------------------
 
     def withdraw(self) -> None:
-        """Leave without training on: only what was not delivered counts from now on."""
+        """Leave without training on: this rank's residual still counts, and no further gradients do."""
         self.leaving = self.idle = True
         self.ready = False
 
@@ -221,12 +236,15 @@ class Members:
     async def vote(self) -> None:
         """Say that all of the open step is here, and wait until all others say so.
 
-        With the vote goes who contributes to the next step, and whose last it will be.
+        The vote also says if this rank contributes to the next step, and if that is its last.
 
         Raises:
             CommunicationError: somebody's vote did not come.
         """
+        # Before the vote is sent: a rank that has all votes may commit, and this one, if it is cut off
+        # now, has to say at the next roll that it is prepared.
         self._prepared, reduced = self.attempt, self.reducer.reduced
+        # kept here, since the reducer forgets its results when the commit opens the next step
         self._delivered = [reduced[unit].delivered for unit in range(len(reduced))]
         leaves = 2 if self.deals or self._spent else int(self.leaving)
         counts = (not self.behind or self.ready) and leaves < 2 and not self.idle
@@ -234,6 +252,7 @@ class Members:
             kept = [torch.linalg.vector_norm(r.accumulated) for r in self.reducer.residuals]
             self._norm = math.hypot(*map(float, kept))
         told = [counts, leaves, self.donor, self._norm, *self.facts]
+        # float64 holds ranks, flags and digests of up to 53 bits exactly
         mine = torch.tensor(told, dtype=torch.float64)
         rows = torch.stack(await self.reducer.channel("vote").allgather(mine, "vote"))
         self._next, self.told = rows[:, : -len(self.facts)], rows[:, -len(self.facts) :]
@@ -243,7 +262,7 @@ class Members:
     def committed(self, step: int, *, still: bool, applied: bool = True) -> bool:
         """Go on to the step after ``step``, with the same group (``still``) or that of the last roll.
 
-        Where all refuse the step together, as of NaN, it is not ``applied``: nobody leaves with it.
+        A step that all refuse together, e.g. because of NaN, is not ``applied``: nobody leaves with it.
 
         Returns:
             Whether this rank has caught up: its gradients count from the next step on.
@@ -251,15 +270,20 @@ class Members:
         if not applied:
             self._dealt, self.deals = [], False
             if still:
+                # residuals were not dealt: ranks that were to deal them do it in the next step, in which
+                # they still count; their votes had announced it as their last
                 self._next[self._present[:, 1] == 1, :2] = 1.0
         arrived = still and self.behind and self.ready
         if arrived:
             self.behind = self.ready = False
+        # before ``_hand_over``: a rank has left one step after that in which its residual was dealt, for
+        # only that step's votes show that everybody has applied the former
         self.left = self._spent
         part = self._applied() if applied else _Part([], [], False, 1.0)
         self._last = _Last(step, self._prepared, {**self._parts, self._prepared: part})
         self._parts, self._delivered = {}, []
         self._hand_over()
+        # one entry for all steps that a group commits: the past grows with changes, not with steps
         if self._past[-1][1] != self._prepared:
             self._past = [*self._past[1 - _PAST :], (step, self._prepared)]
         self._prepared = 0
@@ -280,14 +304,21 @@ class Members:
         self._dealt = []
 
     def _applied(self) -> _Part:
-        """Return this rank's part in the step that is applied, for ``_take_back``; copies nothing."""
+        """Return this rank's part in the step that is applied, for ``_take_back``.
+
+        Copies nothing, unless this rank's residual is dealt.
+        """
         minus, spare = list[Vector](), self._last.parts.get(self._last.attempt)
         for unit, residual in enumerate(self.reducer.residuals):
             delivered = self._delivered[unit]
             if delivered.values is residual.accumulated:
+                # All was delivered, and the next gradients would be written over it.  The two buffers
+                # change places at every step: the one of the last step, which is closed for good, is
+                # free.
                 former = spare.minus[unit].values if spare and spare.minus else None
                 delivered = DenseVector(residual.renew(former))
             if self.deals:
+                # accumulated = delivered + residual: the rest went to the others, so all of it is gone
                 rest = residual.value
                 all_of_it = delivered.to_dense()
                 delivered = DenseVector(all_of_it if rest is None else all_of_it + rest)
@@ -301,6 +332,7 @@ class Members:
             CommunicationError: somebody is gone; also for those that have not committed their last step.
         """
         leaves = self._present[:, 1].tolist()
+        # ranks in their last step do not come to the end, and nobody waits for them
         if leaves[self.reducer.comm.rank] == 2:
             return True
         there = [rank for rank, when in enumerate(leaves) if when < 2]
@@ -309,13 +341,13 @@ class Members:
         return all(map(bool, rows))
 
     def _count(self, rows: Tensor) -> None:
-        """Take note of who contributes to the open step, and whose last it is."""
+        """Note the ranks that contribute to the open step, and those whose last step it is."""
         counts, leaves, *_ = rows[self.reducer.comm.rank].tolist()
         self._present, self.counts, self.deals = rows, counts == 1, leaves == 1
         self.reducer.divisor = max(self.contributors, 1)
 
     async def deal(self) -> None:
-        """Deal what those that leave did not deliver to those that stay, element by element in turn.
+        """Deal the residuals of ranks that leave to those that stay, element by element in turn.
 
         Raises:
             CommunicationError: somebody is gone.
@@ -325,6 +357,7 @@ class Members:
         comm = self.reducer.channel("roll")
         leaves = self._present[:, 1].tolist()
         stay = [rank for rank, when in enumerate(leaves) if not when]
+        # only noted: the commit adds it, and an attempt that is given up deals once more
         self._dealt = []
         for leaver in [rank for rank, when in enumerate(leaves) if when == 1 and stay]:
             for unit, residual in enumerate(self.reducer.residuals):
@@ -344,15 +377,15 @@ class Members:
     # ---- a change ----------------------------------------------------------------------------------
 
     async def call_the_roll(self, attempt: int, names: Sequence[Hashable], serial: int) -> Verdict:
-        """Find out, in a new group of ranks with these names, who goes on with which step.
+        """Find out, in a new group of ranks with these names, which ranks go on with which step.
 
-        Brings the reducer there.  A rank among ``commits`` is to commit the open step as it is.
-        ``serial`` grows with every group, unless the lighthouse begins again.
+        Brings the reducer to that step.  A rank among ``commits`` is to commit the open step as it is.
+        ``serial`` grows with every group, unless the lighthouse is started again.
 
         Raises:
             CommunicationError: somebody is gone again: meet once more.
             CheckpointError: see ``judge``.
-            ConfigurationError: this rank is set up otherwise than those that go on.
+            ConfigurationError: this rank is not set up as those that go on.
         """
         reducer, self.attempt = self.reducer, attempt
         comm = _uncounted(reducer.channel("roll"))
@@ -371,9 +404,12 @@ class Members:
                 "with it: another model, algorithm, density or version; attach alike on all ranks"
             )
         if comm.rank in verdict.stale:
+            # the furthest clock: of those alike some have not begun the open exchange yet, and tell of
+            # the one before
             first = entries[verdict.there]
             alike = [e for e in entries if (e.step, e.history) == (first.step, first.history)]
             self.clock = max(entry.clock for entry in alike)
+        # by name, and before ``_note`` takes over the new names: ranks have other numbers now
         rows = self._present.tolist()
         norms = {name: row[3] for name, row in zip(self._names, rows, strict=False)}
         self._note(tuple(names), verdict)
@@ -390,6 +426,7 @@ class Members:
             rows.append([counts, leaves, verdict.donor, norms.get(names[rank], 0)])
         self._next = torch.tensor(rows, dtype=torch.float64)
         self.newcomers = {}
+        # a lighthouse that was started again counts from the beginning, and views still have to grow
         self._view = max(serial, 1 + max(entry.view for entry in entries))
         if comm.rank not in verdict.commits:
             self._set_aside()
@@ -400,15 +437,17 @@ class Members:
         """Plan the open step for the group whose roll was called."""
         self._dealt = []
         self._count(self._next)
-        self._norm = 0.0  # the next vote tells the new group
+        self._norm = 0.0  # measured anew, since the new group knows none
+        # last: thresholds, regions and shares are planned for the ranks and the divisor of this group
         self.reducer.regroup()
 
     async def _brief(self, comm: Communicator, verdict: Verdict) -> None:
-        """Tell those that are stale what the state of the exchange is."""
+        """Send those that are stale the state of the exchange."""
         reducer, shares = self.reducer, self.reducer.plan.shares
         if comm.rank == verdict.there:
             key = -1 if shares.key is None else shares.key
             past = [number for pair in self._past for number in pair]
+            # the last pair is repeated up to the fixed length; ``dict.fromkeys`` below drops repetitions
             past += past[-2:] * (_PAST - len(self._past))
             for rank in sorted(verdict.stale):
                 numbers = [verdict.step, *past, reducer.skipped, key, *shares.quotas]
@@ -421,6 +460,7 @@ class Members:
             self._past = list(dict.fromkeys(zip(past[::2], past[1::2], strict=True)))
             self._adopt(step)
             self.behind = True
+            # every unit's k must be equal on all ranks, or their messages would not fit each other
             reducer.plan.shares = SharesState(tuple(quotas), None if key < 0 else key)
             reducer.step, reducer.skipped = step, skipped
             reducer.comm.ledger.begin_step(step)
@@ -431,6 +471,7 @@ class Members:
         """Remember this rank's part in the attempt that is prepared: somebody may have applied it."""
         if self._prepared:
             reducer, minus, plus = self.reducer, list[Vector](), [*self._dealt]
+            # ranks that apply this attempt look at the same totals, and would refuse it
             if any(
                 self._is_broken(reducer.reduced[unit].total) for unit in range(len(reducer.units))
             ):
@@ -438,6 +479,7 @@ class Members:
             else:
                 for residual, delivered in zip(reducer.residuals, self._delivered, strict=True):
                     if self.deals or delivered.values is residual.accumulated:
+                        # a copy: the buffer itself is accumulated into from now on
                         delivered = DenseVector(residual.accumulated.clone())
                     minus.append(delivered)
             while len(self._parts) >= _ATTEMPTS:
@@ -452,6 +494,8 @@ class Members:
         by = _attempt_of(reducer.step, self._past, step) or 0
         part = self._parts.get(by)
         for residual in reducer.residuals:
+            # A step that was refused because of NaN is undone.  Otherwise its gradients stay in the
+            # residual, from which ``_apply`` subtracts this rank's part, if the others' attempt had one.
             refused = part is not None and not part.minus
             broken = part is None and self._is_broken(DenseVector(residual.accumulated))
             if refused or broken:
@@ -461,6 +505,8 @@ class Members:
         if part is not None:
             self._apply(part)
         else:
+            # the others did the last step that is closed here in another attempt, or not yet: exchange
+            # the two attempts' parts
             holds = _attempt_of(last.step, self._past, step)
             if holds is not None and holds != last.attempt:
                 self._take_back(last.parts.get(last.attempt))
@@ -469,6 +515,7 @@ class Members:
         if step > reducer.step:
             self._last, self._parts = _Last(reducer.step, by, self._parts), {}
         elif step < reducer.step:
+            # open again is the last step that was closed here, or an older one, which is forgotten
             self._parts = last.parts if step == last.step else {}
             self._last = _Last(-1, 0, {})
 
@@ -488,6 +535,7 @@ class Members:
 
     def _add(self, part: _Part, sign: float) -> None:
         """Add a part's changes to the residuals, or subtract them."""
+        # residuals have the present scale of a GradScaler, the part has that of its step
         factor = sign * self.reducer.scale / part.scale
         for residual, vector in zip(self.reducer.residuals, part.minus, strict=True):
             residual.add(slice(None), -factor * vector.to_dense())
@@ -495,17 +543,18 @@ class Members:
             self.reducer.residuals[unit].add(where, factor * values)
 
     def _is_broken(self, vector: Vector) -> bool:
-        """Tell whether there is NaN or Inf in what was exchanged or accumulated."""
+        """Tell whether a vector that was exchanged or accumulated holds NaN or Inf."""
         return vector.first_nonfinite(self.reducer.residuals[0].accumulated.dtype) is not None
 
     # ---- what is told ------------------------------------------------------------------------------
 
     def _note(self, names: tuple[Hashable, ...], verdict: Verdict) -> None:
-        """Keep who came and who went, for ``state``."""
+        """Note the ranks that came and went, for ``state``."""
         rows = zip(
             self._names, self._present.tolist(), strict=len(self._names) == len(self._present)
         )
         gone = {name: row for name, row in rows if name not in names}
+        # ranks in their last step have left: all have their residual
         died = {name: row for name, row in gone.items() if row[1] != 2}
         norms = {name: row[3] for name, row in died.items()}
         back = [name for name in names if self._lost.pop(name, None) is not None]
@@ -523,11 +572,12 @@ class Members:
         self._events, self._names = [*self._events[-999:], event], names
 
     def state(self) -> dict[str, Any]:
-        """Return plain numbers: who is there, and what has changed.
+        """Return plain numbers: the present ranks, and all changes of the group.
 
         "changes" has for each the step, the ranks from then on, and how many came, left and died.
-        "lost_norm" is the norm of the residuals that died with them, as measured at most 10 steps before.
-        A rank that was only taken for dead comes back with its residual: then it is in "back", not lost.
+        "lost_norm" is the norm of the residuals of ranks that died, as measured at most 10 steps before.
+        A rank that was only taken for dead comes back with its residual: it is counted in "back", and its
+        norm no longer in "lost_norm".
         """
         return {
             "ranks": len(self._present),
@@ -539,7 +589,7 @@ class Members:
 
 
 def _attempt_of(step: int, past: Sequence[tuple[int, int]], end: int) -> int | None:
-    """Return the attempt that committed a step of a past; 0 from ``end`` on; None: it is too long ago.
+    """Return the attempt that committed a step of a past; 0 from ``end`` on; None: the step is too old.
 
     Example:
         >>> [_attempt_of(step, [(3, 7), (5, 9)], end=8) for step in (2, 3, 4, 7, 8)]
@@ -558,5 +608,6 @@ async def _numbers_from(comm: Communicator, source: int, count: int) -> list[int
 
 def _uncounted(comm: Communicator) -> Communicator:
     """Return a channel whose messages are of no step: ranks may be at different ones."""
+    # messages are matched by the ledger's step, so all need a new ledger, which begins with the same one
     comm.ledger = Ledger()
     return comm

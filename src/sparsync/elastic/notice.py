@@ -1,4 +1,4 @@
-"""SIGTERM, the notice that a machine will be taken away: leave first, then what the program has set."""
+"""SIGTERM, the notice that a machine will be taken away: leave first, then call the program's handler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Notice:
     """Handles SIGTERM in place of the program's handler, which gets the signal when the rank has left.
 
     Args:
-        begin: begins to leave, on any thread; False: nothing is there any more that could.
+        begin: begins to leave, on any thread; False: the handle is gone, and there is nothing to leave.
         leave: leaves within the seconds given without the main thread, unless that is in a step; it is
             called on a thread of its own, and returns nothing, or a line that says why it has not left.
 
@@ -35,7 +35,8 @@ class Notice:
     def __init__(self, begin: Callable[[], bool], leave: Callable[[float], str]) -> None:
         self.came = False
         self._start, self._leave = begin, leave
-        self._handler = self._receive  # one object, to be recognised by
+        # one object: every access to a bound method makes another, and ``is`` would not recognise it
+        self._handler = self._receive
         self._former: Any = None
         self._late = False
         self._over = threading.Event()  # it was passed on
@@ -47,11 +48,13 @@ class Notice:
     def _listen(self) -> None:
         """Hear of the signal on a thread as well: a handler only runs once native code returns.
 
-        Python has one such pipe.  Where a program uses it, as asyncio does, the handler has to do.
+        Python writes signals to one pipe only.  Where a program uses it, as asyncio does, there is the
+        handler alone.
         """
         if threading.current_thread() is not threading.main_thread():
             return
         self._pipe = reads, writes = os.pipe()
+        # ``set_wakeup_fd`` demands it: Python writes inside the signal handler, which must not wait
         os.set_blocking(writes, False)
         other = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
         if other != -1:
@@ -70,9 +73,10 @@ class Notice:
         threading.Thread(target=hear, name="sparsync-notice", daemon=True).start()
 
     def watch(self) -> None:
-        """Take the place of a handler that the program has set; called again and again: it may set one.
+        """Take the place of the program's handler; called in every step, since it may set another one.
 
-        Does nothing on other threads, where Python sets no handlers, and for one that is not Python's.
+        Does nothing on threads other than the main one, where Python sets no handlers, and for a handler
+        that is not Python's.
         """
         if self._over.is_set() or threading.current_thread() is not threading.main_thread():
             return
@@ -87,6 +91,7 @@ class Notice:
             if self._over.is_set():
                 return
             self.close()
+            # after ``close`` has put the program's handler back, so that it is the one to get the signal
             self._over.set()
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -95,6 +100,7 @@ class Notice:
         if threading.current_thread() is not threading.main_thread():
             return
         if self._pipe is not None:
+            # a program that has taken the pipe since then, as asyncio does, keeps it
             other = signal.set_wakeup_fd(-1)
             if other != self._pipe[1]:
                 signal.set_wakeup_fd(other)

@@ -1,8 +1,8 @@
-"""``attach(model, optimizer, elastic=manager)``: updates exchanged by whoever is there.
+"""``attach(model, optimizer, elastic=manager)``: updates exchanged by the ranks that are there.
 
 Before every exchange torchft's manager is asked for a quorum; between exchanges ranks need nobody.  A
-rank that joins takes part in the exchange that the others are in, with no changes of its own, and counts
-local steps as they do; once it has caught up with the shared weights, it goes on from these.
+rank that joins takes part in the exchange that the others are in, with no changes of its own, and goes on
+with their number of local steps; once it has caught up with the shared weights, it trains from these.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from sparsync.updates.weights import ModelWeights, trained_of
 
 __all__ = ["ElasticUpdates", "attach_elastic_updates"]
 
+# Where a rank is, as one number for the roll: clock = 3 * local steps + phase.  Phases: an exchange
+# after a local step; the one of ``finish``, which delivers all; after it, when there is none any more.
 _PHASES: Final = 3
-# an exchange after a local step; one that delivers all; none any more
 _LOCAL, _LAST, _OVER = range(_PHASES)
 _EVERYTHING: Final = slice(0, None)
 
@@ -82,6 +83,7 @@ def attach_elastic_updates(
         xi_period=options.monitoring.xi_period,
         sink=None if log is None else sink_of(log, 0),
     )
+    # no comparison of weights here, as ``attach_updates`` makes it: the first roll compares their digests
     sync = ElasticUpdates(model, weights, outer, layout, reducer, optimizers, options, manager)
     sync.watch(None)
     return sync
@@ -102,6 +104,8 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         options: Options,
         manager: Any,
     ) -> None:
+        # this handle keeps the outer engine, which keeps ``reduce``: weakly, so that no cycle delays the
+        # end of a dropped model
         me = weakref.ref(self)
 
         def reduce(exchange: Exchange, deltas: list[Tensor], units: range) -> Awaitable[bool]:
@@ -124,7 +128,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             weighs=False,
         )
         outer = self.outer
-        # when an exchange begins: with ``delay`` the optimizers go on meanwhile
+        # of the begin of an exchange: with ``delay`` schedulers go on meanwhile, on the training thread
         self._rates = rates_of(outer.optimizers)
 
         def rates() -> Rates:
@@ -144,13 +148,14 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             )
         )
         self._phase, self._began_at = _LOCAL, 0
-        self._copied: Weights | None = None  # to leave with, while the program has the model
+        # the weights to leave with, while the program has the model; the engine refers to them weakly
+        self._copied: Weights | None = None
         self._knows = False  # the program was told that this rank has left
-        # of the donor, when this rank has caught up: what it tells, and its optimizers' states
+        # when this rank has caught up: the donor's further states, and those of its optimizers
         self._arrival: tuple[dict[str, Any], list[Any]] | None = None
 
     def contribute(self, *_seen: Any, **_named: Any) -> None:
-        """Refuse it: all present ranks weigh the same."""
+        """Refuse to weigh updates: all present ranks weigh the same."""
         raise ConfigurationError(
             "contribute() is not for elastic=, where all ranks that are there weigh the same; omit it"
         )
@@ -163,20 +168,24 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         if not self.attendance.members.attempt:
             with self._turns.step():
                 self._join()
+        # the quorum is formed while the forward pass runs
         elif self.outer.is_due(self.outer.steps):
             self._ask()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._turns.take()  # it writes to the weights; ``step`` ends this
+        # the optimizer writes to the weights, which a leaving would read; ``step`` ends the turn
+        self._turns.take()
         super()._before_step(optimizer)
 
     def _join(self) -> None:
-        """Meet the others; if they are further, take part in the exchange that they are in."""
+        """Meet the others; if they are ahead, take part in the exchange that they are in."""
         attendance = self.attendance
         self._engine.submit(attendance.ready).result()
         attendance.met = True
         if not attendance.members.behind:
             return
+        # the others wait in an exchange for all members of the quorum, so this rank begins it at once,
+        # not when its own first local step is done
         steps, phase = divmod(attendance.members.clock, _PHASES)
         self.outer.go_on_from(steps)
         self._began_at = steps
@@ -187,6 +196,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         self._phase = phase
 
     def _begin_together(self, loaded: bool, own: Tensor) -> bool:
+        # ranks do not attach together here, so they cannot agree on new weights together
         require(
             not loaded,
             "weights were loaded after attach; load them before, so that ranks that join meet the same",
@@ -201,7 +211,9 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             PeerError: this rank has left.
         """
         with self._turns.step():
-            if self._gone and not self._knows:  # this step was one too many, and is not exchanged
+            # The rank has left while the program had no turn, and the program could not know: this step
+            # is not exchanged.  The next one is refused.
+            if self._gone and not self._knows:
                 self._knows = True
                 return
             self._check_here()
@@ -221,6 +233,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         with self.reducer.comm.ledger.outside_steps():
             if not self.left and self._phase == _LOCAL:
                 self._conclude()
+            # from here on, a rank that comes back from a stall is told that there is nothing to join
             self.attendance.members.clock = self.outer.steps * _PHASES + _OVER
             taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()
         if taken is not None:
@@ -239,28 +252,33 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         self._after_exchange()
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:
+        # On the training thread, before the exchange is queued: rates and copy are those of one moment,
+        # while no optimizer steps.
         self._rates = rates_of(self.outer.optimizers)
         self._note_begin()
         self.attendance.offer(self._copy)
         return super()._carry(exchange)
 
     def _note_begin(self) -> None:
-        """Note where this rank is when it begins an exchange."""
+        """Note this rank's position, local step and phase, at the begin of an exchange."""
         self._began_at = self.outer.steps
         self.attendance.members.clock = self._began_at * _PHASES + self._phase
 
     def _go_on(self) -> None:
-        """Go on from where the others are, if this rank was stale."""
+        """Go on from the others' position, if this rank was stale."""
+        # by the difference: with ``delay`` local steps were made since the exchange began
         steps, phase = divmod(self.attendance.members.clock, _PHASES)
         if steps != self._began_at:
             self.outer.go_on_from(self.outer.steps + steps - self._began_at)
             self._began_at, self._phase = steps, phase
 
     def _after_exchange(self) -> None:
-        """Go on with the ranks that there are, and from where they are."""
+        """Go on with the present ranks, and from their position."""
+        # noise is corrected for as many ranks as are averaged
         members, outer = self.attendance.members, self.outer
         self._weights.ranks = max(members.contributors, 1)
         self._go_on()
+        # here and not in ``_arrive``: optimizers belong to the training thread
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
             extras, states = arrival
@@ -274,6 +292,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
 
     def _take_part(self) -> None:
         weights, noise, outer = self._go_apart(), self._weights.noise, self.outer
+        # once: after those of the last local step no further gradients are made here
         sampled = noise is None
         while not self.left:
             step, self._phase = outer.steps, _LOCAL
@@ -286,18 +305,21 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             self._go_on()
 
     def _go_apart(self) -> Weights:
-        """Go on with this rank's weights as a vector, after what is under way: the program has the model.
+        """Go on with a copy of this rank's weights, after exchanges under way: the program has the model.
 
         Where the program has written to the model since the last step, as to show averaged weights, these
         are not this rank's, and its local steps since the last exchange are lost.
         """
+        # kernels of the training thread may still write to the weights, on a stream that is not this
+        # one's
         device = self.outer.memory["shared"].device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         with self._swap:
             own, lost = self._own, self._own is None and self._changes.written()
             weights = Weights(self._weights.read(_EVERYTHING) if own is None else own)
-        # this is the engine's thread already: an exchange runs when its result is needed
+        # This is the engine's thread already, where a queued exchange would wait for the present job:
+        # so it is only noted, and runs when its result is needed.
         self._copied = weights
         self.outer.go_on_with(weights, lambda _exchange: self._note_begin())
         run(self.outer.land())
@@ -318,6 +340,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             await attendance.agree(self._told)
 
         def missed() -> bool:
+            # of a stale rank these are zeros now: its own changes are in the residual since the roll
             self._accumulate_all(deltas)
             return True
 
@@ -325,6 +348,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             await attempt()
         except CommunicationError as error:
             attendance.persist(error, attempt, missed)
+        # back to selection before the commit, which plans the next step
         step, reducer.plan.everything = reducer.step, False
         try:
             averages = reducer.commit()
@@ -335,11 +359,13 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         for average, delta in zip(averages, deltas, strict=True):
             average.write_to_(delta)
         if members.behind and attendance.catch_up is not None:
+            # clones: the outer step uses the averages' memory up
             kept = [delta.clone() for delta in deltas]
             attendance.catch_up.log[step] = kept, self.outer.momentum_of(exchange)
         if attendance.close(step, applied=True):
             self._arrive(step)
-            exchange.late = False  # the local steps meanwhile were from other weights
+            # the new shared weights replace this rank's own: its local steps were from other weights
+            exchange.late = False
         return True
 
     def _accumulate_all(self, deltas: Sequence[Tensor]) -> None:
@@ -347,7 +373,10 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         members, reducer = self.attendance.members, self.reducer
         phase = members.clock % _PHASES
         if phase == _OVER:
-            raise PeerError(f"{reducer.place}: the others have ended while this rank was away")
+            raise PeerError(
+                f"{reducer.place}: the others have ended while this rank was away; end it as well"
+            )
+        # the others' phase after a roll: all ranks deliver everything, or all select
         if reducer.plan.everything != (phase == _LAST):
             reducer.plan.everything = phase == _LAST
             reducer.open()
@@ -357,22 +386,23 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             reducer.accumulate(unit, 0, delta)
 
     def _arrive(self, step: int) -> None:
-        """Bring the shared weights to what they are before the averages of ``step`` are applied."""
+        """Bring the shared weights to their state before the averages of ``step`` are applied."""
         attendance, outer = self.attendance, self.outer
         extras, catch_up = attendance.extras, attendance.catch_up
         assert extras is not None and catch_up is not None and catch_up.copy is not None
         attendance.extras = attendance.catch_up = None
         begin, raw = catch_up.copy
         state = unpacked(raw)
+        # the same operations in the same order as on the others, so the same bits
         outer.memory = dict(state["memory"])
         for done in range(begin, step):
-            if done in catch_up.log:
+            if done in catch_up.log:  # else all have refused it
                 outer.repeat(*catch_up.log[done])
         if self._shared_weights() != extras["weights"]:
             place = self.reducer.comm.ledger.place(step)
             raise PeerError(
-                f"{place}: the shared weights that this rank has caught up with are not those of the "
-                "others; has one of them another processor, or another build of torch?"
+                f"{place}: this rank has repeated the others' exchanges, and its shared weights are not "
+                "theirs; run all ranks on the same kind of processor, and the same build of torch"
             )
         if (noise := self._weights.noise) is not None:  # its random signs must be the others'
             noise.load_state_dict(extras["noise"])
@@ -395,6 +425,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
 
 def _narrow(state: Any) -> Any:
     """Return a state whose vectors have 16 bits: moments are each rank's own, and equal nowhere."""
+    # scalars, such as Adam's count of steps, stay as they are: bfloat16 counts to 256
     if isinstance(state, Tensor):
         wide = state.dtype in (torch.float32, torch.float64) and state.numel() > 1
         return state.to(torch.bfloat16) if wide else state

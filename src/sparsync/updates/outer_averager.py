@@ -79,7 +79,7 @@ class OuterAverager(Averager):
         self.settings = OuterStep(**own)
         self._engine: OuterEngine | None = None
         self._loaded: Mapping[str, Any] | None = None
-        # one object for life: the engine refers to it weakly, and ``hold`` puts each step's vector into it
+        # one object for life: the engine refers to it weakly, and ``hold`` gives it each step's vector
         self._weights = Weights()
         super().__init__(model, nonfinite="spread", **given)  # the exchange finds it on all ranks
         bound = self._binding and self._binding.optimizer

@@ -30,22 +30,22 @@ __all__ = ["Handle", "Hook", "call_after_backward", "weakly"]
 class Handle(ABC):
     """The state, the thread and the groups of one model; as a context manager it closes itself.
 
-    ``GradientSync`` and ``UpdateSync`` are the two kinds: what they exchange, and when, is theirs.
+    ``GradientSync`` and ``UpdateSync`` are the two kinds: they decide what is exchanged, and when.
 
-    The model keeps its handle, and takes it along: nothing has to be closed.  At the end of the process
-    it is closed while the interpreter and the transports are still whole.
+    The model keeps its handle, which ends with it: nothing has to be closed.  At the end of the process
+    the handle is closed while the interpreter and the transports are still whole.
 
     Args:
         model: the plain module.
         reducer: accumulates and exchanges.
         groups: the process groups that were opened for this model.
         monitoring: NaN and Inf, GradScaler, sentinel, logs.
-        consensus: where a replica is divided, asks the ranks that hold its other parts.
-        pieces: this rank's pieces of the parameters, there.
+        consensus: of a divided replica: asks the ranks that hold its other parts.
+        pieces: of a divided replica: this rank's pieces of the parameters.
 
     Attributes:
-        on_close: callbacks that undo what an integration changed; ``close`` runs them.
-        decided: why "auto" exchanges gradients or updates, where that was to be decided.
+        on_close: callbacks that undo changes of the model or its wrappers; ``close`` runs them.
+        decided: with "auto", the reason why gradients or updates are exchanged; else empty.
     """
 
     def __init__(
@@ -73,9 +73,11 @@ class Handle(ABC):
 
     @property
     def communicators(self) -> list[Communicator]:
-        """The replicas, and the parts of this replica where it is divided; no other thread uses them."""
+        """Those of the replicas, and of a divided replica's parts; no other thread uses them then."""
         if self._engine.running:
-            self._engine.submit(lambda: None).result()  # when what is under way has ended
+            self._engine.submit(
+                lambda: None
+            ).result()  # runs once all exchanges under way have ended
         return [self.reducer.comm, *([] if self._inner is None else [self._inner])]
 
     @property
@@ -102,7 +104,7 @@ class Handle(ABC):
         tokens: float | None = None,
         samples: float | None = None,
     ) -> None:
-        """Weigh this rank's updates by what its steps have seen."""
+        """Weigh this rank's updates by the number of samples in its steps."""
 
     @abstractmethod
     def shared(self) -> AbstractContextManager[None]:
@@ -136,7 +138,7 @@ class Handle(ABC):
     def close(self) -> None:
         """End the thread and the process groups; the model trains as if nothing had been attached.
 
-        An exchange under way ends first, for which other ranks may wait, within the transport's timeout.
+        An exchange under way ends first, within the transport's timeout: other ranks may wait for it.
 
         Not needed before a process ends or a model is dropped: both close it.
         """
@@ -156,7 +158,7 @@ class Handle(ABC):
 
 
 def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None:
-    """End the thread, then what it used."""
+    """End the thread, then close the communicator and the groups that it used."""
     engine.end()
     # else it is in native code, which uses them; the collector may run this on the engine's own thread
     if not engine.busy:
@@ -166,7 +168,7 @@ def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None
 
 @final
 class Hook:
-    """A hook of a module or parameter whose copies do nothing: copied models are not attached."""
+    """A hook of a module or parameter; copies of it do nothing, for a copied model is not attached."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
@@ -192,7 +194,7 @@ def weakly(method: Callable[..., None]) -> Hook:
 
 
 def call_after_backward(callback: Callable[[], None]) -> bool:
-    """Call back when DDP has finished; what is raised then comes out of ``backward()`` itself.
+    """Call back when DDP has finished; errors of the callback come out of ``backward()`` itself.
 
     Returns:
         Whether there is a backward pass: not on a rank that is done and shadows others (``join()``).

@@ -78,9 +78,9 @@ class ElasticGroup(ProcessGroup):
 
     Args:
         transport: "zmq", or "torch" (gloo); copies of the weights take ZeroMQ in any case.
-        curve_keys: of "zmq": directory with the public keys of all possible members and this rank's
-            secret key, or the file of the latter.  All messages between members are encrypted, and a
-            member whose key is not in the directory is left out.
+        curve_keys: of "zmq": the directory with the public keys of all possible members and this rank's
+            secret key, or the file of the latter.  All messages between members are encrypted, and
+            members whose key is not in the directory are left out.
         timeout: seconds that a message of an exchange may take; a rank that stands still for longer is
             left behind.
         interface: name or address of the interface to bind.  Default: ``GLOO_SOCKET_IFNAME``, or the one

@@ -1,8 +1,8 @@
-"""Exchange what the optimizer has changed: ``sync = sparsync.attach(model, optimizer)``.
+"""Exchange the optimizer's updates: ``sync = sparsync.attach(model, optimizer)``.
 
 Gradients stay on their rank, and each rank's optimizer takes its own steps.  After each step a hook on
-the optimizer starts the exchanges that are due (``OuterEngine``) on the engine's thread
-and applies those that have finished.  DDP, if it wraps the model, exchanges nothing.
+the optimizer starts the exchanges that are due (``OuterEngine``) on the engine's thread and applies those
+that have finished.  DDP, if it wraps the model, exchanges nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _NEGLIGIBLE = 0.1  # an allreduce that takes less than this part of a step is no
 _AGREEING = 0.5
 _PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _EVERYTHING = slice(0, None)
-_CURE = "load what this handle's state_dict() returned, into the same set-up"
+_CURE = "load a state that this handle's state_dict() returned, into the same set-up"
 
 __all__ = ["UpdateSync", "attach_updates", "make_outer"]
 
@@ -275,7 +275,7 @@ class UpdateSync(Handle):
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """The optimizers after whose steps they are exchanged; none: ``step`` is called."""
+        """The optimizers whose steps are followed by exchanges; none: the user calls ``step``."""
         return self.outer.optimizers
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:
@@ -311,7 +311,7 @@ class UpdateSync(Handle):
 
         module = self._plain()
         assert module is not None
-        # not weakly: by this hook the model keeps the handle, as a DDP model does by its communication
+        # Not weakly: by this hook the model keeps the handle, as a DDP model does by its communication
         # hook.  Prepended, so that it sees the weights before any other hook changes them.
         before = Hook(self._forward)
         handles: list[Any] = [(ddp or module).register_forward_pre_hook(before, prepend=True)]
@@ -353,8 +353,8 @@ class UpdateSync(Handle):
     def _check_start(self) -> None:
         """Before the first step: if weights were loaded after ``attach``, all ranks begin from them.
 
-        Else the way to them would be delivered as if it were an update.  All ranks ask, once: they do not
-        know of each other.
+        Else the difference to them would be delivered as if it were an update.  All ranks ask once, for a
+        rank cannot know whether others have loaded weights.
         """
         if not self._begins:
             return
@@ -368,7 +368,7 @@ class UpdateSync(Handle):
         self._changes.remember()
 
     def _loaded(self, own: Tensor) -> bool:
-        """Tell whether this rank's weights are others than attach, or the handle's load, has left."""
+        """Tell whether this rank's weights have changed since ``attach`` or the handle's last load."""
         if self._resumed:  # every rank has its own
             return self._changes.differ()
         end = self.outer.layout.end
@@ -435,11 +435,11 @@ class UpdateSync(Handle):
         tokens: float | None = None,
         samples: float | None = None,
     ) -> None:
-        """Weigh this rank's updates by what its steps have seen, summed until they are exchanged.
+        """Weigh this rank's updates by the number of samples in its steps since the last exchange.
 
         Call it on all ranks before every ``optimizer.step()``, from the first one on, with one number
-        >= 0: of tokens, samples, or whatever the loss is a mean of.  A rank that has seen nothing may
-        leave it out.  Without any call ranks weigh the same.
+        >= 0: of tokens, samples, or the other units over which the loss is a mean.  A rank that has seen
+        nothing may leave the call out.  Without any call ranks weigh the same.
 
         Raises:
             ConfigurationError: not one such number, the first call after an exchange, or this replica is
@@ -462,7 +462,7 @@ class UpdateSync(Handle):
         self.outer.contributions.add(seen, tokens, samples)
 
     def _count_for_node(self) -> None:
-        """Count the local steps of a node's ranks, which average in every one."""
+        """Count the local steps of a node's ranks, which average gradients in every one."""
         if (node := self._weights.node) is not None:
             node.comm.ledger.begin_step(self.outer.steps)
 
@@ -534,13 +534,13 @@ class UpdateSync(Handle):
         self._warned = True
         if self.reducer.comm.rank == 0:
             say(
-                f"the ranks' gradients hardly agree: {100 * agreement:.0f} % of what lasts in "
-                "them is common to all, as if their data differed; shuffle the data over ranks, or "
+                f"the ranks' gradients hardly agree: {100 * agreement:.0f} % of their lasting "
+                "part is common to all, as if their data differed; shuffle the data over ranks, or "
                 "expect more loss than dense training's (docs/optimizers.md)"
             )
 
     def _advise(self) -> None:
-        """Say so where plain DDP would wait no longer, or hardly longer: it loses no accuracy."""
+        """Say so if plain DDP would wait no longer, or hardly longer: it loses no accuracy."""
         seconds = (time.perf_counter() - self._started) / _ADVISED
         waited, dense = self._waited / _ADVISED, self._dense_seconds()
         if dense < max(_NEGLIGIBLE * seconds, waited) and dist.get_rank() == 0:
@@ -590,7 +590,7 @@ class UpdateSync(Handle):
                 self._changes.remember()
 
     def _check_own(self, what: str) -> None:
-        """Refuse what needs this rank's own weights while the shared ones are in the model."""
+        """Refuse an action on this rank's own weights while the shared ones are in the model."""
         require(
             self._own is None,
             f"{what} within shared(), which hides this rank's own weights; leave that block first",
@@ -638,7 +638,8 @@ class UpdateSync(Handle):
             **self.outer.state_dict(),
             **self.outer.layout.extents(),
             **own,
-            # the next exchange sets that right; in any other state NaN is damage
+            # NaN that this rank's own steps have made: the next exchange sets it right.  Without this
+            # mark ``validate`` takes NaN in a state for damage.
             "broken": is_broken(own, self._weights.exchanged()),
             "left_out": {name: name in self._weights.left_out for name in self._weights.buffers},
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -647,7 +648,7 @@ class UpdateSync(Handle):
         }
 
     def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
-        """Return what every field of a saved state has to be: as it is here and now."""
+        """Return the kind of every field of a saved state: that of this handle's present state."""
         outer, module, noise = self.outer, self._plain(), self._weights.noise
         assert module is not None
         saved, left_out = state.get("reducer"), _left_out(state)
@@ -681,7 +682,7 @@ class UpdateSync(Handle):
         return parse_state(self.reducer, state["reducer"])
 
     def common(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """Return what of a saved state, which fits, is equal on all ranks, by name."""
+        """Return the parts of a saved state that fits which are equal on all ranks, by name."""
         facts = common_facts(state, Fields(self.kinds(state)), digest)
         there = [state[key] is not None for key in ("parameters", "scaler")]
         return {**facts, "whether it has weights and a scaler": str(there)}
@@ -728,7 +729,7 @@ class UpdateSync(Handle):
             raise
 
     def _take(self, state: Mapping[str, Any], parsed: ParsedState) -> None:
-        """Take a state over that was found to fit, on this rank alone."""
+        """Take over a state that was found to fit, on this rank alone."""
         module = self._plain()
         assert module is not None
         self.outer.restore(state, parsed)
@@ -749,7 +750,8 @@ class UpdateSync(Handle):
 class _Carried(Operation):
     """An exchange under way on the engine's thread.
 
-    No coroutine: one that nobody awaits, as where a process ends before the exchange has landed, warns.
+    It is no coroutine, since Python warns of a coroutine that nobody awaits, as happens when a process
+    ends before the exchange has landed.
     """
 
     def __init__(self, future: Future[float], sync: UpdateSync) -> None:
@@ -765,7 +767,7 @@ class _Carried(Operation):
 
 
 def _left_out(state: Mapping[str, Any]) -> list[str]:
-    """Return the buffers that a saved state's ranks have left out; of one without, none."""
+    """Return the buffers that a saved state's ranks have left out; a state without the field has none."""
     saved = state.get("left_out")
     return [n for n, out in saved.items() if out is True] if isinstance(saved, Mapping) else []
 

@@ -1,6 +1,6 @@
-"""The outer step as it runs: exchanges of how far a rank has moved, and what they do to its weights.
+"""The outer step as it runs: it exchanges the moves of a rank's weights, and applies their average.
 
-``OuterStep`` has the settings, ``attach`` and ``OuterAverager`` run an engine of them.
+``OuterStep`` has the settings; ``attach`` and ``OuterAverager`` run an engine with them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sparsync.updates.settings import OuterStep
 
 __all__ = ["Carry", "OuterEngine", "OuterState", "Reduce", "alone", "check_place", "kinds_of"]
 
-_CURE: Final = "load what this rank's state_dict() returned, into the same set-up"
+_CURE: Final = "load a state that this rank's state_dict() returned, into the same set-up"
 
 Carry = Callable[[Begin], Awaitable[None] | None]
 Reduce = Callable[[Exchange, list[Tensor], range], Awaitable[bool]]
@@ -54,22 +54,22 @@ def _nobody(_exchange: Begin) -> None:
 
 
 def alone(_here: bool) -> bool:
-    """Tell what is so on another part of a replica that has none."""
+    """Return False: a replica of one rank has no other part on which something could be so."""
     return False
 
 
 @final
 class OuterEngine(Stateful):
-    """Runs an ``OuterStep`` on one rank: counts local steps, exchanges, and applies what has arrived.
+    """Runs an ``OuterStep`` on one rank: counts local steps, begins exchanges, applies those that arrive.
 
     Args:
         settings: of the outer step.
         layout: of the vector of weights, as ``settings.plan`` has made it.
         reducer: with the layout's units.
-        weights: this rank's, which are read and written; whoever made the engine keeps them.
-        optimizers: whose broken moments are dropped, and whose rate a step by signs has.
-        carry: begins an exchange, after those before, and returns what to await; None: it can wait until
-            its result is needed.
+        weights: this rank's, which are read and written; the caller keeps a reference to them.
+        optimizers: their broken moments are dropped, and a step by signs has their learning rate.
+        carry: begins an exchange, after those before, and returns an awaitable of its end; None: it runs
+            when its result is needed.
         reduce: exchanges changes, which become averages; False: all ranks refuse them.  None: by the
             reducer.
         on_any_part: tells whether something is so on another part of this replica.
@@ -82,7 +82,7 @@ class OuterEngine(Stateful):
         state: of refused exchanges.
         period: the present one.
         drift: measured last, with an ``AdaptivePeriod``.
-        contributions: what ranks have seen.
+        contributions: the numbers of samples that ranks have seen.
     """
 
     def __init__(
@@ -115,13 +115,12 @@ class OuterEngine(Stateful):
         self._note(0)
 
     def _note(self, step: int) -> None:
-        """Let errors name a local step, not only the exchange."""
-        # errors and the headers of messages name the local step next to the exchange
+        """Let errors and the headers of messages name the local step next to the exchange."""
         for ledger in self._ledgers:
             ledger.local_step = step
 
     def go_on_with(self, weights: Weights, carry: Carry) -> None:
-        """Go on with a copy of the weights, as of a rank that leaves while its program has the model."""
+        """Go on with other weights, as with a copy when a rank leaves while its program has the model."""
         # an exchange under way keeps this engine alive, and must not keep a model that was dropped
         self._kept, self._carry = weakref.ref(weights), carry
 
@@ -242,7 +241,7 @@ class OuterEngine(Stateful):
             self.period = period
 
     def restart(self) -> None:
-        """Set the weights to what they were on this rank after its last exchange."""
+        """Set the weights back to this rank's weights after its last exchange."""
         self.contributions.drop()
         for part, whole in enumerate(self.layout.fragments):
             self._weights.write(whole.span, self._base(part))
@@ -251,7 +250,7 @@ class OuterEngine(Stateful):
         """Finish the exchanges under way, then deliver all that is left, uncompressed.
 
         Args:
-            step: local steps that it has done; None: as counted by ``step()``.
+            step: local steps that this rank has done; None: ``steps``.
 
         Raises:
             PeerError: ranks have not done the same number of local steps; nothing more was exchanged.
@@ -332,7 +331,7 @@ class OuterEngine(Stateful):
         return saved if self.settings.rule is None else {**saved, "present_period": self.period}
 
     def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
-        """Return what every field of a saved state has to be."""
+        """Return the kind of every field of a saved state."""
         place = self.settings.place(self.period)
         return kinds_of(self.settings, place, state, self.layout, self.memory)
 
@@ -363,7 +362,7 @@ class OuterEngine(Stateful):
     # ---- the exchange -----------------------------------------------------------------------------
 
     async def settle(self) -> None:
-        """Wait for what is under way, and apply nothing."""
+        """Wait for the exchanges under way, and apply nothing."""
         for exchange in self._under_way:
             await self._settle(exchange)
 
@@ -441,7 +440,7 @@ class OuterEngine(Stateful):
         )
 
     def _whole(self, part: int, deltas: Sequence[Tensor]) -> Tensor:
-        """Return the fragment of which the units' changes are given; they are used up."""
+        """Return a fragment as one vector, joined from its units' changes, which are used up."""
         for delta in deltas:
             rotate_(delta, self.settings.dct, back=True)
         return self.layout.joined(part, deltas)
@@ -453,7 +452,7 @@ class OuterEngine(Stateful):
         return room, room[:, : sizes[part]]
 
     def _base(self, part: int, out: Tensor | None = None) -> Tensor:
-        """Return what this rank's weights are after an exchange, in a fragment."""
+        """Return the part of this rank's weights after an exchange that a fragment has."""
         shared = self.memory["shared"][self.layout.fragments[part].span]
         out = torch.empty_like(shared) if out is None else out
         if self.settings.residual == "apart":
@@ -514,7 +513,7 @@ def kinds_of(
     layout: Layout,
     memory: Mapping[str, Tensor],
 ) -> dict[str, Kind]:
-    """Return what every field of a saved state has to be."""
+    """Return the kind of every field of a saved state."""
     own = outer_kinds(
         state,
         layout,
@@ -528,7 +527,7 @@ def kinds_of(
 
 
 def check_place(place: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Refuse a saved state that is of another place, or none at all."""
+    """Refuse a saved state of another place, and objects that are no saved state."""
     require(
         isinstance(state, Mapping) and {*place, "steps", "state", "memory"} <= set(state),
         "OuterStep: the saved state is not one; load a state that state_dict() returned",

@@ -42,7 +42,7 @@ class OuterAverager(Averager):
 
     Attributes:
         settings: of the outer step.
-        optimizers: whose broken moments are dropped, and whose rate a step by signs has.
+        optimizers: their broken moments are dropped, and a step by signs has their learning rate.
 
     Cost: as ``OuterStep``.
     State: that of ``OuterEngine``, once it runs.
@@ -79,6 +79,7 @@ class OuterAverager(Averager):
         self.settings = OuterStep(**own)
         self._engine: OuterEngine | None = None
         self._loaded: Mapping[str, Any] | None = None
+        # one object for life: the engine refers to it weakly, and ``hold`` gives it each step's vector
         self._weights = Weights()
         super().__init__(model, nonfinite="spread", **given)  # the exchange finds it on all ranks
         bound = self._binding and self._binding.optimizer
@@ -86,7 +87,7 @@ class OuterAverager(Averager):
 
     @property
     def engine(self) -> OuterEngine:
-        """What runs; of a model it begins, together with all ranks, when it is asked for.
+        """The engine; with a model, the first access begins it, together with all ranks.
 
         Raises:
             ConfigurationError: there is no model, and ``begin`` was not awaited.
@@ -114,7 +115,7 @@ class OuterAverager(Averager):
         return {"model": vector} if self._binding is None else self._binding.trained
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
-        """Plan the units; take over what was loaded, or share what all ranks begin with."""
+        """Plan the units; take over a loaded state, or share the weights from which all ranks begin."""
         bound, settings = self._binding, self.settings
         trained = self.parts(vector)
         output = output_parameters(bound.model) if settings.chosen.output and bound else ()
@@ -149,14 +150,14 @@ class OuterAverager(Averager):
         return self._engine is None or self._engine.is_due(step)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return what this rank's model is after the exchanges that begin or end with this step."""
+        """Return this rank's model after the exchanges that begin or end with this step."""
         self._weights.hold(vector)
         self.engine.steps = step
         await self.engine.advance(step)
         return self._weights.vector
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the shared weights plus all that was not delivered; without that, if it is NaN."""
+        """Return the shared weights plus all that was not delivered, or without it, if it holds NaN."""
         self._weights.hold(vector)
         self.engine.steps = step
         await self.engine.deliver()
@@ -165,7 +166,7 @@ class OuterAverager(Averager):
     # ---- applied to a model ------------------------------------------------------------------------
 
     def _close_books(self, comm: Communicator) -> None:
-        """Leave it to the reducer, which does so after every exchange."""
+        """Do nothing: the reducer closes the ledger's books after every exchange."""
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -204,7 +205,7 @@ class OuterAverager(Averager):
         return parse_state(self.reducer, state["reducer"])
 
     def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
-        """Return what every field of a saved state has to be."""
+        """Return the kind of every field of a saved state."""
         engine = self._engine
         layout, memory = (
             (Layout({}, {}, 1), {}) if engine is None else (engine.layout, engine.memory)
@@ -213,11 +214,12 @@ class OuterAverager(Averager):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over a saved state: all of it when the first step begins."""
+        # the engine needs a communicator to begin; until then the state waits here as it was given
         self.steps = int(state["steps"])
         self._loaded = None if state["reducer"] is None else state
         self._engine, self._begun = None, False
         if self._binding is not None:
-            self._binding.initial = None  # the model that is there now is what others must know
+            self._binding.initial = None  # all ranks compare the models that they have now
 
     def _settings(self) -> dict[str, Any]:
         return {**self.settings.described(), **self.settings.place(0), "steps": self.steps}

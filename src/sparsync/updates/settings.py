@@ -38,7 +38,7 @@ class OuterStep:
 
     With ``residual="weights"`` the residual stays in the rank's own weights, ``weights = shared -
     residual``, where the next gradients see it: mass that waits is not stale to its own rank.  With Adam
-    this is what keeps up with dense training (``benchmarks/adam.md``).
+    this setting keeps up with dense training (``benchmarks/adam.md``).
 
     Buffers and moments that travel are averaged whole, without outer learning rate and momentum.
 
@@ -50,8 +50,9 @@ class OuterStep:
     ``delay`` an exchange is under way while the next local steps are done; they are added to its result.
 
     Args:
-        algorithm: a preset's name or an ``Algorithm``; sums are divided by world_size, whatever it says.
-        density: what is sent per exchange, as k / n of index-value pairs.
+        algorithm: a preset's name or an ``Algorithm``; sums are divided by world_size, even
+            if it has ``average=False``.
+        density: k / n of the index-value pairs that an exchange sends.
         period: local steps between exchanges, H.  None: 1 for sparse algorithms; for those that send
             every element, the number at which the bytes per step are those of pairs at this density.
             An ``AdaptivePeriod`` follows the measured drift.
@@ -75,8 +76,9 @@ class OuterStep:
     Cost: one exchange of the algorithm every ``period`` steps; memory: residual and shared weights, 2 n
     elements, and n with momentum; for each exchange under way 2 to 4 times the largest fragment.
     State: ``memory``: the vectors ``shared`` and ``momentum``; ``OuterState``; that of the reducer.
-    Differs from the paper: ``finish`` exchanges what is missing, dense and without momentum: the
-    residuals and a period that it falls into; with ``sign``, one more step in their direction.
+    Differs from the paper: ``finish`` exchanges all that is not delivered, dense and without momentum:
+    the residuals, and the moves of a period that has not ended; with ``sign``, one more step in their
+    direction.
 
     Example:
         >>> OuterStep(algorithm="quantised", density=0.1).described()["period"]
@@ -115,7 +117,7 @@ class OuterStep:
             ("residual", self.residual in ("apart", "weights"), "'apart' or 'weights'"),
             ("outer_lr", 0 < self.outer_lr < math.inf, "a rate > 0"),
             ("momentum", momentum is None or 0 <= momentum < 1, "one in [0, 1), or None"),
-            ("nesterov", not self.nesterov or momentum != 0, "a momentum > 0, too, e.g. 0.9"),
+            ("nesterov", not self.nesterov or momentum != 0, "a momentum > 0 as well, e.g. 0.9"),
             ("residual_decay", 0 <= self.residual_decay <= 1, "a factor in [0, 1]"),
             ("noise_correction", type(self.noise_correction) is bool, "True or False"),
             ("dct", dct is None or (type(dct) is int and dct > 1), "elements, >= 2, or None"),
@@ -137,7 +139,7 @@ class OuterStep:
 
     @cached_property
     def chosen(self) -> Algorithm:
-        """The algorithm that exchanges, with what an outer step asks of it."""
+        """The algorithm that exchanges, with the options that an outer step needs."""
         # sums that are not divided, as SparCML's, would be an outer_lr of world_size
         chosen = replace(resolve(self.algorithm), average=True, make_dense=Changing)
         # units of different fragments are selected from at different times
@@ -215,7 +217,7 @@ class OuterStep:
         }
 
     def place(self, period: int) -> dict[str, Any]:
-        """Return what a saved residual depends on, with the present period."""
+        """Return the settings on which a saved residual depends, with the present period."""
         chosen = self.chosen
         place: dict[str, Any] = {
             "scheme": "OuterStep",

@@ -40,7 +40,7 @@ def test_no_value_is_below_the_least_whatever_its_dtype(values, least, finite, f
     if fits:
         check_saved(values, kind, "state", "load another")
     else:
-        with pytest.raises(ConfigurationError, match="the saved state is .* expected"):
+        with pytest.raises(ConfigurationError, match=r"the saved state is .* expected"):
             check_saved(values, kind, "state", "load another")
 
 

@@ -155,10 +155,11 @@ class ZmqCommunicator(Communicator):
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
         """Be a rank of another group from now on; receives in the former one end with an error.
 
-        So do sends to ranks that are gone; others that wait for room end at their deadline.  Sockets live on: only links to new ranks are opened, and those to ranks that are gone are closed.
-        Messages of the new group that came early are kept.  Make channels again.  An endpoint is that
-        rank's ``mesh.endpoint``: its address, a blank and its password; with keys, its address, a blank
-        and its public key.
+        So do sends to ranks that are gone; others that wait for room end at their deadline.  Sockets live
+        on: only links to new ranks are opened, and those to ranks that are gone are closed.  Messages of
+        the new group that came early are kept.  Make channels again.  An endpoint is that rank's
+        ``mesh.endpoint``: its address, a blank and its password; with keys, its address, a blank and its
+        public key.
         """
         self.mesh.regroup(rank, job, endpoints)
         self.rank, self.world_size = rank, len(endpoints)

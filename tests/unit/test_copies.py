@@ -57,6 +57,14 @@ def test_a_copy_of_an_earlier_step_does_not_do(server):
     assert fetch(server.endpoint, 5.0, 2)[0] == 5  # the nearest to now
 
 
+def test_copies_may_be_offered_while_the_thread_looks_through_them(server):
+    """An iteration over the present ones, as the thread's, goes on when another is offered."""
+    server.offer(1, b"first")
+    present = iter(server._copies)
+    server.offer(2, b"second")
+    assert list(present) == [1] and fetch(server.endpoint, 5.0, 2) == (2, b"second")
+
+
 def test_nothing_waits_for_ever(server):
     with pytest.raises(DeadlineError, match=r"did not go on within 0.2 s"):
         fetch("tcp://127.0.0.1:9", 0.2)

@@ -106,8 +106,9 @@ class CopyServer:
 
     def offer(self, step: int, raw: bytes | memoryview) -> None:
         """Serve a copy of the state before the optimizer's step ``step``."""
-        # an older copy stays for a rank that is in the middle of it
-        self._copies[step] = raw
+        # an older copy stays for a rank that is in the middle of it.  A new dictionary: the thread may be
+        # looking through the present one, and would end if it grew meanwhile
+        self._copies = {**self._copies, step: raw}
         self.wanted.clear()
 
     def drop(self) -> None:

@@ -311,7 +311,8 @@ class Members:
         minus, spare = list[Vector](), self._last.parts.get(self._last.attempt)
         for unit, residual in enumerate(self.reducer.residuals):
             delivered = self._delivered[unit]
-            if delivered.values is residual.accumulated:
+            # by type, as in ``Residual.retain``: ``values`` of a vector in messages decodes them all
+            if type(delivered) is DenseVector and delivered.values is residual.accumulated:
                 # All was delivered, and the next gradients would be written over it.  The two buffers
                 # change places at every step: the one of the last step, which is closed for good, is
                 # free.
@@ -478,7 +479,8 @@ class Members:
                 plus = []
             else:
                 for residual, delivered in zip(reducer.residuals, self._delivered, strict=True):
-                    if self.deals or delivered.values is residual.accumulated:
+                    whole = type(delivered) is DenseVector
+                    if self.deals or (whole and delivered.values is residual.accumulated):
                         # a copy: the buffer itself is accumulated into from now on
                         delivered = DenseVector(residual.accumulated.clone())
                     minus.append(delivered)

@@ -79,8 +79,8 @@ def check_outermost(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             raise ConfigurationError(
-                f"{type(model).__name__} is around a DistributedDataParallel ('{name}'), which would go "
-                "on exchanging all gradients; give attach that module"
+                f"{type(model).__name__} wraps a DistributedDataParallel ('{name}'), which would go "
+                "on exchanging all gradients; give attach() that inner module"
             )
 
 

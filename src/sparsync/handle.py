@@ -68,7 +68,8 @@ class Handle(ABC):
         comms += [] if self._inner is None else [self._inner]
         comms += [groups] if isinstance(groups, Groups) else []
         self._engine = Engine(reducer.algorithm.name, comms)
-        # when the model goes, and when the process ends: last made, first ended, so before the transport
+        # runs when the model is collected or the process exits.  Finalizers run in the reverse order of
+        # their creation, so the engine ends before the transport
         self._end = weakref.finalize(self, _end, self._engine, reducer.comm, groups)
 
     @property

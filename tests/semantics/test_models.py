@@ -521,7 +521,7 @@ def test_around_ddp(column):
     exchange = "gradients" if column == "attach" else "updates"
     inside = {"replicate": dist.group.WORLD} if column == "attach" else {}
     for container in (nn.Sequential(Ddp(network())), nn.ModuleDict({"net": Ddp(network())})):
-        with refused(" is around a DistributedDataParallel ('", "give attach that module"):
+        with refused(" wraps a DistributedDataParallel ('", "give attach() that inner module"):
             sparsync.attach(container, sgd(container.parameters()), exchange=exchange)
     for wrap in (lambda ddp: ddp, compiled):
         net = network()

@@ -121,8 +121,8 @@ class Budgeted(Collective):
         messages[comm.rank] = encoded
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
-            # The owner's rounding changes the total, so the owner delivers it, and its residual has the
-            # opposite: the law holds without telling the ranks that the sum came from.
+            # Rounding by the owner changes the total.  It counts that change as delivered by itself
+            # and keeps the opposite in its residual, so the law holds, and contributors need not know.
             sent = SparseVector(mine.indices, parcels.arriving, size)
             return Reduced(*decode_undealt(codec, messages, k, comm.rank, share, sent))
 

@@ -111,16 +111,16 @@ async def check_replicas(
     parts: Communicator | None = None,
     rank: int | None = None,
 ) -> None:
-    """Compare with all ranks, which call it together, and act on the policy.
+    """Compare ``tensors`` across all ranks, which call this together, and apply the policy.
 
     Args:
         sentinel: the policy.
-        comm: the replicas; for FSDP those of this shard.
-        tensors: by name, plain tensors (of a DTensor its local one).
-        place: for the message, such as "step 65".
-        parts: the ranks of this replica, which compare with other peers; a difference that one of them
-            finds is acted on by all.
-        rank: the number of this rank in messages; None: its number in ``comm``.
+        comm: the replicas; under FSDP, the ranks that hold the same shard.
+        tensors: plain tensors by name (for a DTensor, its local tensor).
+        place: the place that the message names, such as "step 65".
+        parts: the other ranks of this replica, each of which compares with its own peers; if any of them
+            finds a difference, all act on it.
+        rank: this rank's number in messages; None: its number in ``comm``.
 
     Raises:
         PeerError: something differs and the policy is "raise", or "heal" without a majority.

@@ -79,7 +79,7 @@ def index_bytes(nnz: int, size: int) -> int:
 
 
 def value_bytes(nnz: int, form: int, block: int) -> int:
-    """Return the exact bytes of ``nnz`` values; int8 has a float32 scale per ``block`` of them."""
+    """Return the exact size in bytes of ``nnz`` values; int8 adds a float32 scale per ``block``."""
     if form == INT8:
         return nnz + 4 * -(-nnz // block)
     return nnz * (2 if form == BF16 else 4)

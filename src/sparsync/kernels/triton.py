@@ -314,7 +314,7 @@ def _count_above(bits_ptr, counts_ptr, n, key, BLOCK: tl.constexpr):
 
 @jit
 def _compact(bits_ptr, ends_ptr, positions_ptr, values_ptr, n, key, BLOCK: tl.constexpr):
-    """Write positions and bits of elements from ``key`` on; ``ends`` are running sums of counts."""
+    """Write positions and bits of elements whose key is >= ``key``; ``ends`` sums the blocks' counts."""
     at = _positions(BLOCK)
     bits = tl.load(bits_ptr + at, mask=at < n, other=0)
     reaching = _keys(bits) >= key

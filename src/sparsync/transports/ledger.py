@@ -213,7 +213,7 @@ class Ledger:
 
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
-        """Book traffic to no step meanwhile: only ``total``, ``by_phase`` and ``outside`` count it."""
+        """Within this context, book traffic to no step: only totals, phases and ``outside`` count it."""
         before, opened, self.phases = self.total(), self.phases, {}
         try:
             yield

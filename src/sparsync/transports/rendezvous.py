@@ -88,7 +88,7 @@ def meet(
                     "they use the same store? Raise the timeout if they are only slow"
                 ) from error
 
-    # each rank counts its own meetings, so no rank has to know when another one began
+    # each rank counts its own meetings, so no rank needs to know when any other began one
     counter = f"{_PREFIX}/of {rank}"
     try:
         meeting = store.add(counter, 1)

@@ -17,7 +17,7 @@ from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync.updates import OUTER_SETTINGS, OuterStep
 from sparsync.updates.lengths import lengthen, remember
 from sparsync.updates.moments import correct, noise_of
-from sparsync.updates.outer import OuterEngine
+from sparsync.updates.outer_engine import OuterEngine
 from sparsync.updates.weights import ModelWeights
 
 DEFAULT: Mapping[str, Any] = OUTER_SETTINGS["updates"]

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import sparsync
 from site_pages.tables import ROOT, table_row
-from sparsync.rooms import ROOMS
+from sparsync.tables import ROOMS
 
 __all__ = ["HIDDEN", "defined", "modules", "pages"]
 

@@ -12,7 +12,7 @@ from site_pages.docstrings import as_markdown
 from site_pages.tables import linked
 from sparsync.averaging.schemes import SCHEMES
 from sparsync.presets import PRESETS
-from sparsync.rooms import ROOMS
+from sparsync.tables import ROOMS
 
 __all__ = ["NAMES", "core", "page", "page_of", "pages", "pages_below", "pointer", "room_of"]
 

@@ -22,7 +22,7 @@ from sparsync.options import Compression, Monitoring, Options, Transport
 if TYPE_CHECKING:
     from sparsync.feedback.correction import Correction
     from sparsync.handle import Handle
-    from sparsync.updates.settings import OuterStep
+    from sparsync.updates.outer_step import OuterStep
 
 __all__ = ["attach", "check_optimizer"]
 
@@ -137,7 +137,7 @@ def attach(
         algorithm = None
         if isinstance(model, DistributedDataParallel):
             from sparsync.dense_or_updates import measured_choice
-            from sparsync.updates.engine import make_outer
+            from sparsync.updates.sync import make_outer
 
             made = measured_choice(model, make_outer(None, density, given), carried)
             decided = why = made.why
@@ -146,7 +146,7 @@ def attach(
                 why += "; plain DDP does the same without attach"
     outer = None
     if chosen == "updates":
-        from sparsync.updates.engine import attach_updates, make_outer
+        from sparsync.updates.sync import attach_updates, make_outer
 
         check_stepped(optimizer)
         outer = make_outer(algorithm, density, given)

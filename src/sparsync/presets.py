@@ -15,8 +15,8 @@ from sparsync.algorithm import Algorithm, Preset, row
 from sparsync.collectives import Allgather, Budgeted, Dense, Halving, Quantised
 from sparsync.cost.machine import Machine
 from sparsync.errors import ConfigurationError, require
-from sparsync.rooms import Table
 from sparsync.selection import Everything, Exact
+from sparsync.tables import Table
 from sparsync.transports.communicator import Communicator
 
 __all__ = ["PRESETS", "auto", "candidates", "preset", "quantised", "resolve"]

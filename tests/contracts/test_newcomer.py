@@ -16,8 +16,8 @@ from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.app import make_app
 from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS
-from sparsync.rooms import ROOMS, Table
 from sparsync.selection import SELECTORS
+from sparsync.tables import ROOMS, Table
 from sparsync.wire import CODECS
 from tests.fresh import run_python
 

@@ -17,9 +17,9 @@ from sparsync.errors import CheckpointError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.frameworks.common import save_beside
 from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterAverager, OuterStep
-from sparsync.updates.engine import UpdateSync
 from sparsync.updates.fragments import Weights
-from sparsync.updates.outer import OuterEngine
+from sparsync.updates.outer_engine import OuterEngine
+from sparsync.updates.sync import UpdateSync
 from sparsync_papers.optimizers import UpdateSpaceAdamW
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 

@@ -18,7 +18,7 @@ LAYERS = (
         "kernels",
         "messages",
         "reduction",
-        "rooms",
+        "tables",
         "sparse",
         "state",
         "units",

@@ -17,7 +17,7 @@ from sparsync.averaging.schemes import SCHEMES
 from sparsync.cli.app import make_app
 from sparsync.feedback.correction import Correction
 from sparsync.presets import PRESETS
-from sparsync.rooms import ROOMS
+from sparsync.tables import ROOMS
 from tests.fresh import run_python
 
 ROOT = Path(__file__).parents[2]

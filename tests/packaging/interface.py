@@ -25,7 +25,7 @@ MODULES = (
     "sparsync.published.sparcml",
     "sparsync.published.sparcml.linear",
     "sparsync.published.wagma",
-    "sparsync.rooms",
+    "sparsync.tables",
     "sparsync.monitoring",
     "sparsync.presets",
     "sparsync.selection",

@@ -13,7 +13,7 @@ from sparsync.transports.sim import simulate
 from sparsync.updates import OuterStep
 from sparsync.updates.contributions import Contributions, contributions_kind
 from sparsync.updates.fragments import Weights
-from sparsync.updates.outer import OuterEngine
+from sparsync.updates.outer_engine import OuterEngine
 
 SIZE, RANKS = 96, 4
 # what each rank sees in every step; one nothing, then nobody, then a single rank

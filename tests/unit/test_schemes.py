@@ -13,7 +13,7 @@ from sparsync.cli.train.exchanges import HOOKS, check_algorithms, make_exchange
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS
-from sparsync.updates.engine import UpdateSync
+from sparsync.updates.sync import UpdateSync
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMES))
@@ -103,7 +103,7 @@ def test_an_installed_package_adds_a_scheme(monkeypatch):
                  EntryPoint("wrong", "sparsync.averaging.averager:__doc__", group)]  # fmt: skip
         return [point for point in found if name in (None, point.name)]
 
-    monkeypatch.setattr("sparsync.rooms.entry_points", points)
+    monkeypatch.setattr("sparsync.tables.entry_points", points)
     assert [*SCHEMES][-2:] == ["theirs", "wrong"] and SCHEMES["theirs"] is LocalSgd
     assert options_of("theirs") == {"period": 8}
     with pytest.raises(ConfigurationError, match="is a str; name a subclass of"):

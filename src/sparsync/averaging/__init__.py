@@ -1,4 +1,8 @@
-"""Average models instead of gradients: the seam, and local SGD; schemes are in their papers' rooms."""
+"""Average models instead of gradients: the seam, and local SGD.
+
+WAGMA-SGD is in ``sparsync.published.wagma``, gossip and Eager-SGD in ``sparsync.published.baselines``,
+and the outer step in ``sparsync.updates``.
+"""
 
 from sparsync.averaging.averager import Averager, LocalSgd
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import nn
 
 from sparsync.averaging.averager import Averager, LocalSgd
-from sparsync.rooms import Table
+from sparsync.tables import Table
 
 __all__ = ["SCHEMES", "options_of"]
 

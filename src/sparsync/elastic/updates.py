@@ -32,10 +32,10 @@ from sparsync.options import Options
 from sparsync.state import packed, unpacked
 from sparsync.transports.driver import run, together
 from sparsync.units import output_parameters
-from sparsync.updates.engine import UpdateSync
 from sparsync.updates.fragments import Begin, Exchange, Layout, Weights
 from sparsync.updates.moments import noise_of
-from sparsync.updates.settings import OuterStep
+from sparsync.updates.outer_step import OuterStep
+from sparsync.updates.sync import UpdateSync
 from sparsync.updates.weights import ModelWeights, trained_of
 
 __all__ = ["ElasticUpdates", "attach_elastic_updates"]

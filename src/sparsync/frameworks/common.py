@@ -21,7 +21,7 @@ from sparsync.handle import Handle
 from sparsync.options import Monitoring
 from sparsync.transports.agree import agree
 from sparsync.transports.driver import run
-from sparsync.updates.engine import UpdateSync
+from sparsync.updates.sync import UpdateSync
 
 __all__ = ["attach_wrapped", "missing", "replace_method", "resume", "save_beside"]
 

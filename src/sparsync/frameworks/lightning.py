@@ -20,7 +20,7 @@ from sparsync.frameworks.common import (
     save_beside,
 )
 from sparsync.handle import Handle
-from sparsync.updates.engine import UpdateSync
+from sparsync.updates.sync import UpdateSync
 
 try:
     from lightning.pytorch.callbacks import Callback

@@ -19,7 +19,7 @@ from sparsync.frameworks.common import (
     save_beside,
 )
 from sparsync.handle import Handle
-from sparsync.updates.engine import UpdateSync
+from sparsync.updates.sync import UpdateSync
 
 try:
     from transformers.trainer_callback import TrainerCallback

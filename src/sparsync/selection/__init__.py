@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Final
 
-from sparsync.rooms import Table
 from sparsync.selection.blockwise import Blockwise
 from sparsync.selection.sampled import Sampled
 from sparsync.selection.selector import Everything, Exact, ExactState, Selector
+from sparsync.tables import Table
 
 __all__ = ["SELECTORS", "Blockwise", "Everything", "Exact", "ExactState", "Sampled", "Selector"]
 

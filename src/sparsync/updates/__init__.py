@@ -1,4 +1,12 @@
-"""The life of an update: the outer step, its settings, and the engine of ``attach`` for AdamW."""
+"""The life of an update: the outer step, its settings, and the handle that ``attach`` returns for AdamW.
+
+In the order in which an update passes through them: ``stepping`` hooks an optimizer's step; ``moments``
+and ``lengths`` lengthen it; ``sync`` is the handle, which counts local steps; ``outer_engine`` exchanges
+how far the weights have moved, as ``outer_step`` says, in ``fragments`` and at ``periods``;
+``contributions`` weighs it; ``weights`` writes the result into the model.  ``family`` has the settings of
+published methods and the default; ``changes`` notices weights that the program has written; ``own`` and
+``saved`` are about saved states.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -7,8 +15,8 @@ from typing import Any, Final
 
 from sparsync.updates.family import OUTER_SETTINGS
 from sparsync.updates.outer_averager import OuterAverager
+from sparsync.updates.outer_step import OuterStep
 from sparsync.updates.periods import AdaptivePeriod
-from sparsync.updates.settings import OuterStep
 
 __all__ = ["OUTER_SETTINGS", "ROWS", "AdaptivePeriod", "OuterAverager", "OuterStep"]
 

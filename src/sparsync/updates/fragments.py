@@ -15,7 +15,7 @@ from sparsync.errors import NonFiniteGradientError
 from sparsync.transports.driver import Operation
 from sparsync.units import Slot, Unit, local_of, plan_units
 
-__all__ = ["Begin", "Exchange", "Fragment", "Layout", "Rooms", "Weights", "rotate_"]
+__all__ = ["Begin", "Exchange", "Fragment", "Layout", "Scratch", "Weights", "rotate_"]
 
 Begin = Callable[[], Coroutine[Operation, None, None]]
 
@@ -151,7 +151,7 @@ class Exchange:
         shared: the new shared weights.
         lr: the size of a step by signs.
         drift: how far ranks had moved, with an ``AdaptivePeriod``.
-        room: `[3, size or more]`, memory for these vectors, which another exchange uses afterwards.
+        scratch: `[3, size or more]`, memory for these vectors, which another exchange uses afterwards.
         done: whether the exchange has ended.
         refused: whether NaN or Inf was in the sum.
         last: whether it delivers all that is left.
@@ -167,7 +167,7 @@ class Exchange:
     done: bool = False
     refused: bool = False
     carried: Awaitable[None] | None = None
-    room: Tensor | None = None
+    scratch: Tensor | None = None
     lr: float = 1.0
     drift: float = 0.0
     last: bool = False
@@ -179,13 +179,13 @@ class Exchange:
         """Return the fields that a loaded exchange needs to be applied."""
         # states are taken when exchanges are settled: nothing is carried any more, and memory is the
         # process's own
-        passing = ("carried", "room", "last")
+        passing = ("carried", "scratch", "last")
         kept = {name: value for name, value in vars(self).items() if name not in passing}
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
 
 
 @final
-class Rooms:
+class Scratch:
     """Memory of exchanges that have landed, for the next ones.
 
     Kept on the CPU only, where memory comes from the system: a page that is touched for the first time is
@@ -200,10 +200,10 @@ class Rooms:
         """Return three rows."""
         return self._free.pop() if self._free else like.new_empty(3, size)
 
-    def keep(self, room: Tensor | None) -> None:
+    def keep(self, scratch: Tensor | None) -> None:
         """Keep the memory of an exchange, if it had any."""
-        if room is not None and room.is_cpu:
-            self._free.append(room)
+        if scratch is not None and scratch.is_cpu:
+            self._free.append(scratch)
 
 
 def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:

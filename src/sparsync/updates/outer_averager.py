@@ -22,8 +22,8 @@ from sparsync.transports.communicator import Communicator
 from sparsync.units import output_parameters
 from sparsync.updates.contributions import Contributions
 from sparsync.updates.fragments import Layout, Weights
-from sparsync.updates.outer import OuterEngine, OuterState, kinds_of
-from sparsync.updates.settings import OuterStep
+from sparsync.updates.outer_engine import OuterEngine, OuterState, kinds_of
+from sparsync.updates.outer_step import OuterStep
 
 __all__ = ["OuterAverager"]
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from sparsync.rooms import Table
+from sparsync.tables import Table
 from sparsync.wire.codec import Codec, Encoded
 from sparsync.wire.levels import LloydMax
 from sparsync.wire.packed import Packed

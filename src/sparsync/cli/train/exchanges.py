@@ -24,7 +24,7 @@ from sparsync.presets import PRESETS, preset
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.ledger import Traffic
 from sparsync.updates.family import OUTER_SETTINGS
-from sparsync.updates.settings import OuterStep
+from sparsync.updates.outer_step import OuterStep
 
 __all__ = ["HOOKS", "Exchange", "check_algorithms", "dense_bytes_per_step", "make_exchange"]
 

@@ -28,11 +28,11 @@ from sparsync.transports.driver import together
 from sparsync.transports.ledger import Ledger
 from sparsync.units import Slot, Unit
 from sparsync.updates.contributions import Contributions, shown_of
-from sparsync.updates.fragments import Begin, Exchange, Layout, Rooms, Weights, rotate_
+from sparsync.updates.fragments import Begin, Exchange, Layout, Scratch, Weights, rotate_
 from sparsync.updates.moments import common_rate, drop_broken
+from sparsync.updates.outer_step import OuterStep
 from sparsync.updates.periods import AdaptivePeriod, drift_of, followed, share_of
 from sparsync.updates.saved import outer_kinds
-from sparsync.updates.settings import OuterStep
 
 __all__ = ["Carry", "OuterEngine", "OuterState", "Reduce", "alone", "check_place", "kinds_of"]
 
@@ -111,7 +111,7 @@ class OuterEngine(Stateful):
         self.contributions.plan(len(layout.fragments))
         self._sent = [-1] * len(layout.fragments)  # the last step after which each was exchanged
         self._under_way: list[Exchange] = []
-        self._rooms = Rooms()
+        self._scratch = Scratch()
         self._note(0)
 
     def _note(self, step: int) -> None:
@@ -178,10 +178,10 @@ class OuterEngine(Stateful):
         """Begin the exchange of a fragment."""
         # row 0: this rank's weights; 1: how far they have moved, then the average, then the new shared
         # weights; 2: the change for a late exchange (``_exchange``)
-        room, rows = self._room(part)
+        scratch, rows = self._scratch_of(part)
         began = self._weights.read(self.layout.fragments[part].span, rows[0])
         exchange = Exchange(part, step + delay, delay > 0, began)
-        exchange.room, exchange.lr, self._sent[part] = room, self.lr(), step
+        exchange.scratch, exchange.lr, self._sent[part] = scratch, self.lr(), step
         exchange.last, exchange.seen = last, self.contributions.take(part)
         exchange.carried = self._carry(partial(self._exchange, exchange))
         self._under_way.append(exchange)
@@ -222,7 +222,7 @@ class OuterEngine(Stateful):
                     self._weights.landed(span, self.memory["shared"])
                 if self.settings.rule is not None:
                     self._follow_drift(self.settings.rule, exchange)
-            self._rooms.keep(exchange.room)
+            self._scratch.keep(exchange.scratch)
         if not refused:
             return
         # The first time, all go back to their weights after the last exchange, without broken moments.
@@ -378,7 +378,7 @@ class OuterEngine(Stateful):
         part, reducer = exchange.part, self.reducer
         fragment = self.layout.fragments[part]
         self._note(exchange.lands - self.settings.delay if exchange.late else exchange.lands)
-        rows = self._room(part, exchange.room)[1]
+        rows = self._scratch_of(part, exchange.scratch)[1]
         # moved = shared - residual - weights, or shared - weights: positive where weights have fallen, as
         # a gradient is.  The reducer adds its residual: accumulated = residual + moved.
         moved = self._began(part, rows[1]).sub_(exchange.weights)
@@ -445,11 +445,13 @@ class OuterEngine(Stateful):
             rotate_(delta, self.settings.dct, back=True)
         return self.layout.joined(part, deltas)
 
-    def _room(self, part: int, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _scratch_of(self, part: int, scratch: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return memory for an exchange, and the rows of it that a fragment needs."""
         sizes = [fragment.span.stop - fragment.span.start for fragment in self.layout.fragments]
-        room = self._rooms.take(self.memory["shared"], max(sizes)) if room is None else room
-        return room, room[:, : sizes[part]]
+        scratch = (
+            self._scratch.take(self.memory["shared"], max(sizes)) if scratch is None else scratch
+        )
+        return scratch, scratch[:, : sizes[part]]
 
     def _base(self, part: int, out: Tensor | None = None) -> Tensor:
         """Return the part of this rank's weights after an exchange that a fragment has."""

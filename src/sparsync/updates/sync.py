@@ -57,7 +57,8 @@ from sparsync.updates.family import OUTER_SETTINGS
 from sparsync.updates.fragments import Begin, Layout
 from sparsync.updates.lengths import lengthen, remember
 from sparsync.updates.moments import correct, noise_of
-from sparsync.updates.outer import OuterEngine, Reduce, alone
+from sparsync.updates.outer_engine import OuterEngine, Reduce, alone
+from sparsync.updates.outer_step import OuterStep
 from sparsync.updates.own import (
     SCALER_KIND,
     is_broken,
@@ -66,7 +67,6 @@ from sparsync.updates.own import (
     own_kinds,
     own_state,
 )
-from sparsync.updates.settings import OuterStep
 from sparsync.updates.stepping import follow
 from sparsync.updates.weights import ModelWeights, trained_of
 

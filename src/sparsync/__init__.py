@@ -28,7 +28,6 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from sparsync.algorithm import Algorithm
 from sparsync.attach import attach
 from sparsync.errors import ConfigurationError, SparsyncError
 from sparsync.options import Compression, Monitoring, Transport
@@ -89,11 +88,28 @@ _LATER = MappingProxyType(
 )
 
 
+# as ``sparsync.presets.resolve``, after ``import sparsync`` alone
+_MODULES = frozenset(
+    {
+        "api",
+        "averaging",
+        "checkpoint",
+        "elastic",
+        "frameworks",
+        "presets",
+        "published",
+        "testing",
+        "updates",
+    }
+)
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_LATER[name]), name)
-    return found
+    return getattr(import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:

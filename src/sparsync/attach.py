@@ -231,7 +231,8 @@ def _chosen(
         raise ConfigurationError(
             f"exchange is {exchange!r}; choose one of auto, gradients, updates"
         )
-    for_updates = isinstance(algorithm, OuterStep) or algorithm in OUTER_SETTINGS
+    named = isinstance(algorithm, str) and algorithm in OUTER_SETTINGS
+    for_updates = named or isinstance(algorithm, OuterStep)
     for_gradients = {
         "correction=": correction is not None,
         "Compression(schedule=...)": compression.schedule is not None,

@@ -58,16 +58,21 @@ class Table(Mapping[str, V], Generic[V]):
             return self._own[name]
         if name in self._rooms:
             return self._rooms[name]
-        for point in entry_points(group=self.group, name=name):
-            return self._load(point)
-        raise KeyError(name)
+        first, *others = [*entry_points(group=self.group, name=name)] or [None]
+        if others:  # which comes first depends on the path, and ranks' paths may differ
+            raise self._error(others[0], "a name that another package has, too")
+        if first is None:
+            raise KeyError(name)
+        return self._load(first)
 
     def __iter__(self) -> Iterator[str]:
         yield from self._own
         yield from self._rooms
+        known = {*self._own, *self._rooms}
         for point in sorted(entry_points(group=self.group), key=lambda point: point.name):
-            if point.name in self._own or point.name in self._rooms:
+            if point.name in known:
                 raise self._error(point, "a name that exists already")
+            known.add(point.name)
             yield point.name
 
     def __len__(self) -> int:

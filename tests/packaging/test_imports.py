@@ -59,3 +59,9 @@ def test_training_with_a_default_loads_no_papers_room(optimizer, engine):
     assert inside(loaded, f"sparsync.{engine}"), "the default's engine has run"
     assert not inside(loaded, "sparsync.published")
     assert not inside(loaded, "sparsync.elastic", "sparsync.cli")
+
+
+def test_modules_that_documents_name_are_there_after_the_import_alone():
+    for name in ("presets.resolve", "updates.OuterStep", "checkpoint.save"):
+        process = run_python(f"import sparsync; sparsync.{name}")
+        assert process.returncode == 0, process.stderr

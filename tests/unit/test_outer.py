@@ -1,6 +1,7 @@
 """Local steps with a compressed outer step: against plain averaging, torch's SGD and its own law."""
 
 import math
+import pickle
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from sparsync import ConfigurationError, simulate
 from sparsync.averaging import LocalSgd
 from sparsync.errors import NonFiniteGradientError
 from sparsync.presets import resolve
-from sparsync.updates import AdaptivePeriod, OuterAverager
+from sparsync.updates import AdaptivePeriod, OuterAverager, OuterStep
 from sparsync.updates.family import OUTER_SETTINGS, sparseloco
 
 from .average_runs import SIZE, WORLD_SIZE, on_all_ranks, update
@@ -577,3 +578,54 @@ def test_bad_arguments_are_refused(bad, message):
 def test_bad_periods_are_refused(bad, message):
     with pytest.raises(ConfigurationError, match=message):
         AdaptivePeriod(**bad)
+
+
+# ---- settings, and an averager of them -------------------------------------------------------------
+
+
+def test_ranks_compare_all_settings():
+    one, other = (OuterAverager(period=period)._settings() for period in (4, 8))
+    assert {name for name in one if one[name] != other[name]} == {"period"}
+
+
+def test_settings_are_checked_when_they_are_made_and_can_be_sent():
+    with pytest.raises(ConfigurationError, match="unknown algorithm 'nonsense'"):
+        OuterStep(algorithm="nonsense", period=8)
+    settings = OuterStep(period=8, density=1)
+    assert settings.chosen.name == "allgather" and settings.described()["period"] == 8
+    again = pickle.loads(pickle.dumps(settings))
+    assert again.described() == settings.described() and type(again.density) is float
+
+
+def test_a_loaded_averager_still_tells_its_numbers_alone():
+    """``stats`` and ``reducer`` are asked on one rank; only a step begins together with all."""
+    local = OuterAverager(model(), period=1, density=1.0)
+    local.step()
+    state, reducer = local.state_dict(), local.reducer
+    local.load_state_dict(state)
+    assert local.reducer is reducer and local.stats()["local_steps"] == 1
+    local.step()
+    assert local.reducer is not reducer and local.steps == 2
+
+
+def test_a_step_that_could_not_begin_from_a_loaded_state_can_be_tried_again():
+    state = trained_state()
+    local = OuterAverager(torch.nn.Linear(3, 1), period=1, density=1.0)
+    local.load_state_dict(state)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="elements, this model has"):
+            local.step()
+
+
+def trained_state():
+    local = OuterAverager(model(), period=1, density=1.0)
+    local.step()
+    return local.state_dict()
+
+
+def test_no_vector_of_the_models_size_is_kept():
+    local = OuterAverager(model(), period=1, density=1.0)
+    local.step()
+    assert local._weights.vector.numel() == 0
+    local.finish()
+    assert local._weights.vector.numel() == 0

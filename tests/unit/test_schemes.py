@@ -110,3 +110,18 @@ def test_an_installed_package_adds_a_scheme(monkeypatch):
         SCHEMES["wrong"]
     with pytest.raises(KeyError):
         SCHEMES["nobody's"]
+
+
+def test_two_packages_with_one_name_are_refused(monkeypatch):
+    """Which comes first depends on the path, and ranks' paths may differ."""
+
+    def points(group, name=None):
+        found = [EntryPoint("theirs", f"sparsync.averaging.averager:{one}", group)
+                 for one in ("LocalSgd", "Averager")]  # fmt: skip
+        return [point for point in found if name in (None, point.name)]
+
+    monkeypatch.setattr("sparsync.tables.entry_points", points)
+    with pytest.raises(ConfigurationError, match="'theirs'.*a name that another package has"):
+        SCHEMES["theirs"]
+    with pytest.raises(ConfigurationError, match="'theirs'.*a name that exists already"):
+        list(SCHEMES)

@@ -8,7 +8,7 @@ with their number of local steps; once it has caught up with the shared weights,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, final
 
@@ -259,6 +259,17 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         self.attendance.offer(self._copy)
         return super()._carry(exchange)
 
+    def _noting(self) -> Callable[[Begin], None]:
+        """Return a carrier that notes where this rank is, and leaves the exchange to be awaited."""
+        me = weakref.ref(self)  # the engine keeps it, and must not keep its handle
+
+        def note(_exchange: Begin) -> None:
+            sync = me()
+            assert sync is not None
+            sync._note_begin()
+
+        return note
+
     def _note_begin(self) -> None:
         """Note this rank's position, local step and phase, at the begin of an exchange."""
         self._began_at = self.outer.steps
@@ -321,7 +332,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         # This is the engine's thread already, where a queued exchange would wait for the present job:
         # so it is only noted, and runs when its result is needed.
         self._copied = weights
-        self.outer.go_on_with(weights, lambda _exchange: self._note_begin())
+        self.outer.go_on_with(weights, self._noting())
         run(self.outer.land())
         if lost:
             self.outer.restart()

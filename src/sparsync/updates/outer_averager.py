@@ -131,7 +131,7 @@ class OuterAverager(Averager):
         )
         if bound and settings.sign:
             await agree(comm, {"the learning rate of a step by signs": engine.lr()})
-        loaded, self._loaded = self._loaded, None
+        loaded = self._loaded
         engine.go_on_from(step)
         if loaded is not None:
             size = loaded["memory"]["shared"].numel()
@@ -142,8 +142,10 @@ class OuterAverager(Averager):
             )
             engine.restore(loaded, None)
             await restore_reducer(reducer, loaded["reducer"])
-        self._engine = engine
+        # a state is only let go of once all ranks have taken theirs over: ``begin`` may be tried again
+        self._engine, self._loaded = engine, None
         self.memory = engine.memory
+        self._weights.hold(torch.zeros(0))
 
     def is_due(self, step: int) -> bool:
         """Tell whether something is sent or applied after local step ``step``."""
@@ -151,17 +153,28 @@ class OuterAverager(Averager):
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return this rank's model after the exchanges that begin or end with this step."""
-        self._weights.hold(vector)
-        self.engine.steps = step
-        await self.engine.advance(step)
-        return self._weights.vector
+        engine = self.engine
+        engine.steps = step
+        with self._holding(vector):
+            await engine.advance(step)
+            return self._weights.vector
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the shared weights plus all that was not delivered, or without it, if it holds NaN."""
+        engine = self.engine
+        engine.steps = step
+        with self._holding(vector):
+            await engine.deliver()
+            return self._weights.vector
+
+    @contextmanager
+    def _holding(self, vector: Tensor) -> Iterator[None]:
+        """Let the engine read and write a vector; nothing keeps one of the model's size afterwards."""
         self._weights.hold(vector)
-        self.engine.steps = step
-        await self.engine.deliver()
-        return self._weights.vector
+        try:
+            yield
+        finally:
+            self._weights.hold(torch.zeros(0))
 
     # ---- applied to a model ------------------------------------------------------------------------
 
@@ -216,13 +229,19 @@ class OuterAverager(Averager):
         """Take over a saved state: all of it when the first step begins."""
         # the engine needs a communicator to begin; until then the state waits here as it was given
         self.steps = int(state["steps"])
-        self._loaded = None if state["reducer"] is None else state
-        self._engine, self._begun = None, False
+        memory = {name: vector.clone() for name, vector in state["memory"].items()}
+        self._loaded = None if state["reducer"] is None else {**state, "memory": memory}
+        # a former engine stays, for numbers and bytes, until the next step begins one with all ranks
+        if self._engine is not None and self._loaded is not None:
+            self._engine.restore(self._loaded, None)
+            self.memory = self._engine.memory
+        self._begun = False
         if self._binding is not None:
             self._binding.initial = None  # all ranks compare the models that they have now
 
     def _settings(self) -> dict[str, Any]:
-        return {**self.settings.described(), **self.settings.place(0), "steps": self.steps}
+        place = self.settings.place(self.settings.first_period)
+        return {**place, **self.settings.described(), "steps": self.steps}
 
     def _place(self) -> dict[str, Any]:
         period = self.settings.first_period if self._engine is None else self._engine.period

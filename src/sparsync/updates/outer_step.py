@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, final
 
@@ -124,8 +124,9 @@ class OuterStep:
             ("sign", type(self.sign) is bool, "True or False"),
         ):
             require(fits, f"OuterStep: {name} is {given[name]!r}; give {cure}")
-        check_density(self.density)
+        object.__setattr__(self, "density", check_density(self.density))  # a whole number as well
         Warmup(self.warmup_steps)
+        _ = self.chosen  # refuses an unknown algorithm
         require(
             self.rule is None or (self.fragments == 1 and not self.delay),
             f"OuterStep: fragments {self.fragments} and delay {self.delay!r} need a period that stays; "
@@ -136,6 +137,10 @@ class OuterStep:
             f"OuterStep: delay is {self.delay!r}; give steps from 0 to {self.first_period - 1}: below "
             "the period",
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the settings alone: what was worked out from them may hold functions without a name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
     def chosen(self) -> Algorithm:

@@ -85,7 +85,8 @@ def make_outer(
     algorithm: str | Algorithm | OuterStep | None, density: Any, compression: Compression
 ) -> OuterStep:
     """Return the outer step that ``attach`` was asked for."""
-    whole = algorithm is None or isinstance(algorithm, OuterStep) or algorithm in OUTER_SETTINGS
+    named = isinstance(algorithm, str) and algorithm in OUTER_SETTINGS
+    whole = algorithm is None or isinstance(algorithm, OuterStep) or named
     if density is not None and whole:
         raise ConfigurationError(
             f"density is {density!r}, but updates are exchanged as algorithm= says, by default all of "
@@ -94,7 +95,7 @@ def make_outer(
         )
     if isinstance(algorithm, OuterStep):
         outer = algorithm
-    elif algorithm is None or algorithm in OUTER_SETTINGS:
+    elif algorithm is None or named:
         outer = OuterStep(**OUTER_SETTINGS[str(algorithm or "updates")])
     else:
         given = {} if density is None else {"density": density}
@@ -168,20 +169,24 @@ def attach_updates(
     except BaseException:
         groups.close()
         raise
+    try:
+        sync = UpdateSync(
+            module,
+            weights,
+            outer,
+            layout,
+            reducer,
+            optimizers,
+            groups,
+            options,
+            consensus,
+            pieces,
+            advises=advises,
+        )
+    except BaseException:
+        groups.close()
+        raise
     # from here on the handle owns thread and groups: an error closes it, on this rank
-    sync = UpdateSync(
-        module,
-        weights,
-        outer,
-        layout,
-        reducer,
-        optimizers,
-        groups,
-        options,
-        consensus,
-        pieces,
-        advises=advises,
-    )
     try:
         # ranks of a node must be equal as well: they average gradients, not weights
         named = [(name, local_of(parameter)) for name, parameter in trained.items()]

@@ -121,7 +121,7 @@ def test_two_packages_with_one_name_are_refused(monkeypatch):
         return [point for point in found if name in (None, point.name)]
 
     monkeypatch.setattr("sparsync.tables.entry_points", points)
-    with pytest.raises(ConfigurationError, match="'theirs'.*a name that another package has"):
+    with pytest.raises(ConfigurationError, match=r"'theirs'.*a name that another package has"):
         SCHEMES["theirs"]
-    with pytest.raises(ConfigurationError, match="'theirs'.*a name that exists already"):
+    with pytest.raises(ConfigurationError, match=r"'theirs'.*a name that exists already"):
         list(SCHEMES)

@@ -56,11 +56,12 @@ class Account:
         self.last = sync._weights.read(slice(size)).double()
 
     def around(self, exchange):
-        async def seen(weights, *rest):
+        async def seen(*rest):
             sync, here = self.sync, slice(len(self.put))
+            weights = sync.outer._weights  # the model's, or a copy with which this rank leaves
             self.waits += self.last - weights.read(here)
             step, shared = sync.reducer.step, sync.outer.memory["shared"][here].double()
-            await exchange(weights, *rest)
+            await exchange(*rest)
             if sync.reducer.step > step:
                 self.count(sync.last_step, shared - sync.outer.memory["shared"][here])
             self.last = weights.read(here).double()

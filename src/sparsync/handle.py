@@ -82,6 +82,11 @@ class Handle(ABC):
         return [self.reducer.comm, *([] if self._inner is None else [self._inner])]
 
     @property
+    def closed(self) -> bool:
+        """Whether nothing is exchanged any more."""
+        return not self._engine.running
+
+    @property
     @abstractmethod
     def steps(self) -> int:
         """Local steps that are done; a rank that joins others begins with their number."""

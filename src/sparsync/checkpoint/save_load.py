@@ -296,18 +296,23 @@ def _holds(sync: Saveable, value: object) -> bool:
     return holds(value)
 
 
-def save_state(sync: Saveable, folder: Path, weights: str) -> None:
+def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = False) -> None:
     """Write this rank's file, and a digest of its weights; all ranks call it together.
+
+    ``alone``: the handle is closed, as after training, so ranks cannot be asked.
 
     Raises:
         CheckpointError: on all ranks, if any of them has done another number of local steps (then nothing
             is written), or could not write.
     """
-    _same_steps(sync)
 
     def write() -> None:
         write_file(folder / seat_of(sync).name, {**sync.state_dict(), "weights": weights})
 
+    if alone:
+        write()
+        return
+    _same_steps(sync)
     _together(sync, write, f"write its part of {folder}")
 
 

@@ -97,7 +97,7 @@ def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
     Raises:
         CheckpointError: see ``save_state``.
     """
-    save_state(sync, folder, _weights(sync, model))
+    save_state(sync, folder, _weights(sync, model), alone=sync.closed)
     for seat, file in states_in(folder).items():
         if seat.ranks != sync.reducer.comm.world_size:  # left over from an older run
             file.unlink(missing_ok=True)

@@ -312,3 +312,10 @@ def test_it_takes_the_doctors_measurements(command, tmp_path):
     given = [*GPT, "--optimizer", "adamw", "--machine", path, "--json", "-"]
     made = json.loads(command("time-to-loss", *given)[1])
     assert made["why"] == planned(SLOW, compute=0.25).why
+
+
+def test_a_long_pause_only_closes_the_windows():
+    """A pause halves TCP's windows, down to the smallest and no further."""
+    far = Machine(alpha=0.04, beta=8e-8)
+    hour, day = (allreduced(1e7, 4, far, idle) for idle in (3_600.0, 86_400.0))
+    assert hour == day > allreduced(1e7, 4, far)

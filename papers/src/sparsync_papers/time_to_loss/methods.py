@@ -372,7 +372,8 @@ def _slow_start(nbytes: float, connections: int, machine: Machine, idle: float) 
     A connection has been silent for the pause, and for the round trip before.
     """
     trip, seconds, sent = 2 * machine.alpha, 0.0, 0.0
-    halved = 2.0 ** int((idle + trip) / (_PAUSE + trip))
+    # a window that was halved 64 times is at its smallest, whatever follows
+    halved = 2.0 ** min(int((idle + trip) / (_PAUSE + trip)), 64)
     # what is under way at a time where nothing is late
     full = min(nbytes, trip / machine.beta) if machine.beta else nbytes
     window = max(full / halved, connections * _WINDOW)

@@ -117,9 +117,11 @@ async def agree(comm: Communicator, facts: Mapping[str, object]) -> None:
     Cost: one allgather of 8 bytes per fact; where they differ one more, of 64 KiB from every rank.
     """
     digests = torch.tensor([_number(f"{name}={value}") for name, value in facts.items()])
-    everyone = await comm.allgather(digests, "agreement")
+    differs = torch.stack(await comm.allgather(digests, "agreement")) != digests
+    if not bool(differs.any()):
+        return
     for i, (name, value) in enumerate(facts.items()):
-        others = [r for r, theirs in enumerate(everyone) if theirs[i] != digests[i]]
+        others = differs[:, i].nonzero().flatten().tolist()
         # if one rank sees a mismatch, all do, at the same fact: so all of them join the exchange of texts
         if others:
             raise await _disagreement(comm, name, value, others)

@@ -149,6 +149,20 @@ def test_updates_are_handed_over_but_for_those_from_weights_of_the_programs(net,
         assert torch.equal(sync._go_apart().vector, start)
 
 
+def test_a_rank_does_not_catch_up_in_the_exchange_in_which_it_joins(net, manager):
+    """It is outside of its loop's steps: schedulers that it took over would be a step behind."""
+    optimizer = torch.optim.AdamW(net.parameters(), 0.1)
+    with attached(net, manager, optimizer) as sync:
+        attendance = sync.attendance
+        attendance.catch_up = SimpleNamespace(done=True, stop=lambda: None)
+        attendance.members.behind = True
+        for attendance.joining in (True, False):
+            attendance.met = True
+            attendance.ready()
+            assert attendance.members.ready is not attendance.joining
+        attendance.catch_up = None
+
+
 @pytest.mark.parametrize(
     "text", ["random", "random:", "random:0", "random:-3", "often", "random:x"]
 )

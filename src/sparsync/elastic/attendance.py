@@ -102,6 +102,8 @@ class Attendance:
     Attributes:
         met: the roll was called for the open step already.
         catch_up: the fetch of another rank's state, while this rank is behind.
+        joining: this rank takes part in an exchange outside of its own loop's steps: it does not catch
+            up in that one, after which its loop does not step the schedulers that it would take over.
         offered: a copy of this rank's state is being served.
         extras: the donor's further states, if this rank has caught up in the open step.
         last_step: the number of the group that exchanged the last step, its number of contributors, and
@@ -119,7 +121,7 @@ class Attendance:
         self.weights, self.rates = weights, rates
         self.manager, self.group, self.reducer = manager, group_of(manager), reducer
         self.members = Members(reducer, number_of(weights()), set_up_digest(reducer, **settings))
-        self.met = self.offered = self._asked = self._joined = False
+        self.met = self.offered = self._asked = self._joined = self.joining = False
         self._since = 0  # the step from which on this rank contributes
         self.catch_up: CatchUp | None = None
         self.extras: dict[str, Any] | None = None
@@ -146,7 +148,7 @@ class Attendance:
         if self.catch_up is not None and self.members.behind:
             # before the vote, which tells the others that this rank counts from the next step on
             try:
-                self.members.ready = self.catch_up.done
+                self.members.ready = self.catch_up.done and not self.joining
             except PeerError:
                 assert self.group.quorum is not None
                 self._fetch(self.group.quorum, self.members.first)

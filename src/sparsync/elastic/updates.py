@@ -190,7 +190,11 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         self.outer.go_on_from(steps)
         self._began_at = steps
         if phase == _LOCAL:
-            self.step()
+            attendance.joining = True
+            try:
+                self.step()
+            finally:
+                attendance.joining = False
         elif phase == _LAST:
             self._conclude()
         self._phase = phase

@@ -68,7 +68,8 @@ __all__ = [
 ]
 
 # imported when they are first asked for, so that ``import sparsync`` costs little more than torch.
-# ``attach`` cannot be: a module has the same name, which whoever imports it would put in its place
+# ``attach`` cannot be: a module has the same name, and importing that would put it in the function's
+# place
 _LATER = MappingProxyType(
     {
         "Algorithm": "sparsync.algorithm",

@@ -76,14 +76,13 @@ class Handle(ABC):
     def communicators(self) -> list[Communicator]:
         """Those of the replicas, and of a divided replica's parts; no other thread uses them then."""
         if self._engine.running:
-            self._engine.submit(
-                lambda: None
-            ).result()  # runs once all exchanges under way have ended
+            # a callable runs once all exchanges under way have ended
+            self._engine.submit(lambda: None).result()
         return [self.reducer.comm, *([] if self._inner is None else [self._inner])]
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is exchanged any more."""
+        """Whether this handle has ended: it exchanges nothing any more, and still has its state."""
         return not self._engine.running
 
     @property

@@ -60,7 +60,7 @@ class Table(Mapping[str, V], Generic[V]):
             return self._rooms[name]
         first, *others = [*entry_points(group=self.group, name=name)] or [None]
         if others:  # which comes first depends on the path, and ranks' paths may differ
-            raise self._error(others[0], "a name that another package has, too")
+            raise self._error(others[0], "a name that another package has taken")
         if first is None:
             raise KeyError(name)
         return self._load(first)

@@ -41,7 +41,7 @@ _SUM = "works. Gradients are local, so they add up as usual."
     "gradient accumulation under `no_sync()`",
     attach="works. The sum over micro-batches is exchanged once, with the last one; below density 1 the "
     "part that is not delivered waits in the residual. As with plain DDP, the forward pass decides, so "
-    "it belongs inside the context, too.",
+    "it belongs inside the context as well.",
     updates=_SUM,
     local=f"{_SUM} Call `step()` once per optimizer step.",
     UpdateSpace=f"{_SUM} They are exchanged in `step()`.",
@@ -226,7 +226,7 @@ _OWN_SCALE = "works. Every rank has a scale of its own;"
     "AMP: `GradScaler`, with an overflow on one rank",
     attach="works. With `nonfinite='propagate'` all ranks skip the step, all scales fall together, and "
     "residuals are unchanged.",
-    updates=f"{_OWN_SCALE} a step that `scaler.step(optimizer)` skips counts there, too, whether or not "
+    updates=f"{_OWN_SCALE} a step that `scaler.step(optimizer)` skips also counts there, whether or not "
     "`Monitoring(scaler=...)` is given. "
     "(tests/distributed/test_updates.py::test_a_step_that_only_one_rank_skips_still_counts)",
     UpdateSpace="refused. If one rank skipped its `step()`, the others would wait for it. bfloat16 needs "

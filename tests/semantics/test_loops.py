@@ -576,7 +576,7 @@ def test_sam(column):
 
 
 class Outer(torch.optim.SGD):
-    """Its base's ``step`` has hooks, too, once there was an SGD."""
+    """Its base's ``step`` has hooks as well, once there was an SGD."""
 
     def step(self, closure=None):
         return super().step(closure)

@@ -487,7 +487,7 @@ def _attach(model, column):
 
 practice(
     "a second communication hook",
-    attach="refused. DDP has room for one; its native mixed precision uses it, too. "
+    attach="refused. DDP has room for one; its native mixed precision uses it as well. "
     "(tests/distributed/test_ddp.py::test_attach_refuses)",
 )
 

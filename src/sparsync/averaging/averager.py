@@ -226,7 +226,7 @@ class Averager(Stateful):
             self.close()
 
     def _settings(self) -> dict[str, Any]:
-        """Return what ranks compare: public numbers and names; what they count apart is in ``state``."""
+        """Return the settings that ranks compare: public numbers and names, but no counts of a rank."""
         plain = {k: v for k, v in vars(self).items() if isinstance(v, int | float | str)}
         return {k: v for k, v in sorted(plain.items()) if not k.startswith("_")}
 

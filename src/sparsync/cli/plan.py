@@ -28,11 +28,34 @@ from sparsync.cost.wording import (
 from sparsync.errors import ConfigurationError
 from sparsync.presets import candidates
 
-__all__ = ["ManyRanks", "ModelSize", "as_json", "command", "machine_of", "read_machine"]
+__all__ = [
+    "Compute",
+    "MachineFile",
+    "ManyRanks",
+    "ModelSize",
+    "Network",
+    "RoundTrip",
+    "as_json",
+    "command",
+    "machine_of",
+    "read_machine",
+]
 
 # nothing is run, so the bounds exceed any machine; a single rank and an empty model get an answer
 ManyRanks = Annotated[int, Bounds(1, 10**6)]
 ModelSize = Annotated[int, Bounds(0, 10**15)]
+# options that name a machine, here and in plans of other packages
+Network = Annotated[str | None, option("bandwidth,latency, e.g. 10gbit,20us.", "the machine's")]
+RoundTrip = Annotated[
+    str | None, option("Round trip between ranks, e.g. 80ms, on top of the latency.")
+]
+Compute = Annotated[
+    Seconds | None, option("Seconds of a step without exchange, which hide part of it.")
+]
+MachineFile = Annotated[
+    InputFile | None,
+    option("Measurements of sparsync doctor --json; --network overrides its links."),
+]
 
 
 def command(
@@ -41,19 +64,10 @@ def command(
     density: Annotated[
         float | None, option("k / n to exchange.", "0.01, or what the budget allows")
     ] = None,
-    network: Annotated[
-        str | None, option("bandwidth,latency, e.g. 10gbit,20us.", "the machine's")
-    ] = None,
-    rtt: Annotated[
-        str | None, option("Round trip between ranks, e.g. 80ms, on top of the latency.")
-    ] = None,
-    compute: Annotated[
-        Seconds | None, option("Seconds of a step without exchange, which hide part of it.")
-    ] = None,
-    machine: Annotated[
-        InputFile | None,
-        option("Measurements of sparsync doctor --json; --network overrides its links."),
-    ] = None,
+    network: Network = None,
+    rtt: RoundTrip = None,
+    compute: Compute = None,
+    machine: MachineFile = None,
     budget: Annotated[
         Bytes | None, option("Most bytes that a rank sends or receives per step.")
     ] = None,

@@ -124,8 +124,8 @@ def check_cap(cap: float | None, where: str) -> None:
 # ---- the rank that drops or rounds keeps the difference ---------------------------------------------
 #
 # The law is accumulated = delivered + residual.  A rank that drops part of a sum, or rounds it, takes
-# that part out of its ``delivered``, whoever selected it: so the part is in exactly one residual, and
-# no message has to travel back to the ranks that it came from.
+# that part out of its ``delivered``, no matter which rank selected it.  So the part is in exactly one
+# residual, and no message has to travel back to the ranks that it came from.
 
 
 def cut(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:

@@ -350,7 +350,7 @@ class GradientSync(Handle):
     def _end_step(self, *, alike: bool = False) -> None:
         """Compare replicas if it is time; on the training thread, when the engine has nothing to do.
 
-        Parts that are ``alike``, as the ranks of a node, hold the same parameters, and are compared, too.
+        Parts that are ``alike``, as the ranks of a node, hold the same parameters, so they are compared.
         """
         sentinel, done, model = self._sentinel, self.reducer.step - 1, self._plain()
         if sentinel is None or model is None or not sentinel.due(done):

@@ -13,8 +13,16 @@ from rich.text import Text
 
 from sparsync.cli.options import option
 from sparsync.cli.output import Columns, check_outputs, to_json, write_json
-from sparsync.cli.plan import ManyRanks, ModelSize, machine_of
-from sparsync.cli.values import InputFile, Positive, Seconds
+from sparsync.cli.plan import (
+    Compute,
+    MachineFile,
+    ManyRanks,
+    ModelSize,
+    Network,
+    RoundTrip,
+    machine_of,
+)
+from sparsync.cli.values import Positive
 from sparsync.cost.machine import Machine
 from sparsync.cost.wording import format_bandwidth, format_bytes, format_seconds
 from sparsync.presets import candidates
@@ -28,19 +36,10 @@ def command(
     ranks: Annotated[ManyRanks, option("World size.")],
     model_size: Annotated[ModelSize, option("Trained elements: parameters of the model.")],
     optimizer: Annotated[str, typer.Option(help="Of the training: sgd, adamw or muon.")],
-    network: Annotated[
-        str | None, option("bandwidth,latency, e.g. 10gbit,20us.", "the machine's")
-    ] = None,
-    rtt: Annotated[
-        str | None, option("Round trip between ranks, e.g. 80ms, on top of the latency.")
-    ] = None,
-    machine: Annotated[
-        InputFile | None,
-        option("Measurements of sparsync doctor --json; --network overrides its links."),
-    ] = None,
-    compute: Annotated[
-        Seconds | None, option("Seconds of a step without exchange, which hide part of it.")
-    ] = None,
+    network: Network = None,
+    rtt: RoundTrip = None,
+    machine: MachineFile = None,
+    compute: Compute = None,
     steps_to_loss: Annotated[
         Positive, typer.Option(help="Steps that dense takes to the loss.")
     ] = 1000,

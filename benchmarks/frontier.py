@@ -25,7 +25,7 @@ from frontier.training import Run
 from rich.console import Console
 
 from sparsync.cli.launch import RankError
-from sparsync.cli.network import Connection
+from sparsync.cli.network_choice import Connection
 
 HERE = Path(__file__).parent
 OUT = HERE / "frontier.md"

@@ -31,7 +31,7 @@ from small_networks import ResNet, VisionTransformer, held_out_digits
 from virtual_updates import DEFAULT, train_dense, train_updates
 
 from sparsync.cli.workloads.digits import DigitsWorkload
-from sparsync.cli.workloads.text import LstmWorkload
+from sparsync.cli.workloads.stdlib_text import LstmWorkload
 from sparsync.cli.workloads.workload import Draw
 from sparsync.presets import resolve
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from sparsync.cli.bench.selectors import (
+from sparsync.cli.bench.selection_time import (
     DEFAULT_SIZES,
     SELECTOR_INPUTS,
     SelectorSettings,

@@ -30,8 +30,8 @@ from frontier.report import Entry, entries, reached, table, value_at
 from frontier.results import Results, Row
 from rich.console import Console
 
-from sparsync_papers.time_to_loss import steps as model
-from sparsync_papers.time_to_loss.steps import Recipe, features
+from sparsync_papers.time_to_loss import steps_to_loss as model
+from sparsync_papers.time_to_loss.steps_to_loss import Recipe, features
 
 HERE = Path(__file__).parent
 DATA, OUT, PACKAGE = HERE / "frontier" / "results.jsonl", HERE / "steps.md", Path(model.__file__)

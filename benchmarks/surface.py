@@ -32,9 +32,9 @@ from frontier.results import Results, Row, chosen, comparable, loss_of
 from frontier.training import Run
 from rich.console import Console
 
+from sparsync.cli.lab_links import parse_links
 from sparsync.cli.launch import RankError
-from sparsync.cli.links import parse_links
-from sparsync.cli.network import Connection
+from sparsync.cli.network_choice import Connection
 from sparsync.cost.machine import Machine
 from sparsync.presets import candidates
 from sparsync_papers.time_to_loss.methods import plan_loss

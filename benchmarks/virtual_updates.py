@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from sparsync.feedback.reducer import Reducer
 from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync.updates import OUTER_SETTINGS, OuterStep
-from sparsync.updates.lengths import lengthen, remember
-from sparsync.updates.moments import correct, noise_of
+from sparsync.updates.gradient_noise import correct, noise_of
 from sparsync.updates.outer_engine import OuterEngine
+from sparsync.updates.step_length import lengthen, remember
 from sparsync.updates.weights import ModelWeights
 
 DEFAULT: Mapping[str, Any] = OUTER_SETTINGS["updates"]

@@ -1,4 +1,4 @@
-// Lloyd-Max levels, included by scan_body.h; kernels/levels.py is the specification.  The order of
+// Lloyd-Max levels, included by scan_body.h; kernels/normal_levels.py is the specification.  The order of
 // every sum is its order.
 
 #include <cstddef>

@@ -44,7 +44,7 @@ struct Bounds {
   uint32_t highest;  // 0 where there is none
 };
 
-// How a vector is quantised: see kernels/levels.py.
+// How a vector is quantised: see kernels/normal_levels.py.
 struct Levels {
   int bits;          // 1, 2, 3, 4 or 8
   int64_t block;     // elements that share a scale, a multiple of 8
@@ -53,7 +53,7 @@ struct Levels {
 };
 constexpr int64_t levels_scratch = 4;  // floats that the passes below need for each element of a block
 
-// How much longer Adam's steps become: see averaging/moments.py.
+// How much longer Adam's steps become: see updates/gradient_noise.py.
 struct Moments {
   float lengthened, own;  // what v is multiplied by, in the step that is wanted and in the one made
   float eps, rate;

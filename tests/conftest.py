@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def command(monkeypatch, capsys):
     """Run ``sparsync`` in 80 columns where starting a rank is an error; code, output and errors."""
     from sparsync.cli import app as cli  # after the settings above
-    from sparsync.cli import network
+    from sparsync.cli import network_choice
 
     def launch(*_args, **_options):
         raise AssertionError("ranks were started")
@@ -37,7 +37,7 @@ def command(monkeypatch, capsys):
             cli.main()
         return stopped.value.code, *capsys.readouterr()
 
-    monkeypatch.setattr(network, "launch", launch)
+    monkeypatch.setattr(network_choice, "launch", launch)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("RANK", raising=False)
     return run

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsync.cli.workloads.digits import DigitsWorkload
-from sparsync.cli.workloads.text import HEAD_WIDTH, LstmWorkload, TextWorkload
+from sparsync.cli.workloads.stdlib_text import HEAD_WIDTH, LstmWorkload, TextWorkload
 from sparsync.cli.workloads.workload import Defaults, Workload, is_hidden_matrix
 
 BETAS = (0.9, 0.99)

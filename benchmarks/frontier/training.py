@@ -16,7 +16,7 @@ from frontier.methods import METHODS, TIMEOUT, Exchange, Volume, elements
 from frontier.tasks import TASKS, make_optimizers, rate_at
 from sparsync.cli.lab import local_traffic
 from sparsync.cli.launch import gather
-from sparsync.cli.network import Connection
+from sparsync.cli.network_choice import Connection
 from sparsync.cli.output import progress
 from sparsync.cli.train.results import seconds_of_all
 from sparsync.cli.workloads.workload import Draw, Evaluation, Workload, outputs_of

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.algorithm import Algorithm, check_density, default_density
+from sparsync.console import say
 from sparsync.errors import ConfigurationError
-from sparsync.messages import say
 from sparsync.options import Compression, Monitoring, Options, Transport
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, final
 from torch import nn
 from torch.autograd import Variable
 
-from sparsync.feedback.facts import reducer_stats
+from sparsync.feedback.agreed_setup import reducer_stats
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.state import ParsedState
+from sparsync.feedback.reducer_state import ParsedState
 from sparsync.options import Monitoring
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Abortable, Engine

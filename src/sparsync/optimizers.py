@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsync.errors import ConfigurationError
-from sparsync.updates.lengths import of_own_length
-from sparsync.updates.moments import corrects
+from sparsync.updates.gradient_noise import corrects
+from sparsync.updates.step_length import of_own_length
 
 __all__ = ["chain_of", "check_stepped", "held_by", "holds", "plain_optimizers", "treatment_of"]
 

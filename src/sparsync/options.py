@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparsync.algorithm import LARGE, Algorithm, default_density
+from sparsync.console import say
 from sparsync.errors import ConfigurationError, require
+from sparsync.feedback.agreed_setup import agree_on_reducer
 from sparsync.feedback.correction import Correction
-from sparsync.feedback.facts import agree_on_reducer
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.step import Consensus, Proposal
 from sparsync.gradients.sentinel import Sentinel
-from sparsync.messages import say
 from sparsync.monitoring import sink_of
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator, check_timeout

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from sparsync.algorithm import Algorithm
-from sparsync.cli.bench.cases import Case, Evidence
 from sparsync.cli.bench.measure import SimulatedRanks
+from sparsync.cli.bench.verified_row import Case, Evidence
 from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, allgatherv, allreduce
 from sparsync.published.oktopk import allreduce as forms
 from sparsync.published.oktopk.regions import REFINING_BINS

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.measure import SimulatedRanks
+from sparsync.cli.bench.verified_row import Case
 from sparsync.collectives import Budgeted
 from sparsync.collectives.costs import Job, lower_bound_words
 from sparsync.presets import resolve

@@ -7,7 +7,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from sparsync import kernels
-from sparsync.cli.workloads.text import ByteText, ByteTransformer
+from sparsync.cli.workloads.stdlib_text import ByteText, ByteTransformer
 from sparsync.cli.workloads.workload import Draw
 from sparsync.feedback.residual import Residual
 from sparsync.selection import Exact

@@ -3,8 +3,8 @@
 import pytest
 
 from sparsync.algorithm import Algorithm
-from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.measure import SimulatedRanks
+from sparsync.cli.bench.verified_row import Case
 from sparsync.collectives.costs import Job
 from sparsync.published.baselines.gtopk import GTopk
 from sparsync.selection import Exact

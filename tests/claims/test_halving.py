@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.measure import SimulatedRanks
+from sparsync.cli.bench.verified_row import Case
 from sparsync.collectives import Halving
 from sparsync.collectives.costs import Job
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sparsync.cli.workloads.text import ByteText, ByteTransformer
+from sparsync.cli.workloads.stdlib_text import ByteText, ByteTransformer
 from sparsync.cli.workloads.workload import Draw
 from sparsync.feedback import shares
 from sparsync.feedback.reducer import Reducer

@@ -5,8 +5,8 @@ TopkDSA's row is with SparCML's bounds (``test_sparcml.py``), gTopk's in ``test_
 
 import pytest
 
-from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.measure import SimulatedRanks
+from sparsync.cli.bench.verified_row import Case
 from sparsync.collectives import Allgather, Dense
 from sparsync.collectives.costs import Job
 from sparsync.published.oktopk import oktopk_paper

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sparsync import kernels
-from sparsync.kernels import levels, native
+from sparsync.kernels import native, normal_levels
 from sparsync.kernels import reference as specification
-from sparsync.updates import moments
+from sparsync.updates import gradient_noise
 
 NAMES = ("accumulate_", "find", "top", "merge", "restrict", "subtract_", "scatter_", "count_from")
 
@@ -167,7 +167,7 @@ def test_accumulate(backend):
 
 
 @pytest.mark.parametrize("isa", native.instruction_sets())
-@pytest.mark.parametrize("width", levels.BITS)
+@pytest.mark.parametrize("width", normal_levels.BITS)
 def test_levels(isa, width):
     for make, n in CASES:
         for block in (8, 24, 32, 256):
@@ -176,13 +176,13 @@ def test_levels(isa, width):
             given = width, block, 2.0**120
             x, sums = unaligned(make(n), n % 5), unaligned(noise(n, 1), n % 3)
             with using("torch"):
-                raw = levels.quantise(x, *given)
-                levels.decode_(more := sums.clone(), raw, *given[:2], -1.0)
-                levels.decode_(mean := sums.clone(), raw, *given[:2], 3.0, keep=False)
+                raw = normal_levels.quantise(x, *given)
+                normal_levels.decode_(more := sums.clone(), raw, *given[:2], -1.0)
+                normal_levels.decode_(mean := sums.clone(), raw, *given[:2], 3.0, keep=False)
             with using(isa):
-                same(levels.quantise(x, *given), raw)
-                levels.decode_(sums, unaligned(raw, 1), *given[:2], -1.0)
-                levels.decode_(x, raw, *given[:2], 3.0, keep=False)
+                same(normal_levels.quantise(x, *given), raw)
+                normal_levels.decode_(sums, unaligned(raw, 1), *given[:2], -1.0)
+                normal_levels.decode_(x, raw, *given[:2], 3.0, keep=False)
             same_sums(sums, more)
             same_sums(x, mean)
 
@@ -202,7 +202,7 @@ def test_moments(isa):
         for chosen in ("torch", isa):
             with using(chosen), torch.no_grad():
                 before = weights.clone()
-                moments.correct(adam, {weights: share}, 4)
+                gradient_noise.correct(adam, {weights: share}, 4)
                 found.append(weights.detach().clone())
                 weights.copy_(before)
         same_sums(*found)

@@ -17,8 +17,8 @@ from sparsync.api import _prepare
 from sparsync.averaging.schemes import SCHEMES
 from sparsync.cost.machine import Machine
 from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.reducer_state import reducer_state, restore_reducer
 from sparsync.feedback.schedule import Warmup
-from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.presets import PRESETS, resolve
 from sparsync.published.baselines import GaussianK
 from sparsync.published.oktopk import Reused

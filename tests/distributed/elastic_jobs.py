@@ -10,7 +10,7 @@ import torch
 import sparsync
 from sparsync.cli.lab import local_address
 from sparsync.elastic import catch_up, make_manager
-from sparsync.feedback.facts import weights_digest
+from sparsync.feedback.agreed_setup import weights_digest
 from sparsync.updates import OuterStep
 from sparsync.updates.family import OUTER_SETTINGS
 

@@ -18,7 +18,7 @@ from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.checkpoint import files
 from sparsync.errors import SparsyncError
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.state import reducer_state
+from sparsync.feedback.reducer_state import reducer_state
 from sparsync.presets import resolve
 from sparsync.published.wagma import Wagma
 from sparsync.testing.cases import digest

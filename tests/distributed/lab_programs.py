@@ -25,7 +25,7 @@ from sparsync.cli.lab import (
 from sparsync.cli.launch import launch
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
-from sparsync.transports.zmq import links
+from sparsync.transports.zmq import peers
 from tests.unit.zmq_group import forwarded
 
 PORT = 5000
@@ -70,7 +70,7 @@ def pass_a_long_message(nbytes: int, heartbeat: float, piece: int) -> bool:
     with pytest.MonkeyPatch.context() as patched:
         named = {"HEARTBEAT": heartbeat, "PATIENCE": 0.0, "BEAT": heartbeat / 4, "PIECE": piece}
         for name, value in named.items():
-            patched.setattr(links, name, value)
+            patched.setattr(peers, name, value)
         whole = torch.arange(nbytes).to(torch.uint8)
         with sparsync.connect(0.5, transport="zmq", interface=local_address()) as comm:
             if comm.rank:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from sparsync.errors import PeerError
 from sparsync.updates import OUTER_SETTINGS, OuterStep
-from sparsync.updates.moments import GradientNoise
+from sparsync.updates.gradient_noise import GradientNoise
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import ddp_model, flat, model

@@ -14,7 +14,7 @@ from sparsync import Correction
 from sparsync.cli.launch import RankError, launch
 from sparsync.errors import PeerError
 from sparsync.gradients import runs
-from sparsync_papers.optimizers import UpdateSpaceSGD
+from sparsync_papers.baseline_optimizers import UpdateSpaceSGD
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import (

@@ -20,7 +20,7 @@ from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterAverager, Oute
 from sparsync.updates.fragments import Weights
 from sparsync.updates.outer_engine import OuterEngine
 from sparsync.updates.sync import UpdateSync
-from sparsync_papers.optimizers import UpdateSpaceAdamW
+from sparsync_papers.baseline_optimizers import UpdateSpaceAdamW
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import backward, batch, ddp_model, flat, model

@@ -16,7 +16,7 @@ LAYERS = (
         "errors",
         "fields",
         "kernels",
-        "messages",
+        "console",
         "reduction",
         "tables",
         "sparse",

@@ -9,18 +9,18 @@ from sparsync_papers.reproduce import Settings
 from sparsync_papers.reproduce.catalogue import ARTIFACTS
 from sparsync_papers.reproduce.command import find, reproduce
 from sparsync_papers.reproduce.oktopk_selection import xi
+from sparsync_papers.reproduce.one_process import (
+    SimulatedTraining,
+    digits_recipe,
+    lstm_recipe,
+    text_recipe,
+)
 from sparsync_papers.reproduce.redsync_phases import (
     QUANTISED_RGC,
     RGC,
     lstm,
     phases,
     predicted_phases,
-)
-from sparsync_papers.reproduce.training import (
-    SimulatedTraining,
-    digits_recipe,
-    lstm_recipe,
-    text_recipe,
 )
 
 FAST = {"sparcml-fig7", "redsync-fig7", "redsync-fig8-9", "redsync-fig10", "wagma-control"}

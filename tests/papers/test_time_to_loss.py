@@ -12,9 +12,9 @@ from sparsync.cost.machine import Machine
 from sparsync.cost.planner import predict, seconds_of_updates
 from sparsync.errors import ConfigurationError
 from sparsync.presets import candidates, resolve
-from sparsync_papers.time_to_loss import steps
+from sparsync_papers.time_to_loss import steps_to_loss
 from sparsync_papers.time_to_loss.methods import METHODS, allreduced, plan_loss, rounds
-from sparsync_papers.time_to_loss.steps import FARTHEST, Recipe, steps_ratio
+from sparsync_papers.time_to_loss.steps_to_loss import FARTHEST, Recipe, steps_ratio
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LOADED = ("frontier", "steps", "surface")
@@ -41,11 +41,11 @@ def fitted(monkeypatch):
 def test_the_committed_coefficients_are_the_fit_of_the_committed_curves(fitted):
     data = fitted.observations(fitted.Results(fitted.DATA).rows)
     found = fitted.fit(data)
-    assert set(steps.COEFFICIENTS) == set(found.coefficients)
+    assert set(steps_to_loss.COEFFICIENTS) == set(found.coefficients)
     for name, value in found.coefficients.items():
-        assert steps.COEFFICIENTS[name] == pytest.approx(value, abs=2e-3), name
+        assert steps_to_loss.COEFFICIENTS[name] == pytest.approx(value, abs=2e-3), name
     errors = [abs(math.log(s.ratio) - log) for s, log in fitted.left_out(data) if not s.bound]
-    assert pytest.approx(fitted.likely(errors), abs=0.02) == steps.LIKELY
+    assert pytest.approx(fitted.likely(errors), abs=0.02) == steps_to_loss.LIKELY
 
 
 def test_a_bound_counts_for_more_than_itself_and_a_left_out_task_is_not_seen(fitted):
@@ -287,7 +287,7 @@ def test_the_json_of_a_plan_has_ratios_and_times(command, tmp_path):
         until += starts.get(entry["method"], 0) * (dense - entry["seconds_step"])
         assert entry["seconds"]["mean"] == pytest.approx(until)
         assert entry["seconds"]["low"] <= until <= entry["seconds"]["high"]
-        assert entry["reached"] == (entry["steps"]["mean"] <= steps.FARTHEST)
+        assert entry["reached"] == (entry["steps"]["mean"] <= steps_to_loss.FARTHEST)
     alone = json.loads(command("time-to-loss", *given, "--steps-to-loss", 300, "--json", "-")[1])
     assert alone == made
 

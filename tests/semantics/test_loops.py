@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 import sparsync
 from sparsync import Correction
 from sparsync.attach import check_optimizer
-from sparsync_papers.optimizers import UpdateSpaceAdamW
+from sparsync_papers.baseline_optimizers import UpdateSpaceAdamW
 from tests.on_ranks import refused
 
 from .practice import section

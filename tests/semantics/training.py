@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from sparsync.averaging import LocalSgd
 from sparsync.updates import OuterStep
-from sparsync_papers.optimizers import UpdateSpaceSGD
+from sparsync_papers.baseline_optimizers import UpdateSpaceSGD
 from tests import attaching
 from tests.distributed.small_model import batch
 from tests.distributed.small_model import model as network

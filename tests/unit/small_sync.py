@@ -1,7 +1,7 @@
 """What ``attach`` returns, of one rank, without a model."""
 
 from sparsync import Correction
-from sparsync.feedback.state import parse_state, reducer_state, restore_reducer
+from sparsync.feedback.reducer_state import parse_state, reducer_state, restore_reducer
 from sparsync.transports.driver import run
 from sparsync.transports.groups import SoloCommunicator
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sparsync.errors import NonFiniteGradientError
-from sparsync_papers.optimizers import LocalAdamW, UpdateSpaceAdamW
+from sparsync_papers.baseline_optimizers import LocalAdamW, UpdateSpaceAdamW
 
 from .small_training import backward, flat, model, trained
 

@@ -7,7 +7,7 @@ from sparsync import ConfigurationError, DenseVector, SparseVector, allreduce, c
 from sparsync import simulate as simulate_ranks
 from sparsync.api import _prepare
 from sparsync.errors import PeerError
-from sparsync.feedback import facts as agreement
+from sparsync.feedback import agreed_setup as agreement
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import PRESETS, resolve
 from sparsync.reduction import reduction

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from sparsync import DenseVector, SparseVector
-from sparsync.cli.bench.cases import Case, Evidence, Verdict, compare, judge
 from sparsync.cli.bench.command import BenchSettings, bench
 from sparsync.cli.bench.inputs import INPUTS
 from sparsync.cli.bench.measure import Measured, Outcome, SimulatedRanks
 from sparsync.cli.bench.rows import Row
+from sparsync.cli.bench.verified_row import Case, Evidence, Verdict, compare, judge
 from sparsync.presets import PRESETS
 from sparsync.published.oktopk import oktopk
 

@@ -5,7 +5,7 @@ import torch
 
 from sparsync import ConfigurationError
 from sparsync.cli.bench.inputs import INPUTS, Draw, gradient
-from sparsync.cli.network import parse_network
+from sparsync.cli.network_choice import parse_network
 
 # ---- inputs ---------------------------------------------------------------------------------------
 

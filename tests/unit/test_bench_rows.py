@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sparsync.cli.bench.cases import Case, Verdict
 from sparsync.cli.bench.measure import (
     LEAST_STEPS,
     MOST_STEPS,
@@ -17,6 +16,7 @@ from sparsync.cli.bench.measure import (
     Pace,
 )
 from sparsync.cli.bench.rows import bound_words_per_k, entry, ratios, summarize, tables
+from sparsync.cli.bench.verified_row import Case, Verdict
 from sparsync.presets import PRESETS
 
 FINE = Verdict(0, 0.5, 1.0)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from sparsync.cli.bench import selectors
-from sparsync.cli.bench.selectors import (
+from sparsync.cli.bench import selection_time
+from sparsync.cli.bench.selection_time import (
     DEFAULT_SIZES,
     SELECTOR_INPUTS,
     SelectorSettings,
@@ -30,7 +30,7 @@ ORDER = [
 
 
 def measure(sizes=(4 << 10,), **options):
-    return selectors.bench_selectors(SelectorSettings(sizes, 0.01, seconds=0, **options))
+    return selection_time.bench_selectors(SelectorSettings(sizes, 0.01, seconds=0, **options))
 
 
 def shown(rows):
@@ -69,7 +69,9 @@ def test_every_selector_is_measured_at_every_size_smallest_first(kind):
 def test_preparation_is_not_timed():
     times = iter([5.0, 6.0, 20.0, 24.0])
     calls = []
-    measured = selectors._Line("", lambda: calls.append("p"), lambda: calls.append("r"), period=2)
+    measured = selection_time._Line(
+        "", lambda: calls.append("p"), lambda: calls.append("r"), period=2
+    )
     measured.sample(lambda: (calls.append("t"), next(times))[1])
     assert calls == list("ptrtptrt")
     assert measured.samples == [(1.0 + 4.0) / 2]
@@ -77,7 +79,7 @@ def test_preparation_is_not_timed():
 
 def test_missing_entries_are_noted():
     values = torch.tensor([5.0, 3.0, 1.0])
-    assert selectors._judge(torch.tensor([5.0, -4.0, 3.0, 1.0]), 2, values) == (1.5, 0.5)
+    assert selection_time._judge(torch.tensor([5.0, -4.0, 3.0, 1.0]), 2, values) == (1.5, 0.5)
 
 
 def test_the_table_has_ratios_first_and_says_what_is_wrong():
@@ -98,7 +100,7 @@ def test_the_json_has_the_documented_keys(command, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(
         "sparsync.cli.bench.command.bench_selectors",
-        lambda settings: selectors.bench_selectors(dataclasses.replace(settings, seconds=0)),
+        lambda settings: selection_time.bench_selectors(dataclasses.replace(settings, seconds=0)),
     )
     files = tmp_path / "new" / "s.json", tmp_path / "selectors.png"
     options = ["--sizes", "16KB,64KB", "--json", files[0], "--plot", files[1]]
@@ -107,7 +109,7 @@ def test_the_json_has_the_documented_keys(command, tmp_path, monkeypatch):
     rows = json.loads(files[0].read_text())
     assert [row["selector"] for row in rows] == ORDER * 2
     for row in rows:
-        assert list(row) == [field.name for field in dataclasses.fields(selectors.SelectorRow)]
+        assert list(row) == [field.name for field in dataclasses.fields(selection_time.SelectorRow)]
         assert (row["density"], row["input"], row["device"]) == (0.001, "uniform", "cpu")
     assert "16 KB" in out and "64 KB" in out and "trimmed" in out
     assert files[1].read_bytes().startswith(b"\x89PNG")

@@ -18,7 +18,7 @@ from sparsync import ConfigurationError, Correction
 from sparsync.checkpoint import load, save
 from sparsync.checkpoint.files import read_file, write_file
 from sparsync.errors import CheckpointError, NoCheckpointError, SparsyncError
-from sparsync.feedback.state import reducer_state, restore_reducer
+from sparsync.feedback.reducer_state import reducer_state, restore_reducer
 from sparsync.transports.sim import simulate
 from tests.contracts.table import ALGORITHMS
 

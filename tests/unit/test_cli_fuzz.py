@@ -23,7 +23,7 @@ import pytest
 import typer.main
 
 from sparsync.cli import app as cli
-from sparsync.cli import launch, network
+from sparsync.cli import launch, network_choice
 
 CALLS, SHARE = 600, 32  # of the slow test, and of `make test`
 GIB = 1 << 30
@@ -212,12 +212,12 @@ def call(line):
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
             mock.patch.object(sys, "argv", ["sparsync", *line]),
-            mock.patch.object(network, "launch", accepted),
+            mock.patch.object(network_choice, "launch", accepted),
             mock.patch.object(launch, "launch", accepted),
             mock.patch("sparsync.cli.train.command._elastic", accepted),
             mock.patch("sparsync_papers.reproduce.command.reproduce", accepted),
-            mock.patch("sparsync.cli.network.ensure_privileges", lambda: None),
-            mock.patch("sparsync.cli.network.Lab", mock.MagicMock()),
+            mock.patch("sparsync.cli.network_choice.ensure_privileges", lambda: None),
+            mock.patch("sparsync.cli.network_choice.Lab", mock.MagicMock()),
         ):
             cli.main()
     except SystemExit as end:

@@ -25,8 +25,8 @@ from sparsync.transports.communicator import Communicator
 from sparsync.transports.sim import Links, simulate
 from sparsync.wire import Codec, Coo, Encoded, Packed, Whole
 from sparsync.wire.codec import Header
+from sparsync.wire.coo import StreamCodec
 from sparsync.wire.qsgd import SparseQsgd
-from sparsync.wire.streams import StreamCodec
 
 from .strategies import same, same_vector
 from .stream_collectives import FACTORIES, make_vectors, reduce_all

@@ -12,8 +12,8 @@ from sparsync.algorithm import Algorithm
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
 from sparsync.feedback.correction import Correction, Corrector
 from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.reducer_state import reducer_state, restore_reducer
 from sparsync.feedback.schedule import DGC_RAMP, Warmup
-from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.presets import resolve
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import simulate

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsync
 from sparsync import simulate
 from sparsync.algorithm import LARGE, default_density
+from sparsync.console import say
 from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
-from sparsync.messages import say
 from sparsync.monitoring import Growth
 from sparsync.options import Compression, Monitoring, Options, Transport
 from sparsync.presets import resolve

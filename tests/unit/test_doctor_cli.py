@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from sparsync.cli import network
+from sparsync.cli import network_choice
 from sparsync.cli.doctor.checks import Check, check_facts, check_links
 from sparsync.cli.doctor.command import Examination, as_json, sentence
-from sparsync.cli.doctor.facts import check_versions, local_facts, tcp_settings
 from sparsync.cli.doctor.far import bytes_in_flight, check_far, round_trip, window
+from sparsync.cli.doctor.machine_facts import check_versions, local_facts, tcp_settings
 from sparsync.cost.calibrate import Calibration
 from sparsync.cost.links import Clock, Link
 from sparsync.cost.machine import Machine
@@ -52,7 +52,7 @@ def examine(command, monkeypatch):
     """Run the command with what its ranks are to have found."""
 
     def run(found, *arguments):
-        monkeypatch.setattr(network, "launch", lambda *_, **__: found)
+        monkeypatch.setattr(network_choice, "launch", lambda *_, **__: found)
         return command("doctor", *arguments)
 
     return run

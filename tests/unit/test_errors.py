@@ -31,7 +31,7 @@ def test_the_drawn_tree_names_every_error():
 
 SPEAK = """
 import os, sys
-from sparsync.messages import say
+from sparsync.console import say
 say("one")
 say("two")
 """

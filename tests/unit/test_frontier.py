@@ -83,7 +83,7 @@ def test_the_report_says_who_counted_and_how_much_sooner(runs, monkeypatch, tmp_
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[:6] == ["2bit-h2", "adamw", "0.6", "0.6", "0.6", "ledger"]
     assert cells[7] == "+5.0 %" and cells[-3:] == ["0.008*", "outer_lr 1.0, momentum 0.3", "6"]
-    monkeypatch.setattr("sparsync.cli.network.Connection.prepare", lambda self: None)
+    monkeypatch.setattr("sparsync.cli.network_choice.Connection.prepare", lambda self: None)
     rows = command(monkeypatch, out, "--seeds", "1", "--lab", "10mbit", "--lab-steps", "3")
     assert [row["steps"] for row in rows if row["lab"]] == [3, 4], "whole periods"
     lines = out.read_text().splitlines()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsync.kernels import levels, packing
+from sparsync.kernels import normal_levels, packing
 from sparsync.kernels import reference as spec
 
 from .strategies import palette
@@ -35,9 +35,9 @@ def results(device):
         for form in (packing.BF16, packing.INT8):
             packed = packing.pack_values(x, form, 128)
             yield from (packed, packing.unpack_values(packed, n, form, 128))
-        for bits in levels.BITS:
-            raw, sums = levels.quantise_plainly(x, bits, 64, 2.0**120), torch.ones_like(x)
-            levels.decode_plainly_(sums, raw, bits, 64, 3.0)
+        for bits in normal_levels.BITS:
+            raw, sums = normal_levels.quantise_plainly(x, bits, 64, 2.0**120), torch.ones_like(x)
+            normal_levels.decode_plainly_(sums, raw, bits, 64, 3.0)
             yield from (raw, sums)
 
 
@@ -67,7 +67,7 @@ def test_vectors_may_have_more_than_2_31_elements():
         assert torch.equal(found[0], places) and torch.equal(found[1], values)
     assert torch.equal(triton.top(x, 2), places[2:])
     decoded = torch.zeros_like(x)
-    levels.decode_(decoded, levels.quantise(x, 1, 512, 2.0**120), 1, 512)
+    normal_levels.decode_(decoded, normal_levels.quantise(x, 1, 512, 2.0**120), 1, 512)
     assert bool((decoded[places] > 0).all())
     triton.subtract_(x, places, values)
     assert not x.any()

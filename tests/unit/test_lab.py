@@ -15,8 +15,8 @@ from sparsync.cli.lab import (
     local_traffic,
     parse_rate,
 )
+from sparsync.cli.lab_links import Link, describe_links, parse_links
 from sparsync.cli.launch import launch
-from sparsync.cli.links import Link, describe_links, parse_links
 from sparsync.errors import ConfigurationError
 
 MBIT, GBIT = 10**6, 10**9

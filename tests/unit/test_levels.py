@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsync import DenseVector
-from sparsync.kernels.levels import BITS, pack_codes, unpack_codes
+from sparsync.kernels.normal_levels import BITS, pack_codes, unpack_codes
 from sparsync.wire import LloydMax
 
 from .strategies import FLOATS, dense_tensors, float_dtypes, same, smallest

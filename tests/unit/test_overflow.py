@@ -8,7 +8,7 @@ import torch
 from sparsync import ConfigurationError, Correction, connect
 from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.state import reducer_state, rescale_, rescaled_key, restore_reducer
+from sparsync.feedback.reducer_state import reducer_state, rescale_, rescaled_key, restore_reducer
 from sparsync.presets import resolve
 from sparsync.transports.driver import run
 from sparsync.transports.sim import simulate

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from sparsync import ConfigurationError, DenseVector, SparseVector, connect, kernels, simulate
 from sparsync.algorithm import Algorithm
 from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.reducer_state import reducer_state, restore_reducer
 from sparsync.feedback.residual import Residual
 from sparsync.feedback.schedule import Warmup
-from sparsync.feedback.state import reducer_state, restore_reducer
 from sparsync.monitoring import XiProbe
 from sparsync.presets import resolve
 from sparsync.published.oktopk import oktopk
@@ -21,7 +21,7 @@ from sparsync.selection.selector import mixed_seed
 from sparsync.transports.driver import run, together
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.units import Unit, plan_units
-from sparsync_papers.optimizers import UpdateSpaceSGD
+from sparsync_papers.baseline_optimizers import UpdateSpaceSGD
 
 
 @pytest.mark.parametrize("parameters", [3, 60])

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, Correction
 from sparsync.checkpoint.reshard import reshard, state_like
-from sparsync.feedback.state import reducer_state, restore_reducer
+from sparsync.feedback.reducer_state import reducer_state, restore_reducer
 from sparsync.transports.driver import run
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.sim import simulate
 from sparsync.updates import OuterAverager
-from sparsync_papers.optimizers import UpdateSpaceAdamW
+from sparsync_papers.baseline_optimizers import UpdateSpaceAdamW
 from tests.contracts.table import ALGORITHMS
 
 from .small_reducers import SIZES, gradients, reducer_on

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sparsync import ConfigurationError
 from sparsync.cli.simulate import SimulationSettings, simulate_training
-from sparsync.cli.simulate.gradients import gradients, load_gradients
+from sparsync.cli.simulate.gradient_sources import gradients, load_gradients
 from sparsync.collectives.costs import Job
 from sparsync.cost.machine import Machine
 from sparsync.presets import PRESETS, resolve

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsync.errors import WireFormatError
-from sparsync.kernels import levels, packing
+from sparsync.kernels import normal_levels, packing
 from sparsync.kernels import reference as spec
 from tests.fresh import run_python
 
@@ -290,23 +290,23 @@ def test_any_bytes_are_some_values(form, nnz, block, offset, random):
     identical(unpacked, packing.unpack_values(packed, nnz, form, block))
 
 
-@pytest.mark.parametrize("width", levels.BITS)
+@pytest.mark.parametrize("width", normal_levels.BITS)
 @pytest.mark.parametrize("block", [8, 64, 512])
 def test_levels_equal_the_specification(width, block):
     backend = importlib.import_module("sparsync.kernels.triton_levels")
     for x in (*vectors(1027), vectors(1028)[0] * 1e-40, vectors(8)[0] * 1e38):
-        given, more = (width, block, 2.0**120), (*levels._tables(width, x.device),)
-        raw = levels.quantise_plainly(x, *given)
+        given, more = (width, block, 2.0**120), (*normal_levels._tables(width, x.device),)
+        raw = normal_levels.quantise_plainly(x, *given)
         identical(backend.quantise(x, (*given, *more)), raw)
         for keep, divisor in ((True, -1.0), (False, 3.0)):
             mine, expected = x.flip(0).clone(), x.flip(0).clone()
             packed = torch.cat([raw[:1], raw])[1:]  # begins at an odd byte
             backend.decode_levels_(mine, packed, (*given, *more), divisor, keep=keep)
-            levels.decode_plainly_(expected, raw, *given[:2], divisor, keep=keep)
+            normal_levels.decode_plainly_(expected, raw, *given[:2], divisor, keep=keep)
             identical(mine, expected)
 
 
-@pytest.mark.parametrize("width", levels.BITS)
+@pytest.mark.parametrize("width", normal_levels.BITS)
 def test_any_codes_are_some_levels(width):
     backend = importlib.import_module("sparsync.kernels.triton_levels")
     generator, n, block = torch.Generator().manual_seed(width), 1000, 8
@@ -314,9 +314,9 @@ def test_any_codes_are_some_levels(width):
     codes = torch.randint(256, (-(-n * width // 8),), generator=generator, dtype=torch.uint8)
     raw = on(torch.cat([scales, codes]))
     mine, expected = (on(torch.full((n,), -0.0)) for _ in range(2))
-    tables = levels._tables(width, raw.device)
+    tables = normal_levels._tables(width, raw.device)
     backend.decode_levels_(mine, raw, (width, block, 0.0, *tables), 1.0, keep=True)
-    levels.decode_plainly_(expected, raw, width, block)
+    normal_levels.decode_plainly_(expected, raw, width, block)
     identical(mine, expected)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sparsync.cli.workloads import make_workload, workload_class, workload_names
 from sparsync.cli.workloads.digits import DigitsWorkload
-from sparsync.cli.workloads.text import ByteText, standard_library_files
+from sparsync.cli.workloads.stdlib_text import ByteText, standard_library_files
 from sparsync.cli.workloads.workload import (
     PADDING,
     CrossEntropy,
@@ -21,7 +21,7 @@ from sparsync.cli.workloads.workload import (
     is_hidden_matrix,
 )
 from sparsync.errors import ConfigurationError
-from sparsync_papers.workloads.lengths import LineBuckets
+from sparsync_papers.workloads.length_buckets import LineBuckets
 
 OFFLINE = [name for name in workload_names() if not workload_class(name).reads_folder]
 

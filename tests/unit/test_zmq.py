@@ -13,7 +13,7 @@ from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
-from sparsync.transports.zmq import ZmqCommunicator, links
+from sparsync.transports.zmq import ZmqCommunicator, peers
 from sparsync.transports.zmq.communicator import _staged
 
 from .zmq_group import RAW, UP_TO, meet, message, together
@@ -56,9 +56,9 @@ def test_messages_of_any_size_and_channel_arrive_whole_and_in_order(plan, inline
         )
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(links, "INLINE", inline)
-        patched.setattr(links, "ZERO_COPY", zero_copy)
-        patched.setattr(links, "PIECE", piece)
+        patched.setattr(peers, "INLINE", inline)
+        patched.setattr(peers, "ZERO_COPY", zero_copy)
+        patched.setattr(peers, "PIECE", piece)
         assert together(program, 2) == [True, True]
 
 
@@ -198,7 +198,7 @@ def test_a_payload_beyond_the_limit_is_refused_by_the_sender(monkeypatch):
         with pytest.raises(ConfigurationError, match="101 bytes exceeds 100, the most"):
             comm.isend(torch.zeros(101, dtype=torch.uint8), 1 - comm.rank, "p", RAW)
 
-    monkeypatch.setattr(links, "MAX_MESSAGE", 100)
+    monkeypatch.setattr(peers, "MAX_MESSAGE", 100)
     together(program, 2)
 
 
@@ -235,7 +235,7 @@ def test_it_exchanges_messages_with_the_point_to_point_one_and_counts_the_same(
         assert counted[0] == counted[1] and counted[0].sent == 30_000 * rank
         return True
 
-    monkeypatch.setattr(links, "INLINE", inline)
+    monkeypatch.setattr(peers, "INLINE", inline)
     assert together(program, 4) == [True] * 4
 
 
@@ -257,7 +257,7 @@ def test_the_same_payload_for_all_reaches_ranks_that_got_other_messages_before(s
             assert first.result.tolist() == [7]
         return [int(r.unique()) for r in received]
 
-    monkeypatch.setattr(links, "INLINE", 10_000)
+    monkeypatch.setattr(peers, "INLINE", 10_000)
     assert together(program, 4) == [[0, 1, 2, 3]] * 4
 
 

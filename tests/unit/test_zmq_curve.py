@@ -20,7 +20,7 @@ from sparsync.errors import CommunicationError, PeerError
 from sparsync.transports.driver import run
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
 from sparsync.transports.zmq.curve import curve_user, load_curve_keys, plain_user, zap_reply
-from sparsync.transports.zmq.messages import Header
+from sparsync.transports.zmq.mailbox import Header
 
 from .zmq_group import RAW, meet, message, together
 

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from sparsync import ConfigurationError
 from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.driver import Engine, run
-from sparsync.transports.zmq import ZmqCommunicator, links, mesh
+from sparsync.transports.zmq import ZmqCommunicator, mesh, peers
 
 from .zmq_group import RAW, UP_TO, fails, meet, message, together
 
@@ -167,8 +167,8 @@ def test_a_slow_receiver_makes_the_sender_wait_and_nothing_is_lost(monkeypatch):
             operation.wait()
         return waiting
 
-    monkeypatch.setattr(links, "HIGH_WATER", 2)
-    monkeypatch.setattr(links, "ZERO_COPY", 2**30)
+    monkeypatch.setattr(peers, "HIGH_WATER", 2)
+    monkeypatch.setattr(peers, "ZERO_COPY", 2**30)
     assert together(program, 2)[0] > count // 2
 
 
@@ -201,7 +201,7 @@ def test_the_last_messages_are_delivered_after_close(monkeypatch):
             operation.wait()
         return [int(r.result[-1]) for r in receives]
 
-    monkeypatch.setattr(links, "HIGH_WATER", 4)
+    monkeypatch.setattr(peers, "HIGH_WATER", 4)
     assert together(program, 2)[1] == list(range(50))
 
 
@@ -223,7 +223,7 @@ def test_the_last_messages_are_delivered_after_abort_to_a_peer_that_stood_still(
             operation.wait()
         return [int(r.result[-1]) for r in receives]
 
-    monkeypatch.setattr(links, "HIGH_WATER", 4)
+    monkeypatch.setattr(peers, "HIGH_WATER", 4)
     seconds, received = together(program, 2)
     assert received == list(range(50)) and held <= seconds + 0.5 < held + 2.0
 
@@ -242,7 +242,7 @@ def test_an_aborted_communicator_drops_what_does_not_leave_in_time(monkeypatch):
         meet(comm)
         return seconds
 
-    monkeypatch.setattr(links, "HIGH_WATER", 4)
+    monkeypatch.setattr(peers, "HIGH_WATER", 4)
     assert mesh.LINGER_ABORTED - 0.1 < together(program, 2)[0] < 5.0
 
 
@@ -263,14 +263,14 @@ def test_close_twice_and_use_after_close():
 
 
 def test_a_peer_that_leaves_while_this_rank_still_connects(monkeypatch):
-    connect = links.Link.__init__
+    connect = peers.Link.__init__
 
     def slowly(link, context, peer, *others):
         connect(link, context, peer, *others)
         if peer == 1:
             time.sleep(0.3)  # rank 1 has closed by now: the greeting of rank 0 has nowhere to go
 
-    monkeypatch.setattr(links.Link, "__init__", slowly)
+    monkeypatch.setattr(peers.Link, "__init__", slowly)
 
     def program(comm):
         if comm.rank == 0:

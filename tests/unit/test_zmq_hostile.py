@@ -10,8 +10,8 @@ import zmq
 
 from sparsync.errors import PeerError
 from sparsync.transports.zmq import make_curve_keys
-from sparsync.transports.zmq.links import host_and_port
-from sparsync.transports.zmq.messages import APART, HEADER_BYTES, HELLO, Header
+from sparsync.transports.zmq.mailbox import APART, HEADER_BYTES, HELLO, Header
+from sparsync.transports.zmq.peers import host_and_port
 
 from .zmq_group import RAW, exchange, fails, meet, message, together
 

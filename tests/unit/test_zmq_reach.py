@@ -18,8 +18,8 @@ from sparsync import ConfigurationError
 from sparsync.errors import CommunicationError, PeerError
 from sparsync.transports.rendezvous import place_of_gloo
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys, mesh
-from sparsync.transports.zmq.links import host_and_port
-from sparsync.transports.zmq.messages import Header
+from sparsync.transports.zmq.mailbox import Header
+from sparsync.transports.zmq.peers import host_and_port
 
 from .zmq_group import RAW, exchange, forwarded, meet, together
 

@@ -13,7 +13,7 @@ from sparsync import testing
 from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
-from sparsync.transports.zmq import ZmqCommunicator, links, mesh
+from sparsync.transports.zmq import ZmqCommunicator, mesh, peers
 
 RAW = Raw("value", variable=True)
 
@@ -94,7 +94,7 @@ def test_waits_for_a_rank_that_the_new_group_lacks_end_with_an_error(members, mo
     receiving = every[0].irecv(2, 5, "p", RAW)
     former = every[0].channel(3)
     with monkeypatch.context() as full:
-        full.setattr(links.Parcel, "send", lambda parcel, socket: False)
+        full.setattr(peers.Parcel, "send", lambda parcel, socket: False)
         sending = every[0].isend(torch.ones(5, dtype=torch.uint8), 2, "p", RAW)
     assert not receiving.done and not sending.done
     group(2, [0, 1], total)

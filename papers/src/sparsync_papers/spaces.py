@@ -12,7 +12,12 @@ from sparsync.cli.train.exchanges import Exchange
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
 from sparsync.updates import OuterAverager
-from sparsync_papers.optimizers import LocalAdamW, SecondMoment, UpdateSpaceAdamW, UpdateSpaceSGD
+from sparsync_papers.baseline_optimizers import (
+    LocalAdamW,
+    SecondMoment,
+    UpdateSpaceAdamW,
+    UpdateSpaceSGD,
+)
 
 __all__ = ["Local", "Updates"]
 

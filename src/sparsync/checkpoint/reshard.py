@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, require
-from sparsync.feedback.state import check_fields
+from sparsync.feedback.reducer_state import check_fields
 from sparsync.state import fits
 from sparsync.units import Piece, is_finite
 from sparsync.updates.contributions import shown_of
@@ -62,7 +62,7 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
     Example:
         >>> import torch
         >>> from sparsync.updates import OuterAverager
-        >>> from sparsync.feedback.state import reducer_state
+        >>> from sparsync.feedback.reducer_state import reducer_state
         >>> sync = OuterAverager(torch.nn.Linear(2, 1, bias=False), algorithm="dense")
         >>> saved = reducer_state(sync.reducer)
         >>> saved["residual"]["weight"] = torch.tensor([3.0, 4.0])

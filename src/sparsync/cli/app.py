@@ -21,8 +21,8 @@ from rich.console import Console
 
 from sparsync import __version__
 from sparsync.cli.values import checked, out_of_memory
+from sparsync.console import say
 from sparsync.errors import ConfigurationError, SparsyncError, require
-from sparsync.messages import say
 from sparsync.transports.launchers import detect
 
 __all__ = ["COMMANDS", "exit_code", "main", "make_app"]

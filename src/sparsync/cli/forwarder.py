@@ -15,7 +15,7 @@ from contextlib import suppress
 from ipaddress import IPv4Address
 from typing import final
 
-from sparsync.cli.links import Link
+from sparsync.cli.lab_links import Link
 from sparsync.errors import ConfigurationError
 from sparsync.kernels.native import EXTENSION
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, final
 
 from sparsync.cli.forwarder import Forwarder, open_device
-from sparsync.cli.links import MOST_RANKS, Link, parse_links, parse_rate
+from sparsync.cli.lab_links import MOST_RANKS, Link, parse_links, parse_rate
 from sparsync.errors import ConfigurationError, require
 
 __all__ = [

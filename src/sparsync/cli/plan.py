@@ -12,8 +12,8 @@ from rich.console import Console, Group
 from rich.text import Text
 from typer import Option
 
-from sparsync.cli.network import parse_network, parse_seconds
-from sparsync.cli.options import option
+from sparsync.cli.flags import option
+from sparsync.cli.network_choice import parse_network, parse_seconds
 from sparsync.cli.output import Columns, check_outputs, format_ratio, to_json, write_json
 from sparsync.cli.values import Bounds, Bytes, InputFile, Seconds, read_text
 from sparsync.collectives.costs import WORD_BYTES

@@ -19,8 +19,8 @@ from sparsync.collectives.costs import Cost, Job, allgatherv
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.codec import Codec, MessageFraming
+from sparsync.wire.coo import Coo
 from sparsync.wire.messages import sum_messages
-from sparsync.wire.streams import Coo
 
 __all__ = ["Allgather"]
 

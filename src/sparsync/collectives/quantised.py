@@ -15,8 +15,8 @@ from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.codec import MessageFraming
+from sparsync.wire.coo import Whole, written
 from sparsync.wire.levels import LloydMax
-from sparsync.wire.streams import Whole, written
 
 __all__ = ["Quantised"]
 

@@ -15,6 +15,7 @@ from typing import Any, Final, final
 
 import torch
 
+from sparsync.console import say
 from sparsync.elastic.catch_up import CatchUp, Rates
 from sparsync.elastic.group import Quorum, group_of
 from sparsync.elastic.members import Members, Verdict
@@ -27,10 +28,9 @@ from sparsync.errors import (
     DeadlineError,
     PeerError,
 )
-from sparsync.feedback.facts import number_of, set_up_digest
+from sparsync.feedback.agreed_setup import number_of, set_up_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.handle import Handle
-from sparsync.messages import say
 from sparsync.options import Options
 from sparsync.state import packed, unpacked
 from sparsync.transports.driver import Operation, run

@@ -24,9 +24,9 @@ from sparsync.errors import (
     NonFiniteGradientError,
     PeerError,
 )
-from sparsync.feedback.facts import weights_digest
+from sparsync.feedback.agreed_setup import weights_digest
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.state import rescale_
+from sparsync.feedback.reducer_state import rescale_
 from sparsync.gradients.consensus import PartsConsensus
 from sparsync.gradients.replicas import ReplicaStep, ReplicaSync
 from sparsync.gradients.runs import Run

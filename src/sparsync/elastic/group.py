@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, final
 
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
+from sparsync.console import say
 from sparsync.elastic.copies import CopyServer, Source
 from sparsync.errors import ConfigurationError
-from sparsync.feedback.facts import number_of
-from sparsync.messages import say
+from sparsync.feedback.agreed_setup import number_of
 from sparsync.transports.gloo import GlooCommunicator
 from sparsync.transports.process_group import check_transport
 from sparsync.transports.rendezvous import choose_interface, way_to

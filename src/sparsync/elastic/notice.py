@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, final
 
-from sparsync.messages import say
+from sparsync.console import say
 
 __all__ = ["Notice"]
 

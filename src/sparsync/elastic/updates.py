@@ -25,7 +25,7 @@ from sparsync.errors import (
     PeerError,
     require,
 )
-from sparsync.feedback.facts import weights_digest
+from sparsync.feedback.agreed_setup import weights_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.monitoring import sink_of
 from sparsync.options import Options
@@ -33,7 +33,7 @@ from sparsync.state import packed, unpacked
 from sparsync.transports.driver import run, together
 from sparsync.units import output_parameters
 from sparsync.updates.fragments import Begin, Exchange, Layout, Weights
-from sparsync.updates.moments import noise_of
+from sparsync.updates.gradient_noise import noise_of
 from sparsync.updates.outer_step import OuterStep
 from sparsync.updates.sync import UpdateSync
 from sparsync.updates.weights import ModelWeights, trained_of

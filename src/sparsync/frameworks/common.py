@@ -16,7 +16,7 @@ from sparsync.attach import attach
 from sparsync.checkpoint.files import states_in
 from sparsync.checkpoint.save_load import load_states, save_state
 from sparsync.errors import ConfigurationError
-from sparsync.feedback.facts import weights_digest
+from sparsync.feedback.agreed_setup import weights_digest
 from sparsync.handle import Handle
 from sparsync.options import Monitoring
 from sparsync.transports.agree import agree

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from sparsync.console import say
 from sparsync.errors import CommunicationError, ConfigurationError, NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.state import (
+from sparsync.feedback.reducer_state import (
     ParsedState,
     agree_state,
     check_fields,
@@ -31,7 +32,6 @@ from sparsync.fields import same
 from sparsync.gradients.runs import Run
 from sparsync.gradients.sentinel import check_replicas
 from sparsync.handle import Handle, Hook
-from sparsync.messages import say
 from sparsync.options import Monitoring
 from sparsync.sparse import Vector
 from sparsync.transports.agree import agree, on_all_or_none

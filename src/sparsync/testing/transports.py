@@ -17,7 +17,7 @@ from sparsync.transports.groups import Subgroup
 from sparsync.transports.ledger import Raw
 from sparsync.transports.sim import simulate
 from sparsync.wire.codec import MessageFraming
-from sparsync.wire.streams import Coo
+from sparsync.wire.coo import Coo
 
 __all__ = ["check_communicator", "check_deadline", "exercise_communicator"]
 

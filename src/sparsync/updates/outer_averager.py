@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from sparsync.averaging.averager import Averager
 from sparsync.errors import ConfigurationError, require
-from sparsync.feedback.facts import reducer_stats
+from sparsync.feedback.agreed_setup import reducer_stats
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.state import ParsedState, parse_state, restore_reducer
+from sparsync.feedback.reducer_state import ParsedState, parse_state, restore_reducer
 from sparsync.fields import Kind
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator

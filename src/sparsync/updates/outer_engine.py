@@ -18,7 +18,7 @@ from torch import Tensor
 from sparsync.averaging.averager import mean
 from sparsync.errors import NonFiniteGradientError, PeerError, require
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.state import ParsedState, parse_state, reducer_state, take_state
+from sparsync.feedback.reducer_state import ParsedState, parse_state, reducer_state, take_state
 from sparsync.feedback.step import Proposal, Use
 from sparsync.fields import Common, Exactly, Fields, Kind, Number, check_saved, same
 from sparsync.sparse import DenseVector
@@ -29,7 +29,7 @@ from sparsync.transports.ledger import Ledger
 from sparsync.units import Slot, Unit
 from sparsync.updates.contributions import Contributions, shown_of
 from sparsync.updates.fragments import Begin, Exchange, Layout, Scratch, Weights, rotate_
-from sparsync.updates.moments import common_rate, drop_broken
+from sparsync.updates.gradient_noise import common_rate, drop_broken
 from sparsync.updates.outer_step import OuterStep
 from sparsync.updates.periods import AdaptivePeriod, drift_of, followed, share_of
 from sparsync.updates.saved import outer_kinds

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from sparsync.handle import Hook
 from sparsync.optimizers import chain_of
-from sparsync.updates.moments import found_inf
+from sparsync.updates.gradient_noise import found_inf
 
 __all__ = ["follow", "follow_scalers"]
 

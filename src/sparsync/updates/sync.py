@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.algorithm import Algorithm
+from sparsync.console import say
 from sparsync.errors import ConfigurationError, require
 from sparsync.exclusive import Guard, check_outside_ddp
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.state import ParsedState, agree_state, parse_state
+from sparsync.feedback.reducer_state import ParsedState, agree_state, parse_state
 from sparsync.feedback.step import Proposal
 from sparsync.fields import Common, Exactly, Fields, Kind, check_saved, common_facts
 from sparsync.gradients.ddp import CommHook, check_ddp
 from sparsync.gradients.hierarchy import Node
 from sparsync.gradients.sentinel import check_replicas
 from sparsync.handle import Handle, Hook, call_after_backward, weakly
-from sparsync.messages import say
 from sparsync.optimizers import held_by
 from sparsync.options import Compression, Options
 from sparsync.transports.agree import (
@@ -55,11 +55,10 @@ from sparsync.units import (
 from sparsync.updates.changes import Changes, begin_together
 from sparsync.updates.family import OUTER_SETTINGS
 from sparsync.updates.fragments import Begin, Layout
-from sparsync.updates.lengths import lengthen, remember
-from sparsync.updates.moments import correct, noise_of
+from sparsync.updates.gradient_noise import correct, noise_of
 from sparsync.updates.outer_engine import OuterEngine, Reduce, alone
 from sparsync.updates.outer_step import OuterStep
-from sparsync.updates.own import (
+from sparsync.updates.rank_state import (
     SCALER_KIND,
     is_broken,
     load_optimizers,
@@ -67,6 +66,7 @@ from sparsync.updates.own import (
     own_kinds,
     own_state,
 )
+from sparsync.updates.step_length import lengthen, remember
 from sparsync.updates.stepping import follow
 from sparsync.updates.weights import ModelWeights, trained_of
 

@@ -13,7 +13,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.gradients.hierarchy import Node
 from sparsync.units import is_finite, local_of, unflatten
 from sparsync.updates.fragments import Weights
-from sparsync.updates.moments import GradientNoise
+from sparsync.updates.gradient_noise import GradientNoise
 
 __all__ = ["ModelWeights", "trained_of"]
 

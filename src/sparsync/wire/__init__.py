@@ -4,10 +4,10 @@ from typing import Any, Final
 
 from sparsync.tables import Table
 from sparsync.wire.codec import Codec, Encoded
+from sparsync.wire.coo import Coo, StreamCodec, Whole
 from sparsync.wire.levels import LloydMax
 from sparsync.wire.packed import Packed
 from sparsync.wire.qsgd import Qsgd, SparseQsgd
-from sparsync.wire.streams import Coo, StreamCodec, Whole
 
 __all__ = [
     "CODECS",

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, WireFormatError
-from sparsync.kernels import levels, packing
+from sparsync.kernels import normal_levels, packing
 from sparsync.sparse import DenseVector
 from sparsync.transports.ledger import Parts
 from sparsync.wire.codec import LONG_HEADER_BYTES, Codec, Encoded, Header, check_block
+from sparsync.wire.coo import written
 from sparsync.wire.qsgd import check_end
-from sparsync.wire.streams import written
 
 __all__ = ["LloydMax"]
 
@@ -54,14 +54,14 @@ class LloydMax(Codec[DenseVector]):
 
     format = 8
     is_dense = True
-    options = levels.BITS
+    options = normal_levels.BITS
     header_bytes = LONG_HEADER_BYTES
 
     bits: int = 2
     block: int = field(default=256, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.bits not in levels.BITS:
+        if self.bits not in normal_levels.BITS:
             raise ConfigurationError(f"bits={self.bits} per value is unknown; use 1, 2, 3, 4 or 8")
         check_block(self.block)
         self.option, self.detail = self.bits, self.block
@@ -75,7 +75,7 @@ class LloydMax(Codec[DenseVector]):
         """Return the message of ``values``, without decoding it."""
         start, limit = self.start(DenseVector(values)), _largest_scale(values.dtype, self.bits)
         single = packing.to_float32(values, packing.FP32)
-        return self.message(start, levels.quantise(single, self.bits, self.block, limit))
+        return self.message(start, normal_levels.quantise(single, self.bits, self.block, limit))
 
     def decode(self, payload: Tensor, size: int) -> DenseVector:
         """Decode, with the bits and the block that the message states."""
@@ -108,11 +108,11 @@ class LloydMax(Codec[DenseVector]):
         """Return the bytes of header, scales and codes."""
         count, scales = header.entries, -(-header.entries // header.detail)
         codes = (count * header.option + 7) // 8
-        return Parts(LONG_HEADER_BYTES, value=levels.SCALE_BYTES * scales + codes)
+        return Parts(LONG_HEADER_BYTES, value=normal_levels.SCALE_BYTES * scales + codes)
 
 
 def _scales(header: Header, raw: Tensor) -> Tensor:
-    scales = raw[: levels.SCALE_BYTES * -(-header.entries // header.detail)]
+    scales = raw[: normal_levels.SCALE_BYTES * -(-header.entries // header.detail)]
     # the second byte of a little-endian bf16 has the sign.  Levels have signs of their own, so a
     # negative scale would be a second form of the same block
     if bool((scales[1::2] >= 0x80).any()):
@@ -124,11 +124,13 @@ def _decode_(into: Tensor, header: Header, raw: Tensor, divisor: float, *, add: 
     _scales(header, raw)
     check_end(raw, header.option, header.entries)
     # a message from another rank is in host memory, where its bytes were checked
-    levels.decode_(into, raw.to(into.device), header.option, header.detail, divisor, keep=add)
+    normal_levels.decode_(
+        into, raw.to(into.device), header.option, header.detail, divisor, keep=add
+    )
 
 
 def _largest_scale(dtype: torch.dtype, bits: int) -> float:
     """Return the largest bf16 that no level multiplies beyond ``dtype`` and float32."""
     finite = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-    limit = torch.tensor(finite / levels.top_level(bits), dtype=torch.float32)
+    limit = torch.tensor(finite / normal_levels.top_level(bits), dtype=torch.float32)
     return float((limit.view(torch.int32) & -(1 << 16)).view(torch.float32))

@@ -16,8 +16,8 @@ from torch import Tensor
 from sparsync.kernels import native
 from sparsync.sparse import SparseVector
 from sparsync.wire.codec import Codec
+from sparsync.wire.coo import Coo
 from sparsync.wire.packed import Packed, in_cpp
-from sparsync.wire.streams import Coo
 
 __all__ = ["encode_regions", "join_messages", "sum_messages"]
 

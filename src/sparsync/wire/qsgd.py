@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.kernels import packing
-from sparsync.kernels.levels import pack_codes, sums_of_halves, unpack_codes
+from sparsync.kernels.normal_levels import pack_codes, sums_of_halves, unpack_codes
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.ledger import Parts
 from sparsync.wire.codec import LONG_HEADER_BYTES, Codec, Encoded, Header, V, check_block

@@ -20,7 +20,7 @@ from sparsync_papers.reproduce.oktopk_scaling import (
     fit,
     simulate_step,
 )
-from sparsync_papers.reproduce.training import (
+from sparsync_papers.reproduce.one_process import (
     RANKS,
     Recipe,
     Way,

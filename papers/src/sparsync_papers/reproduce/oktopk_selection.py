@@ -15,7 +15,7 @@ from sparsync.published.baselines import GaussianK
 from sparsync.published.oktopk import Reused, oktopk, oktopk_paper
 from sparsync.sparse import SparseVector
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact, joined
-from sparsync_papers.reproduce.training import (
+from sparsync_papers.reproduce.one_process import (
     RANKS,
     Recipe,
     SimulatedTraining,

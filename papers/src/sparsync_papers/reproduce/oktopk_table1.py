@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.measure import SimulatedRanks
+from sparsync.cli.bench.verified_row import Case
 from sparsync.collectives.costs import WORD_BYTES
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact
 

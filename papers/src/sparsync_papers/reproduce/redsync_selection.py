@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from sparsync.cli.bench.selectors import (
+from sparsync.cli.bench.selection_time import (
     SelectorRow,
     SelectorSettings,
     bench_selectors,

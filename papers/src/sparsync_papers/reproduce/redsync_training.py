@@ -17,7 +17,7 @@ from sparsync_papers.reproduce import (
     Table,
     artifact,
 )
-from sparsync_papers.reproduce.training import (
+from sparsync_papers.reproduce.one_process import (
     RANKS,
     Trained,
     Way,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.cli.workloads.text import ByteText, ByteTransformer
+from sparsync.cli.workloads.stdlib_text import ByteText, ByteTransformer
 from sparsync.cli.workloads.workload import Draw
 from sparsync.collectives.costs import expected_union
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact

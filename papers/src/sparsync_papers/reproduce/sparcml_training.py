@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsync.presets import resolve
 from sparsync.published.sparcml import sparcml
 from sparsync_papers.reproduce import Comparison, Outcome, Row, Settings, artifact
-from sparsync_papers.reproduce.training import (
+from sparsync_papers.reproduce.one_process import (
     RANKS,
     Choice,
     Recipe,

@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 import numpy as np
 
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact
-from sparsync_papers.workloads.lengths import LinesWorkload
+from sparsync_papers.workloads.length_buckets import LinesWorkload
 
 _BATCHES, _BATCH_SIZE, _REPEATS = 2000, 16, 5
 _VARIES = 0.2  # standard deviation over mean from which "high variance" holds

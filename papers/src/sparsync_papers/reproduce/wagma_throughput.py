@@ -15,7 +15,7 @@ from sparsync.cli.workloads.delays import Delay
 from sparsync.published.baselines.gossip import Exponential, exchange
 from sparsync.transports.sim import Links, SimCommunicator, simulate
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Row, Settings, Table, artifact
-from sparsync_papers.workloads.lengths import LinesWorkload
+from sparsync_papers.workloads.length_buckets import LinesWorkload
 
 # Section 5.2, 64 ranks, nobody delayed, steps per second.  AD-PSGD hides its communication, so its step
 # is computation; what local SGD's takes longer is one allreduce of 2 n (P - 1) / P elements.

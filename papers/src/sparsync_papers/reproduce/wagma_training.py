@@ -18,10 +18,10 @@ from sparsync.cli.workloads.digits import DigitsWorkload
 from sparsync.cli.workloads.workload import Draw
 from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Row, Settings, Table, artifact
-from sparsync_papers.reproduce.training import Recipe
+from sparsync_papers.reproduce.one_process import Recipe
 from sparsync_papers.reproduce.wagma_throughput import ROWS, SETTINGS, Scheme, Setting, translated
 from sparsync_papers.workloads.folders import seeded
-from sparsync_papers.workloads.lengths import LinesWorkload
+from sparsync_papers.workloads.length_buckets import LinesWorkload
 from sparsync_papers.workloads.ppo import Ppo
 
 _MOMENTUM = 0.9  # of SGD (the paper does not say)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console, Group
 from rich.text import Text
 
-from sparsync.cli.options import option
+from sparsync.cli.flags import option
 from sparsync.cli.output import Columns, check_outputs, to_json, write_json
 from sparsync.cli.plan import (
     Compute,
@@ -27,7 +27,7 @@ from sparsync.cost.machine import Machine
 from sparsync.cost.wording import format_bandwidth, format_bytes, format_seconds
 from sparsync.presets import candidates
 from sparsync_papers.time_to_loss.methods import LossPlan, plan_loss
-from sparsync_papers.time_to_loss.steps import FARTHEST, LIKELY, Optimizer
+from sparsync_papers.time_to_loss.steps_to_loss import FARTHEST, LIKELY, Optimizer
 
 _USUAL_DENSITY = 0.01  # the one that curves of sparse gradients are known of
 

@@ -32,7 +32,7 @@ from sparsync.collectives.quantised import Quantised
 from sparsync.cost.machine import Machine
 from sparsync.cost.planner import BACKWARD, BUCKET_BYTES, EXCHANGE_PASSES, STEP_PASSES, plan
 from sparsync.errors import require
-from sparsync_papers.time_to_loss.steps import Optimizer, Ratio, Recipe, steps_ratio
+from sparsync_papers.time_to_loss.steps_to_loss import Optimizer, Ratio, Recipe, steps_ratio
 
 __all__ = [
     "METHODS",

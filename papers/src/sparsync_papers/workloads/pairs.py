@@ -36,7 +36,7 @@ from sparsync_papers.workloads.folders import (
     read_lines,
     seeded,
 )
-from sparsync_papers.workloads.lengths import bucket_lengths, draw_from_bucket
+from sparsync_papers.workloads.length_buckets import bucket_lengths, draw_from_bucket
 from sparsync_papers.workloads.words import UNKNOWN, Vocabulary
 
 PAD, START, END = "<pad>", "<s>", "</s>"

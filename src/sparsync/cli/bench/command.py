@@ -13,13 +13,12 @@ from rich.console import Console, RenderableType
 from typer import Option
 
 from sparsync.algorithm import check_density
-from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.inputs import INPUTS, input_named
 from sparsync.cli.bench.kernels import KernelRow, bench_kernels, kernel_table
 from sparsync.cli.bench.measure import VERIFY, Measured, Pace, measure_simulated, verified_in_full
 from sparsync.cli.bench.processes import Team
 from sparsync.cli.bench.rows import Row, entry, summarize, tables
-from sparsync.cli.bench.selectors import (
+from sparsync.cli.bench.selection_time import (
     DEFAULT_SIZES,
     SELECTOR_INPUTS,
     SelectorRow,
@@ -29,9 +28,8 @@ from sparsync.cli.bench.selectors import (
     selector_tables,
     write_plot,
 )
-from sparsync.cli.launch import launched_ranks, leads, on_one_thread
-from sparsync.cli.network import USUAL_NETWORK, Connection, parse_network
-from sparsync.cli.options import (
+from sparsync.cli.bench.verified_row import Case
+from sparsync.cli.flags import (
     CurveKeys,
     Json,
     Lab,
@@ -45,6 +43,8 @@ from sparsync.cli.options import (
     ranks_option,
     takes,
 )
+from sparsync.cli.launch import launched_ranks, leads, on_one_thread
+from sparsync.cli.network_choice import USUAL_NETWORK, Connection, parse_network
 from sparsync.cli.output import check_outputs, progress, write_json
 from sparsync.cli.values import (
     Elements,

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.cli.output import Columns, format_ms, format_ratio
 from sparsync.errors import ConfigurationError
-from sparsync.kernels import levels, native, packing
+from sparsync.kernels import native, normal_levels, packing
 from sparsync.kernels import reference as specification
 
 __all__ = [
@@ -267,14 +267,14 @@ def _levels(x: Tensor) -> list[Comparison]:
     made = []
     for bits in (1, 2, 4):
         given = x, bits, _LEVEL_BLOCK, _LARGEST
-        message = levels.quantise(*given), bits, _LEVEL_BLOCK
+        message = normal_levels.quantise(*given), bits, _LEVEL_BLOCK
 
         def sums(message: tuple[Tensor, int, int] = message) -> tuple[Any, ...]:
             return torch.zeros_like(x), *message
 
         encode, add = (
-            (levels.quantise, levels.quantise_plainly),
-            (levels.decode_, levels.decode_plainly_),
+            (normal_levels.quantise, normal_levels.quantise_plainly),
+            (normal_levels.decode_, normal_levels.decode_plainly_),
         )
         made += [
             Comparison(f"encode n, {bits} bits", partial(tuple, given), *encode),

@@ -8,7 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from sparsync.cli.bench.cases import Case, Evidence, Verdict, WatchedReducer, compare, digest, judge
+from sparsync.cli.bench.verified_row import (
+    Case,
+    Evidence,
+    Verdict,
+    WatchedReducer,
+    compare,
+    digest,
+    judge,
+)
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.sim import SimCommunicator, Simulation, simulate
 

@@ -11,7 +11,8 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from sparsync.cli.bench.cases import (
+from sparsync.cli.bench.measure import Measured, Outcome, Pace, measure
+from sparsync.cli.bench.verified_row import (
     Case,
     Evidence,
     WatchedReducer,
@@ -19,10 +20,9 @@ from sparsync.cli.bench.cases import (
     digest,
     judge,
 )
-from sparsync.cli.bench.measure import Measured, Outcome, Pace, measure
 from sparsync.cli.lab import local_traffic
 from sparsync.cli.launch import StartLine
-from sparsync.cli.network import Connection, transport_of
+from sparsync.cli.network_choice import Connection, transport_of
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.state import packed, unpacked
 from sparsync.transports.driver import run

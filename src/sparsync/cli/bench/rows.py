@@ -14,9 +14,9 @@ import torch
 from rich.console import Group
 from rich.text import Text
 
-from sparsync.cli.bench.cases import Case
 from sparsync.cli.bench.inputs import input_named
 from sparsync.cli.bench.measure import Measured
+from sparsync.cli.bench.verified_row import Case
 from sparsync.cli.lab import default_burst
 from sparsync.cli.output import Columns, format_ms, format_ratio
 from sparsync.collectives.costs import WORD_BYTES, Job, lower_bound_words

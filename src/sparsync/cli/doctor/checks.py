@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from sparsync.cli.doctor.facts import Facts, some
+from sparsync.cli.doctor.machine_facts import Facts, some
 from sparsync.cost.calibrate import Calibration
 
 __all__ = ["Check", "check_facts", "check_links", "equal"]

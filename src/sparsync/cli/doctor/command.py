@@ -13,11 +13,9 @@ from rich.text import Text
 from typer import Option
 
 from sparsync.cli.doctor.checks import Check, check_facts, check_links
-from sparsync.cli.doctor.facts import Facts, check_versions, local_facts
 from sparsync.cli.doctor.far import check_far
-from sparsync.cli.launch import gather, leads
-from sparsync.cli.network import Connection, transport_of
-from sparsync.cli.options import (
+from sparsync.cli.doctor.machine_facts import Facts, check_versions, local_facts
+from sparsync.cli.flags import (
     Json,
     Lab,
     Timeout,
@@ -25,6 +23,8 @@ from sparsync.cli.options import (
     ranks_option,
     takes,
 )
+from sparsync.cli.launch import gather, leads
+from sparsync.cli.network_choice import Connection, transport_of
 from sparsync.cli.output import Columns, check_outputs, progress, write_json
 from sparsync.cli.values import Ranks, check, check_fields
 from sparsync.collectives.costs import allreduce

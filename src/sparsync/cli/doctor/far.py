@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from sparsync.cli.doctor.checks import Check, equal
-from sparsync.cli.doctor.facts import Facts, some
+from sparsync.cli.doctor.machine_facts import Facts, some
 from sparsync.cost.calibrate import Calibration
 from sparsync.cost.wording import format_bytes, format_seconds
 
@@ -85,7 +85,7 @@ def window(facts: Facts) -> float | None:
     A part of the receive buffer is not available as window: ``tcp_adv_win_scale`` sets its size.
 
     Example:
-        >>> from sparsync.cli.doctor.facts import local_facts
+        >>> from sparsync.cli.doctor.machine_facts import local_facts
         >>> from dataclasses import replace
         >>> tcp = {"tcp_wmem": (4096, 16384, 4 << 20), "tcp_rmem": (4096, 131072, 6 << 20)}
         >>> int(window(replace(local_facts("zmq"), tcp=tcp))) >> 20

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from sparsync.cli.flags import Json, Network, names, option, takes
 from sparsync.cli.launch import leads, on_one_thread
 from sparsync.cli.linear.report import LinearResult, tables, with_ratios
 from sparsync.cli.linear.settings import LinearSettings
-from sparsync.cli.network import USUAL_NETWORK, parse_network
-from sparsync.cli.options import Json, Network, names, option, takes
+from sparsync.cli.network_choice import USUAL_NETWORK, parse_network
 from sparsync.cli.output import check_outputs, write_json
 from sparsync.cli.values import check
 from sparsync.errors import ConfigurationError

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sparsync.cli.launch import StartLine, gather
 from sparsync.cli.linear.report import LinearResult
 from sparsync.cli.linear.settings import TRIGRAMS, LinearSettings
-from sparsync.cli.network import transport_of
+from sparsync.cli.network_choice import transport_of
 from sparsync.cli.output import Bar, progress
 from sparsync.published.sparcml.linear.data import Shard, load_shard, row_range
 from sparsync.published.sparcml.linear.problem import Problem, Products

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from typer import Option
 
-from sparsync.cli.network import Connection
-from sparsync.cli.options import (
+from sparsync.cli.flags import (
     Lab,
     Timeout,
     TransportOrSim,
@@ -19,6 +18,7 @@ from sparsync.cli.options import (
     option,
     ranks_option,
 )
+from sparsync.cli.network_choice import Connection
 from sparsync.cli.values import (
     Bounds,
     Elements,

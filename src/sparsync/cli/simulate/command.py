@@ -12,11 +12,11 @@ from rich.console import Console, Group
 from rich.text import Text
 from typer import Option
 
-from sparsync.cli.network import parse_network
-from sparsync.cli.options import Plot, names, option, takes
+from sparsync.cli.flags import Plot, names, option, takes
+from sparsync.cli.network_choice import parse_network
 from sparsync.cli.output import Columns, check_outputs, drawing, format_ratio, progress, to_json
 from sparsync.cli.plan import read_machine
-from sparsync.cli.simulate.gradients import load_gradients
+from sparsync.cli.simulate.gradient_sources import load_gradients
 from sparsync.cli.simulate.settings import SimulationSettings
 from sparsync.cli.simulate.training import SimulatedRow, SimulatedStep, simulate_training
 from sparsync.cli.values import Elements, InputFile, Ranks, check

@@ -11,7 +11,7 @@ from typer import Option
 
 from sparsync.algorithm import Algorithm, check_density
 from sparsync.cli.bench.inputs import INPUTS
-from sparsync.cli.options import option
+from sparsync.cli.flags import option
 from sparsync.cli.values import (
     Bounds,
     Elements,

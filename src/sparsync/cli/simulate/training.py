@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparsync.cli.launch import on_one_thread
-from sparsync.cli.simulate.gradients import gradients, placed
+from sparsync.cli.simulate.gradient_sources import gradients, placed
 from sparsync.cli.simulate.settings import SPREAD, Contender, SimulationSettings
 from sparsync.feedback.reducer import Reducer
 from sparsync.transports.groups import SoloCommunicator

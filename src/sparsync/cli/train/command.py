@@ -11,8 +11,8 @@ from rich.console import Console
 from typer import Option
 
 from sparsync.averaging.schemes import SCHEMES
+from sparsync.cli.flags import Json, Plot, names, takes
 from sparsync.cli.launch import leads
-from sparsync.cli.options import Json, Plot, names, takes
 from sparsync.cli.output import check_outputs, write_json
 from sparsync.cli.train.exchanges import HOOKS, check_algorithms
 from sparsync.cli.train.rank import BeforeStep, train_rank

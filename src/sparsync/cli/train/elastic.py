@@ -31,7 +31,7 @@ from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.workloads.delays import parse_delay
 from sparsync.cli.workloads.workload import Draw, Evaluation, outputs_of
 from sparsync.errors import ConfigurationError, PeerError, SparsyncError
-from sparsync.feedback.facts import weights_digest
+from sparsync.feedback.agreed_setup import weights_digest
 from sparsync.updates.family import OUTER_SETTINGS
 
 __all__ = [

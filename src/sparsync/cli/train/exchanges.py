@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.attach import attach
 from sparsync.averaging.schemes import SCHEMES, options_of
-from sparsync.cli.network import transport_of
+from sparsync.cli.network_choice import transport_of
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.workloads.workload import is_hidden_matrix
 from sparsync.errors import ConfigurationError, require

@@ -14,8 +14,7 @@ from typer import Option
 from sparsync.algorithm import check_density
 from sparsync.api import connect
 from sparsync.averaging.binding import BufferRule
-from sparsync.cli.network import Connection
-from sparsync.cli.options import (
+from sparsync.cli.flags import (
     CurveKeys,
     Lab,
     Timeout,
@@ -23,6 +22,7 @@ from sparsync.cli.options import (
     option,
     ranks_option,
 )
+from sparsync.cli.network_choice import Connection
 from sparsync.cli.values import (
     Bounds,
     Positive,

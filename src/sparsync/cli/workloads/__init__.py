@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sparsync.cli.workloads.digits import DigitsWorkload
-from sparsync.cli.workloads.text import BytesWorkload, LstmWorkload
+from sparsync.cli.workloads.stdlib_text import BytesWorkload, LstmWorkload
 from sparsync.cli.workloads.workload import Workload
 from sparsync.errors import ConfigurationError
 

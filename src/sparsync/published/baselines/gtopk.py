@@ -9,7 +9,7 @@ from sparsync.collectives.costs import Cost, Job, Result
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.codec import Codec, MessageFraming
-from sparsync.wire.streams import Coo
+from sparsync.wire.coo import Coo
 
 __all__ = ["GTopk"]
 

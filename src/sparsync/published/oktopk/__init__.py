@@ -111,7 +111,7 @@ Not here
 --------
 
 * Algorithm 2 to the letter, with the learning rate in the residual:
-  ``sparsync_papers.optimizers.UpdateSpaceSGD``, or ``sparsync train --space update``.
+  ``sparsync_papers.baseline_optimizers.UpdateSpaceSGD``, or ``sparsync train --space update``.
 * VGG-16 on CIFAR-10, LSTM on AN4 and BERT on Wikipedia: ``sparsync_papers.models`` and
   ``sparsync_papers.workloads``.
 * Adam on sparse averages, as for the paper's BERT: ``attach`` exchanges updates with Adam, because sparse

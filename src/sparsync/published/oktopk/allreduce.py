@@ -28,7 +28,7 @@ from sparsync.published.oktopk import regions
 from sparsync.sparse import SparseVector, Vector, even_boundaries
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.codec import HEADER_BYTES, Codec, MessageFraming
-from sparsync.wire.streams import Coo
+from sparsync.wire.coo import Coo
 
 __all__ = [
     "OkTopk",

@@ -16,7 +16,7 @@ from sparsync.kernels import packing
 from sparsync.sparse import SparseVector
 from sparsync.transports.ledger import Parts
 from sparsync.wire.codec import LONG_HEADER_BYTES, Codec, Encoded, Header
-from sparsync.wire.streams import INDEX_BYTES, pack_words, unpack_words
+from sparsync.wire.coo import INDEX_BYTES, pack_words, unpack_words
 
 __all__ = ["SignMean"]
 

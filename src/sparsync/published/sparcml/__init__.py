@@ -107,8 +107,8 @@ Differs from the paper
 Not here
 --------
 
-* Algorithm 1 with the learning rate in the residual: ``sparsync_papers.optimizers.UpdateSpaceSGD`` with
-  "sparcml".
+* Algorithm 1 with the learning rate in the residual:
+  ``sparsync_papers.baseline_optimizers.UpdateSpaceSGD`` with "sparcml".
 * Momentum correction and warm-up, which section 8.4 mentions: ``sparsync.Correction`` and
   ``Compression(warmup_steps=)``, for every algorithm.
 * ResNet-110 on CIFAR-10, LSTMs on ATIS and Hansards, wide ResNets on ImageNet:

@@ -23,8 +23,8 @@ from sparsync.reduction import SUM, Reduction
 from sparsync.sparse import DenseVector, SparseVector, Vector, even_boundaries
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.codec import HEADER_BYTES, Codec, MessageFraming
+from sparsync.wire.coo import StreamCodec
 from sparsync.wire.messages import encode_regions
-from sparsync.wire.streams import StreamCodec
 
 __all__ = [
     "Dynamic",

@@ -18,8 +18,8 @@ from sparsync.reduction import SUM, Reduction, reduction
 from sparsync.sparse import DenseVector, SparseVector, Vector, combine, densify, fold
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.codec import HEADER_BYTES, Encoded, MessageFraming
+from sparsync.wire.coo import StreamCodec
 from sparsync.wire.messages import join_messages, sum_messages
-from sparsync.wire.streams import StreamCodec
 
 __all__ = ["Call", "StreamCollective", "relayed", "stream_bytes"]
 

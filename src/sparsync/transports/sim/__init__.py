@@ -1,8 +1,8 @@
 """Virtual ranks on a virtual network: the same algorithm code, deterministic and cheap."""
 
-from sparsync.transports.sim.communicator import Prices, SimCommunicator, Simulation, simulate
 from sparsync.transports.sim.network import Fault, Port, Usage, Weight
 from sparsync.transports.sim.topology import Links, Ports, Route, Topology, TwoLevel
+from sparsync.transports.sim.virtual_rank import Prices, SimCommunicator, Simulation, simulate
 
 __all__ = [
     "Fault",

@@ -21,11 +21,11 @@ from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.groups import SoloHost
 from sparsync.transports.ledger import Framing, Ledger, Parts
 from sparsync.transports.rendezvous import check_ports, choose_interface, convene, host_of_rank_0
-from sparsync.transports.zmq import links as limits
+from sparsync.transports.zmq import peers as limits
 from sparsync.transports.zmq.curve import load_curve_keys, own_curve_keys
-from sparsync.transports.zmq.links import Link, Parcel, resolved
+from sparsync.transports.zmq.mailbox import APART, NO_LOCAL_STEP, TAGS, Claim, Header
 from sparsync.transports.zmq.mesh import Mesh
-from sparsync.transports.zmq.messages import APART, NO_LOCAL_STEP, TAGS, Claim, Header
+from sparsync.transports.zmq.peers import Link, Parcel, resolved
 
 __all__ = ["Receive", "ZmqCommunicator", "host_over"]
 

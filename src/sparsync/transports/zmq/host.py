@@ -16,7 +16,7 @@ from sparsync.errors import CommunicationError, DeadlineError
 from sparsync.transports.actors import Actor, Host, Reply
 from sparsync.transports.driver import Operation, close_at_exit
 from sparsync.transports.ledger import Raw
-from sparsync.transports.zmq.links import MAX_MESSAGE
+from sparsync.transports.zmq.peers import MAX_MESSAGE
 
 __all__ = ["ZmqHost"]
 

@@ -20,7 +20,15 @@ from torch import Tensor
 from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.transports.zmq.curve import CurveKeys, Doorkeeper, Password
 from sparsync.transports.zmq.descriptors import OWN, require_descriptors
-from sparsync.transports.zmq.links import (
+from sparsync.transports.zmq.mailbox import (
+    APART,
+    GIVE_UP,
+    HEADER_BYTES,
+    HELLO,
+    Header,
+    Mailboxes,
+)
+from sparsync.transports.zmq.peers import (
     MAX_MESSAGE,
     PIECE,
     TAMPERED,
@@ -29,14 +37,6 @@ from sparsync.transports.zmq.links import (
     happened,
     longest_silence,
     watched,
-)
-from sparsync.transports.zmq.messages import (
-    APART,
-    GIVE_UP,
-    HEADER_BYTES,
-    HELLO,
-    Header,
-    Mailboxes,
 )
 
 __all__ = ["Mesh", "bind", "tcp"]

@@ -35,8 +35,8 @@ from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine
 from sparsync.transports.ledger import Raw
 from sparsync.wire.codec import Codec
+from sparsync.wire.coo import Coo, StreamCodec
 from sparsync.wire.packed import Packed
-from sparsync.wire.streams import Coo, StreamCodec
 
 __all__ = [
     "EXCHANGES",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsync.cli.workloads.text import BytesWorkload, ByteText, ByteTransformer
+from sparsync.cli.workloads.stdlib_text import BytesWorkload, ByteText, ByteTransformer
 from sparsync.cli.workloads.workload import PADDING, Defaults, Draw, Workload
 from sparsync.errors import ConfigurationError
 

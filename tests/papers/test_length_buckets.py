@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sparsync.cli.workloads.workload import PADDING, Draw
 from sparsync.errors import ConfigurationError
-from sparsync_papers.workloads.lengths import LineBuckets, LinesWorkload
+from sparsync_papers.workloads.length_buckets import LineBuckets, LinesWorkload
 
 PLACE = {"seed": 0, "step": 0, "rank": 0}
 

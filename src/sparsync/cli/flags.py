@@ -16,8 +16,8 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from typer import Option
 
+from sparsync.cli.lab_links import describe_links
 from sparsync.cli.launch import launched_ranks
-from sparsync.cli.links import describe_links
 from sparsync.cli.values import Bounds, Readable
 from sparsync.errors import ConfigurationError
 

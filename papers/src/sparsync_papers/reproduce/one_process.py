@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsync.algorithm import Algorithm
 from sparsync.cli.workloads.digits import DigitsWorkload, SmallVgg
-from sparsync.cli.workloads.text import BytesWorkload, LstmWorkload
+from sparsync.cli.workloads.stdlib_text import BytesWorkload, LstmWorkload
 from sparsync.cli.workloads.workload import Draw, Evaluation, Workload
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.reducer import Reducer

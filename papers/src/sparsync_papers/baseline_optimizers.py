@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from sparsync.algorithm import Algorithm, check_density
 from sparsync.api import connect
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
-from sparsync.feedback.facts import agree_on_reducer, reducer_stats, weights_digest
+from sparsync.feedback.agreed_setup import agree_on_reducer, reducer_stats, weights_digest
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.schedule import Warmup
-from sparsync.feedback.state import (
+from sparsync.feedback.reducer_state import (
     ParsedState,
     agree_state,
     parse_state,
     reducer_state,
     take_state,
 )
+from sparsync.feedback.schedule import Warmup
 from sparsync.presets import resolve
 from sparsync.transports.agree import on_all_or_none
 from sparsync.transports.communicator import Communicator

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sparsync.transports.sim import simulate
-from sparsync.updates.lengths import lengthen, of_own_length, remember
-from sparsync.updates.moments import GradientNoise, noise_of
+from sparsync.updates.gradient_noise import GradientNoise, noise_of
+from sparsync.updates.step_length import lengthen, of_own_length, remember
 
 RATE, DECAY = 0.1, 0.3
 # optimizer, and whether weights decay apart from gradients

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sparsync.transports.sim import simulate
-from sparsync.updates import moments
-from sparsync.updates.moments import GradientNoise, correct, with_moments
+from sparsync.updates import gradient_noise
+from sparsync.updates.gradient_noise import GradientNoise, correct, with_moments
 
 GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
 STEPS = 5
@@ -13,7 +13,7 @@ STEPS = 5
 
 @pytest.fixture(autouse=True, params=[4, 15])
 def runs(request, monkeypatch):
-    monkeypatch.setattr(moments, "_RUN", request.param)
+    monkeypatch.setattr(gradient_noise, "_RUN", request.param)
 
 
 def trained(kind=torch.optim.AdamW, **options):
@@ -62,8 +62,8 @@ def test_joined_parameters_are_treated_as_each_alone(monkeypatch):
     shapes = ((3, 5), (7,), (2, 3, 4, 5), (0,), (11,), (4,), (1,))
     ends = []
     for small in (0, 20, 1000):
-        monkeypatch.setattr(moments, "_SMALL", small)
-        monkeypatch.setattr(moments, "_JOINED", 3)
+        monkeypatch.setattr(gradient_noise, "_SMALL", small)
+        monkeypatch.setattr(gradient_noise, "_JOINED", 3)
         torch.manual_seed(0)
         parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
         parameters[2].data = parameters[2].data.to(memory_format=torch.channels_last)

@@ -13,7 +13,7 @@ from sparsync.errors import require
 from sparsync.fields import Common, Fields, Kind, Number, Values
 from sparsync.kernels import backend_of, native
 from sparsync.units import flatten, is_finite, local_of, unflatten
-from sparsync.updates.lengths import of_own_length
+from sparsync.updates.step_length import of_own_length
 
 __all__ = [
     "GradientNoise",

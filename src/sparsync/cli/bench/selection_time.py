@@ -21,8 +21,8 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.algorithm import check_density
 from sparsync.cli.bench.kernels import check_device
+from sparsync.cli.flags import names
 from sparsync.cli.launch import on_one_thread
-from sparsync.cli.options import names
 from sparsync.cli.output import Columns, drawing, format_ms, format_ratio, progress
 from sparsync.cli.values import Seed, check, check_fields, check_memory
 from sparsync.errors import ConfigurationError

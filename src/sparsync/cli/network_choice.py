@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from sparsync.cli.lab import Lab, ensure_privileges
+from sparsync.cli.lab_links import MOST_RANKS, parse_links
 from sparsync.cli.launch import launch
-from sparsync.cli.links import MOST_RANKS, parse_links
 from sparsync.errors import ConfigurationError, require
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.launchers import detect

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -29,6 +29,8 @@ __all__ = [
     "densify",
     "even_boundaries",
     "fold",
+    "run_length",
+    "runs",
 ]
 
 
@@ -205,13 +207,22 @@ class DenseVector:
         """Return the stored tensor itself."""
         return self.values
 
-    def subtract_from_(self, dense: Tensor) -> None:
-        """``dense -= self``, in place."""
-        dense -= self.values
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements."""
+        return self.values.dtype
 
-    def write_to_(self, dense: Tensor) -> None:
-        """``dense = self``, in place, in the dtype of ``dense``."""
-        dense.copy_(self.values)
+    def run(self, start: int, stop: int) -> Tensor:
+        """Return elements ``[start, stop)``, not to be written to."""
+        return self.values[start:stop]
+
+    def subtract_from_(self, dense: Tensor, start: int = 0) -> None:
+        """``dense -= self``, in place; ``dense`` may be a run of elements from ``start`` on."""
+        dense -= self.run(start, start + dense.numel())
+
+    def write_to_(self, dense: Tensor, start: int = 0) -> None:
+        """``dense = self``, in place, in the dtype of ``dense``, which may be a run from ``start`` on."""
+        dense.copy_(self.run(start, start + dense.numel()))
 
     def divide_(self, divisor: int) -> None:
         """``self /= divisor``, in place."""
@@ -227,6 +238,21 @@ class DenseVector:
 
 
 Vector = SparseVector | DenseVector
+
+
+def run_length(like: Tensor) -> int:
+    """Return the elements of a long vector to work on at a time, on the device of ``like``.
+
+    On a CPU a few runs stay in its cache.  On an accelerator a run is long enough to keep it busy.
+    """
+    return 1 << 18 if like.is_cpu else 1 << 24
+
+
+def runs(size: int, like: Tensor, most: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of the runs of a vector, each of ``most`` elements, or ``run_length(like)``."""
+    step = most or run_length(like)
+    for start in range(0, size, step):
+        yield start, min(start + step, size)
 
 
 def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:

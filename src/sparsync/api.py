@@ -7,14 +7,16 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sparsync.algorithm import Algorithm
 from sparsync.collectives.collective import Reduced
 from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS, preset, resolve
 from sparsync.reduction import SUM, Reduction, reduction
-from sparsync.sparse import DenseVector, SparseVector, Vector, as_vector
+from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, Operation, run
@@ -199,7 +201,7 @@ def _prepare(
     options: dict[str, Any],
 ) -> _Program:
     """Check the arguments and select; return a program that checks agreement, then reduces."""
-    given, operation = as_vector(vector), reduction(op)
+    given, operation = _as_vector(vector), reduction(op)
     operation.check(given.values.dtype)
     if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 0):
         raise ConfigurationError(
@@ -258,3 +260,57 @@ def _select(given: Vector, algorithm: Algorithm, k: int | None, operation: Reduc
         return SparseVector.from_dense(given.values, neutral)
     # step 0 opens every period, so the selection is exact
     return algorithm.make_selector().select(given.values, k, step=0)
+
+
+def _as_vector(vector: Any) -> Vector:
+    """Return a dense or a sparse vector of the same elements, in the same memory if possible.
+
+    Takes a 1-D tensor or NumPy array, a ``scipy.sparse`` array or matrix with one row, one column or one
+    dimension (duplicates are summed), a ``SparseVector`` or a ``DenseVector``.
+
+    Example:
+        >>> import numpy as np
+        >>> _as_vector(np.array([1.0, 0.0], dtype=np.float32)).values
+        tensor([1., 0.])
+    """
+    if isinstance(vector, SparseVector):
+        return vector.check()
+    if isinstance(vector, DenseVector):
+        return DenseVector(_flat(vector.values))
+    if isinstance(vector, Tensor):
+        return DenseVector(_flat(vector.detach()))  # a sum over ranks is not differentiated
+    if hasattr(vector, "tocoo") and hasattr(vector, "shape"):
+        return _from_scipy(vector)
+    if hasattr(vector, "__array_interface__"):
+        try:
+            return DenseVector(_flat(torch.as_tensor(vector)))
+        except TypeError as error:
+            raise ConfigurationError(
+                f"the array has dtype {vector.dtype}; convert it to a numeric dtype"
+            ) from error
+    raise ConfigurationError(
+        f"got {type(vector).__name__}; give a 1-D tensor or NumPy array, a scipy.sparse vector, a "
+        "SparseVector or a DenseVector"
+    )
+
+
+def _flat(values: Tensor) -> Tensor:
+    if values.dim() != 1:
+        raise ConfigurationError(f"the tensor has shape {tuple(values.shape)}; flatten it first")
+    return values
+
+
+def _from_scipy(vector: Any) -> SparseVector:
+    shape = tuple(vector.shape)
+    if len(shape) > 2 or (len(shape) == 2 and 1 not in shape):
+        raise ConfigurationError(
+            f"the sparse matrix has shape {shape}; give one row, one column, or its flattened form"
+        )
+    coo = vector.tocoo()
+    along = coo.coords[0] if len(shape) == 1 else (coo.col if shape[0] == 1 else coo.row)
+    size = shape[0] if len(shape) == 1 else shape[0] * shape[1]
+    indices, values = torch.as_tensor(along).to(torch.int64), torch.as_tensor(coo.data)
+    unique, at = torch.unique(indices, return_inverse=True)
+    summed = torch.zeros(unique.numel(), dtype=values.dtype).index_add_(0, at, values)
+    stored = summed != 0  # scipy may store zeros; here absent means zero, and zeros are never sent
+    return SparseVector(unique[stored], summed[stored], size)

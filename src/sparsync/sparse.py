@@ -7,28 +7,21 @@ its place when sparsity no longer pays: from there on a sparse stream (SparCML, 
 from __future__ import annotations
 
 import builtins
-import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsync import kernels
 from sparsync.errors import ConfigurationError
-from sparsync.reduction import SUM, Reduction
 
 __all__ = [
     "DenseVector",
     "SparseVector",
     "Vector",
-    "as_vector",
-    "combine",
-    "densify",
     "even_boundaries",
-    "fold",
     "run_length",
     "runs",
 ]
@@ -265,131 +258,6 @@ def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
     if kernels.find(values, infinity, 0) is not None:
         return None
     return int((~torch.isfinite(values)).nonzero()[0])
-
-
-def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None = None) -> Vector:
-    """Return ``a operation b``, for vectors of one size and dtype, in sparse or dense form.
-
-    The result is sparse if both are and ``|a| + |b|``, a bound that costs nothing, is at most ``limit``;
-    with a limit of None, two sparse vectors always give a sparse one.
-
-    Cost: O(|a| + |b|) if both are sparse; supports that lie one behind the other are joined.
-
-    Example:
-        >>> a, b = (SparseVector.from_dense(torch.tensor(x)) for x in ([1.0, 0, 0], [2.0, 0, 3.0]))
-        >>> combine(a, b).nnz, combine(a, b, limit=2)
-        (2, DenseVector(values=tensor([3., 0., 3.])))
-    """
-    if isinstance(a, SparseVector) and isinstance(b, SparseVector):
-        if limit is None or a.nnz + b.nnz <= limit:
-            return _combine_sparse(a, b, operation)
-        a = densify(a, operation)
-    if isinstance(a, SparseVector):
-        values = b.to_dense().clone()
-        values[a.indices] = operation.apply(a.values, values[a.indices])
-        return DenseVector(values)
-    if isinstance(b, DenseVector):
-        return DenseVector(operation.apply(a.values, b.values))
-    values = a.values.clone()
-    values[b.indices] = operation.apply(values[b.indices], b.values)
-    return DenseVector(values)
-
-
-def fold(vectors: Iterable[Vector], operation: Reduction = SUM, limit: int | None = None) -> Vector:
-    """Return ``((v0 op v1) op v2) ...``, dense as soon as more than ``limit`` entries are possible.
-
-    Sparse sums are one merge; the result is that of the left fold, bit for bit.
-
-    Example:
-        >>> ones = SparseVector.from_dense(torch.ones(2))
-        >>> fold([ones, ones, ones]).to_dense().tolist()
-        [3.0, 3.0]
-    """
-    vectors = list(vectors)
-    sparse = [v for v in vectors if isinstance(v, SparseVector)]
-    few = limit is None or sum(v.nnz for v in sparse) <= limit
-    if operation is SUM and few and len(sparse) == len(vectors):
-        return SparseVector.merge(sparse)
-    return functools.reduce(lambda a, b: combine(a, b, operation, limit), vectors)
-
-
-def densify(vector: Vector, operation: Reduction = SUM) -> DenseVector:
-    """Store all elements; absent ones become the operation's neutral element."""
-    if isinstance(vector, DenseVector):
-        return vector
-    return DenseVector(vector.to_dense(operation.neutral(vector.values.dtype)))
-
-
-def _combine_sparse(a: SparseVector, b: SparseVector, operation: Reduction) -> SparseVector:
-    if a.nnz == 0 or b.nnz == 0:
-        return b if a.nnz == 0 else a
-    # regions that ranks own lie one behind the other: an allgather of them adds nothing
-    if bool(a.indices[-1] < b.indices[0]):
-        return SparseVector.join([a, b])
-    if operation is SUM:
-        return SparseVector.merge([a, b])
-    union = torch.unique(torch.cat([a.indices, b.indices]))
-    neutral = operation.neutral(a.values.dtype)
-    left, right = (a.values.new_full((union.numel(),), neutral) for _ in range(2))
-    left[torch.searchsorted(union, a.indices)] = a.values
-    right[torch.searchsorted(union, b.indices)] = b.values
-    values = operation.apply(left, right)
-    stored = values != neutral
-    return SparseVector(union[stored], values[stored], a.size)
-
-
-def as_vector(vector: Any) -> Vector:
-    """Return a dense or a sparse vector of the same elements, in the same memory if possible.
-
-    Takes a 1-D tensor or NumPy array, a ``scipy.sparse`` array or matrix with one row, one column or one
-    dimension (duplicates are summed), a ``SparseVector`` or a ``DenseVector``.
-
-    Example:
-        >>> import numpy as np
-        >>> as_vector(np.array([1.0, 0.0], dtype=np.float32)).values
-        tensor([1., 0.])
-    """
-    if isinstance(vector, SparseVector):
-        return vector.check()
-    if isinstance(vector, DenseVector):
-        return DenseVector(_flat(vector.values))
-    if isinstance(vector, Tensor):
-        return DenseVector(_flat(vector.detach()))  # a sum over ranks is not differentiated
-    if hasattr(vector, "tocoo") and hasattr(vector, "shape"):
-        return _from_scipy(vector)
-    if hasattr(vector, "__array_interface__"):
-        try:
-            return DenseVector(_flat(torch.as_tensor(vector)))
-        except TypeError as error:
-            raise ConfigurationError(
-                f"the array has dtype {vector.dtype}; convert it to a numeric dtype"
-            ) from error
-    raise ConfigurationError(
-        f"got {type(vector).__name__}; give a 1-D tensor or NumPy array, a scipy.sparse vector, a "
-        "SparseVector or a DenseVector"
-    )
-
-
-def _flat(values: Tensor) -> Tensor:
-    if values.dim() != 1:
-        raise ConfigurationError(f"the tensor has shape {tuple(values.shape)}; flatten it first")
-    return values
-
-
-def _from_scipy(vector: Any) -> SparseVector:
-    shape = tuple(vector.shape)
-    if len(shape) > 2 or (len(shape) == 2 and 1 not in shape):
-        raise ConfigurationError(
-            f"the sparse matrix has shape {shape}; give one row, one column, or its flattened form"
-        )
-    coo = vector.tocoo()
-    along = coo.coords[0] if len(shape) == 1 else (coo.col if shape[0] == 1 else coo.row)
-    size = shape[0] if len(shape) == 1 else shape[0] * shape[1]
-    indices, values = torch.as_tensor(along).to(torch.int64), torch.as_tensor(coo.data)
-    unique, at = torch.unique(indices, return_inverse=True)
-    summed = torch.zeros(unique.numel(), dtype=values.dtype).index_add_(0, at, values)
-    stored = summed != 0  # scipy may store zeros; here absent means zero, and zeros are never sent
-    return SparseVector(unique[stored], summed[stored], size)
 
 
 def even_boundaries(size: int, parts: int) -> list[int]:

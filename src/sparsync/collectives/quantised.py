@@ -14,8 +14,8 @@ from sparsync.collectives.collective import Collective, Reduced
 from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result
 from sparsync.sparse import DenseVector, Vector, run_length
 from sparsync.transports.communicator import Communicator
-from sparsync.wire.codec import MessageFraming
-from sparsync.wire.coo import Whole, written
+from sparsync.wire.codec import MessageFraming, written
+from sparsync.wire.coo import Whole
 from sparsync.wire.levels import LloydMax
 
 __all__ = ["Quantised"]

@@ -23,10 +23,10 @@ from sparsync import kernels
 from sparsync.algorithm import Algorithm
 from sparsync.collectives import Reduced
 from sparsync.feedback.correction import Correction, Corrector
-from sparsync.feedback.residual import Residual
+from sparsync.feedback.residual import Growth, Residual
 from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.step import Consensus, Plan, Proposal, Use, channel_of
-from sparsync.monitoring import Growth, Measured, Monitor, Sink
+from sparsync.monitoring import Measured, Monitor, Sink
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import together

@@ -7,6 +7,7 @@ feedback costs one buffer of n elements, not two.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, final
 
@@ -16,7 +17,9 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.sparse import DenseVector, SparseVector, Vector, runs
 
-__all__ = ["Residual"]
+__all__ = ["Growth", "Residual"]
+
+_OCTAVES, _MEMORY = 2.0, 8  # doublings that are too many, and the windows in which they happen
 
 # elements [start, stop) of a gradient, in memory of their own
 Runs = Callable[[int, int], Tensor]
@@ -251,3 +254,46 @@ class _Accumulated(DenseVector):
     def run(self, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)``."""
         return self._residual.run(start, stop)
+
+
+@final
+class Growth:
+    """Notices a residual that grows without bound, by the magnitude from which entries are selected.
+
+    Error feedback delays an entry by about 1 / density steps.  If the learning rate or the momentum is
+    too high for that delay, a correction arrives after its cause is gone: it overshoots, gradients grow,
+    and the residual grows with them.  All entries that wait are smaller than the threshold, which
+    selectors know without another pass.
+
+    Thresholds are averaged, as logarithms, over windows of 1 / density steps.  In the first window the
+    residual fills, so it tells nothing.  From then on the threshold of a training that goes well stays,
+    or falls with the gradients, while that of one that diverges, or whose residual grows linearly, rises
+    by two octaves over the least of the last eight windows.  Slower growth is not reported.
+
+    Args:
+        window: steps of a window: 1 / density.
+
+    Cost: an addition per step; never a wait for a GPU.   State: of this process, not saved.
+
+    Example:
+        >>> growth = Growth(window=2)
+        >>> [growth.observe(0.5 * step) for step in range(8)]  # a doubling in two steps
+        [False, False, False, False, False, False, False, True]
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._means: deque[float] = deque(maxlen=_MEMORY)
+        self._sum, self._count, self._filling = 0.0, 0, True
+
+    def observe(self, threshold: float) -> bool:
+        """Take a step's threshold, as a logarithm to base 2; tell whether the residual grows too fast."""
+        self._sum, self._count = self._sum + threshold, self._count + 1
+        if self._count < self.window:
+            return False
+        mean, filling = self._sum / self._count, self._filling
+        self._sum, self._count, self._filling = 0.0, 0, False
+        if filling:
+            return False
+        self._means.append(mean)
+        return mean - min(self._means) >= _OCTAVES

@@ -13,9 +13,9 @@ from sparsync.kernels.packing import unordered, view_as
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.communicator import bytes_of
 from sparsync.transports.ledger import Parts
-from sparsync.wire.codec import HEADER_BYTES, Codec, Encoded, Header
+from sparsync.wire.codec import HEADER_BYTES, Codec, Encoded, Header, written
 
-__all__ = ["INDEX_BYTES", "Coo", "StreamCodec", "Whole", "pack_words", "unpack_words", "written"]
+__all__ = ["INDEX_BYTES", "Coo", "StreamCodec", "Whole", "pack_words", "unpack_words"]
 
 INDEX_BYTES = 4
 
@@ -244,14 +244,6 @@ class StreamCodec(Codec[Vector]):
 
     def _codec_of(self, header: Header) -> Codec[SparseVector] | Codec[DenseVector]:
         return self.dense if header.format == self.dense.format else self.sparse
-
-
-def written(values: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
-    """Write values, divided, to ``into``, or add them; they may come from another device."""
-    if add:
-        into += (values if divisor == 1 else values / divisor).to(into.device)
-    else:
-        into.copy_(values).div_(divisor)
 
 
 def pack_words(indices: Tensor) -> Tensor:

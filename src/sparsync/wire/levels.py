@@ -12,9 +12,15 @@ from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.kernels import normal_levels, packing
 from sparsync.sparse import DenseVector
 from sparsync.transports.ledger import Parts
-from sparsync.wire.codec import LONG_HEADER_BYTES, Codec, Encoded, Header, check_block
-from sparsync.wire.coo import written
-from sparsync.wire.qsgd import check_end
+from sparsync.wire.codec import (
+    LONG_HEADER_BYTES,
+    Codec,
+    Encoded,
+    Header,
+    check_block,
+    check_end,
+    written,
+)
 
 __all__ = ["LloydMax"]
 

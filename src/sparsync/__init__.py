@@ -21,7 +21,7 @@ With SGD this exchanges gradients, as above; with AdamW, Muon and others what th
 every second step in one bit per element, as ``gradient`` of the same drawing (``docs/optimizers.md``).
 
 Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector, comm, k=...)``, or
-``sparsync.iallreduce`` for a future.
+``sparsync.iallreduce`` for a future, or ``sparsync.allgather(vector, comm)``.
 """
 
 from importlib import import_module
@@ -34,7 +34,7 @@ from sparsync.options import Compression, Monitoring, Transport
 
 if TYPE_CHECKING:
     from sparsync.algorithm import Algorithm
-    from sparsync.api import allreduce, connect, iallreduce
+    from sparsync.api import allgather, allreduce, connect, iallreduce
     from sparsync.checkpoint import load, save
     from sparsync.checkpoint.reshard import reshard
     from sparsync.collectives import Reduced
@@ -57,6 +57,7 @@ __all__ = [
     "SparseVector",
     "SparsyncError",
     "Transport",
+    "allgather",
     "allreduce",
     "attach",
     "connect",
@@ -78,6 +79,7 @@ _LATER = MappingProxyType(
         "Reduced": "sparsync.collectives",
         "Sentinel": "sparsync.gradients.sentinel",
         "SparseVector": "sparsync.sparse",
+        "allgather": "sparsync.api",
         "allreduce": "sparsync.api",
         "connect": "sparsync.api",
         "iallreduce": "sparsync.api",

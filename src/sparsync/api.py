@@ -1,33 +1,38 @@
-"""The library without a model: ``connect`` to the ranks, ``allreduce`` a vector."""
+"""The library without a model: ``connect`` to the ranks, ``allreduce`` or ``allgather`` a vector."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from sparsync.algorithm import Algorithm
+from sparsync.arrays import as_vector
 from sparsync.collectives.collective import Reduced
 from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS, preset, resolve
-from sparsync.reduction import SUM, Reduction, reduction
+from sparsync.reduction import SUM, Reduction, densify, entries_of, reduction
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, Operation, run
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.launchers import connect_mpi
+from sparsync.transports.mpi import MpiCommunicator
 from sparsync.transports.process_group import check_transport, connect_group
+from sparsync.wire.codec import MessageFraming
+from sparsync.wire.coo import StreamCodec
 
-__all__ = ["allreduce", "connect", "iallreduce"]
+__all__ = ["allgather", "allreduce", "connect", "iallreduce"]
 
 _MOST_OUTSTANDING = 1024  # calls under way at once; each has a channel of its own
-_Program = Callable[[Communicator], Coroutine[Operation, None, Reduced]]
+_MOST_KINDS = 256  # of calls whose last total is remembered
+
+T = TypeVar("T")
+_Program = Callable[[Communicator], Coroutine[Operation, None, T]]
 
 
 def connect(
@@ -77,7 +82,7 @@ def connect(
 
 def allreduce(
     vector: Any,
-    comm: Communicator,
+    comm: Any,
     algorithm: str | Algorithm | None = None,
     *,
     k: int | None = None,
@@ -86,15 +91,20 @@ def allreduce(
 ) -> Reduced:
     """Reduce a vector over ranks, once; every rank calls it.
 
-    Stateless: every call is an exact step, with new thresholds and boundaries.  Training keeps them
-    from step to step: use ``attach``.
+    Every call is an exact step, with new thresholds and boundaries.  Training keeps them from step to
+    step: use ``attach``.  The communicator remembers only how many entries the last total had, by which
+    "sparcml-auto" chooses.
 
     Args:
-        vector: a 1-D tensor or NumPy array, a ``scipy.sparse`` vector, a ``DenseVector`` or
-            ``SparseVector``.  Size and dtype are equal on all ranks.
-        comm: from ``connect``; a simulated communicator cannot block (see ``sparsync.simulate``).
-        algorithm: a preset's name or an ``Algorithm``.  Default: with ``k`` "budgeted"; without,
-            "sparcml-auto", which loses nothing and takes any dtype and operation.
+        vector: a 1-D tensor or NumPy array; ``(indices, values, size)`` of NumPy arrays or tensors, with
+            distinct indices of any integer type in any order; a sparse tensor or a ``scipy.sparse`` array
+            or matrix of one row or column; a ``DenseVector`` or ``SparseVector``.  Size and dtype are
+            equal on all ranks.
+        comm: from ``connect``, or an ``mpi4py.MPI.Intracomm``, of which the first call makes a duplicate;
+            a simulated communicator cannot block (see ``sparsync.simulate``).
+        algorithm: a preset's name or an ``Algorithm``.  Default: with ``k`` "budgeted", whose codec
+            ``sparsync.wire.Packed("bf16")`` rounds values (``codec=Packed("fp32")`` does not); without
+            ``k`` the lossless "sparcml-auto" in COO, which takes any dtype and operation.
         k: entries asked for, per rank and in the total; equal on all ranks.  None: all.
         op: "sum", "max", "min", "prod", "and", "or", "xor", "logical_and", "logical_or", or a
             ``Reduction`` of your own; elements that a vector does not store are its neutral element.
@@ -102,7 +112,8 @@ def allreduce(
         options: of the preset.
 
     Returns:
-        ``total``, bit-identical on every rank, and ``delivered``, this rank's share of it.
+        ``total``, bit-identical on every rank, and ``delivered``, this rank's share of it: vectors with
+        ``to_dense()``, ``to_torch()``, ``to_numpy()`` and ``to_scipy()``.
 
     Raises:
         ConfigurationError: unknown algorithm, operation or option, a vector that is not 1-D, k < 0.
@@ -116,16 +127,12 @@ def allreduce(
         >>> reduced.total.to_dense().tolist()
         [0.0, -5.0, 0.0]
     """
-    # after the first ``iallreduce`` its thread owns the sockets: a blocking call goes through it as well
-    engine = comm.companions.get("background")
-    if isinstance(engine, _Background):
-        return iallreduce(vector, comm, algorithm, k=k, op=op, **options).result()
-    return run(_prepare(vector, algorithm, k, op, options)(comm))
+    return _run(_prepare(vector, algorithm, k, op, options), comm)
 
 
 def iallreduce(
     vector: Any,
-    comm: Communicator,
+    comm: Any,
     algorithm: str | Algorithm | None = None,
     *,
     k: int | None = None,
@@ -150,12 +157,64 @@ def iallreduce(
         [[1.0, 0.0], [0.0, 2.0]]
         >>> comm.close()
     """
-    call = _prepare(vector, algorithm, k, op, options)
+    program, comm = _prepare(vector, algorithm, k, op, options), _communicator(comm)
     if "background" not in comm.companions:
         comm.companions["background"] = _Background(comm)
     background = comm.companions["background"]
     assert isinstance(background, _Background)
-    return background.start(call, comm)
+    return background.start(program, comm)
+
+
+def allgather(vector: Any, comm: Any) -> list[Vector]:
+    """Collect every rank's vector, in rank order; every rank calls it.
+
+    Nothing is summed: for parts of one vector that lie apart, ``sparsync.sparse.fold`` or, where they
+    ascend from rank to rank, ``SparseVector.join`` makes it of the list.
+
+    Args:
+        vector: as for ``allreduce``; zeros of dense ones need not travel.
+        comm: likewise.
+
+    Returns:
+        P vectors, exact, each sparse or dense as it travelled: in the shorter form.
+
+    Raises:
+        ConfigurationError: a vector that is not 1-D, or a dtype that has no wire format.
+        PeerError: ranks disagree on size or dtype; a peer died.
+
+    Cost: ceil(log2 P) messages, all others' bytes received; and one small allgather in which ranks
+    compare the call and tell how many bytes they have.
+
+    References: Renggli et al., SparCML, SC 2019, section 5.2.
+
+    Example:
+        >>> import torch
+        >>> [part.to_dense().tolist() for part in allgather(torch.tensor([0.0, 3.0]), connect())]
+        [[0.0, 3.0]]
+    """
+    return _run(_prepare_gather(vector), comm)
+
+
+def _run(program: _Program[T], comm: Any) -> T:
+    """Run a program to its end, on this process's rank."""
+    comm = _communicator(comm)
+    # after the first ``iallreduce`` its thread owns the sockets: a blocking call goes through it as well
+    engine = comm.companions.get("background")
+    if isinstance(engine, _Background):
+        return engine.start(program, comm).result()
+    return run(program(comm))
+
+
+def _communicator(comm: Any) -> Communicator:
+    """Return a communicator of ours, or the one over an mpi4py communicator."""
+    if isinstance(comm, Communicator):
+        return comm
+    if type(comm).__module__.partition(".")[0] == "mpi4py":
+        return MpiCommunicator.of(comm)
+    raise ConfigurationError(
+        f"comm is of type {type(comm).__name__}; give the communicator of sparsync.connect(), or an "
+        "mpi4py.MPI.Intracomm"
+    )
 
 
 @final
@@ -168,10 +227,10 @@ class _Background:
         # alive
         channel.companions = {}
         self._engine = Engine("iallreduce", [channel])
-        self._open: list[Future[Reduced]] = []
+        self._open: list[Future[Any]] = []
         self._calls = 0
 
-    def start(self, program: _Program, comm: Communicator) -> Future[Reduced]:
+    def start(self, program: _Program[T], comm: Communicator) -> Future[T]:
         """Start a program on the next channel; the count of calls is equal on all ranks."""
         self._open = [future for future in self._open if not future.done()]
         if len(self._open) >= _MOST_OUTSTANDING:
@@ -182,8 +241,9 @@ class _Background:
         # and must not meet a new call's messages on the channel of an old one
         channel = comm.channel(1 + self._calls % (2 * _MOST_OUTSTANDING))
         self._calls += 1
-        self._open.append(self._engine.submit(program(channel)))
-        return self._open[-1]
+        future = self._engine.submit(program(channel))
+        self._open.append(future)
+        return future
 
     def close(self) -> None:
         """Finish the calls under way, then end the thread."""
@@ -193,15 +253,36 @@ class _Background:
 # ---- one call --------------------------------------------------------------------------------------
 
 
+@final
+class _Totals:
+    """A communicator's memory: how many entries the last total of every kind of call had."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, int] = {}
+
+    def last(self, kind: str) -> int:
+        """Return the entries of the last total; -1: there was none."""
+        return self._entries.get(kind, -1)
+
+    def note(self, kind: str, entries: int) -> None:
+        """Remember a total; forget the kind that was new the longest ago."""
+        self._entries[kind] = entries
+        if len(self._entries) > _MOST_KINDS:
+            del self._entries[next(iter(self._entries))]
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
 def _prepare(
     vector: Any,
     algorithm: str | Algorithm | None,
     k: int | None,
     op: str | Reduction,
     options: dict[str, Any],
-) -> _Program:
+) -> _Program[Reduced]:
     """Check the arguments and select; return a program that checks agreement, then reduces."""
-    given, operation = _as_vector(vector), reduction(op)
+    given, operation = as_vector(vector), reduction(op)
     operation.check(given.values.dtype)
     if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 0):
         raise ConfigurationError(
@@ -223,12 +304,44 @@ def _prepare(
         "k": most,
         "options": sorted(options.items(), key=lambda item: item[0]),
     }
+    kind = str(facts)
 
     async def reduce(comm: Communicator) -> Reduced:
-        await agree(comm, facts)
-        return await chosen.make_collective().reduce(comm, ready, most, step=0)
+        totals = comm.companions.setdefault("totals", _Totals())
+        # ranks tell each other what they remember: with several calls in flight, one may have ended here
+        # and not yet there, and ranks that expected different totals would choose different collectives
+        told = await agree(comm, facts, [ready.nnz, totals.last(kind)])
+        entries, total = (max(column) for column in zip(*told, strict=True))
+        collective = chosen.make_collective()
+        collective.expect(entries, None if total < 0 else total)
+        reduced = await collective.reduce(comm, ready, most, step=0)
+        totals.note(kind, entries_of(reduced.total, operation))
+        return reduced
 
     return reduce
+
+
+def _prepare_gather(vector: Any) -> _Program[list[Vector]]:
+    """Check the vector and encode it; return a program that checks agreement, then collects."""
+    given, codec = as_vector(vector), StreamCodec()
+    size, dtype = given.size, given.values.dtype
+    few = SparseVector.from_dense(given.values) if isinstance(given, DenseVector) else given
+    limit = codec.limit(size, dtype)
+    mine = few if limit is None or few.nnz <= limit else densify(given)
+    facts = {"size": size, "dtype": dtype, "operation": "allgather"}
+
+    async def gather(comm: Communicator) -> list[Vector]:
+        with comm.stage("pack"):
+            payload = codec.encode(mine).payload
+        lengths = [length for [length] in await agree(comm, facts, [payload.numel()])]
+        messages = await comm.allgatherv(payload, lengths, "allgather", MessageFraming(codec))
+        with comm.stage("unpack"):
+            return [
+                mine if rank == comm.rank else codec.decode(message, size).to(given.values.device)
+                for rank, message in enumerate(messages)
+            ]
+
+    return gather
 
 
 def _filled_in(
@@ -260,57 +373,3 @@ def _select(given: Vector, algorithm: Algorithm, k: int | None, operation: Reduc
         return SparseVector.from_dense(given.values, neutral)
     # step 0 opens every period, so the selection is exact
     return algorithm.make_selector().select(given.values, k, step=0)
-
-
-def _as_vector(vector: Any) -> Vector:
-    """Return a dense or a sparse vector of the same elements, in the same memory if possible.
-
-    Takes a 1-D tensor or NumPy array, a ``scipy.sparse`` array or matrix with one row, one column or one
-    dimension (duplicates are summed), a ``SparseVector`` or a ``DenseVector``.
-
-    Example:
-        >>> import numpy as np
-        >>> _as_vector(np.array([1.0, 0.0], dtype=np.float32)).values
-        tensor([1., 0.])
-    """
-    if isinstance(vector, SparseVector):
-        return vector.check()
-    if isinstance(vector, DenseVector):
-        return DenseVector(_flat(vector.values))
-    if isinstance(vector, Tensor):
-        return DenseVector(_flat(vector.detach()))  # a sum over ranks is not differentiated
-    if hasattr(vector, "tocoo") and hasattr(vector, "shape"):
-        return _from_scipy(vector)
-    if hasattr(vector, "__array_interface__"):
-        try:
-            return DenseVector(_flat(torch.as_tensor(vector)))
-        except TypeError as error:
-            raise ConfigurationError(
-                f"the array has dtype {vector.dtype}; convert it to a numeric dtype"
-            ) from error
-    raise ConfigurationError(
-        f"got {type(vector).__name__}; give a 1-D tensor or NumPy array, a scipy.sparse vector, a "
-        "SparseVector or a DenseVector"
-    )
-
-
-def _flat(values: Tensor) -> Tensor:
-    if values.dim() != 1:
-        raise ConfigurationError(f"the tensor has shape {tuple(values.shape)}; flatten it first")
-    return values
-
-
-def _from_scipy(vector: Any) -> SparseVector:
-    shape = tuple(vector.shape)
-    if len(shape) > 2 or (len(shape) == 2 and 1 not in shape):
-        raise ConfigurationError(
-            f"the sparse matrix has shape {shape}; give one row, one column, or its flattened form"
-        )
-    coo = vector.tocoo()
-    along = coo.coords[0] if len(shape) == 1 else (coo.col if shape[0] == 1 else coo.row)
-    size = shape[0] if len(shape) == 1 else shape[0] * shape[1]
-    indices, values = torch.as_tensor(along).to(torch.int64), torch.as_tensor(coo.data)
-    unique, at = torch.unique(indices, return_inverse=True)
-    summed = torch.zeros(unique.numel(), dtype=values.dtype).index_add_(0, at, values)
-    stored = summed != 0  # scipy may store zeros; here absent means zero, and zeros are never sent
-    return SparseVector(unique[stored], summed[stored], size)

@@ -17,7 +17,16 @@ from torch import Tensor
 from sparsync.errors import ConfigurationError
 from sparsync.sparse import DenseVector, SparseVector, Vector
 
-__all__ = ["OPERATIONS", "SUM", "Reduction", "combine", "densify", "fold", "reduction"]
+__all__ = [
+    "OPERATIONS",
+    "SUM",
+    "Reduction",
+    "combine",
+    "densify",
+    "entries_of",
+    "fold",
+    "reduction",
+]
 
 Number = int | float
 
@@ -169,6 +178,18 @@ def densify(vector: Vector, operation: Reduction = SUM) -> DenseVector:
     if isinstance(vector, DenseVector):
         return vector
     return DenseVector(vector.to_dense(operation.neutral(vector.values.dtype)))
+
+
+def entries_of(vector: Vector, operation: Reduction = SUM) -> int:
+    """Count the elements of a vector that its sparse form would store: those that are not neutral.
+
+    Example:
+        >>> entries_of(DenseVector(torch.tensor([0.0, 2.0])))
+        1
+    """
+    if isinstance(vector, SparseVector):
+        return vector.nnz
+    return int((vector.values != operation.neutral(vector.values.dtype)).sum())
 
 
 def _combine_sparse(a: SparseVector, b: SparseVector, operation: Reduction) -> SparseVector:

@@ -7,9 +7,11 @@ its place when sparsity no longer pays: from there on a sparse stream (SparCML, 
 from __future__ import annotations
 
 import builtins
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,6 +140,30 @@ class SparseVector:
         """Move to a device."""
         return SparseVector(self.indices.to(device), self.values.to(device), self.size)
 
+    def to_numpy(self) -> tuple[Any, Any, int]:
+        """Return ``(indices, values, size)`` as NumPy arrays, which share the memory of CPU tensors.
+
+        Raises:
+            ConfigurationError: NumPy lacks the dtype of the values.
+        """
+        return _numpy(self.indices), _numpy(self.values), self.size
+
+    def to_scipy(self) -> Any:
+        """Return a ``scipy.sparse.coo_array`` of one row, `[1, size]`.
+
+        Raises:
+            ConfigurationError: SciPy is not installed, or lacks the dtype of the values.
+        """
+        return _scipy(*self.to_numpy())
+
+    def to_torch(self) -> Tensor:
+        """Return a coalesced ``torch.sparse_coo_tensor``, `[size]`."""
+        # PyTorch trusts ``is_coalesced``: the indices ascend and are unique
+        indices, shape = self.indices.view(1, -1), (self.size,)
+        return torch.sparse_coo_tensor(
+            indices, self.values, shape, check_invariants=False, is_coalesced=True
+        )
+
     def subtract_from_(self, dense: Tensor) -> None:
         """``dense -= self``, in place, touching ``nnz`` elements."""
         kernels.subtract_(dense, self.indices, self.values)
@@ -196,6 +222,10 @@ class DenseVector:
         """Number of stored elements: all of them."""
         return self.values.numel()
 
+    def to(self, device: torch.device) -> DenseVector:
+        """Move to a device."""
+        return DenseVector(self.values.to(device))
+
     def to_dense(self) -> Tensor:
         """Return the stored tensor itself."""
         return self.values
@@ -204,6 +234,18 @@ class DenseVector:
     def dtype(self) -> torch.dtype:
         """The dtype of the elements."""
         return self.values.dtype
+
+    def to_numpy(self) -> tuple[Any, Any, int]:
+        """Return the elements that are not zero, as ``SparseVector.to_numpy`` does."""
+        return SparseVector.from_dense(self.values).to_numpy()
+
+    def to_scipy(self) -> Any:
+        """Return the elements that are not zero, as ``SparseVector.to_scipy`` does."""
+        return SparseVector.from_dense(self.values).to_scipy()
+
+    def to_torch(self) -> Tensor:
+        """Return the elements that are not zero, as ``SparseVector.to_torch`` does."""
+        return SparseVector.from_dense(self.values).to_torch()
 
     def run(self, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)``, not to be written to."""
@@ -258,6 +300,25 @@ def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
     if kernels.find(values, infinity, 0) is not None:
         return None
     return int((~torch.isfinite(values)).nonzero()[0])
+
+
+def _numpy(tensor: Tensor) -> Any:
+    try:
+        return tensor.detach().cpu().numpy()
+    except TypeError as error:
+        raise ConfigurationError(
+            f"NumPy has no {tensor.dtype}; take to_torch(), or reduce values of another dtype"
+        ) from error
+
+
+def _scipy(indices: Any, values: Any, size: int) -> Any:
+    try:
+        sparse = importlib.import_module("scipy.sparse")  # optional: nothing else here needs it
+    except ImportError as error:
+        raise ConfigurationError(
+            f"to_scipy needs SciPy ({error}): pip install scipy, or take to_numpy()"
+        ) from error
+    return sparse.coo_array((values, (0 * indices, indices)), shape=(1, size))
 
 
 def even_boundaries(size: int, parts: int) -> list[int]:

@@ -8,6 +8,7 @@ import runpy
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,6 +122,29 @@ def test_agents_average_models_during_the_training():
 @on_ranks(RANKS, mpi=True)
 def test_calls_without_a_model_overlap():
     check_calls("mpi")
+
+
+@on_ranks(RANKS, mpi=True)
+def test_a_communicator_of_mpi4py_is_taken_and_remembered_until_it_is_freed():
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    mine = np.array([500, world.rank], dtype=np.int32), np.array([2.0, 1.0]), 1_000
+    for _ in range(2):
+        indices, values, _ = sparsync.allreduce(mine, world).total.to_numpy()
+        assert indices.tolist() == [*range(RANKS), 500]
+        assert values.tolist() == [1.0] * RANKS + [2.0 * RANKS]
+    half = world.Split(world.rank % 2, world.rank)
+    members = range(world.rank % 2, RANKS, 2)
+    future = sparsync.iallreduce(mine, half)
+    parts = [part.to_numpy()[0].tolist() for part in sparsync.allgather(mine, half)]
+    assert parts == [[rank, 500] for rank in members]
+    assert future.result().total.to_numpy()[0].tolist() == [*members, 500]
+    kept = MpiCommunicator.of(half)
+    assert kept is MpiCommunicator.of(half) is not MpiCommunicator.of(world)
+    half.Free()
+    assert kept.closed and not MpiCommunicator.of(world).closed
+    MpiCommunicator.of(world).close()
 
 
 @on_ranks(RANKS, mpi=True)

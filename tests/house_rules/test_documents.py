@@ -71,6 +71,11 @@ def test_every_block_about_arrays_runs(tmp_path):
     run(tmp_path, *blocks("python", text), AFTER)
 
 
+def test_every_block_about_theory_runs(tmp_path):
+    text = (ROOT / "docs" / "theory.md").read_text()
+    run(tmp_path, *blocks("python", text), "assert [*measured][::10] == [0, 10, 20]")
+
+
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 130
 

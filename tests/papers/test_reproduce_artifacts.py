@@ -8,7 +8,6 @@ from sparsync.presets import resolve
 from sparsync_papers.reproduce import Settings
 from sparsync_papers.reproduce.catalogue import ARTIFACTS
 from sparsync_papers.reproduce.command import find, reproduce
-from sparsync_papers.reproduce.oktopk_selection import xi
 from sparsync_papers.reproduce.one_process import (
     SimulatedTraining,
     digits_recipe,
@@ -44,13 +43,6 @@ def test_redsync_s_closed_form_is_what_the_simulator_takes(scheme):
     simulated, predicted = (f(lstm(), scheme, 4) for f in (phases, predicted_phases))
     for stage, seconds in simulated.items():
         assert predicted[stage] == pytest.approx(seconds, rel=0.05), stage
-
-
-def test_xi_of_two_ranks_by_hand():
-    """a = (3, 2, 0), (0, 2, 3): the mean's largest is 2 at 1; of the top-1 alone 1.5 at 0 or 2."""
-    accumulated = [torch.tensor([3.0, 2.0, 0.0]), torch.tensor([0.0, 2.0, 3.0])]
-    gradients = [torch.tensor([2.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 0.0])]
-    assert xi(accumulated, gradients, k=1) == pytest.approx((2.0**2 + 1.5**2) ** 0.5)
 
 
 # ---- training in one process ----------------------------------------------------------------------

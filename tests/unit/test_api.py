@@ -1,11 +1,24 @@
+import gc
+import sys
+import warnings
+import weakref
+
 import numpy as np
 import pytest
 import torch
 from scipy import sparse
 
-from sparsync import ConfigurationError, DenseVector, SparseVector, allreduce, connect, iallreduce
+from sparsync import (
+    ConfigurationError,
+    DenseVector,
+    SparseVector,
+    allgather,
+    allreduce,
+    connect,
+    iallreduce,
+)
 from sparsync import simulate as simulate_ranks
-from sparsync.api import _prepare
+from sparsync.api import _prepare, _prepare_gather
 from sparsync.errors import PeerError
 from sparsync.feedback import agreed_setup as agreement
 from sparsync.feedback.reducer import Reducer
@@ -41,13 +54,70 @@ def test_a_world_of_one_selects_and_sends_nothing(name):
         sparse.csc_matrix([[0.0], [3.0]], dtype=np.float32),
         sparse.coo_matrix(([1.0, 2.0], ([0, 0], [1, 1])), shape=(1, 2), dtype=np.float32),
         sparse.coo_array(([3.0], [[1]]), shape=(2,), dtype=np.float32),
+        np.array([3.0, 0.0], dtype=np.float32)[::-1],
+        np.array([0.0, 3.0], dtype=">f4"),
+        np.frombuffer(np.array([0.0, 3.0], dtype=np.float32).tobytes(), dtype=np.float32),
+        torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (2,), check_invariants=True),
+        torch.sparse_coo_tensor([[0], [1]], [3.0], (1, 2), check_invariants=True),
+        (np.array([1, 0]), np.array([3.0, 0.0], dtype=np.float32), 2),
+        (torch.tensor([1]), torch.tensor([3.0]), np.int32(2)),
     ],
-    ids=["tensor", "dense", "sparse", "numpy", "row", "column", "duplicates", "one dimension"],
+    ids=[
+        *("tensor", "dense", "sparse", "numpy", "row", "column", "duplicates", "one dimension"),
+        *("backwards", "big-endian", "read-only", "torch", "torch row"),
+        *("parts", "parts of tensors"),
+    ],
 )
 def test_every_form_of_a_vector_is_taken(vector):
     total = allreduce(vector, connect()).total
     assert total.to_dense().tolist() == [0.0, 3.0]
     assert total.values.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_a_csr_tensor_of_one_column_is_taken():
+    column = torch.tensor([[0.0], [3.0]]).to_sparse_csr()
+    assert allreduce(column, connect()).total.to_dense().tolist() == [0.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", ">i4"])
+def test_indices_of_any_integer_type_in_any_order_are_taken(kind):
+    indices = np.array([100, 3, 7], dtype=kind)
+    total = allreduce((indices, np.array([1.0, 2.0, 3.0]), 101), connect()).total
+    assert (total.indices.tolist(), total.values.tolist()) == ([3, 7, 100], [2.0, 3.0, 1.0])
+    assert indices.tolist() == [100, 3, 7]
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_results_go_to_other_libraries(dense):
+    values = torch.tensor([0.0, 3.0, 0.0, -1.0])
+    total = DenseVector(values) if dense else SparseVector.from_dense(values)
+    indices, stored, size = total.to_numpy()
+    assert (indices.tolist(), stored.tolist(), size) == ([1, 3], [3.0, -1.0], 4)
+    assert (indices.dtype, stored.dtype) == (np.int64, np.float32)
+    matrix = total.to_scipy()
+    assert matrix.shape == (1, 4) and matrix.toarray().tolist() == [values.tolist()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of tensors whose invariants PyTorch was not told to check
+        tensor = total.to_torch()
+    assert tensor.is_coalesced() and torch.equal(tensor.to_dense(), values)
+    for form in (total.to_numpy(), matrix, tensor):
+        assert torch.equal(allreduce(form, connect()).total.to_dense(), values)
+
+
+def test_a_result_shares_its_memory_with_numpy():
+    total = SparseVector(torch.tensor([1]), torch.tensor([3.0]), 2)
+    total.to_numpy()[1][0] = 5.0
+    assert total.values.tolist() == [5.0]
+
+
+def test_a_form_that_a_library_lacks_is_one_line(monkeypatch):
+    total = SparseVector.from_dense(torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(ConfigurationError, match=r"NumPy has no torch.bfloat16; take to_torch\(\)"):
+        total.to_numpy()
+    monkeypatch.setitem(sys.modules, "scipy.sparse", None)
+    with pytest.raises(ConfigurationError, match=r"to_scipy needs SciPy .*: pip install scipy"):
+        SparseVector.from_dense(torch.ones(2)).to_scipy()
 
 
 @pytest.mark.parametrize(
@@ -91,6 +161,129 @@ def test_ranks_that_disagree_are_named_before_any_data_moves(fact, arguments):
     assert simulate_ranks(program, 2).results == [["agreement"]] * 2
 
 
+# ---- the memory of a communicator ----------------------------------------------------------------
+
+
+def counted(vectors, **arguments):
+    """Return the messages of a rank, without those that compare the call, and the totals' entries."""
+
+    async def program(comm):
+        counts, entries = [], []
+        for vector in vectors:
+            reduced = await _prepare(vector(comm.rank), None, None, "sum", {})(comm)
+            sent = (
+                comm.ledger.total().messages_sent
+                - comm.ledger.by_phase()["agreement"].messages_sent
+            )
+            counts.append(sent - sum(counts))
+            entries.append(reduced.total.nnz)
+        return counts, entries
+
+    return simulate_ranks(program, 64).results[0]
+
+
+def test_the_size_of_the_last_total_is_remembered_between_calls():
+    def one(rank):
+        return SparseVector(torch.tensor([rank, 900]), torch.ones(2), 100_000)
+
+    # recursive doubling, and no round to learn how many entries ranks have: 18 messages before
+    assert counted([one] * 3) == ([6, 6, 6], [65, 65, 65])
+
+
+def test_a_remembered_size_chooses_the_collective():
+    """Equal supports: if they were random, 2 % of 64 ranks would make the sum dense."""
+    size, same = 100_000, torch.arange(2_000)
+
+    def equal(_rank):
+        return SparseVector(same, torch.ones(2_000), size)
+
+    # the first total travels dense, and is remembered by its entries all the same
+    assert counted([equal] * 3) == ([63 + 6, 6, 6], [size, 2_000, 2_000])
+
+
+def test_each_kind_of_call_has_a_memory_of_its_own():
+    same = torch.arange(2_000)
+
+    def of(size):
+        return lambda _rank: SparseVector(same, torch.ones(2_000), size)
+
+    assert counted([of(100_000), of(100_001), of(100_000)])[0] == [69, 69, 6]
+
+
+def test_ranks_that_remember_different_totals_choose_alike():
+    """A call in flight may have ended on one rank and not yet on another, when both start the next."""
+    same = torch.arange(2_000)
+
+    async def program(comm):
+        vector = SparseVector(same, torch.ones(2_000), 100_000)
+        for turn in range(2):
+            if turn and comm.rank:
+                comm.companions.clear()
+            reduced = await _prepare(vector, None, None, "sum", {})(comm)
+        return reduced.total.nnz
+
+    assert simulate_ranks(program, 8).results == [2_000] * 8
+
+
+def test_a_memory_is_bounded_and_ends_with_its_communicator():
+    comm = connect()
+    for size in range(1, 600):
+        allreduce((np.array([0]), np.array([1.0]), size), comm)
+    memory = comm.companions["totals"]
+    assert len(memory._entries) == 256
+    kept = weakref.ref(memory)
+    del comm, memory
+    gc.collect()
+    assert kept() is None
+
+
+# ---- allgather -----------------------------------------------------------------------------------
+
+
+def test_allgather_collects_all_vectors_in_rank_order():
+    async def program(comm):
+        dense = torch.zeros(100)
+        dense[comm.rank :: 100 if comm.rank else 1] = comm.rank + 1.0  # all elements of rank 0
+        parts = await _prepare_gather(dense)(comm)
+        return parts, comm.ledger.by_phase()["allgather"].messages_sent
+
+    for parts, messages in simulate_ranks(program, 5).results:
+        assert messages == 3
+        assert isinstance(parts[0], DenseVector) and parts[0].values.tolist() == [1.0] * 100
+        found = [(part.indices.tolist(), part.values.tolist()) for part in parts[1:]]
+        assert found == [([rank], [rank + 1.0]) for rank in range(1, 5)]
+
+
+def test_what_travels_is_the_shorter_form():
+    async def program(comm):
+        ones = torch.ones(1_000, dtype=torch.float64)
+        await _prepare_gather(SparseVector.from_dense(ones))(comm)
+        return comm.ledger.by_phase()["allgather"].sent
+
+    assert simulate_ranks(program, 2).results == [8 + 8 * 1_000] * 2
+
+
+def test_allgather_keeps_stored_zeros_and_any_dtype():
+    parts = allgather((np.array([2, 1]), np.array([0, 7]), 3), connect())
+    [(indices, values, size)] = [part.to_numpy() for part in parts]
+    assert (indices.tolist(), values.tolist(), size) == ([1, 2], [7, 0], 3)
+
+
+def test_allgather_goes_through_the_thread_of_iallreduce():
+    with connect() as comm:
+        future = iallreduce(torch.ones(2), comm)
+        assert allgather(torch.ones(2), comm)[0].values.tolist() == [1.0, 1.0]
+        assert future.result().total.values.tolist() == [1.0, 1.0]
+
+
+def test_ranks_that_gather_vectors_of_two_sizes_are_named():
+    async def program(comm):
+        with pytest.raises(PeerError, match=f"disagree on size: rank {comm.rank} has"):
+            await _prepare_gather(torch.ones(2 + comm.rank))(comm)
+
+    simulate_ranks(program, 2)
+
+
 # ---- non-blocking --------------------------------------------------------------------------------
 
 
@@ -123,6 +316,31 @@ def test_several_calls_are_under_way_at_once_and_end_in_any_order():
         (sparse.csr_matrix((2, 2)), {}, r"shape \(2, 2\); give one row"),
         (torch.ones(2), {"k": -1}, "k is -1; give the number of entries to take"),
         (torch.ones(2, 2), {}, r"shape \(2, 2\); flatten it first"),
+        (torch.eye(2).to_sparse(), {}, r"shape \(2, 2\); give one row"),
+        (torch.ones(1, 2).to_sparse(1), {}, "has 1 dense dimensions; give one without"),
+        (
+            (np.arange(2), np.ones(2)),
+            {},
+            r"tuple of \(ndarray, ndarray\); give \(indices, values, ",
+        ),
+        ((np.arange(2), np.ones(2), 2.0), {}, r"tuple of \(ndarray, ndarray, float\); give"),
+        (
+            (np.ones(2), np.ones(2), 2),
+            {},
+            "the indices are torch.float64; convert them to integers",
+        ),
+        ((np.arange(2), np.ones(3), 3), {}, r"indices \(2,\) and values \(3,\); give"),
+        (
+            (np.array([0, 2]), np.ones(2), 2),
+            {},
+            r"indices are from 0 to 2; give them within \[0, 2\)",
+        ),
+        (
+            (np.array([2**63], dtype="u8"), np.ones(1), 9),
+            {},
+            r"from -\d+ to -\d+; give them within",
+        ),
+        ((np.array([1, 1]), np.ones(2), 2), {}, "an index occurs more than once"),
         (torch.ones(2), {"algorithm": "nothing"}, "choose one of allgather, auto, budgeted"),
         (torch.ones(2), {"capp": 1}, "has no option capp"),
         (torch.arange(3), {"k": 1}, r"torch\.int64 are not defined"),
@@ -193,3 +411,11 @@ def test_attach_compares_the_options_too(monkeypatch):
             Reducer(connect(), units, resolve("oktopk", cap=cap), density=0.5)
         )
     assert told[0] != told[1]
+
+
+@pytest.mark.parametrize("call", [allreduce, iallreduce, allgather])
+def test_something_that_is_no_communicator_is_named(call):
+    with pytest.raises(
+        ConfigurationError, match=r"of type NoneType; give .* sparsync\.connect\(\)"
+    ):
+        call(torch.ones(2), None)

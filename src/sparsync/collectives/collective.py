@@ -71,6 +71,14 @@ class Collective(Stateful):
         """Say which of several methods is in use, and why; None where there is only one."""
         return None
 
+    def expect(self, entries: int, total: int | None) -> None:
+        """Take what ranks know before a call: by default nothing comes of it.
+
+        Args:
+            entries: the most that any rank contributes; equal on all ranks, as ``total`` is.
+            total: entries of the last total of such a call; None: it is the first.
+        """
+
     def for_layers(self, sizes: Sequence[int]) -> Collective:
         """Return the collective for a unit of layers of these sizes: itself, unless layers matter."""
         return self

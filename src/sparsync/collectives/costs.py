@@ -25,6 +25,7 @@ __all__ = [
     "allreduce",
     "expected_union",
     "lemma_5_1_words",
+    "lemma_5_2_speedup",
     "lower_bound_words",
     "sum_bound_words",
 ]
@@ -187,6 +188,19 @@ def lemma_5_1_words(k: float, world_size: int, *, disjoint: bool) -> float:
     ``(P - 1) k`` where supports are disjoint, ``2 k (P - 1) / P`` where they are equal.
     """
     return float((world_size - 1) * k) if disjoint else lower_bound_words(k, world_size)
+
+
+def lemma_5_2_speedup(index_bytes: int = 4, value_bytes: int = WORD_BYTES) -> float:
+    """SparCML, after Lemma 5.2: sparsity alone is at most ``2 / kappa`` times faster than dense.
+
+    For sums that turn dense; kappa is delta / N, the density from which a dense message is shorter:
+    ``value_bytes / (index_bytes + value_bytes)``.
+
+    Example:
+        >>> lemma_5_2_speedup()
+        4.0
+    """
+    return 2 * (index_bytes + value_bytes) / value_bytes
 
 
 def sum_bound_words(job: Job) -> float:

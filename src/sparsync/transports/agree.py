@@ -106,25 +106,34 @@ def unequal_steps(least: int, most: int, here: int) -> str:
 # ---- facts -----------------------------------------------------------------------------------------
 
 
-async def agree(comm: Communicator, facts: Mapping[str, object]) -> None:
-    """Return when all ranks hold the same facts.
+async def agree(
+    comm: Communicator, facts: Mapping[str, object], numbers: Sequence[int] = ()
+) -> list[list[int]]:
+    """Return every rank's ``numbers``, in rank order, when all ranks hold the same facts.
 
-    Every rank gives the same number of facts, in the same order.
+    Every rank gives as many facts and numbers as the others, in the same order.
+
+    Args:
+        comm: the group.
+        facts: must be the same everywhere.
+        numbers: 64-bit integers that may differ; they travel in the same message.
 
     Raises:
         PeerError: names the first fact that differs, this rank's value and those of others.
 
-    Cost: one allgather of 8 bytes per fact; where they differ one more, of 64 KiB from every rank.
+    Cost: one allgather of 8 bytes per fact and number; where facts differ one more, of 64 KiB from every
+    rank.
     """
-    digests = torch.tensor([_number(f"{name}={value}") for name, value in facts.items()])
-    differs = torch.stack(await comm.allgather(digests, "agreement")) != digests
+    mine = [_number(f"{name}={value}") for name, value in facts.items()]
+    told = torch.stack(await comm.allgather(torch.tensor([*mine, *numbers]), "agreement"))
+    digests = told[:, : len(mine)]
+    differs = digests != digests[comm.rank]
     if not bool(differs.any()):
-        return
-    for i, (name, value) in enumerate(facts.items()):
-        others = differs[:, i].nonzero().flatten().tolist()
-        # if one rank sees a mismatch, all do, at the same fact: so all of them join the exchange of texts
-        if others:
-            raise await _disagreement(comm, name, value, others)
+        return told[:, len(mine) :].tolist()
+    # if one rank sees a mismatch, all do, at the same fact: so all of them join the exchange of texts
+    at = int(differs.any(dim=0).nonzero()[0])
+    name, value = list(facts.items())[at]
+    raise await _disagreement(comm, name, value, differs[:, at].nonzero().flatten().tolist())
 
 
 async def _disagreement(

@@ -87,7 +87,7 @@ class Communicator(ABC):
         device: where payloads must live (CUDA tensors are staged to it).
         ledger: counts the traffic of all channels.
         tag: the channel of this handle's messages; see ``channel``.
-        companions: threads and actors that others started for this group; ``close`` ends them.
+        companions: threads, actors and memories that others keep for this group; ``close`` ends them.
         aborted: set by ``abort``; all channels share it.
         pads: whether ``alltoallv`` pads every message to its sender's capacity.
         tags: number of channels that the transport has.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import time
 from collections.abc import Callable
@@ -92,6 +93,23 @@ class MpiCommunicator(Communicator):
         _Request(self, "wait for all ranks to connect", lambda: request).wait()
         # errors are raised, and can name rank and phase; MPI's default handler ends the job
         self.comm.Set_errhandler(mpi.ERRORS_RETURN)
+
+    @classmethod
+    def of(cls, comm: Any) -> MpiCommunicator:
+        """Return the communicator over one of mpi4py's: made once, and kept until that one is freed.
+
+        All ranks make their first call together.
+
+        Raises:
+            ConfigurationError: as from the constructor.
+        """
+        key = _key(load_mpi())
+        kept = comm.Get_attr(key)
+        if kept is None or kept.closed:
+            kept = cls(comm)
+            comm.Set_attr(key, kept)
+        assert isinstance(kept, MpiCommunicator)
+        return kept
 
     @classmethod
     def over(cls, comm: Communicator, *, timeout: float = 300.0) -> MpiCommunicator:
@@ -231,6 +249,16 @@ class MpiCommunicator(Communicator):
             # from being used for anything else
             atexit.register(list, self.pending.values())
         self.comm.Free()  # MPI frees it when the operations that are pending on it have ended
+
+
+@functools.cache
+def _key(mpi: Any) -> int:
+    """Return the key under which MPI keeps our communicators with the user's, and closes them with it."""
+    # attributes are MPI's own way for libraries to remember something of a communicator: a duplicate does
+    # not inherit them, and they are deleted when it is freed.  A weak reference would not do, since
+    # several of mpi4py's objects may stand for one communicator
+    key: int = mpi.Comm.Create_keyval(delete_fn=lambda _comm, _key, kept: kept.close())
+    return key
 
 
 @final

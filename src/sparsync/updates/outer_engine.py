@@ -34,7 +34,16 @@ from sparsync.updates.outer_step import OuterStep
 from sparsync.updates.periods import AdaptivePeriod, drift_of, followed, share_of
 from sparsync.updates.saved import outer_kinds
 
-__all__ = ["Carry", "OuterEngine", "OuterState", "Reduce", "alone", "check_place", "kinds_of"]
+__all__ = [
+    "Carry",
+    "Moves",
+    "OuterEngine",
+    "OuterState",
+    "Reduce",
+    "alone",
+    "check_place",
+    "kinds_of",
+]
 
 _FINISHED: Final = 1 << 22  # elements of an allreduce of ``deliver``
 _CURE: Final = "load a state that this rank's state_dict() returned, into the same set-up"

@@ -13,6 +13,7 @@ from sparsync import kernels
 from sparsync.presets import resolve
 from sparsync.published.baselines import GaussianK
 from sparsync.published.oktopk import Reused, oktopk, oktopk_paper
+from sparsync.published.oktopk.assumption_1 import xi
 from sparsync.sparse import SparseVector
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact, joined
 from sparsync_papers.reproduce.one_process import (
@@ -218,30 +219,6 @@ def _compare_counts(rows: Table, steps: int) -> list[Comparison]:
             why,
         ),
     ]
-
-
-def xi(accumulated: list[Tensor], gradients: list[Tensor], k: int) -> float:
-    """Return the least xi with which Assumption 1 (Equation 5) holds on this step.
-
-    ``|Topk(mean of a_i) - Topk(mean of Topk(a_i))| / |mean of g_i|``; the learning rate cancels where
-    residuals are kept in the gradient's units.
-
-    Example:
-        >>> same = [torch.tensor([3.0, 1.0])] * 2
-        >>> xi(same, same, k=1)
-        0.0
-    """
-    mean = torch.stack(gradients).mean(0)
-    wanted = _top(torch.stack(accumulated).mean(0), k)
-    reached = _top(torch.stack([_top(mine, k) for mine in accumulated]).mean(0), k)
-    return float((wanted - reached).norm() / mean.norm().clamp(min=torch.finfo(mean.dtype).tiny))
-
-
-def _top(values: Tensor, k: int) -> Tensor:
-    """Return the k largest at their places, zeros elsewhere."""
-    chosen, positions = torch.zeros_like(values), kernels.top(values, k)
-    chosen[positions] = values[positions]
-    return chosen
 
 
 @artifact(

@@ -38,13 +38,16 @@ line 14: indexes, the intersection            indices of ``Reduced.delivered``
 Algorithm 2, Ok-Topk SGD                      ``sparsync.attach(model, optimizer, "oktopk")`` with SGD
 acc, accumulator; epsilon, residuals          accumulated; the residual (``sparsync.feedback.residual``)
 1/P of u_t (Algorithm 2, line 7)              the average (``sparsync.feedback.reducer``)
-xi, Assumption 1                              ``Monitoring(xi_period=)``, ``sparsync.monitoring.XiProbe``
+xi, Assumption 1                              ``Monitoring(xi_period=)``, ``sparsync.monitoring.XiProbe``;
+                                              of recorded vectors ``assumption_1.xi``
+Theorem 4.1                                   ``sparsync.published.sparcml.sgd_bounds.theorem_c_4``
 fill-in (section 5.2)                         ``benchmarks/fill_in.md``; presets "allgather", "topkdsa"
 COO format                                    ``sparsync.wire.Coo``
 alpha, beta (per word)                        ``sparsync.cost.machine.Machine``: beta is per byte
 Equations 1, 2 and 3                          ``split_cost``, ``gather_cost``, ``equation_3`` in
                                               ``sparsync.published.oktopk.allreduce``
 Theorem 3.1, lower bound                      ``sparsync.collectives.costs.lower_bound_words``
+Table 1                                       ``table_1.TABLE_1``
 Dense, TopkA (Table 1)                        presets "dense" and "allgather"
 TopkDSA, gTopk, Gaussiank (Table 1)           presets "topkdsa", "gtopk", "gaussiank": those of
                                               ``sparsync.published.baselines``

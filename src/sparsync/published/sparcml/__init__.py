@@ -30,6 +30,7 @@ SSAR_Split_allgather (5.3.2)                  ``split_allgather``, preset "split
 DSAR_Split_allgather (5.3.3)                  ``Dynamic(always_dense=True)``, preset "dynamic"
 dense ring, sparse ring (8.1)                 ``Ring``, presets "ring-dense" and "ring"
 "some rough idea" of the result's size        ``SparcmlAuto``, preset "sparcml-auto", which learns it
+sparse allgather (5.2)                        ``sparsync.allgather``
 L1(P), L2(P), alpha, beta_s, beta_d           ``cost(job)`` of each collective: messages and bytes
 Lemmas 5.1 and 5.2                            ``lemma_5_1_words``, ``sum_bound_words`` in
                                               ``sparsync.collectives.costs``
@@ -47,6 +48,7 @@ SGD, SCD, Webspam and URL (8.2)               ``Sgd``, ``Scd``, ``load_shard`` o
 settings of section 8                         ``SPARCML_SETTINGS``
 block-momentum SGD, BMUF (8.4)                scheme "bmuf" of ``sparsync.updates``
 fill-in, E[K] (appendix B)                    ``sparsync.collectives.costs.expected_union``
+Lemma C.3, Theorem C.4 (appendix C)           ``sgd_bounds.lemma_c_3``, ``sgd_bounds.theorem_c_4``
 ============================================  ========================================================
 
 Run it
@@ -89,7 +91,8 @@ Differs from the paper
   (the preset "dynamic") they are dense, as published.  Ok-Topk calls the first "TopkDSA".
 * **At most ``cap * k`` entries of a rank are taken** (1.0 by default) where entries are selected;
   ``cap=None``: any number, as published.
-* **The size of the result is learned** ("sparcml-auto") from the last total; the user gives no hint.
+* **The size of the result is learned** ("sparcml-auto") from the last total, which ``allreduce`` keeps
+  with the communicator; the user gives no hint.
 * **Nothing is sent that is neutral**: an element that is not stored is the operation's neutral element.
 * **Quantised is either what ranks select** (``quantize="local"``, the default), as Algorithm 1 says,
   **or the dense half of DSAR** (``quantize="reduced"``), as section 6 does.

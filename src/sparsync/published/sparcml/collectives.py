@@ -19,7 +19,7 @@ from sparsync.collectives.collective import Collective, Reduced
 from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, Cost, Job, Result
 from sparsync.errors import require
 from sparsync.published.sparcml.streams import Call, StreamCollective, relayed, stream_bytes
-from sparsync.reduction import SUM, Reduction
+from sparsync.reduction import SUM, Reduction, entries_of
 from sparsync.sparse import DenseVector, SparseVector, Vector, even_boundaries
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.codec import HEADER_BYTES, Codec, MessageFraming
@@ -447,7 +447,8 @@ class SparcmlAuto(Collective):
         cap: at most ``cap * k`` entries per rank are taken; None: all.
 
     Cost: that of the cheapest of the three by the estimate; with ``cap=None`` the first call has one more
-    allreduce, of one integer.   State: entries of the last total, and the most of a rank.
+    allreduce, of one integer, unless it was told (``expect``), as ``sparsync.allreduce`` does.
+    State: entries of the last total, and the most of a rank.
     Differs from the paper: there the user chooses.
 
     Example:
@@ -476,6 +477,10 @@ class SparcmlAuto(Collective):
         self._split = split_allgather(self.codec, op=op, cap=cap)
         self._dynamic = Dynamic(self.codec, op=op, cap=cap)
 
+    def expect(self, entries: int, total: int | None) -> None:
+        """Begin with the entries of an earlier total."""
+        self.state = SparcmlAutoState(total, entries)
+
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Choose, then reduce."""
         # The choice rests only on numbers that all ranks share: n, P, the most entries of any rank, those
@@ -487,7 +492,9 @@ class SparcmlAuto(Collective):
             most = float(await comm.allreduce(torch.tensor([selected.nnz]), "entries", "max"))
         chosen = self.choose(Job(size, most, comm.world_size, result=self.state.entries), dtype)
         reduced = await chosen.reduce(comm, selected, k, step)
-        self.state = SparcmlAutoState(reduced.total.nnz, most)
+        # of a total that travelled dense as well, or one dense total would make all that follow dense
+        entries = entries_of(reduced.total, self._doubling.operation)
+        self.state = SparcmlAutoState(entries, most)
         return reduced
 
     def choose(self, job: Job, dtype: torch.dtype = torch.float32) -> RecursiveDoubling | Dynamic:

@@ -150,10 +150,7 @@ class Call:
         """Decode a whole message, to where this rank's values are."""
         with self.comm.stage("unpack"):
             vector = (codec or self.codec).decode(message, size)
-        device = self.mine.values.device
-        if isinstance(vector, DenseVector):
-            return DenseVector(vector.values.to(device))
-        return vector.to(device)
+        return vector.to(self.mine.values.device)
 
     async def receive(self, source: int, capacity: int, size: int, phase: str) -> Vector:
         """Receive a message and decode it."""

@@ -39,6 +39,7 @@ beta, normal group allreduce                  ``grouping="synchronous"``
 alpha = beta = false                          ``group_size=1``: local SGD
 fixed groups (5.2)                            ``dynamic=False``
 staleness bound                               no model is older than the last global average
+Theorems 4.1 and 4.6, Lemma 4.5               ``averaging_bounds``: ``theorem_4_1`` and so on
 fflib schedules, asynchronous execution       a thread next to training (``sparsync.transports.actors``)
 Allreduce-SGD, local SGD                      schemes "allreduce" and "local" of ``sparsync.averaging``
 D-PSGD, SGP, AD-PSGD, eager-SGD               ``sparsync.published.baselines``

@@ -1,0 +1,56 @@
+"""Assumption 1 of Ok-Topk on vectors of all ranks: how far its selection is from the true top-k."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsync import kernels
+
+__all__ = ["xi"]
+
+
+def xi(
+    accumulated: Sequence[Tensor], gradients: Sequence[Tensor], k: int, *, reselect: bool = True
+) -> float:
+    """Return the least xi with which Assumption 1 (Equation 5) holds on one step.
+
+    ``|Topk(mean of a) - Topk(mean of Topk(a))| / |mean of g|`` over the ranks' a and g.  The learning
+    rate cancels if both have it or neither does.  ``sparsync.monitoring.XiProbe`` estimates the same
+    during training, from samples.
+
+    Args:
+        accumulated: a residual plus a gradient per rank, `[n]` each, before anything is selected.
+        gradients: the ranks' gradients, `[n]` each.
+        k: entries that are selected, on each rank and of the sum.
+        reselect: False: without the outer Topk of the second term, as SparCML's Assumption C.2 has it.
+
+    Returns:
+        xi >= 0; infinity if the mean gradient is zero and the two vectors differ.
+
+    References: Li & Hoefler, Ok-Topk, PPoPP 2022, section 4.1; Renggli et al., SparCML, SC 2019,
+    appendix C.
+
+    Example:
+        >>> ranks = [torch.tensor([3.0, 0.0, 2.0]), torch.tensor([-3.0, 0.0, 2.0])]
+        >>> xi(ranks, ranks, k=1)  # both ranks send what cancels, and keep what does not
+        1.0
+    """
+    wanted = _top(torch.stack([*accumulated]).mean(0), k)
+    reached = torch.stack([_top(mine, k) for mine in accumulated]).mean(0)
+    if reselect:
+        reached = _top(reached, k)
+    lacking, gradient = (wanted - reached).norm(), torch.stack([*gradients]).mean(0).norm()
+    if not gradient:
+        return math.inf if lacking else 0.0
+    return float(lacking / gradient)
+
+
+def _top(values: Tensor, k: int) -> Tensor:
+    """Return the k largest at their places, zeros elsewhere."""
+    chosen, positions = torch.zeros_like(values), kernels.top(values, k)
+    chosen[positions] = values[positions]
+    return chosen

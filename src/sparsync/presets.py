@@ -7,6 +7,7 @@ The rows of the core are at the end; those of the papers are declared by their r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -76,6 +77,7 @@ def quantised(*, bits: int = 2, block: int = 256) -> Algorithm:
         bits: per element: 1, 2, 3, 4, 8 or 16.
         block: consecutive elements that share a scale.
     """
+    Quantised(bits, block)  # refuses both, before they are divided
     return Algorithm(
         "quantised",
         Everything,
@@ -113,6 +115,8 @@ def auto(
     names = planned if candidates is None else list(candidates)
     good = bool(names) and all(name in PRESETS and PRESETS[name].planned for name in names)
     require(good, f"auto: candidates are {names}; choose among {', '.join(planned)}")
+    fits = budget is None or 0 < budget < math.inf
+    require(fits, f"auto: budget is {budget}; give bytes > 0, or None")
     algorithms = [resolve(name) for name in names]
 
     def make(found: Machine) -> Algorithm:

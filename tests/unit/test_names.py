@@ -127,18 +127,13 @@ def test_an_installed_package_declares_aliases(monkeypatch):
         named = {"sparsync.aliases": {"Their Method": "sparsync.cli.app:_GROUP", "RGC": "os:sep"}}
         return [EntryPoint(name, value, group) for name, value in named.get(group, {}).items()]
 
-    monkeypatch.setattr(tables, "entry_points", points)
+    monkeypatch.setattr(tables, "_points", points)
     assert ALIASES["their-method"] == "sparsync.commands"
     assert ALIASES["rgc"] == "redsync"  # the rooms come first
     with pytest.raises(ConfigurationError, match=r"'RGC'.*a name that exists already"):
         list(ALIASES)
-    monkeypatch.setattr(
-        tables,
-        "entry_points",
-        lambda group: (
-            [EntryPoint("topk-a", "sparsync.presets:PRESETS", group)] * (group[9:] == "algorithms")
-        ),
-    )
+    taken = EntryPoint("topk-a", "sparsync.presets:PRESETS", "sparsync.algorithms")
+    monkeypatch.setattr(tables, "_points", lambda group: [taken] * (group == taken.group))
     with pytest.raises(ConfigurationError, match=r"'topk-a'.*a name that exists already"):
         list(PRESETS)
 

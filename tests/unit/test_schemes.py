@@ -104,7 +104,7 @@ def test_an_installed_package_adds_a_scheme(monkeypatch):
                  EntryPoint("wrong", "sparsync.averaging.averager:__doc__", group)]  # fmt: skip
         return found if group == "sparsync.schemes" else []
 
-    monkeypatch.setattr("sparsync.tables.entry_points", points)
+    monkeypatch.setattr("sparsync.tables._points", points)
     assert [*SCHEMES][-2:] == ["theirs", "wrong"] and SCHEMES["theirs"] is LocalSgd
     assert options_of("theirs") == {"period": 8}
     with pytest.raises(ConfigurationError, match="is a str; name a subclass of"):
@@ -121,7 +121,7 @@ def test_two_packages_with_one_name_are_refused(monkeypatch):
                  for name, one in (("theirs", "LocalSgd"), ("Theirs", "Averager"))]  # fmt: skip
         return found if group == "sparsync.schemes" else []
 
-    monkeypatch.setattr("sparsync.tables.entry_points", points)
+    monkeypatch.setattr("sparsync.tables._points", points)
     with pytest.raises(ConfigurationError, match=r"'Theirs'.*a name that another package has"):
         SCHEMES["theirs"]
     with pytest.raises(ConfigurationError, match=r"'theirs'.*a name that exists already"):

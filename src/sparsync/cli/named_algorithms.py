@@ -35,9 +35,8 @@ OPTIONS_HELP: Final = (
     "NAME:OPTION=VALUE,OPTION=VALUE."
 )
 
-_Reader = tuple[
-    str, Callable[[str], Any]
-]  # what a value may be, and what reads it or raises ValueError
+# what a value may be, and a function that reads it or raises ValueError
+_Reader = tuple[str, Callable[[str], Any]]
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ def _readers(kind: Any) -> list[_Reader]:
         kind = bool | int | float | str | None
     if get_origin(kind) in (Union, types.UnionType):
         found = [reader for member in get_args(kind) for reader in _readers(member)]
-        return sorted(found, key=lambda reader: reader[1] is str)
+        return sorted(found, key=lambda reader: reader[1] in (str, _names))
     if get_origin(kind) is Literal:
         return [_word(str(value), value) for value in get_args(kind)]
     if kind is types.NoneType:
@@ -217,12 +216,16 @@ def _readers(kind: Any) -> list[_Reader]:
     if kind in (int, float):
         return [("a whole number" if kind is int else "a number", kind)]
     if get_origin(kind) in (Sequence, list, tuple) and str in get_args(kind):
-        return [("names with + between", lambda text: tuple(text.split("+")))]
+        return [("names with + between", _names)]
     if isinstance(get_origin(kind) or kind, type) and issubclass(get_origin(kind) or kind, Codec):
         fitting = {name: codec for name, codec in CODECS.items() if _fits(codec, kind)}
         # a comma would end the option
         return [_word(name.replace(", ", "-"), codec) for name, codec in fitting.items()]
     return []
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split("+"))
 
 
 def _word(word: str, value: Any) -> _Reader:

@@ -12,7 +12,9 @@ from rich.console import Console, Group
 from rich.text import Text
 from typer import Option
 
+from sparsync.algorithm import Algorithm
 from sparsync.cli.flags import option
+from sparsync.cli.named_algorithms import OPTIONS_HELP, algorithm_of, labels
 from sparsync.cli.network_choice import parse_network, parse_seconds
 from sparsync.cli.output import Columns, check_outputs, format_ratio, to_json, write_json
 from sparsync.cli.values import Bounds, Bytes, InputFile, Seconds, read_text
@@ -25,8 +27,8 @@ from sparsync.cost.wording import (
     format_percent,
     format_seconds,
 )
-from sparsync.errors import ConfigurationError
-from sparsync.presets import candidates
+from sparsync.errors import ConfigurationError, require
+from sparsync.presets import PRESETS, candidates
 
 __all__ = [
     "Compute",
@@ -71,6 +73,10 @@ def command(
     budget: Annotated[
         Bytes | None, option("Most bytes that a rank sends or receives per step.")
     ] = None,
+    algorithm: Annotated[
+        str | None,
+        option(f"With commas: {', '.join(sorted(PRESETS))}. {OPTIONS_HELP}", "those of auto"),
+    ] = None,
     all_: Annotated[
         bool, Option("--all", help="Every collective, also those that quantise.")
     ] = False,
@@ -83,6 +89,7 @@ def command(
     Times are those of the busiest rank for one step: selection and exchange.  Nothing is run.
     """
     here = machine_of(machine, network, rtt)
+    require(not (all_ and algorithm), "--all and --algorithm; choose one of them")
     alone = json == Path("-")
     if not alone:
         check_outputs(json)
@@ -90,7 +97,7 @@ def command(
         model_size,
         ranks,
         here,
-        candidates(planned=not all_),
+        candidates(planned=not all_) if algorithm is None else _named(algorithm),
         density=density,
         budget_bytes=budget,
         compute=compute,
@@ -100,6 +107,12 @@ def command(
     else:
         write_json(json, as_json(made))
         Console().print(_shown(made, here, model_size, ranks), highlight=False)
+
+
+def _named(text: str) -> list[Algorithm]:
+    """Return the algorithms of a list, under names that show their options."""
+    found = dict.fromkeys(labels(text, PRESETS))  # two names may mean one row
+    return [replace(algorithm_of(label), name=label) for label in found]
 
 
 def as_json(made: Plan) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from rich.console import Console, Group
 from rich.text import Text
 from typer import Option
 
-from sparsync.cli.flags import Plot, names, option, takes
+from sparsync.cli.flags import Plot, option, takes
+from sparsync.cli.named_algorithms import OPTIONS_HELP, labels
 from sparsync.cli.network_choice import parse_network
 from sparsync.cli.output import Columns, check_outputs, drawing, format_ratio, progress, to_json
 from sparsync.cli.plan import read_machine
@@ -36,7 +37,7 @@ _MEANS = tuple(f.name for f in fields(SimulatedStep) if f.name not in ("phases",
 @takes(SimulationSettings)
 def command(
     algorithm: Annotated[
-        str, option(f"With commas: {', '.join(sorted(PRESETS))}.")
+        str, option(f"With commas: {', '.join(sorted(PRESETS))}. {OPTIONS_HELP}")
     ] = "oktopk,budgeted",
     model_size: Annotated[
         Elements | None, option("Elements of the model.", "133547324, or the recorded ones'")
@@ -75,7 +76,7 @@ def command(
     measured = None if machine is None else read_machine(machine)
     seconds, spread = _compute(compute)
     settings = SimulationSettings(
-        names(algorithm),
+        labels(algorithm, PRESETS),
         model_size=_model_size(model_size, fields["inputs"]),
         links=_topology(network, measured, ports, nodes, inner_network),
         compute=seconds,

@@ -12,6 +12,7 @@ from typer import Option
 from sparsync.algorithm import Algorithm, check_density
 from sparsync.cli.bench.inputs import INPUTS
 from sparsync.cli.flags import option
+from sparsync.cli.named_algorithms import algorithm_of, named
 from sparsync.cli.values import (
     Bounds,
     Elements,
@@ -26,7 +27,7 @@ from sparsync.cli.values import (
     check_fields,
 )
 from sparsync.cost.machine import Machine
-from sparsync.presets import resolve
+from sparsync.presets import PRESETS, resolve
 from sparsync.selection import Everything
 from sparsync.transports.sim import Links, Topology
 
@@ -94,8 +95,8 @@ class SimulationSettings:
     memory: float = 2e9  # bytes that the virtual ranks may take together, about
 
     def __post_init__(self) -> None:
-        for name in self.algorithms:
-            resolve(name)
+        for given in self.algorithms:
+            algorithm_of(given)
         check_fields(self)
         check_density(self.density)
         good = self.scale is None or 1 <= self.scale <= self.model_size
@@ -121,6 +122,9 @@ class SimulationSettings:
                 Contender("DenseOvlp", resolve("dense"), ddp, overlap=True),
             ]
         for given in self.algorithms:
-            algorithm = resolve(given)
-            rows.append(Contender(algorithm.name, algorithm, own, self.overlap))
+            name = given.name if isinstance(given, Algorithm) else named(given, PRESETS).label
+            twice = name == "dense" and (own, self.overlap) in ((1, False), (ddp, True))
+            if self.baselines and twice:  # as "Dense" or "DenseOvlp"
+                continue
+            rows.append(Contender(name, algorithm_of(given), own, self.overlap))
         return rows

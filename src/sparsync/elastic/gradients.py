@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.elastic.attendance import Attendance, ElasticHandle, check_options
-from sparsync.elastic.catch_up import Rates, keep_gradients, load_copy, make_copy, rates_of, repeat
+from sparsync.elastic.catch_up import Taken, keep_gradients, load_copy, make_copy, rates_of, repeat
 from sparsync.elastic.group import group_of
 from sparsync.errors import (
     CommunicationError,
@@ -107,7 +107,7 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         )
         self._compared = True  # the roll compares the weights
         self._missed = self._exchanged = False
-        self._rates: dict[int, Rates] = {}  # by step, since a copy was offered
+        self._taken: Taken = {}  # since a copy was offered
         # of autograd: the backward pass that found that this rank has left
         self._last_task: int | None = None
         self._follow(model)
@@ -258,9 +258,9 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         await self.attendance.agree(self._told)
 
     def _told(self) -> dict[str, Any]:
-        """Return the rates of the steps since the copy was made, and the states to take over."""
+        """Return the optimizers' steps since the copy was made, and the states to take over."""
         present = rates_of(self._optimizers)
-        mine = {"rates": self._rates, "present": present, "weights": self._weights()}
+        mine = {"taken": self._taken, "present": present, "weights": self._weights()}
         return {**super()._told(), **mine}
 
     def _settle(self, this: Step, finished: Future[None]) -> bool:
@@ -279,7 +279,8 @@ class ElasticSync(ElasticHandle, ReplicaSync):
             # program's own ``optimizer.step()`` applies it
             model, step = self._plain(), self.reducer.step - 1
             assert model is not None
-            repeat(catch_up, step, extras["rates"], model, self._optimizers)
+            repeat(catch_up, step, extras["taken"], model, self._optimizers)
+            self._taken.clear()  # the optimizers' hooks have noted the repeated steps as well
             self._take_over(extras, self._optimizers)
             if self._weights() != extras["weights"]:
                 place = self.reducer.comm.ledger.place(step)
@@ -307,9 +308,10 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         if attendance.catch_up is not None and attendance.members.behind:
             keep_gradients(attendance.catch_up, step, number, optimizer)
         elif not attendance.offered:
-            self._rates.clear()
-        elif number == len(self._optimizers) - 1:
-            self._rates[step] = rates_of(self._optimizers)
+            self._taken.clear()
+        else:
+            (groups,) = rates_of([optimizer])
+            self._taken.setdefault(step, []).append((number, groups))
 
     def _weights(self) -> str:
         return weights_digest(self._parameters.values())

@@ -111,8 +111,8 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
     to fetch a copy once it has taken the last step, however slow the machine is.  Its stderr goes to a
     file, ``errors``.  ``options`` are more of the manager, and: ``carries`` the scheduler; ``handles``
     SIGTERM by itself, set after attach, with exit code 7; ``pauses``, and where, once it has contributed
-    to some steps; the ``algorithm`` of gradients; the ``density``; ``in_turn``: of two optimizers, one for
-    each layer, only one steps in each iteration.
+    to some steps; the ``algorithm`` of gradients; the ``density``; ``in_turn``: each layer has an
+    optimizer, and they step in turn.
     """
     carries, handles = options.pop("carries", True), options.pop("handles", False)
     pauses, contributions = options.pop("pauses", ""), 0

@@ -120,15 +120,16 @@ def test_what_is_carried_has_a_state(net, manager):
 def test_a_rank_that_cannot_leave_without_steps_of_its_own_says_why(net, manager):
     scaled = sparsync.Monitoring(scaler=torch.amp.GradScaler("cpu"))
     with attached(net, manager, monitoring=scaled) as sync:
-        assert sync._leave_within(1.0) == ""  # it has met nobody
+        leave_within = sync.membership.leave_within
+        assert leave_within(1.0) == ""  # it has met nobody
         sync.attendance.members.attempt = 1
         lost = "; it ends, and its residual is lost"
-        assert "1 s of SIGTERM (its residual has the scale of a GradScaler" in sync._leave_within(1)
+        assert "1 s of SIGTERM (its residual has the scale of a GradScaler" in leave_within(1)
         sync.attendance.offered = True
-        assert sync._leave_within(1).endswith(f"(another rank fetches its weights){lost}")
-        sync._turns.take()
+        assert leave_within(1).endswith(f"(another rank fetches its weights){lost}")
+        sync.membership.turns.take()
         words = "this rank has not left within 0.1 s of SIGTERM (a step of its own was under way)"
-        assert sync._leave_within(0.1) == words + lost
+        assert leave_within(0.1) == words + lost
 
 
 def test_updates_are_handed_over_but_for_those_from_weights_of_the_programs(net, manager):
@@ -157,10 +158,13 @@ def test_a_rank_does_not_catch_up_in_the_exchange_in_which_it_joins(net, manager
         attendance = sync.attendance
         attendance.catch_up = SimpleNamespace(done=True, stop=lambda: None)
         attendance.members.behind = True
-        for attendance.joining in (True, False):
-            attendance.met = True
+        attendance._met = True
+        with attendance.outside_steps():
             attendance.ready()
-            assert attendance.members.ready is not attendance.joining
+        assert not attendance._ready
+        attendance._met = True
+        attendance.ready()
+        assert attendance._ready
         attendance.catch_up = None
 
 

@@ -36,7 +36,7 @@ Rates = list[list[dict[str, Any]]]
 """The settings of all optimizers' groups, without parameters: learning rates, decay, ..."""
 
 Taken = dict[int, list[tuple[int, list[dict[str, Any]]]]]
-"""By exchange, the optimizers' steps that followed it, in order: which optimizer, and its groups' rates."""
+"""By exchange, the optimizers' steps after it, in order: the optimizer's number, its groups' rates."""
 
 Kept = tuple[Tensor, Tensor] | Tensor | None
 """A gradient: its indices and values if most of it is zero."""

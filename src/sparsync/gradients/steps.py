@@ -343,9 +343,9 @@ class GradientSync(Handle):
 
     def _tell(self) -> None:
         """Tell the user what the reducer of the lowest rank has noticed, once."""
-        if self.reducer.notice and self.reducer.comm.rank == 0:
-            say(self.reducer.notice)
-        self.reducer.notice = ""
+        notice = self.reducer.take_notice()
+        if notice and self.reducer.comm.rank == 0:
+            say(notice)
 
     def _end_step(self, *, alike: bool = False) -> None:
         """Compare replicas if it is time; on the training thread, when the engine has nothing to do.

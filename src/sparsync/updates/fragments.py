@@ -175,6 +175,10 @@ class Exchange:
     weight: float = 1.0
     ranks: float = 1.0
 
+    def replace(self) -> None:
+        """Let the new shared weights replace this rank's, whose local steps were from other ones."""
+        self.late = False
+
     def state_dict(self) -> dict[str, Any]:
         """Return the fields that a loaded exchange needs to be applied."""
         # states are taken when exchanges are settled: nothing is carried any more, and memory is the

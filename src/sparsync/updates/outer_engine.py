@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
@@ -196,10 +196,21 @@ class OuterEngine(Stateful):
         """Count on from the others' local step, before which they have exchanged."""
         self.steps, self._sent = step, [step - 1] * len(self._sent)
 
-    def repeat(self, deltas: Sequence[Tensor], momentum: float) -> None:
-        """Apply averages to the shared weights as others have; there is one fragment."""
-        average, span = self._whole(0, deltas), self.layout.fragments[0].span
-        self.memory["shared"] = self._stepped(average, span, momentum, 1.0, average)
+    def catch_up(
+        self, memory: Mapping[str, Tensor], applied: Iterable[tuple[Sequence[Tensor], float]] = ()
+    ) -> None:
+        """Take over another rank's memory; apply averages to it, with their momentum, as others have.
+
+        There is one fragment.
+        """
+        self.memory, span = dict(memory), self.layout.fragments[0].span
+        for deltas, momentum in applied:
+            average = self._whole(0, deltas)
+            self.memory["shared"] = self._stepped(average, span, momentum, 1.0, average)
+
+    def count(self) -> None:
+        """Count a local step."""
+        self.steps += 1
 
     async def land(self, step: float = math.inf) -> None:
         """Apply the exchanges under way that end by local step ``step``, in order."""

@@ -320,7 +320,7 @@ class UpdateSync(Handle):
         # hook.  Prepended, so that it sees the weights before any other hook changes them.
         before = Hook(self._forward)
         handles: list[Any] = [(ddp or module).register_forward_pre_hook(before, prepend=True)]
-        self._weights.ranks = self.reducer.comm.world_size
+        self._weights.average_over(self.reducer.comm.world_size)
         for one in self.optimizers:
             handles += follow(one, weakly(self._before_step), weakly(self._after_step))
         handles += [Guard(self)] if self.optimizers else []
@@ -475,7 +475,7 @@ class UpdateSync(Handle):
         """Let steps be corrected for as many ranks as average noise away."""
         counted = self.outer.contributions
         if counted.weighs and counted.ranks:
-            self._weights.ranks = counted.ranks
+            self._weights.average_over(counted.ranks)
 
     def step(self) -> None:
         """Count a local step; begin and end exchanges.  The optimizer's hook calls it, if one was given.
@@ -502,7 +502,7 @@ class UpdateSync(Handle):
             self._weights.average_buffers()
             run(outer.advance(outer.steps))
         finally:
-            outer.steps += 1
+            outer.count()
             self._skipped.clear()
             self._changes.remember()
             self._count_for_node()

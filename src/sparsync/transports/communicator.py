@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.transports.actors import Actor, Host
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Ledger, Raw, Several
 
@@ -178,10 +177,6 @@ class Communicator(ABC):
     def work(self, nbytes: int, *, dense: bool = False) -> Operation:
         """Account for summing a message of ``nbytes``: virtual time in the simulator, else nothing."""
         return Finished()
-
-    def host(self, actor: Actor) -> Host:
-        """Run an actor next to this rank; all ranks call it together."""
-        raise ConfigurationError(f"{type(self).__name__} runs no actors; use zmq, torch or mpi")
 
     # ---- point to point ------------------------------------------------------------------------
 

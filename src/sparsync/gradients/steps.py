@@ -173,7 +173,7 @@ class GradientSync(Handle):
         If it raises, nothing was changed on any rank.
         """
         comms = self.communicators
-        parsed = on_all_or_none(comms, lambda: self.validate(state), "load its saved state")
+        parsed = run(on_all_or_none(comms, lambda: self.validate(state), "load its saved state"))
         run(agree_state(self.reducer.comm, parsed, parts=self._inner))
         self._discard()
         keep_scale, former = self._scaler is not None, reducer_state(self.reducer)
@@ -184,7 +184,7 @@ class GradientSync(Handle):
             )  # brought to it by the next step
 
         try:
-            on_all_or_none(comms, take, "take its saved state over")
+            run(on_all_or_none(comms, take, "take its saved state over"))
         except Exception:  # at this scale a residual would overflow, on some rank
             take_state(self.reducer, parse_state(self.reducer, former), keep_scale=True)
             raise

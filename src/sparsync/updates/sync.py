@@ -704,7 +704,7 @@ class UpdateSync(Handle):
         self._check_own("load_state_dict()")
         run(self.outer.settle())
         comms = self.communicators
-        parsed = on_all_or_none(comms, lambda: self.validate(state), "load its saved state")
+        parsed = run(on_all_or_none(comms, lambda: self.validate(state), "load its saved state"))
         run(agree_state(self.reducer.comm, parsed, self.common(state), parts=self._inner))
         # Optimizers come first: any library may have written one, and its load may still fail.
         self._load_optimizers(comms, state)
@@ -725,7 +725,7 @@ class UpdateSync(Handle):
                 scaler.load_state_dict(state["scaler"])
 
         try:
-            on_all_or_none(comms, load, "load the saved states of its optimizers")
+            run(on_all_or_none(comms, load, "load the saved states of its optimizers"))
         except Exception:
             for one, its, groups in former:
                 one.state, one.param_groups = its, groups

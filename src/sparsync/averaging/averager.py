@@ -163,7 +163,7 @@ class Averager(Stateful):
         # the next step begins again, with the model as it is then: no initial values are compared
         self._begun = False
         if self._binding is not None:
-            self._binding.initial = None
+            self._binding.forget_start()
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise unless a saved state fits, as far as this rank alone can tell; change nothing."""

@@ -398,9 +398,8 @@ def _take_state(
     try:
         _together(sync, lambda: sync.load_state_dict(state), f"load its state in {where}")
     except Exception:
-        sync.reducer.scale = (
-            scale  # loading brings a state to the present scale, so it must be right
-        )
+        # loading brings a state to the present scale, so it must be right
+        sync.reducer.set_scale(scale)
         with suppress(CommunicationError):  # the others are gone: the first error says so
             sync.load_state_dict(before)
         raise

@@ -62,8 +62,7 @@ class Reducer:
         self.skipped = 0  # steps that were refused because of NaN or Inf
         self.scale = 1.0  # by which gradients are multiplied, as by a GradScaler: see ``rescale_``
         self.divisor: int | None = None  # of averages; None: the number of ranks
-        # gradients of the open step count as Inf, which reaches every total: all ranks will refuse it
-        self.overflows = False
+        self.overflows = False  # see ``overflow``
         self.residuals = [Residual(u.size, u.dtype, u.device) for u in units]
         self.corrector = Corrector(correction, units, comm.world_size) if correction else None
         parts = [algorithm.for_unit(unit) for unit in units]
@@ -99,6 +98,22 @@ class Reducer:
     def channel(self, use: int | Use) -> Communicator:
         """Return the channel of a unit, or of another exchange of a step."""
         return channel_of(self.comm, len(self.units), use)
+
+    def move_to(self, comm: Communicator) -> None:
+        """Exchange over another communicator of the same ranks, e.g. that of a new simulation."""
+        self.comm = comm
+
+    def resume(self, step: int, skipped: int) -> None:
+        """Count on from the numbers of a saved state; ``open`` then plans the step."""
+        self.step, self.skipped = step, skipped
+
+    def set_scale(self, scale: float) -> None:
+        """Note by how much gradients are multiplied; values that are held stay as they are."""
+        self.scale = scale
+
+    def overflow(self) -> None:
+        """Count gradients of the open step as Inf, which reaches every total: all ranks refuse it."""
+        self.overflows = True
 
     def accumulate(
         self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
@@ -228,9 +243,12 @@ class Reducer:
         states = [*self._settled[: len(self.units)], *fresh]
         for part, state in zip([*self.selectors, *self.collectives], states, strict=True):
             part.state = state
-        if self.corrector:
-            self.corrector.world_size = self.comm.world_size
         self.open()
+
+    def take_notice(self) -> str:
+        """Return what the user is to be told, once."""
+        notice, self.notice = self.notice, ""
+        return notice
 
     def fail(self) -> None:
         """Tell the consensus, if others take part in it, that the exchange has failed here."""

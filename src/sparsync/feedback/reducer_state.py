@@ -180,10 +180,10 @@ def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = Fals
     for part, state in zip((*reducer.selectors, *reducer.collectives), parsed.parts, strict=True):
         part.state = state
     if reducer.corrector:
-        reducer.corrector.load(parsed.velocities, saved["previous_norm"])
-        reducer.corrector.scale = scale
-    reducer.step, reducer.skipped, reducer.scale = saved["step"], saved["skipped"], scale
-    reducer.plan.shares = parsed.shares
+        reducer.corrector.load(parsed.velocities, saved["previous_norm"], scale)
+    reducer.resume(saved["step"], saved["skipped"])
+    reducer.set_scale(scale)
+    reducer.plan.take(parsed.shares)
     reducer.open()
     # last, when residuals, velocities and keys are all of the saved scale
     if not keep_scale:
@@ -397,18 +397,16 @@ def rescale_(reducer: Reducer, scale: float) -> None:
             part.state = _moved(part.state, factor, residual.accumulated.dtype)
     if overflowing:
         # ``_settled`` still has the states before: they return when the step is refused
-        reducer.overflows = True
+        reducer.overflow()
         return
     for residual in reducer.residuals:
         residual.scale_(factor)
     if reducer.corrector:
-        for velocity in reducer.corrector.velocities:
-            velocity.mul_(factor)
-        reducer.corrector.scale = scale
+        reducer.corrector.rescale_(factor, scale)
     if reducer.residuals:  # units that share have one dtype, so the first one's is theirs
         dtype = reducer.residuals[0].accumulated.dtype
-        reducer.plan.shares = _moved(reducer.plan.shares, factor, dtype)
-    reducer.scale = scale
+        reducer.plan.take(_moved(reducer.plan.shares, factor, dtype))
+    reducer.set_scale(scale)
     # plan again: the keys from which entries are collected have moved, and a refusal returns to these
     reducer.open()
 

@@ -122,6 +122,10 @@ class Plan:
         """Go on to the next step's shares."""
         self.shares = self._next
 
+    def take(self, shares: SharesState) -> None:
+        """Take over shares, as those of other ranks, between ``commit`` and ``open``."""
+        self.shares = shares
+
     def _entries(self) -> tuple[int, ...]:
         """Return k of every unit, by the density alone."""
         return tuple(unit.entries(self.density) for unit in self._all)

@@ -108,7 +108,7 @@ class Communicator(ABC):
         self.companions: dict[str, Any] = {}  # each with ``close``
         self.aborted = threading.Event()
 
-    def channel(self, tag: int) -> Communicator:
+    def channel(self: C, tag: int) -> C:
         """Return a handle on the same group, whose messages never meet those of other channels.
 
         Channels allow several units to be in flight: each unit has its own.
@@ -117,6 +117,12 @@ class Communicator(ABC):
         # place and an abort ends the waits on all channels
         twin = copy.copy(self)
         twin.tag = tag
+        return twin
+
+    def apart(self: C) -> C:
+        """Return a handle on this channel whose traffic is not booked here, and without companions."""
+        twin = copy.copy(self)
+        twin.ledger, twin.companions = Ledger(), {}
         return twin
 
     def abort(self) -> None:

@@ -38,7 +38,7 @@ from sparsync.feedback.shares import SharesState
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.groups import Subgroup
-from sparsync.transports.ledger import Ledger, Raw
+from sparsync.transports.ledger import Raw
 
 __all__ = ["Entry", "Members", "Verdict", "judge", "rest_of"]
 
@@ -405,7 +405,9 @@ class Members:
             ConfigurationError: this rank is not set up as those that go on.
         """
         reducer, self.attempt = self.reducer, attempt
-        comm = _uncounted(reducer.channel("roll"))
+        # of no step: ranks may be at different ones, and messages are matched by the step of the ledger,
+        # here a new one on all ranks
+        comm = reducer.channel("roll").apart()
         history = self._past[-1][1]
         leaves = 2 if self._spent else int(self.leaving)
         prepared, behind = self._prepared, int(self.behind)
@@ -650,10 +652,3 @@ async def _numbers_from(comm: Communicator, source: int, count: int) -> list[int
     raw = await comm.irecv(source, 8 * count, "brief", Raw("control"))
     numbers: list[int] = raw.clone().view(torch.int64).tolist()
     return numbers
-
-
-def _uncounted(comm: Communicator) -> Communicator:
-    """Return a channel whose messages are of no step: ranks may be at different ones."""
-    # messages are matched by the ledger's step, so all need a new ledger, which begins with the same one
-    comm.ledger = Ledger()
-    return comm

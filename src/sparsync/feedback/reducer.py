@@ -73,8 +73,7 @@ class Reducer:
         self.step = 0  # 0-based number of the open step
         self.skipped = 0  # steps that were refused because of NaN or Inf
         self.scale = 1.0  # by which gradients are multiplied, as by a GradScaler: see ``rescale_``
-        # gradients of the open step count as Inf, which reaches every total: all ranks will refuse it
-        self.overflows = False
+        self.overflows = False  # see ``overflow``
         self.residuals = [Residual(u.size, u.dtype, u.device) for u in units]
         self.corrector = Corrector(correction, units, comm.world_size) if correction else None
         parts = [algorithm.for_unit(unit) for unit in units]
@@ -112,6 +111,22 @@ class Reducer:
     def channel(self, use: int | Use) -> Communicator:
         """Return the channel of a unit, or of another exchange of a step."""
         return channel_of(self.comm, len(self.units), use)
+
+    def move_to(self, comm: Communicator) -> None:
+        """Exchange over another communicator of the same ranks, e.g. that of a new simulation."""
+        self.comm = comm
+
+    def resume(self, step: int, skipped: int) -> None:
+        """Count on from other numbers, as of a saved state; ``open`` then plans the step."""
+        self.step, self.skipped = step, skipped
+
+    def set_scale(self, scale: float) -> None:
+        """Note by how much gradients are multiplied; values that are held stay as they are."""
+        self.scale = scale
+
+    def overflow(self) -> None:
+        """Count gradients of the open step as Inf, which reaches every total: all ranks refuse it."""
+        self.overflows = True
 
     def accumulate(
         self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
@@ -244,7 +259,7 @@ class Reducer:
         if position is not None:
             for residual in self.residuals:
                 residual.keep()
-            self.step, self.skipped = position.step, position.skipped
+            self.resume(position.step, position.skipped)
             self.plan.take(position.shares)
             self.comm.ledger.begin_step(self.step)
         fresh = [self.algorithm.for_unit(unit)[1].state for unit in self.units]

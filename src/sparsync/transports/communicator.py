@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.transports.actors import Actor, Host
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Ledger, Raw, Several
 
@@ -109,7 +108,7 @@ class Communicator(ABC):
         self.companions: dict[str, Any] = {}  # each with ``close``
         self.aborted = threading.Event()
 
-    def channel(self, tag: int) -> Communicator:
+    def channel(self: C, tag: int) -> C:
         """Return a handle on the same group, whose messages never meet those of other channels.
 
         Channels allow several units to be in flight: each unit has its own.
@@ -118,6 +117,12 @@ class Communicator(ABC):
         # place and an abort ends the waits on all channels
         twin = copy.copy(self)
         twin.tag = tag
+        return twin
+
+    def apart(self: C) -> C:
+        """Return a handle on this channel whose traffic is not booked here, and without companions."""
+        twin = copy.copy(self)
+        twin.ledger, twin.companions = Ledger(), {}
         return twin
 
     def abort(self) -> None:
@@ -178,10 +183,6 @@ class Communicator(ABC):
     def work(self, nbytes: int, *, dense: bool = False) -> Operation:
         """Account for summing a message of ``nbytes``: virtual time in the simulator, else nothing."""
         return Finished()
-
-    def host(self, actor: Actor) -> Host:
-        """Run an actor next to this rank; all ranks call it together."""
-        raise ConfigurationError(f"{type(self).__name__} runs no actors; use zmq, torch or mpi")
 
     # ---- point to point ------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ class GlooCommunicator(Communicator):
         self.rank, self.world_size = rank, len(endpoints)
         self.group = _Group(partial(self._meet, rank, job, endpoints))
 
-    def channel(self, tag: int) -> Communicator:
+    def channel(self, tag: int) -> GlooCommunicator:
         """Return a handle on the same group and ledger, whose messages never meet other channels'."""
         check_tag(tag)
         return super().channel(tag)

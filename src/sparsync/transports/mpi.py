@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import importlib
 import time
 from collections.abc import Callable
@@ -131,9 +130,7 @@ class MpiCommunicator(Communicator):
             raise ConfigurationError(
                 f"channel {tag} does not exist; this MPI has tags from 0 to {self._tags}"
             )
-        twin = copy.copy(self)
-        twin.tag = tag
-        return twin
+        return super().channel(tag)
 
     def host(self, actor: Actor) -> Host:
         """Run an actor over ZeroMQ, where it can sleep until any sender's message comes."""

@@ -129,7 +129,7 @@ class TorchCommunicator(Communicator):
         self.patience = min(timeout, longest)
         self.roll = RollCall(group, self.rank, self.world_size)
 
-    def channel(self, tag: int) -> Communicator:
+    def channel(self, tag: int) -> TorchCommunicator:
         """Return a handle on the same group and ledger, whose messages never meet other channels'."""
         check_tag(tag)
         return super().channel(tag)

@@ -154,7 +154,7 @@ class Contributions:
     async def weigh_(self, exchange: Exchange, moved: Tensor, reducer: Reducer) -> None:
         """Multiply this rank's move by its weight, in place."""
         (its,) = await self.weigh([exchange.seen], reducer)
-        exchange.weight, exchange.ranks = its.weight, its.ranks
+        exchange.weigh(its.weight, its.ranks)
         if its.weight != 1:  # saves the pass, in the usual case that nobody counts
             moved.mul_(its.weight)
 

@@ -179,6 +179,23 @@ class Exchange:
         """Let the new shared weights replace this rank's, whose local steps were from other ones."""
         self.late = False
 
+    def carry(self, carried: Awaitable[None] | None) -> Awaitable[None] | None:
+        """Keep the exchange to await, or None; return the one that was kept."""
+        before, self.carried = self.carried, carried
+        return before
+
+    def weigh(self, weight: float, ranks: float) -> None:
+        """Take the weight of this rank's update, before it is exchanged."""
+        self.weight, self.ranks = weight, ranks
+
+    def end(self, shared: Tensor, weights: Tensor, drift: float) -> None:
+        """Take the results, which wait until the exchange lands."""
+        self.shared, self.weights, self.drift, self.done = shared, weights, drift, True
+
+    def refuse(self) -> None:
+        """End without a result."""
+        self.done = self.refused = True
+
     def state_dict(self) -> dict[str, Any]:
         """Return the fields that a loaded exchange needs to be applied."""
         # states are taken when exchanges are settled: nothing is carried any more, and memory is the

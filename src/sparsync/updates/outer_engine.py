@@ -115,9 +115,8 @@ class OuterEngine(Stateful):
         self._note(0)
 
     def _note(self, step: int) -> None:
-        """Let errors and the headers of messages name the local step next to the exchange."""
         for ledger in self._ledgers:
-            ledger.local_step = step
+            ledger.within(step)
 
     def go_on_with(self, weights: Weights, carry: Carry) -> None:
         """Go on with other weights, as with a copy when a rank leaves while its program has the model."""
@@ -180,10 +179,11 @@ class OuterEngine(Stateful):
         # weights; 2: the change for a late exchange (``_exchange``)
         scratch, rows = self._scratch_of(part)
         began = self._weights.read(self.layout.fragments[part].span, rows[0])
-        exchange = Exchange(part, step + delay, delay > 0, began)
-        exchange.scratch, exchange.lr, self._sent[part] = scratch, self.lr(), step
-        exchange.last, exchange.seen = last, self.contributions.take(part)
-        exchange.carried = self._carry(partial(self._exchange, exchange))
+        lr, seen, self._sent[part] = self.lr(), self.contributions.take(part), step
+        exchange = Exchange(
+            part, step + delay, delay > 0, began, scratch=scratch, lr=lr, last=last, seen=seen
+        )
+        exchange.carry(self._carry(partial(self._exchange, exchange)))
         self._under_way.append(exchange)
 
     async def conclude_with(self) -> None:
@@ -378,8 +378,7 @@ class OuterEngine(Stateful):
             await self._settle(exchange)
 
     async def _settle(self, exchange: Exchange) -> None:
-        carried, exchange.carried = exchange.carried, None
-        if carried is not None:
+        if (carried := exchange.carry(None)) is not None:
             await carried
         elif not exchange.done:
             await self._exchange(exchange)
@@ -409,27 +408,26 @@ class OuterEngine(Stateful):
                 # (1 - decay) residual.  The residual itself a refused exchange must leave as it is.
                 delta.sub_(kept, alpha=1 - self.settings.residual_decay)
         try:
-            if distance is not None:
-                exchange.drift = await drift_of(distance, reducer)
+            drift = 0.0 if distance is None else await drift_of(distance, reducer)
             applied = await self._reduce(exchange, deltas, fragment.units)
         except BaseException:
             reducer.refuse()
             raise
         if not applied:
-            exchange.done = exchange.refused = True
+            exchange.refuse()
             return
         average = self._whole(part, deltas)
         # without delay the new shared weights overwrite the old ones at once; a late exchange keeps them
         # in the average's memory until it lands
         here = average if exchange.late else self.memory["shared"][fragment.span]
         momentum = self.momentum_of(exchange)
-        exchange.shared = self._stepped(average, fragment.span, momentum, exchange.lr, here)
+        shared = self._stepped(average, fragment.span, momentum, exchange.lr, here)
         # row 0 holds the weights at the begin, which a late exchange still has to subtract
-        base, free = exchange.shared, rows[2 if exchange.late else 0]
+        base, free = shared, rows[2 if exchange.late else 0]
         if self.settings.residual == "weights":
             base = torch.sub(base, self._withheld(part), alpha=shown_of(exchange.weight), out=free)
-        exchange.weights = torch.sub(base, exchange.weights, out=free) if exchange.late else base
-        exchange.done = True
+        weights = torch.sub(base, exchange.weights, out=free) if exchange.late else base
+        exchange.end(shared, weights, drift)
 
     async def _by_reducer(self, _exchange: Exchange, deltas: list[Tensor], units: range) -> bool:
         """Exchange and apply changes, which become averages."""

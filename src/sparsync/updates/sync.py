@@ -43,7 +43,6 @@ from sparsync.transports.agree import (
 )
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Operation, run
-from sparsync.transports.ledger import Ledger
 from sparsync.transports.process_group import Groups
 from sparsync.units import (
     check_same_parameters,
@@ -232,7 +231,7 @@ class UpdateSync(Handle):
         reduce: Reduce | None = None,
         weighs: bool | None = None,
     ) -> None:
-        super().__init__(module, reducer, groups, options.monitoring, consensus, pieces)
+        super().__init__(module, reducer, groups, options, consensus, pieces)
         self._weights = weights
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._seen: list[int] = []  # the parameters that trained when the model was last checked
@@ -558,8 +557,7 @@ class UpdateSync(Handle):
     def _dense_seconds(self) -> float:
         """Estimate the seconds of an allreduce of all gradients from two small ones."""
         run(self.outer.settle())
-        size, channel = self.outer.layout.end, self.reducer.channel("weights")
-        channel.ledger = Ledger()  # of no step
+        size, channel = self.outer.layout.end, self.reducer.channel("weights").apart()
         # alpha from one element, beta from the difference; the least of three each, for anything else on
         # the machine only adds time
         best = []
@@ -704,7 +702,7 @@ class UpdateSync(Handle):
         self._check_own("load_state_dict()")
         run(self.outer.settle())
         comms = self.communicators
-        parsed = on_all_or_none(comms, lambda: self.validate(state), "load its saved state")
+        parsed = run(on_all_or_none(comms, lambda: self.validate(state), "load its saved state"))
         run(agree_state(self.reducer.comm, parsed, self.common(state), parts=self._inner))
         # Optimizers come first: any library may have written one, and its load may still fail.
         self._load_optimizers(comms, state)
@@ -725,7 +723,7 @@ class UpdateSync(Handle):
                 scaler.load_state_dict(state["scaler"])
 
         try:
-            on_all_or_none(comms, load, "load the saved states of its optimizers")
+            run(on_all_or_none(comms, load, "load the saved states of its optimizers"))
         except Exception:
             for one, its, groups in former:
                 one.state, one.param_groups = its, groups

@@ -148,9 +148,7 @@ class ZmqCommunicator(Communicator):
         """Return a handle on the same links and ledger, whose messages never meet other channels'."""
         if not 0 <= tag < TAGS:
             raise ConfigurationError(f"channel {tag} does not exist; give a tag in [0, 2^32)")
-        twin = copy.copy(self)
-        twin.tag = tag
-        return twin
+        return super().channel(tag)
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
         """Be a rank of another group from now on; receives in the former one end with an error.

@@ -231,7 +231,7 @@ def test_only_a_class_and_its_module_set_its_attributes():
 
 
 def test_a_handle_inherits_from_one_class():
-    """Anything else that it does is an object that it holds, as the membership of ranks that come and go."""
+    """Anything else is an object that it holds, as the membership of ranks that come and go."""
     bases = {
         node.name: [ast.unparse(base) for base in node.bases]
         for tree in TREES.values()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sparsync.elastic.copies import Source, fetch
 from sparsync.errors import PeerError, SparsyncError
+from sparsync.fields import Each, Fields, opened, sealed
 from sparsync.state import packed, unpacked
 from sparsync.transports.driver import close_at_exit
 
@@ -41,7 +42,7 @@ def rates_of(optimizers: Sequence[torch.optim.Optimizer]) -> Rates:
 def make_copy(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> memoryview:
     """Return the state of a model and its optimizers as bytes."""
     states = {"model": model.state_dict(), "optimizers": [one.state_dict() for one in optimizers]}
-    return memoryview(packed(states))
+    return memoryview(packed(sealed("elastic gradients", states)))
 
 
 def load_copy(
@@ -49,7 +50,8 @@ def load_copy(
 ) -> None:
     """Load a state that ``make_copy`` has returned."""
     # ``unpacked`` and not pickle: the bytes come from another machine, and must not run code
-    states = unpacked(raw)
+    content = Fields({"model": Mapping, "optimizers": Each((Mapping,) * len(optimizers))})
+    states = opened(unpacked(raw), "elastic gradients", content)
     model.load_state_dict(states["model"])
     for one, state in zip(optimizers, states["optimizers"], strict=True):
         one.load_state_dict(state)

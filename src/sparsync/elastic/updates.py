@@ -27,6 +27,7 @@ from sparsync.errors import (
 )
 from sparsync.feedback.agreed_setup import weights_digest
 from sparsync.feedback.reducer import Reducer
+from sparsync.fields import Each, Fields, like, opened, sealed
 from sparsync.monitoring import sink_of
 from sparsync.options import Options
 from sparsync.state import packed, unpacked
@@ -241,7 +242,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             self.attendance.members.clock = self.outer.steps * _PHASES + _OVER
             taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()
         if taken is not None:
-            state = unpacked(taken)
+            state = self._opened(taken)
             self.outer.memory = dict(state["memory"])
             for one, its in zip(self.outer.optimizers, state["optimizers"], strict=True):
                 one.load_state_dict(its)
@@ -407,7 +408,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         assert extras is not None and catch_up is not None and catch_up.copy is not None
         attendance.extras = attendance.catch_up = None
         begin, raw = catch_up.copy
-        state = unpacked(raw)
+        state = self._opened(raw)
         # the same operations in the same order as on the others, so the same bits
         outer.memory = dict(state["memory"])
         for done in range(begin, step):
@@ -426,7 +427,16 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
     def _copy(self) -> memoryview:
         """Return the shared weights before the open exchange, and this rank's moments in 16 bits."""
         states = [_narrow(one.state_dict()) for one in self.outer.optimizers]
-        return memoryview(packed({"memory": self.outer.memory, "optimizers": states}))
+        content = {"memory": self.outer.memory, "optimizers": states}
+        return memoryview(packed(sealed("elastic updates", content)))
+
+    def _opened(self, raw: bytearray) -> dict[str, Any]:
+        """Return the content of a copy that another rank has made."""
+        optimizers = Each((Mapping,) * len(self.outer.optimizers))
+        # without momentum before its first exchange, here or there
+        memory = Fields({"shared": like(self.outer.memory["shared"])}, {"momentum": Tensor})
+        content = Fields({"memory": memory, "optimizers": optimizers})
+        return opened(unpacked(raw), "elastic updates", content)
 
     def _told(self) -> dict[str, Any]:
         present = rates_of(self.outer.optimizers)

@@ -110,7 +110,7 @@ class Trainee:
 
     def residual(self) -> Tensor:
         """Return what waits on this rank, flat, in the order of the parameters."""
-        kept = self.sync.state_dict()["residual"]
+        kept = self.sync.state_dict()["content"]["reducer"]["residual"]
         zeros = {n: torch.zeros(p.numel()) for n, p in self.net.named_parameters()}
         return torch.cat([kept.get(name, zeros[name]) for name in zeros])
 
@@ -190,7 +190,7 @@ def saved_residuals(folder: Path) -> list[Mapping[str, Tensor]]:
     """Return the residuals of the last checkpoint, of all its ranks."""
     whole = whole_checkpoints(folder)
     files = states_in(whole[max(whole)]).values() if whole else []
-    return [read_file(path)["residual"] for path in files]
+    return [read_file(path)["content"]["reducer"]["residual"] for path in files]
 
 
 def live(algorithm: str, folder: str, seconds: float, dies: bool) -> None:

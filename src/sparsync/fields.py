@@ -2,6 +2,8 @@
 
 A description is made from the live state, so it has the names, shapes and counts of this run.  A saved
 state may come from anywhere: it is checked as a whole before anything is changed.
+
+Every saved state lies in an envelope, which has its kind and a version: ``sealed`` and ``opened``.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from types import MappingProxyType, UnionType
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +22,8 @@ from sparsync.state import brief, fits
 from sparsync.units import is_finite
 
 __all__ = [
+    "STATE_KINDS",
+    "STATE_VERSION",
     "Common",
     "Each",
     "Either",
@@ -31,8 +36,25 @@ __all__ = [
     "check_saved",
     "common_facts",
     "like",
+    "opened",
     "same",
+    "sealed",
 ]
+
+STATE_VERSION: Final = 3
+"""Raised whenever an older state of any kind would be read wrongly; ranks that attach compare it."""
+
+STATE_KINDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "gradients": "a handle that exchanges gradients",
+        "updates": "a handle that exchanges updates",
+        "averager": "an averager",
+        "optimizer": "an optimizer that exchanges its own steps",
+        "elastic gradients": "a rank that joins others that exchange gradients",
+        "elastic updates": "a rank that joins others that exchange updates",
+    }
+)
+"""All kinds of saved states, and the objects that save and load them."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +85,8 @@ class Number:
     whole: bool = False
 
     def __str__(self) -> str:
+        if self.least == self.most:
+            return f"{self.least:g}"
         return (
             f"a {'whole' if self.whole else 'finite'} number from {self.least:g} to {self.most:g}"
         )
@@ -135,7 +159,10 @@ class Plain:
         return f"{kind}{' without NaN or Inf' * self.finite}"
 
 
-Kind: TypeAlias = Values | Number | Exactly | Fields | Each | Either | Common | Plain | type[Any]
+Kind: TypeAlias = (
+    Values | Number | Exactly | Fields | Each | Either | Common | Plain | type[Any] | UnionType
+)
+"""One of the above, or a type as annotations have it, e.g. ``Sequence[int]``."""
 
 
 def check_saved(value: Any, kind: Kind, name: str, cure: str) -> None:
@@ -188,7 +215,8 @@ def _wrong(value: Any, kind: Kind, name: str) -> Iterator[str]:
     elif not _is(value, kind):
         tensor = isinstance(value, Tensor) and not value.is_meta
         broken = " with NaN or Inf" if tensor and not is_finite(value) else ""
-        yield f"the saved {name} is {brief(value)}{broken}, expected {kind}"
+        expected = getattr(kind, "__name__", kind)
+        yield f"the saved {name} is {brief(value)}{broken}, expected {expected}"
 
 
 def _is(value: Any, kind: Kind) -> bool:
@@ -206,7 +234,7 @@ def _is(value: Any, kind: Kind) -> bool:
         return same(value, kind.value)
     if isinstance(kind, Plain):
         return (isinstance(value, Mapping) or not kind.named) and _is_plain(value, kind.finite)
-    return isinstance(kind, type) and isinstance(value, kind)
+    return not isinstance(kind, Fields | Each) and fits(value, kind)
 
 
 def _is_list(value: Any) -> bool:
@@ -274,6 +302,51 @@ def like(value: Any) -> Kind:
     if isinstance(value, bool | str):  # before numbers: a bool is an int to Python
         return type(value)
     return Number() if isinstance(value, int | float) else Plain()
+
+
+# ---- envelopes ---------------------------------------------------------------------------------------
+
+
+def sealed(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the envelope of a state of one of ``STATE_KINDS``."""
+    return {"kind": kind, "version": STATE_VERSION, "content": dict(content)}
+
+
+def opened(state: Any, kind: str, content: Kind = Mapping) -> dict[str, Any]:
+    """Return the content of a saved state, unless it is of another kind or version.
+
+    Args:
+        state: it may come from anywhere, and be of any type.  A checkpoint's file has more "beside" the
+            content.
+        kind: one of ``STATE_KINDS``.
+        content: the description of the content, if no more than its fields has to be known.
+
+    Raises:
+        ConfigurationError: names the part of the envelope, or the field, that is missing or does not fit.
+
+    Example:
+        >>> opened(sealed("averager", {"steps": 3}), "averager")
+        {'steps': 3}
+        >>> opened(sealed("averager", {"steps": 3}), "updates")
+        Traceback (most recent call last):
+        sparsync.errors.ConfigurationError: the saved state['kind'] is 'averager', expected 'updates'; \
+load it into an averager, and here a state of a handle that exchanges updates
+    """
+    given = state.get("kind") if isinstance(state, Mapping) else None
+    other = next((its for name, its in STATE_KINDS.items() if same(given, name)), None)
+    cure = f"load a state of {STATE_KINDS[kind]}"
+    elsewhere = f"load it into {other}, and here a state of {STATE_KINDS[kind]}"
+    # one after the other: another kind has another content, and another version perhaps other fields
+    envelope: dict[str, Kind] = {"kind": Exactly(kind)}
+    check_saved(state, Fields(envelope, more=object), "state", elsewhere if other else cure)
+    envelope["version"] = Number(STATE_VERSION, STATE_VERSION, whole=True)
+    check_saved(
+        state, Fields(envelope, more=object), "state", "load it with the sparsync that saved it"
+    )
+    envelope["content"] = Mapping
+    check_saved(state, Fields(envelope, {"beside": Mapping}), "state", cure)
+    check_saved(state["content"], content, "state", cure)
+    return dict(state["content"])
 
 
 # ---- values that all ranks share ---------------------------------------------------------------------

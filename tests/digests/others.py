@@ -97,7 +97,7 @@ def _averaged(name: str, ranks: int, late: bool) -> Digests:
             await comm.compute(1e-3 * ((7 * step + 3 * comm.rank) % 5 if late else 1))
             vector = await averager.average(comm, vector, step)
             models.append(vector.clone())
-        state = averager.state_dict()
+        state = averager.state_dict()["content"]
         del state["scheme"]  # a name
         end = await averager.conclude(comm, vector, _STEPS)
         messages = comm.ledger.total().as_dict()

@@ -118,14 +118,14 @@ def the_law_holds(net: Any, sync: Any, dense: Any, backward: Any) -> None:
             module.zero_grad()
             backward(module, step)
             into += flat_gradient(module)
-    state, left = sync.state_dict(), {}
+    content, left = sync.state_dict()["content"], {}
     for name, parameter in getattr(net, "module", net).named_parameters():  # of DDP, or itself
         left[name] = torch.zeros(parameter.shape)
-        if piece := state["pieces"].get(name):
+        if piece := content["pieces"].get(name):
             ends = zip(piece["offset"], piece["size"], strict=True)
             place = tuple(slice(offset, offset + size) for offset, size in ends)
             part = left[name].view(piece["shape"])[place]
-            part += state["residual"][name].view(part.shape)
+            part += content["reducer"]["residual"][name].view(part.shape)
     kept = torch.cat([value.flatten() for value in left.values()])
     dist.all_reduce(kept)
     assert not torch.allclose(got, wanted, atol=1e-5)

@@ -135,5 +135,5 @@ def test_what_does_not_fit_is_refused_on_all_ranks(folder):
     with sync:
         dcp.save({"sync": DistributedState(sync)}, checkpoint_id=folder / "updates")
     net, optimizer, sync = attached("ddp", "gradients")
-    with sync, refused("saved state has no 'version'"):
+    with sync, refused("the saved state['kind'] is 'updates', expected 'gradients'; load it into"):
         DistributedState(sync).read(folder / "updates")

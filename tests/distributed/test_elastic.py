@@ -68,4 +68,4 @@ def test_three_of_four_ranks_go_on_from_the_checkpoint(tmp_path):
     names = {path.name for path in folder.rglob("sparsync-rank-*")}
     assert names == {f"sparsync-rank-{rank}-of-3.pt" for rank in range(3)}
     state = torch.load(next(folder.rglob("*-of-3.pt")), weights_only=True)
-    assert state["world_size"] == 3
+    assert state["content"]["reducer"]["world_size"] == 3

@@ -169,10 +169,11 @@ def test_resume_is_exact_and_refuses_another_shards_state():
         return net, attach(net, mesh, threshold_period=4)
 
     state = small_model.resumes_exactly(make, train)
-    rows = state["pieces"]["table.weight"]
+    rows = state["content"]["pieces"]["table.weight"]
     first_row = 0 if mesh["shard"].get_local_rank() == 0 else 6
     assert rows["shape"] == [11, 7] and rows["offset"] == [first_row, 0]
-    assert state["residual"]["table.weight"].shape == (rows["size"][0] * 7,)
+    kept = state["content"]["reducer"]["residual"]
+    assert kept["table.weight"].shape == (rows["size"][0] * 7,)
     rows["offset"] = [1, 0]
     _, sync = make(0)
     with refused("'table.weight'"):
@@ -285,7 +286,7 @@ def test_a_broken_backward_pass_leaves_no_trace():
                 backward(net, 2)
             net.reset_iter_state()
             hook.remove()
-        kept = sync.state_dict()["residual"]
+        kept = sync.state_dict()["content"]["reducer"]["residual"]
         train(net, range(2, 5))
         ends.append([flat(net), *kept.values()])
         sync.close()

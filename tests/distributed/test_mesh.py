@@ -360,8 +360,9 @@ def test_tensor_parallel_resumes():
     state = resumes_exactly(make, train_over(mesh))
     place = mesh["tp"].get_local_rank()
     columns = {"shape": [6, 10], "offset": [0, 5 * place], "size": [6, 5]}
-    assert state["pieces"]["down.weight"] == columns
-    assert "before.weight" in state["residual"] and "before.weight" not in state["pieces"]
+    kept, pieces = state["content"]["reducer"]["residual"], state["content"]["pieces"]
+    assert pieces["down.weight"] == columns
+    assert "before.weight" in kept and "before.weight" not in pieces
 
 
 @on_ranks(4)

@@ -96,7 +96,7 @@ def test_updates_over_mpi_are_those_over_gloo_bit_for_bit():
                 torch.manual_seed(step * RANKS + torch.distributed.get_rank())
                 model(torch.randn(8, 300)).square().mean().backward()
                 optimizer.step()
-            residual = sync.state_dict()["reducer"]["residual"].values()
+            residual = sync.state_dict()["content"]["reducer"]["residual"].values()
             # behind the weights: averages by MPI's own allreduce, equal to rounding
             shared = sync.outer.memory["shared"][: sync.outer.layout.end].clone()
             ends.append((model.weight.detach(), shared, *residual))

@@ -19,6 +19,7 @@ from sparsync.checkpoint import save_load
 from sparsync.checkpoint.reshard import state_like
 from sparsync.checkpoint.save_load import seat_of
 from sparsync.errors import CheckpointError, PeerError
+from sparsync.fields import sealed
 from sparsync.updates import OuterAverager
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
@@ -61,7 +62,7 @@ def test_a_grad_scaler_skips_and_recovers_on_all_ranks():
         with attached(ddp, "budgeted", **options) as sync:
             runs.append(weights_of_every_step(ddp, optimizer, options.get("scaler")))
             assert sync.stats()["refused_exchanges"] == len(OVERFLOWS)
-            scale = sync.state_dict()["scale"]
+            scale = sync.state_dict()["content"]["reducer"]["scale"]
     assert scaler.get_scale() == 2.0**11 and scale > 1
     assert all(map(torch.equal, *runs))
     assert all(torch.equal(runs[1][step], runs[1][step - 1]) for step in OVERFLOWS)
@@ -178,7 +179,13 @@ def test_every_rank_gets_its_own_weights_back(folder):
     assert torch.equal(through, steps(again, **fresh, which=range(3, 6)))
 
 
-DAMAGES = {  # of rank 1's file: by what; what that rank says, or all
+ENVELOPES = {  # of rank 1's file: by what; what that rank says
+    "kind": (lambda state: state.update(kind="updates"), "['kind'] is 'updates', expected 'grad"),
+    "no kind": (lambda state: state.pop("kind"), "has no state['kind']; load a state of a handle"),
+    "version": (lambda state: state.update(version=99), "['version'] is 99, expected"),
+    "a field": (lambda state: state["content"].update(surprise=1), "unknown state['surprise']"),
+}
+DAMAGES = {  # of the reducer's state in rank 1's file: by what; what that rank says, or all
     "residual": (
         lambda state: state["residual"]["0.weight"][3:4].fill_(torch.nan),
         "the saved residual of '0.weight' holds NaN or Inf",
@@ -201,7 +208,7 @@ DAMAGES = {  # of rank 1's file: by what; what that rank says, or all
     ),
     "scale": (
         lambda state: state.update(scale=torch.nan),
-        "has scale nan, expected a finite float",
+        "['scale'] is nan, expected a finite number",
     ),
     "threshold": (
         lambda state: state["selectors"][0].update(threshold_key=torch.nan),
@@ -228,15 +235,18 @@ def test_what_one_rank_cannot_load_all_refuse(kind, folder):
             if refuses:
                 file = sparsync.save(sync, folder) / seat_of(sync).name
             train(net, range(2, 4))
-            for damage, words in DAMAGES.values() if refuses else ():
+            for damage, words in ENVELOPES.values() if refuses else ():
                 refuse_all(sync, net, file, damage, words)
+            for damage, words in DAMAGES.values() if refuses else ():
+                refuse_all(sync, net, file, lambda s, d=damage: d(s["content"]["reducer"]), words)
             train(net, range(4, 6))
             runs.append((flat(net), sync.state_dict()))
     (weights, state), (undisturbed, expected) = runs
-    assert torch.equal(weights, undisturbed) and state["step"] == 6
+    saved, expected = (one["content"]["reducer"] for one in (state, expected))
+    assert torch.equal(weights, undisturbed) and saved["step"] == 6
     for what in ("residual", "velocity"):
-        assert all(torch.equal(state[what][n], value) for n, value in expected[what].items())
-    assert rank != 1 or state["residual"]["0.weight"].any(), "the test would say nothing"
+        assert all(torch.equal(saved[what][n], value) for n, value in expected[what].items())
+    assert rank != 1 or saved["residual"]["0.weight"].any(), "the test would say nothing"
 
 
 def refuse_all(sync, net, file, damage, words):
@@ -296,7 +306,7 @@ def over_shards(replicas, shards, weights):
 
 
 def owed(states, name):
-    return sum(state["residual"][name].double() for state in states)
+    return sum(state["content"]["reducer"]["residual"][name].double() for state in states)
 
 
 @on_ranks(4)
@@ -312,7 +322,8 @@ def test_ddp_and_fsdp_exchange_their_residuals(folder):
 
     net, resumed = over_shards(4, 1, weights)
     sparsync.load(resumed, folder)
-    mine, before = resumed.state_dict()["residual"], states[rank]["residual"]
+    both = (resumed.state_dict(), states[rank])
+    mine, before = (state["content"]["reducer"]["residual"] for state in both)
     assert all(torch.equal(mine[name], before[name]) for name in before)
     train(net, range(3, 6))
     assert torch.allclose(flat(net), flat(ddp), atol=1e-6)
@@ -322,7 +333,9 @@ def test_ddp_and_fsdp_exchange_their_residuals(folder):
     sparsync.load(divided, folder)
     sparsync.save(divided, folder / "divided")
     parts = sparsync.reshard(gathered(divided.state_dict()), 4)
-    back = [state_like({**states[0], "rank": r}, parts) for r in range(4)]
+    content = states[0]["content"]
+    here = [{**content, "reducer": {**content["reducer"], "rank": rank}} for rank in range(4)]
+    back = [state_like(sealed("gradients", one), parts) for one in here]
     sparsync.load(sync, folder / "divided")
     for whole in (back, gathered(sync.state_dict())):
         for name in before:

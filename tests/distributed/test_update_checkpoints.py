@@ -71,7 +71,7 @@ def test_resuming_is_exact(kind, name, folder):
                 assert sparsync.load(sync, folder, **saved) == {"epoch": 2}
             else:
                 steps(net, optimizer, range(6))
-                while "delay" in SETTINGS[name] and not sync.state_dict()["under_way"]:
+                while "delay" in SETTINGS[name] and not sync.state_dict()["content"]["under_way"]:
                     steps(net, optimizer, range(1))
                 sparsync.save(sync, folder, epoch=2, **saved)
             ends.append(steps(net, optimizer, range(6, 13)))
@@ -131,11 +131,12 @@ def test_a_rank_that_broke_before_the_exchange_is_saved_as_it_is(kind, name, fol
                 broken_step(net, optimizer, 6)
                 sparsync.save(sync, folder)
                 state = sync.state_dict()
-                own = state["parameters"].values()  # shards: of another rank's NaN there is none
-                assert state["broken"] == (not all(one.isfinite().all() for one in own))
-                if state["broken"]:
+                content = state["content"]
+                own = content["parameters"].values()  # shards: of another rank's NaN there is none
+                assert content["broken"] == (not all(one.isfinite().all() for one in own))
+                if content["broken"]:
                     with refused("with NaN or Inf"):
-                        sync.validate({**state, "broken": False})
+                        sync.validate({**state, "content": {**content, "broken": False}})
             ends.append(steps(net, optimizer, range(7, 14)))
             assert sync.stats()["refused_exchanges"] >= 1
             sync.finish()
@@ -155,7 +156,7 @@ def test_other_numbers_of_ranks_begin_without_what_broke(name, folder):
     net, optimizer, sync = attached_to(2, SETTINGS[name], 3)
     with sync:
         sparsync.load(sync, folder)
-        mine = sync.state_dict()
+        mine = sync.state_dict()["content"]
         assert not mine["broken"]
         assert bool(mine["moments"]["0.weight"]) == (dist.get_rank() % 2 != 1)
         steps(net, optimizer, range(7, 10))
@@ -203,20 +204,35 @@ def test_a_buffer_may_be_finite_in_one_run_and_not_in_the_other(name, first, ran
 
 DAMAGES = {
     "sent": (
-        lambda state: state.update(sent=[0.5]),
+        lambda state: state["content"].update(sent=[0.5]),
         r"['sent'][0] is 0.5, expected a whole number",
     ),
     "shared": (
-        lambda state: state["memory"]["shared"].mul_(1.5),
+        lambda state: state["content"]["memory"]["shared"].mul_(1.5),
         "ranks disagree on the saved memory",
     ),
     "weights": (
-        lambda state: state["parameters"]["0.bias"].fill_(torch.nan),
+        lambda state: state["content"]["parameters"]["0.bias"].fill_(torch.nan),
         "['0.bias'] is a tensor",
     ),
-    "moments": (lambda state: state["moments"]["0.bias"].pop("exp_avg"), "has no state['moments']"),
-    "optimizer": (lambda state: state["groups"][0][0].update(lr=torch.nan), "['lr'] is nan"),
-    "steps": (lambda state: state["reducer"].update(step=1), "ranks disagree on the exchange"),
+    "moments": (
+        lambda state: state["content"]["moments"]["0.bias"].pop("exp_avg"),
+        "has no state['moments']",
+    ),
+    "optimizer": (
+        lambda state: state["content"]["groups"][0][0].update(lr=torch.nan),
+        "['lr'] is nan",
+    ),
+    "steps": (
+        lambda state: state["content"]["reducer"].update(step=1),
+        "ranks disagree on the exchange",
+    ),
+    "kind": (
+        lambda state: state.update(kind="averager"),
+        "['kind'] is 'averager', expected 'updates'; load it into an averager, and here a state of",
+    ),
+    "version": (lambda state: state.update(version=99), "['version'] is 99, expected"),
+    "others": (lambda state: state["beside"].update(own=3), "['beside']['own'] is 3, expected"),
 }
 
 
@@ -255,7 +271,7 @@ def test_an_optimizer_that_does_not_take_its_state_takes_all_back():
         steps(net, optimizer, range(2))
         saved = sync.state_dict()
         before = steps(net, optimizer, range(2, 4))
-        moments = {n: m["exp_avg"] for n, m in sync.state_dict()["moments"].items()}
+        moments = {n: m["exp_avg"] for n, m in sync.state_dict()["content"]["moments"].items()}
         if dist.get_rank() == 2:
 
             def refuse(_optimizer, _state):
@@ -269,7 +285,7 @@ def test_an_optimizer_that_does_not_take_its_state_takes_all_back():
             with refused("rank 2 could not load the saved", "'too late'", error=CheckpointError):
                 sync.load_state_dict(saved)
         assert torch.equal(flat(net), before) and sync.outer.steps == 4
-        now = sync.state_dict()["moments"]
+        now = sync.state_dict()["content"]["moments"]
         assert all(torch.equal(now[name]["exp_avg"], kept) for name, kept in moments.items())
         sync.load_state_dict(saved)
         assert torch.equal(steps(net, optimizer, range(2, 4)), before)
@@ -286,7 +302,7 @@ def undelivered(states, name):
         total = total + (
             state["memory"]["shared"][span].double() - state["parameters"][name].flatten()
         )
-        if state.get("residual") != "weights" and name in state["reducer"]["residual"]:
+        if state["residual"] != "weights" and name in state["reducer"]["residual"]:
             total = total + state["reducer"]["residual"][name]
     return total
 
@@ -311,7 +327,7 @@ def test_other_numbers_of_ranks_begin_from_the_shared_weights(name, before, afte
     with sync:
         steps(net, optimizer, range(7))
         sparsync.save(sync, folder / str(dist.get_rank() // before))
-        states = gathered(sync.state_dict())[:before]
+        states = gathered(sync.state_dict()["content"])[:before]
         sync.finish()
         with sync.shared():
             after_all = gathered(flat(net))[0]
@@ -320,7 +336,7 @@ def test_other_numbers_of_ranks_begin_from_the_shared_weights(name, before, afte
         sparsync.load(sync, folder / "0")
         assert sync.outer.period == states[0].get("present_period", sync.outer.period)
         assert sync.outer.steps == 7
-        mine = sync.state_dict()
+        mine = sync.state_dict()["content"]
         moments = states[dist.get_rank() % after % before]["moments"]["0.weight"]["exp_avg"]
         assert torch.equal(mine["moments"]["0.weight"]["exp_avg"], moments)
         with sync.shared():
@@ -364,7 +380,7 @@ def test_what_a_user_saves_loads_and_evaluates(kind):
             net(torch.ones(1, 20))
             shared = flat(net)
         if kind == "plain":
-            waiting = undelivered([sync.state_dict()], "0.weight").float()
+            waiting = undelivered([sync.state_dict()["content"]], "0.weight").float()
             torch.testing.assert_close(own[:600], shared[:600] - waiting, atol=1e-6, rtol=0)
             for weights in (own, shared):
                 loaded = model(5)

@@ -269,7 +269,7 @@ def _scaled(column, optimizer):
 
 
 def _kept(training):
-    return training.handle.state_dict()["residual"]
+    return training.handle.state_dict()["content"]["reducer"]["residual"]
 
 
 def _update_space_takes_no_scaler():

@@ -113,7 +113,7 @@ def _join_delivers_what_is_left(options):
                 optimizer.step()
                 norms.append(sync.stats()["residual_norm"][0])
         state = sync.state_dict()
-        assert state["step"] == max(BATCHES)
+        assert state["content"]["reducer"]["step"] == max(BATCHES)
         left = residuals(state, came)
         if here() == 0:
             applied = added((0.0, applied))  # the other rank saw all averages

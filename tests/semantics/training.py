@@ -173,8 +173,8 @@ def gradients(model: nn.Module) -> Named:
 
 
 def residuals(state: Mapping[str, Any], like: Named) -> Named:
-    state = state.get("sparsync", state)  # an optimizer's state holds it under this name
-    kept = {plain(name): value for name, value in state["residual"].items()}
+    kept = state["content"]["reducer"]["residual"]
+    kept = {plain(name): value for name, value in kept.items()}
     return {n: kept.get(n, torch.zeros(v.numel())).double().view(v.shape) for n, v in like.items()}
 
 

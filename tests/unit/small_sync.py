@@ -2,6 +2,7 @@
 
 from sparsync import Correction
 from sparsync.feedback.reducer_state import parse_state, reducer_state, restore_reducer
+from sparsync.fields import opened, sealed
 from sparsync.transports.driver import run
 from sparsync.transports.groups import SoloCommunicator
 
@@ -20,13 +21,13 @@ class Sync:
         run(self.reducer.reduce(gradients(self.reducer, step)))
 
     def state_dict(self):
-        return reducer_state(self.reducer)
+        return sealed("gradients", {"reducer": reducer_state(self.reducer), "pieces": {}})
 
     def validate(self, state):
-        parse_state(self.reducer, state)
+        parse_state(self.reducer, opened(state, "gradients")["reducer"])
 
     def load_state_dict(self, state):
-        run(restore_reducer(self.reducer, state))
+        run(restore_reducer(self.reducer, opened(state, "gradients")["reducer"]))
 
 
 def residual(sync):

@@ -251,7 +251,7 @@ def test_a_weight_with_gaps_has_its_own_gradient_residual_and_decay(alone, optio
             net.zero_grad()
             ddp(x).square().sum().backward()
             accumulated = kept + 2 * x.t() @ x @ net.weight.detach() + 0.1 * net.weight.detach()
-            kept = sync.state_dict()["residual"]["weight"].view(4, 3)
+            kept = sync.state_dict()["content"]["reducer"]["residual"]["weight"].view(4, 3)
             assert net.weight.grad.count_nonzero() == 3
             torch.testing.assert_close(net.weight.grad + kept, accumulated)
 
@@ -275,7 +275,7 @@ def test_strided_gradients_that_a_user_set_are_exchanged(alone):
             net.weight.grad = own = torch.zeros(80_000)[::2]
             net(torch.tensor(step + 1.0)).backward()
             accumulated = kept + 2 * (step + 1) * net.weight.detach()
-            kept = sync.state_dict()["residual"]["weight"].view(-1)
+            kept = sync.state_dict()["content"]["reducer"]["residual"]["weight"].view(-1)
             assert not own.is_contiguous() and 0 < int(own.count_nonzero()) < len(own)
             torch.testing.assert_close(net.weight.grad + kept, accumulated)
 

@@ -15,6 +15,7 @@ from sparsync.averaging import LocalSgd
 from sparsync.averaging.averager import mean
 from sparsync.averaging.schemes import SCHEMES
 from sparsync.errors import ConfigurationError, NonFiniteGradientError, PeerError
+from sparsync.fields import sealed
 
 from .averager_models import Smoothed, add_, failure, linear, train_
 from .zmq_group import together
@@ -324,13 +325,14 @@ def test_a_state_of_a_run_in_which_a_buffer_was_finite_or_not_is_refused_by_its_
 def test_states_of_others_are_refused():
     state = Smoothed(linear()).state_dict()
     for wrong, words in [
-        ({**state, "rank": 1}, "the saved state has rank 1, this run has 0"),
-        ({**state, "world_size": 4}, "world_size 4"),
-        ({**state, "scheme": "LocalSgd"}, "scheme 'LocalSgd'"),
-        ({}, "load a state that state_dict"),
-        (None, "load a state that state_dict"),
+        ({"rank": 1}, "the saved state['rank'] is 1, expected 0; load a state that this rank's"),
+        ({"world_size": 4}, "['world_size'] is 4"),
+        ({"scheme": "LocalSgd"}, "['scheme'] is 'LocalSgd', expected 'Smoothed'"),
+        ({"steps": 0.5}, "['steps'] is 0.5, expected a whole number"),
+        ({"surprise": 1}, "the saved state has an unknown state['surprise']"),
     ]:
-        assert words in failure(ConfigurationError, Smoothed(linear()).load_state_dict, wrong)
+        changed = sealed("averager", {**state["content"], **wrong})
+        assert words in failure(ConfigurationError, Smoothed(linear()).load_state_dict, changed)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from sparsync.checkpoint import load, save
 from sparsync.checkpoint.files import read_file, write_file
 from sparsync.errors import CheckpointError, NoCheckpointError, SparsyncError
 from sparsync.feedback.reducer_state import reducer_state, restore_reducer
+from sparsync.fields import sealed
 from sparsync.transports.sim import simulate
 from tests.contracts.table import ALGORITHMS
 
@@ -293,7 +294,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
     save(Sync(steps=2, momentum=0.5), tmp_path)
     sync = Sync(steps=1)
     before = residual(sync).clone()
-    with pytest.raises(ConfigurationError, match=r"momentum 0\.5, expected 0\.0"):
+    with pytest.raises(ConfigurationError, match=r"\['momentum'\] is 0\.5, expected 0\.0"):
         load(sync, tmp_path)
     assert torch.equal(residual(sync), before)
 
@@ -326,7 +327,7 @@ def test_an_error_of_the_last_part_takes_all_back(tmp_path):
 
         def load_state_dict(self, state):
             super().load_state_dict(state)
-            if state["step"] == 2:
+            if state["content"]["reducer"]["step"] == 2:
                 raise ValueError("too late")
 
     save(Sync(steps=2), tmp_path)
@@ -343,10 +344,11 @@ def test_an_error_of_the_last_part_takes_all_back(tmp_path):
 def test_fields_of_other_types_are_refused(key, value):
     sync = Sync(steps=3)
     state = sync.state_dict()
-    for field in state[key][0]:
-        changed = {**state, key: [{**state[key][0], field: value}]}
+    saved = state["content"]["reducer"]
+    for field in saved[key][0]:
+        changed = {**saved, key: [{**saved[key][0], field: value}]}
         with pytest.raises(SparsyncError, match=f"the saved {field} of .* expected"):
-            sync.load_state_dict(changed)
+            sync.load_state_dict(sealed("gradients", {**state["content"], "reducer": changed}))
 
 
 def test_no_checkpoint_is_no_hang(tmp_path):

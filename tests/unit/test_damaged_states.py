@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +11,14 @@ import torch
 import torch.distributed as dist
 
 import sparsync
+from sparsync.averaging import LocalSgd
 from sparsync.errors import ConfigurationError
-from sparsync.updates import OuterStep
+from sparsync.fields import STATE_KINDS, STATE_VERSION
+from sparsync.state import packed, unpacked
+from sparsync.updates import OuterAverager, OuterStep
+from sparsync_papers.baseline_optimizers import UpdateSpaceSGD
 from tests.attaching import attach
+from tests.digests.canonical import sha
 
 UNKNOWN = "a field that nobody knows"
 
@@ -115,7 +122,7 @@ def of_updates(settings, make=torch.optim.AdamW, **options):
     outer = OuterStep(**settings) if settings else None
     sync = sparsync.attach(model, optimizer, outer, exchange="updates", **options)
     train(model, optimizer, 5)
-    while settings.get("delay") and not sync.state_dict()["under_way"]:
+    while settings.get("delay") and not sync.state_dict()["content"]["under_way"]:
         train(model, optimizer, 1)
     return sync
 
@@ -133,9 +140,10 @@ def test_a_state_of_an_older_torch_fits():
     with of_updates({}) as sync:
         saved, (group,) = sync.state_dict(), sync.outer.optimizers[0].param_groups
         group["foreach"] = False
+        (of_group,) = saved["content"]["groups"][0]
         for name in ("decoupled_weight_decay", "fused", "foreach"):
-            del saved["groups"][0][0][name]
-        saved["groups"][0][0]["lr"] = 0.5
+            del of_group[name]
+        of_group["lr"] = 0.5
         sync.load_state_dict(saved)
         (group,) = sync.outer.optimizers[0].param_groups
         kept = [group[name] for name in ("lr", "foreach", "decoupled_weight_decay")]
@@ -168,7 +176,7 @@ def test_moments_of_sparse_gradients_are_saved_loaded_and_dropped(tmp_path):
         steps(other, its_optimizer, 3)
         assert torch.equal(other.weight, model.weight)
         broken = sync.state_dict()
-        broken["moments"]["weight"]["momentum_buffer"]._values().fill_(torch.nan)
+        broken["content"]["moments"]["weight"]["momentum_buffer"]._values().fill_(torch.nan)
         with pytest.raises(ConfigurationError, match=r"momentum_buffer.*NaN or Inf"):
             sync.load_state_dict(broken)
         steps(other, its_optimizer, 2, factor=torch.nan)
@@ -190,11 +198,12 @@ HANDLES = {
 @pytest.mark.parametrize("name", HANDLES)
 def test_no_damaged_state_is_like_the_others(name):
     with HANDLES[name]() as sync:
-        saved = sync.state_dict()
+        state = sync.state_dict()
+        saved = state["content"]
 
-        def common(state):
-            parsed = sync.validate(state)
-            return [str(parsed.common()), sync.common(state) if hasattr(sync, "common") else ""]
+        def common(content):
+            parsed = sync.validate({**state, "content": content})
+            return [str(parsed.common()), sync.common(content) if hasattr(sync, "common") else ""]
 
         expected, loaded, tried = common(saved), [], 0
         for path, what, damaged in damages(saved):
@@ -213,3 +222,133 @@ def test_no_damaged_state_is_like_the_others(name):
                 loaded.append((path, what, error))
         assert not loaded, loaded
         assert tried > 200
+
+
+# ---- envelopes -------------------------------------------------------------------------------------
+
+
+def stepped(make):
+    """Return a model's optimizer, or averager, after a step."""
+    model = net()
+    one = make(model)
+    model(torch.randn(8, 3)).square().sum().backward()
+    one.step()
+    return one
+
+
+def copies_of_gradients():
+    """What a rank that joins fetches, as an object that saves and loads it."""
+    pytest.importorskip("zmq")
+    from sparsync.elastic.catch_up import load_copy, make_copy
+
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, 1)
+    return SimpleNamespace(
+        state_dict=lambda: unpacked(make_copy(model, [optimizer])),
+        load_state_dict=lambda state: load_copy(packed(state), model, [optimizer]),
+        close=lambda: None,
+    )
+
+
+def copies_of_updates():
+    pytest.importorskip("torchft")
+    from sparsync.elastic import ElasticGroup
+
+    model, group = net(), ElasticGroup(interface="127.0.0.1")
+    manager = SimpleNamespace(_pg=group, start_quorum=lambda **_: None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sync = sparsync.attach(model, optimizer, elastic=manager)
+    ends = ExitStack()
+    ends.callback(group.shutdown)
+    ends.callback(sync.close)
+    return SimpleNamespace(
+        state_dict=lambda: unpacked(sync._copy()),
+        load_state_dict=lambda state: sync._opened(packed(state)),
+        close=ends.close,
+    )
+
+
+def resharding():
+    sync = of_gradients()
+    return SimpleNamespace(
+        state_dict=sync.state_dict,
+        load_state_dict=lambda state: sparsync.reshard([state], 2),
+        close=sync.close,
+    )
+
+
+SAVERS = {  # by name, which begins with the kind: what saves and loads states of that kind
+    "gradients": of_gradients,
+    "gradients, resharded": resharding,
+    "updates": lambda: of_updates({}),
+    "averager": lambda: stepped(LocalSgd),
+    "averager, OuterAverager": lambda: stepped(OuterAverager),
+    "optimizer": lambda: stepped(lambda model: UpdateSpaceSGD(model, lr=0.1)),
+    "elastic gradients": copies_of_gradients,
+    "elastic updates": copies_of_updates,
+}
+
+
+def test_every_kind_of_state_has_its_envelope_damaged():
+    assert {name.partition(",")[0] for name in SAVERS} == {*STATE_KINDS}
+
+
+def damaged_envelopes(state: Any) -> Iterator[tuple[Any, str]]:
+    """Yield envelopes that no object of this kind may open, and the words of its refusal."""
+    kind, here = state["kind"], f"load a state of {STATE_KINDS[state['kind']]}"
+    for other in (None, 7, [], "state", UNKNOWN):
+        yield other, f"the saved state is {other!r}, expected a dictionary; {here}"
+    for part in state:
+        cure = "load it with the sparsync that saved it" if part == "version" else here
+        yield (
+            changed(state, (part,), remove=True),
+            f"the saved state has no state['{part}']; {cure}",
+        )
+    for other in ("surprise", 3, None, [kind], torch.ones(2)):
+        said = (
+            f"the saved state['kind'] is {sparsync.state.brief(other)}, expected '{kind}'; {here}"
+        )
+        yield {**state, "kind": other}, said
+    for other, place in STATE_KINDS.items():
+        if other != kind:
+            said = f"the saved state['kind'] is '{other}', expected '{kind}'; load it into {place}, and"
+            # whatever the other's version and content are, its kind is said
+            yield {"kind": other, "version": 99, "content": {"a": 1}}, said
+    for other in (STATE_VERSION + 1, 0, -1, float(STATE_VERSION), str(STATE_VERSION), True, None):
+        said = (
+            f"the saved state['version'] is {other!r}, expected {STATE_VERSION}; load it with the"
+        )
+        yield {**state, "version": other, UNKNOWN: 1}, said
+    yield {**state, UNKNOWN: 1}, f"the saved state has an unknown state['{UNKNOWN}']; {here}"
+    for other in (None, 3, [], "x"):
+        yield (
+            {**state, "content": other},
+            f"the saved state['content'] is {other!r}, expected Mapping",
+        )
+    content = state["content"]
+    yield {**state, "content": {**content, UNKNOWN: 1}}, f"has an unknown state['{UNKNOWN}']; load"
+    for name in content:
+        yield changed(state, ("content", name), remove=True), f"has no state['{name}']; load"
+
+
+@pytest.mark.parametrize("name", SAVERS)
+def test_no_damaged_envelope_is_opened(name):
+    """The error says what was given, what is expected and what to do, and nothing is changed."""
+    saver = SAVERS[name]()
+    state = saver.state_dict()
+    assert (state["kind"], state["version"]) == (name.partition(",")[0], STATE_VERSION)
+    assert [*state] == ["kind", "version", "content"]
+    saver.load_state_dict(state)
+    before, wrong = sha(saver.state_dict()), []
+    for damaged, words in damaged_envelopes(state):
+        try:
+            saver.load_state_dict(damaged)
+            wrong.append((words, "loaded"))
+        except ConfigurationError as error:
+            said = str(error)
+            if words not in said or "\n" in said or len(said) > 300:
+                wrong.append((words, said))
+    assert not wrong, wrong
+    assert sha(saver.state_dict()) == before
+    getattr(saver, "close", lambda: None)()

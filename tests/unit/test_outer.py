@@ -13,6 +13,7 @@ from torch import nn
 from sparsync import ConfigurationError, simulate
 from sparsync.averaging import LocalSgd
 from sparsync.errors import NonFiniteGradientError
+from sparsync.fields import sealed
 from sparsync.presets import resolve
 from sparsync.updates import AdaptivePeriod, OuterAverager, OuterStep
 from sparsync.updates.family import OUTER_SETTINGS, sparseloco
@@ -27,7 +28,9 @@ def broken(rank, step, value=math.nan):
 
 
 def residual(averager):
-    pieces = averager.state_dict()["reducer"]["residual"].values()  # in the order of the units
+    pieces = averager.state_dict()["content"]["reducer"][
+        "residual"
+    ].values()  # in the order of the units
     return torch.cat(list(pieces)) if pieces else torch.zeros_like(averager.memory["shared"])
 
 
@@ -90,14 +93,20 @@ def test_a_saved_state_continues_bit_for_bit(algorithm, reload_at):
 
 
 def test_states_of_other_set_ups_are_refused():
-    state = OuterAverager(model(), density=0.1).state_dict()
-    with pytest.raises(ConfigurationError, match="load a state that state_dict"):
-        OuterAverager(model()).load_state_dict({"steps": 3})
-    with pytest.raises(ConfigurationError, match="the saved state is not one"):
-        OuterAverager(model(), density=0.1, residual="weights").load_state_dict(state)
-    for what, other in (("density", 0.2), ("period", 2), ("algorithm", "quantised")):
-        with pytest.raises(ConfigurationError, match=f"the saved state has {what}"):
-            OuterAverager(model(), **{"density": 0.1, what: other}).load_state_dict(state)
+    settings = {"density": 0.1, "period": 4}
+    state = OuterAverager(model(), **settings).state_dict()
+    others = {
+        "density": 0.2,
+        "period": 2,
+        "algorithm": "quantised",
+        "residual": "weights",
+        "dct": 64,
+        "fragments": 2,
+        "delay": 1,
+    }
+    for what, other in others.items():
+        with pytest.raises(ConfigurationError, match=rf"the saved state\['{what}'\] is"):
+            OuterAverager(model(), **{**settings, what: other}).load_state_dict(state)
 
 
 def test_nan_on_one_rank_is_skipped_by_all_and_residuals_stay():
@@ -455,8 +464,10 @@ def test_a_chosen_period_is_saved(reload_at):
         (None, "is None, expected"),
     ):
         with pytest.raises(ConfigurationError, match=words):
-            adaptive(model=model()).load_state_dict({**state, "present_period": wrong})
-    with pytest.raises(ConfigurationError, match="the saved state has period 'AdaptivePeriod"):
+            adaptive(model=model()).load_state_dict(
+                sealed("averager", {**state["content"], "present_period": wrong})
+            )
+    with pytest.raises(ConfigurationError, match=r"the saved state\['period'\] is 'AdaptivePeriod"):
         adaptive(0.2, model=model()).load_state_dict(state)
 
 

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, Correction
-from sparsync.checkpoint.reshard import reshard, state_like
+from sparsync.checkpoint.reshard import reshard as reshard_envelopes
+from sparsync.checkpoint.reshard import state_like as envelope_like
 from sparsync.feedback.reducer_state import reducer_state, restore_reducer
+from sparsync.fields import opened, sealed
 from sparsync.transports.driver import run
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.sim import simulate
@@ -18,6 +20,29 @@ from sparsync_papers.baseline_optimizers import UpdateSpaceAdamW
 from tests.contracts.table import ALGORITHMS
 
 from .small_reducers import SIZES, gradients, reducer_on
+
+
+def wrapped(state):
+    """A reducer's state, with its "pieces" if it has any, as a handle saves it."""
+    if not isinstance(state, dict):
+        return state
+    kept = dict(state)
+    pieces = kept.pop("pieces", {})
+    return sealed("gradients", {"reducer": kept, "pieces": pieces})
+
+
+def unwrapped(state):
+    content = opened(state, "gradients")
+    return {**content["reducer"], **({"pieces": content["pieces"]} if content["pieces"] else {})}
+
+
+def reshard(states, world_size):
+    return [unwrapped(new) for new in reshard_envelopes([*map(wrapped, states)], world_size)]
+
+
+def state_like(template, states):
+    return unwrapped(envelope_like(wrapped(template), [*map(wrapped, states)]))
+
 
 # ---- another number of ranks ----------------------------------------------------------------------
 
@@ -187,22 +212,21 @@ outside = {"shape": [30], "offset": [5], "size": [30]}
 BROKEN = {
     "a rank is missing": (lambda s: s[:2], "state of rank 2 of 3 is missing"),
     "no states": (lambda s: [], "there are no states"),
-    "a state is no dictionary": (lambda s: [*s[:2], 7], "has no 'version'"),
-    "a key is missing": (lambda s: s[1].pop("step"), "has no 'step'"),
+    "a state is no dictionary": (lambda s: [*s[:2], 7], "the saved state is 7, expected a dictionary"),
+    "a key is missing": (lambda s: s[1].pop("step"), r"has no state\['reducer'\]\['step'\]"),
     "another step": (lambda s: s[1].update(step=9), "ranks 0 and 1 have step 1 and 9"),
     "another scale": (lambda s: s[2].update(scale=2.0), "ranks 0 and 2 have scale 1.0 and 2.0"),
-    "another version": (lambda s: [x.update(version=1) for x in s] and None, "has version 1, expected"),
     "a rank of nowhere": (lambda s: s[0].update(rank=8), "is of rank 8 of 3"),
     "a size": (lambda s: s[1]["residual"].update(a=torch.ones(3)), r"'a' on rank 1 has shape \(3,\)"),
     "a list": (lambda s: s[1]["residual"].update(a=[1.0]), "is no tensor of floating-point"),
     "integers": (lambda s: s[1]["residual"].update(a=torch.ones(30).int()), "is no tensor of floating"),
     "NaN": (lambda s: s[1]["residual"].update(a=torch.full((30,), torch.nan)), "'a' on rank 1 holds NaN"),
     "an unknown name": (lambda s: s[1]["residual"].update(z=torch.ones(3)), "'z' on rank 1 has shape"),
-    "no dictionary": (lambda s: s[1].update(residual=3), "has residual 3, expected Mapping"),
-    "no list": (lambda s: s[1].update(sizes=5), "has sizes 5, expected Sequence"),
+    "no dictionary": (lambda s: s[1].update(residual=3), r"\['residual'\] is 3, expected Mapping"),
+    "no list": (lambda s: s[1].update(sizes=5), r"\['sizes'\] is 5, expected Sequence"),
     "sizes of others": (lambda s: s[1].update(sizes=[[30]]), r"sizes \[\[30\]\], expected one for each"),
-    "a tensor": (lambda s: s[1].update(step=torch.ones(2)), r"step a tensor .*expected int"),
-    "infinity": (lambda s: s[1].update(previous_norm=torch.inf), "has previous_norm inf, expected"),
+    "a tensor": (lambda s: s[1].update(step=torch.ones(2)), r"\['step'\] is a tensor .*expected a whole"),
+    "infinity": (lambda s: s[1].update(previous_norm=torch.inf), r"\['previous_norm'\] is inf, expected"),
     "pieces": (lambda s: s[1].update(pieces=None), "pieces of rank 1 are no dictionary"),
     "a piece": (lambda s: s[1].update(pieces={"a": outside}), "saved piece of 'a' on rank 1 is"),
     "many ranks": (lambda s: [x.update(world_size=2**40) for x in s] and None, "rank 3 of 10995116"),
@@ -234,10 +258,11 @@ def test_another_model_is_refused():
 
 
 def of_rank(state, rank):
-    residual = {name: (rank + 1) * values for name, values in state["sparsync"]["residual"].items()}
-    inner = {**state["sparsync"], "rank": rank, "world_size": 2, "residual": residual}
-    moments = {key: {"step": rank} for key in state["state"]}
-    return {**state, "state": moments, "sparsync": inner}
+    content, inner = state["content"], state["content"]["reducer"]
+    residual = {name: (rank + 1) * values for name, values in inner["residual"].items()}
+    inner = {**inner, "rank": rank, "world_size": 2, "residual": residual}
+    moments = {key: {"step": rank} for key in content["state"]}
+    return sealed("optimizer", {**content, "state": moments, "reducer": inner})
 
 
 def test_an_update_space_optimizer_moves_to_other_ranks():
@@ -246,14 +271,16 @@ def test_an_update_space_optimizer_moves_to_other_ranks():
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     alone = optimizer.state_dict()
-    new = state_like(alone, [of_rank(alone, 0), of_rank(alone, 1)])
-    before, after = alone["sparsync"]["residual"]["weight"], new["sparsync"]["residual"]["weight"]
+    saved = alone["content"]
+    new = envelope_like(alone, [of_rank(alone, 0), of_rank(alone, 1)])["content"]
+    before, after = (one["reducer"]["residual"]["weight"] for one in (saved, new))
     assert bool(before.any())
     assert torch.equal(after, 3 * before)
-    assert new["param_groups"] == alone["param_groups"]
+    assert new["param_groups"] == saved["param_groups"]
     assert new["state"] == {0: {"step": 0}}
-    optimizer.load_state_dict({**new, "state": alone["state"]})
-    assert state_like(of_rank(alone, 1), [alone])["state"] == alone["state"]
+    optimizer.load_state_dict(sealed("optimizer", {**new, "state": saved["state"]}))
+    again = envelope_like(of_rank(alone, 1), [alone])
+    assert again["content"]["state"] == saved["state"]
 
 
 def test_outer_steps_do_not():
@@ -263,4 +290,4 @@ def test_outer_steps_do_not():
         ConfigurationError,
         match=r"has its own weights and residuals, which cannot be divided; use attach\(\)",
     ):
-        state_like(state, [state, state])
+        envelope_like(state, [state, state])

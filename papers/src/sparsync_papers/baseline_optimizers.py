@@ -27,6 +27,7 @@ from sparsync.feedback.reducer_state import (
     take_state,
 )
 from sparsync.feedback.schedule import Warmup
+from sparsync.fields import Fields, opened, sealed
 from sparsync.presets import resolve
 from sparsync.transports.agree import on_all_or_none
 from sparsync.transports.communicator import Communicator
@@ -195,17 +196,13 @@ class UpdateSpace(torch.optim.Optimizer):
         return reducer_stats(self.reducer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state and, under "sparsync", this rank's reducer state."""
-        return {**super().state_dict(), "sparsync": reducer_state(self.reducer)}
+        """Return torch's state and this rank's reducer state, in an envelope."""
+        return sealed("optimizer", {**super().state_dict(), "reducer": reducer_state(self.reducer)})
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
         """Check on this rank alone that a saved state fits; nothing is changed."""
-        if "sparsync" not in state:
-            raise ConfigurationError(
-                "the saved state has no 'sparsync' part; load what this optimizer's state_dict() "
-                "returned"
-            )
-        return parse_state(self.reducer, state["sparsync"])
+        content = Fields({"state": Mapping, "param_groups": list, "reducer": object})
+        return parse_state(self.reducer, opened(state, "optimizer", content)["reducer"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
@@ -215,7 +212,8 @@ class UpdateSpace(torch.optim.Optimizer):
         )
         run(agree_state(comm, parsed))
         take_state(self.reducer, parsed)
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "sparsync"})
+        content = state_dict["content"]
+        super().load_state_dict({k: v for k, v in content.items() if k != "reducer"})
 
 
 @final
@@ -236,7 +234,7 @@ class UpdateSpaceSGD(UpdateSpace):
         ConfigurationError: DDP's module, lr < 0, a bad density, an unknown algorithm or option.
         NonFiniteGradientError: from ``step``; parameters and residuals are as before.
 
-    State: the reducer's, under "sparsync" in ``state_dict()``: one per rank.
+    State: the reducer's, with torch's in ``state_dict()``: one per rank.
     Differs from the paper: any preset, not only Ok-Topk; "sparcml" here is SparCML's Algorithm 1 to
     the letter, which applies the sum instead of the mean.
 

@@ -11,9 +11,19 @@ from torch import Tensor, nn
 
 from sparsync.averaging.binding import Binding, BufferRule, MomentRule, NonFiniteRule
 from sparsync.errors import ConfigurationError, PeerError, require
-from sparsync.fields import Common, Exactly, Fields, Kind, Number, Plain, check_saved, same
+from sparsync.fields import (
+    Common,
+    Exactly,
+    Fields,
+    Kind,
+    Number,
+    Plain,
+    check_saved,
+    opened,
+    sealed,
+)
 from sparsync.names import no_option, parameters_of, text_of
-from sparsync.state import Stateful, brief, fits
+from sparsync.state import Stateful, fits
 from sparsync.transports.actors import Actor, HostsActors, Reply
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator, bytes_of
@@ -155,40 +165,39 @@ class Averager(Stateful):
         """Return this rank's state, to be saved on every rank with its own model and optimizer."""
         memory = {name: vector.clone() for name, vector in self.memory.items()}
         kept = {"steps": self.steps, "state": super().state_dict(), "memory": memory}
-        return self._place() | kept
+        return sealed("averager", self._place() | kept)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken; before the first ``step()``.
 
         Also load model and optimizer, in any order; the ranks' models need not be equal then.
         """
-        self.check(state)
-        self.restore(state)
+        self.restore(self.check(state))
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state that was found to fit."""
-        super().load_state_dict(state["state"])
-        self.steps = int(state["steps"])
-        self.memory = {name: vector.clone() for name, vector in state["memory"].items()}
+    def restore(self, content: Mapping[str, Any]) -> None:
+        """Restore the content of a saved state that was found to fit."""
+        super().load_state_dict(content["state"])
+        self.steps = int(content["steps"])
+        self.memory = {name: vector.clone() for name, vector in content["memory"].items()}
         # the next step begins again, with the model as it is then: no initial values are compared
         self._begun = False
         if self._binding is not None:
             self._binding.forget_start()
 
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raise unless a saved state fits, as far as this rank alone can tell; change nothing."""
-        self.check_place(state)
-        self.parsed_state(state["state"])
-        check_saved(state, Fields(self.kinds(state)), "state", _CURE)
+    def check(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the content of a saved state that fits, as far as this rank alone can tell."""
+        content = opened(state, "averager")
+        self._check_left_out(content.get("left_out"))
+        # first the place: another scheme has other fields
+        place = {name: Exactly(value) for name, value in self._place().items()}
+        check_saved(content, Fields(place, more=object), "state", _CURE)
+        check_saved(content, Fields({**place, **self.kinds(content)}), "state", _CURE)
+        self.parsed_state(content["state"])
+        return content
 
-    def check_place(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of another scheme, rank or world size, or a value that is no state."""
-        place = self._place()
-        require(
-            isinstance(state, Mapping) and {*place, "steps", "state", "memory"} <= set(state),
-            f"{type(self).__name__}: the saved state is not one; load a state that state_dict() returned",
-        )
-        here, saved = place.get("left_out", []), state.get("left_out")
+    def _check_left_out(self, saved: Any) -> None:
+        """Refuse the state of a run in which other buffers are averaged, by the name of one."""
+        here = self._place().get("left_out", [])
         other = set(here) ^ set(saved or []) if fits(saved, Sequence[str]) else set()
         for name in sorted(other):
             runs = ("this run", "the saved one") if name in here else ("the saved run", "this one")
@@ -197,18 +206,11 @@ class Averager(Stateful):
                 f"buffers out, and was finite in {runs[1]}; make the averager with a model in which it "
                 "is as it was when the saved run began"
             )
-        for name, value in place.items():
-            require(
-                same(state[name], value),
-                f"the saved state has {name} {brief(state[name])}, this run has {value!r}; load each "
-                "rank's own state into the same set-up",
-            )
 
-    def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
-        """Return the kind of value that every field of a saved state must have."""
-        place = {name: Exactly(value) for name, value in self._place().items()}
+    def kinds(self, content: Mapping[str, Any]) -> dict[str, Kind]:
+        """Return the kind of value that every field of a saved state's content must have."""
         steps = Common(Number(0, whole=True))
-        return {**place, "steps": steps, "state": object, "memory": Plain(named=True)}
+        return {"steps": steps, "state": object, "memory": Plain(named=True)}
 
     def _place(self) -> dict[str, Any]:
         place: dict[str, Any] = {"scheme": type(self).__name__}
@@ -270,7 +272,7 @@ class LocalSgd(Averager):
 
     Example:
         >>> averager = LocalSgd(nn.Linear(2, 1), period=4)
-        >>> averager.step(); averager.finish(); averager.state_dict()["steps"]
+        >>> averager.step(); averager.finish(); averager.steps
         1
 
     References: Li et al., WAGMA-SGD, IEEE TPDS 2021, "Allreduce-SGD", "local SGD"; Stich, ICLR 2019.

@@ -61,7 +61,7 @@ class DistributedState:
     def state_dict(self) -> dict[str, Any]:
         """Return copies, under a key of this rank's own."""
         state = self._sync.state_dict()
-        self._fill(state.get("reducer", state))
+        self._fill(state["content"]["reducer"])
         tensors, rest = _apart(state)
         told = {"state": rest, "tensors": [list(path) for path in tensors]}
         named = {".".join(path): tensor.clone() for path, tensor in tensors.items()}
@@ -154,7 +154,7 @@ def _apart(
         here = (*path, key)
         if isinstance(value, Tensor) and path and path[-1] in _FIXED:
             tensors[here] = value
-        elif isinstance(value, Mapping) and key in (*_FIXED, "reducer"):
+        elif isinstance(value, Mapping) and key in (*_FIXED, "content", "reducer"):
             deeper, rest[key] = _apart(value, here)
             tensors |= deeper
         else:

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.reducer_state import check_fields
+from sparsync.fields import Fields, opened, sealed
 from sparsync.state import fits
 from sparsync.units import Piece, is_finite
 from sparsync.updates.contributions import shown_of
@@ -64,22 +65,26 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
         >>> from sparsync.updates import OuterAverager
         >>> from sparsync.feedback.reducer_state import reducer_state
         >>> sync = OuterAverager(torch.nn.Linear(2, 1, bias=False), algorithm="dense")
-        >>> saved = reducer_state(sync.reducer)
-        >>> saved["residual"]["weight"] = torch.tensor([3.0, 4.0])
-        >>> two = reshard([saved], 2)
-        >>> [state["residual"]["weight"].tolist() for state in two]
+        >>> kept = reducer_state(sync.reducer)
+        >>> kept["residual"]["weight"] = torch.tensor([3.0, 4.0])
+        >>> two = reshard([sealed("gradients", {"reducer": kept, "pieces": {}})], 2)
+        >>> [state["content"]["reducer"]["residual"]["weight"].tolist() for state in two]
         [[3.0, 0.0], [0.0, 4.0]]
-        >>> reshard(two, 1)[0]["residual"]["weight"].tolist()
+        >>> reshard(two, 1)[0]["content"]["reducer"]["residual"]["weight"].tolist()
         [3.0, 4.0]
     """
     if type(world_size) is not int or world_size < 1:
         raise ConfigurationError(f"world_size is {world_size!r}; give at least 1 rank")
-    _check_states(states)
-    shards = [state for state in states if state["rank"] == 0]  # one, unless parameters are divided
-    return [
-        _like({**shard, "rank": rank, "world_size": world_size}, states)
+    olds = [_flat(content) for content in _contents(states, "gradients", ("reducer", "pieces"))]
+    _check_states(olds)
+    shards = [old for old in olds if old["rank"] == 0]  # one, unless parameters are divided
+    new = (
+        {**shard, "rank": rank, "world_size": world_size}
         for rank in range(world_size)
         for shard in shards
+    )
+    return [
+        sealed("gradients", {"reducer": _like(its, olds), "pieces": its["pieces"]}) for its in new
     ]
 
 
@@ -91,38 +96,69 @@ def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
             number of ranks, its units, and its pieces of the parameters.  If it is an optimizer's,
             torch's part of the new state (rates, local moments) is taken from old rank r modulo P.
         states: the states of all old ranks.
+
+    Raises:
+        ConfigurationError: a state is of another kind than the template, or of an averager; see
+            ``reshard``.
     """
-    # three kinds of states: updates have shared weights in "memory", gradients a residual, and an
-    # optimizer of this library a reducer's state inside torch's own
-    if "memory" in template:
-        return _updates_like(template, states)
-    if "sparsync" not in template:
-        _check_states(states)
-        expected = _pieces_of(template)
-        for state in states:
-            for name, piece in _pieces_of(state).items():
-                size = math.prod(piece["shape"])
-                wanted = math.prod(expected.get(name, piece)["shape"])
-                if size != wanted:
-                    raise ConfigurationError(
-                        f"the saved parameter '{name}' of rank {state['rank']} has {size} elements, this "
-                        f"run's {wanted}; was it saved from this model?"
-                    )
-        return _like(template, states)
-    inner = [cast(State, state.get("sparsync")) for state in states]
-    new = state_like(template["sparsync"], inner)
-    before = {its["rank"]: state for its, state in zip(inner, states, strict=True)}
-    return {**before[new["rank"] % len(before)], "sparsync": new}
+    kind, here = template["kind"], template["content"]
+    olds = _contents(states, kind, here)
+    if kind == "updates":
+        at, content = _updates_like(here, olds)
+    else:
+        reducer = _checked_like(_flat(here), [_flat(old) for old in olds])
+        at = _place_of(reducer["rank"], olds)
+        # of an optimizer, torch's part comes from the old rank; pieces are this run's
+        content = {**(here if kind == "gradients" else olds[at]), "reducer": reducer}
+    return {**states[at], "content": content}
+
+
+def _contents(states: Sequence[State], kind: str, fields: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the contents of states of this kind, which have these fields, and a reducer's state each."""
+    content = Fields(dict.fromkeys(fields, object))
+    contents = [opened(state, kind, content) for state in states]
+    if kind == "averager":
+        raise ConfigurationError(
+            f"OuterStep: each of {len(states)} ranks has its own weights and residuals, which cannot be "
+            "divided; use attach(), or continue with as many ranks, or call finish() first and save only "
+            "the model"
+        )
+    for one in contents:
+        check_fields(one["reducer"])
+    return contents
+
+
+def _flat(content: State) -> dict[str, Any]:
+    """Return a reducer's state and the pieces of its parameters."""
+    return {**content["reducer"], "pieces": content.get("pieces", {})}
+
+
+def _place_of(rank: int, olds: Sequence[State]) -> int:
+    """Return the place of old rank r modulo P."""
+    wanted = rank % olds[0]["reducer"]["world_size"]
+    return next(at for at, old in enumerate(olds) if old["reducer"]["rank"] == wanted)
+
+
+def _checked_like(template: State, states: Sequence[State]) -> dict[str, Any]:
+    _check_states(states)
+    expected = _pieces_of(template)
+    for state in states:
+        for name, piece in _pieces_of(state).items():
+            size = math.prod(piece["shape"])
+            wanted = math.prod(expected.get(name, piece)["shape"])
+            if size != wanted:
+                raise ConfigurationError(
+                    f"the saved parameter '{name}' of rank {state['rank']} has {size} elements, this "
+                    f"run's {wanted}; was it saved from this model?"
+                )
+    return _like(template, states)
 
 
 def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
     olds = [(state, _pieces_of(state)) for state in states]
     before, rank, world_size = states[0]["world_size"], template["rank"], template["world_size"]
     own = {key: template[key] for key in ("rank", "world_size", "units", "sizes")}
-    new: dict[str, Any] = {**states[0], **own}
-    new.pop("pieces", None)
-    if "pieces" in template:
-        new["pieces"] = template["pieces"]
+    new: dict[str, Any] = {key: states[0][key] for key in template if key != "pieces"} | own
     pieces = _pieces_of(template)
     for what in ("residual", "velocity"):
         new[what] = {}
@@ -149,23 +185,17 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
 # ---- of updates: ranks have weights and moments of their own -----------------------------------------
 
 
-def _updates_like(template: State, states: Sequence[State]) -> dict[str, Any]:
-    """Return a state that begins from the shared weights, with its part of the undelivered mass.
+def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[str, Any]]:
+    """Return a content that begins from the shared weights, with its part of the undelivered mass.
 
     Moments and steps are taken from old rank r modulo P; exchanges under way are applied first.  If one
     was refused, or would be because a rank's weights are broken, all begin without their steps since the
-    last exchange, and without broken moments.
+    last exchange, and without broken moments.  The place of that old rank among ``states`` comes first.
     """
-    if "layout" not in template or not states or any("layout" not in state for state in states):
-        raise ConfigurationError(
-            f"OuterStep: each of {len(states)} ranks has its own weights and residuals, which cannot be "
-            "divided; use attach(), or continue with as many ranks, or call finish() first and save only "
-            "the model"
-        )
     different = {str([state[key] for key in ("steps", "state")]) for state in states}
     require(len(different) == 1, f"the saved states are of {different}; give those of one save")
     require(
-        not any("dct" in state for state in (template, *states)),
+        not any(state["dct"] for state in (template, *states)),
         "OuterStep: residuals are cosine coefficients of units, and cannot be divided; continue with as "
         "many ranks, or call finish() first and save only the model",
     )
@@ -177,9 +207,8 @@ def _updates_like(template: State, states: Sequence[State]) -> dict[str, Any]:
     # Vectors are brought into the form of a reducer's residual, by name, and so placed by the same
     # rules; momentum, shared weights and moments are not summed but put together from their pieces.
     flats = [_by_name(state, returns) for state in states]
-    place = {**template["reducer"], "pieces": template["pieces"]}
-    made = state_like(place, flats)
-    reducer = {key: made[key] for key in states[0]["reducer"]}  # without ``_by_name``'s additions
+    place = _flat(template)
+    reducer = _checked_like(place, flats)
     olds = [(flat, _pieces_of(flat)) for flat in flats]
     pieces, rank = _pieces_of(place), reducer["rank"] % flats[0]["world_size"]
 
@@ -192,7 +221,7 @@ def _updates_like(template: State, states: Sequence[State]) -> dict[str, Any]:
         parts = [values for name in names if (values := part(f"{what} vector", name)) is not None]
         if parts:
             memory[what] = torch.cat(parts)
-    at = next(i for i, flat in enumerate(flats) if flat["rank"] == rank)
+    at = _place_of(reducer["rank"], states)
     donor, whole_moments = states[at], flats[at]["moments"]
     moments = {name: dict(kept) for name, kept in donor["moments"].items()}
     for key, name in whole_moments:
@@ -206,10 +235,9 @@ def _updates_like(template: State, states: Sequence[State]) -> dict[str, Any]:
         "parameters": None,
     }
     begun |= {"broken": False}
-    kept = {key: value for key, value in donor.items() if key not in template or key == "weights"}
     same = ("steps", "state", "sent", "present_period", "groups", "scaler", "left_out")
     common = {key: donor[key] for key in same if key in donor}
-    return {**kept, **template, **common, **begun, "under_way": []}
+    return at, {**template, **common, **begun, "under_way": []}
 
 
 def _without_broken_moments(state: State, states: Sequence[State]) -> State:
@@ -245,7 +273,7 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
     )
     kept = state["reducer"]["residual"]
     residual = torch.cat([kept.get(name, shared.new_zeros(size)) for name, size in sizes.items()])
-    in_weights = state.get("residual") == "weights"
+    in_weights = state["residual"] == "weights"
     # with weights above 1 a rank's own weights show only a part of the residual (``Contributions``); the
     # hidden part is not in shared - own, and is added
     hidden = torch.zeros_like(residual)
@@ -268,7 +296,7 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
     missing = shared - own + (hidden if in_weights else residual)
     momentum = state["memory"].get("momentum", shared[:0])
     named = {"shared vector": shared, "momentum vector": momentum, "residual": missing}
-    found: dict[str, Any] = {**state["reducer"], "pieces": state["pieces"], "moments": []}
+    found: dict[str, Any] = {**_flat(state), "moments": []}
     for what, vector in named.items():
         found[what], end = {}, 0
         for name, size in sizes.items():
@@ -358,8 +386,6 @@ def _check_states(states: Sequence[State]) -> None:
     """Refuse anything but the states of all ranks at one step, before memory of their sizes is taken."""
     if not states:
         raise ConfigurationError("there are no states; give those of all ranks")
-    for state in states:
-        check_fields(state)
     for key in _EQUAL:
         different = [s for s in states if s[key] != states[0][key]]
         if different:
@@ -389,7 +415,7 @@ def _check_tensors(state: State) -> None:
             f"a saved state has sizes {str(state['sizes'])[:60]}, expected one for each of its units' "
             "parameters"
         )
-    sizes, pieces = _sizes(state), state.get("pieces", {})
+    sizes, pieces = _sizes(state), state["pieces"]
     if not isinstance(pieces, Mapping):
         raise ConfigurationError(f"the saved pieces of rank {state['rank']} are no dictionary")
     for name, piece in pieces.items():
@@ -433,4 +459,4 @@ def _sizes(state: State) -> dict[str, int]:
 def _pieces_of(state: State) -> dict[str, Piece]:
     """Return the piece of every parameter in a state."""
     wholes = {n: {"shape": [k], "offset": [0], "size": [k]} for n, k in _sizes(state).items()}
-    return {**wholes, **state.get("pieces", {})}
+    return {**wholes, **state["pieces"]}

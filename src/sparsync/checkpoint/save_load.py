@@ -35,6 +35,7 @@ from sparsync.errors import (
     require,
 )
 from sparsync.feedback.reducer import Reducer
+from sparsync.fields import Fields, check_saved, opened
 from sparsync.transports.agree import on_all_or_none, unequal_steps
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
@@ -54,7 +55,10 @@ __all__ = [
 
 _LATE: Final = 10.0  # seconds until a shared folder shows a rank the files of others
 _MOST: Final = 10**6  # checkpoints to keep
-_EXTRA: Final = ("own", "weights")  # fields that ``save`` and ``save_state`` add to a rank's state
+# kinds of states whose ranks differ in weights
+_LOCAL: Final = ("updates", "averager")
+# additions to a rank's state: ``save`` keeps other objects' states there, ``save_state`` a digest
+_BESIDE: Final = Fields({}, {"own": Mapping, "weights": str})
 
 T = TypeVar("T")
 
@@ -68,7 +72,7 @@ class Saveable(Protocol):
     reducer: Reducer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state."""
+        """Return this rank's state, ``sealed`` (``sparsync.fields``)."""
 
     def validate(self, state: Any) -> object:
         """Raise if a saved state does not fit, without asking other ranks; change nothing."""
@@ -150,18 +154,17 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
 
     def write() -> None:
         state = sync.state_dict()
+        local = state["kind"] in _LOCAL
         stateful = {n: v for n, v in shared.items() if hasattr(v, "state_dict")}
         plain = {n: v for n, v in shared.items() if n not in stateful}
-        # then rank 0 does not have all of the model, and every rank's own state has its shards
-        in_shards = state.get("pieces") and "memory" in state
+        # of shards rank 0 does not have all, and every rank's own state has its own
         states = {
-            n: {} if in_shards and _holds(sync, v) else v.state_dict() for n, v in stateful.items()
+            n: {} if _holds_shards(sync, v, state) else v.state_dict() for n, v in stateful.items()
         }
         # Where updates are exchanged, ranks differ in weights, and so in anything else with a state: a
         # scheduler or scaler follows its own rank.
-        local = "memory" in state
         own = {n: states.pop(n) for n in list(states) if local and not _holds(sync, shared[n])}
-        write_file(target / seat.name, {**state, "own": own} if local else state)
+        write_file(target / seat.name, {**state, "beside": {"own": own}} if local else state)
         if seat.place == 0:
             write_file(target / SHARED, {**states, **plain})
 
@@ -252,10 +255,10 @@ def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[
 def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, Any]:
     """Let every object take its state back, and return the rest; or change nothing."""
     # reading and checking on all ranks come before the first change on any
-    before, state, extra = _read_states(sync, _Folder(path))
+    before, state, beside = _read_states(sync, _Folder(path))
 
     def read() -> dict[str, Any]:
-        content = {**read_file(path / SHARED), **extra.get("own", {})}
+        content = {**read_file(path / SHARED), **beside.get("own", {})}
         missing = [name for name in shared if name not in content]
         if missing:
             raise ConfigurationError(
@@ -270,7 +273,7 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
     def take() -> None:
         for name, value in shared.items():
             # its shards are in this rank's own state, and ``shared.pt`` has nothing of it
-            if before.get("pieces") and _holds(sync, value):
+            if _holds_shards(sync, value, before):
                 continue
             former[name] = copy.deepcopy(value.state_dict())
             try:
@@ -298,6 +301,11 @@ def _holds(sync: Saveable, value: object) -> bool:
     return holds(value)
 
 
+def _holds_shards(sync: Saveable, value: object, state: Mapping[str, Any]) -> bool:
+    """Tell whether a handle's state holds that of ``value``, and this rank has only pieces of it."""
+    return _holds(sync, value) and bool(state["content"]["pieces"])
+
+
 def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = False) -> None:
     """Write this rank's file, and a digest of its weights; all ranks call it together.
 
@@ -309,7 +317,8 @@ def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = Fals
     """
 
     def write() -> None:
-        write_file(folder / seat_of(sync).name, {**sync.state_dict(), "weights": weights})
+        state = {**sync.state_dict(), "beside": {"weights": weights}}
+        write_file(folder / seat_of(sync).name, state)
 
     if alone:
         write()
@@ -325,10 +334,10 @@ def load_states(sync: Saveable, folder: Path, weights: str) -> None:
         CheckpointError: a file is missing or damaged.
         ConfigurationError: the state does not fit this run, or was saved with other weights.
     """
-    before, state, extra = _read_states(sync, _Folder(folder))
+    before, state, beside = _read_states(sync, _Folder(folder))
 
     def compare() -> None:
-        if weights and extra.get("weights") and extra["weights"] != weights:
+        if weights and beside.get("weights") not in (None, "", weights):
             raise ConfigurationError(
                 f"the state in {folder} was saved with other weights: one of them is of another step "
                 "or run, as when a job ends between writing the two; resume from another checkpoint, or "
@@ -355,14 +364,16 @@ def restore(sync: Saveable, state: Callable[[], dict[str, Any]], where: str) -> 
 def _read_states(
     sync: Saveable, source: Source
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return this rank's present state, its saved state, which fits on all ranks, and additions."""
+    """Return this rank's present state, its saved state, which fits on all ranks, and its additions."""
     seat, before = seat_of(sync), sync.state_dict()
     seats = _together(sync, source.seats, f"list {source}")
 
     def mine() -> dict[str, Any] | None:
         state = source.read(seat, "own") if seat in seats else None
-        same = state is not None and state.get("pieces", {}) == before.get("pieces", {})
-        return state if same else None
+        if state is None:
+            return None
+        pieces = opened(state, before["kind"]).get("pieces")
+        return state if pieces == before["content"].get("pieces") else None
 
     def part_of_all() -> dict[str, Any]:
         if not is_whole(seats):
@@ -378,9 +389,14 @@ def _read_states(
     if _greatest(sync, int(state is None)):
         state = _together(sync, part_of_all, f"read the states in {source}")
     found = cast(dict[str, Any], state)
-    extra: dict[str, Any] = {name: found.pop(name) for name in _EXTRA if name in found}
-    _together(sync, lambda: sync.validate(found), f"load its state in {source}")
-    return before, found, extra
+
+    def check() -> dict[str, Any]:
+        sync.validate(found)
+        beside: dict[str, Any] = found.get("beside", {})
+        check_saved(beside, _BESIDE, "state['beside']", "load another checkpoint")
+        return beside
+
+    return before, found, _together(sync, check, f"load its state in {source}")
 
 
 def _use(old: Seat, new: Seat) -> Use:

@@ -10,7 +10,7 @@ steps of the donor's optimizers, with their learning rates and in their order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sparsync.elastic.copies import Source, fetch
 from sparsync.errors import PeerError, SparsyncError
+from sparsync.fields import Each, Fields, opened, sealed
 from sparsync.state import packed, unpacked
 from sparsync.transports.driver import close_at_exit
 
@@ -53,7 +54,7 @@ def rates_of(optimizers: Sequence[torch.optim.Optimizer]) -> Rates:
 def make_copy(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> memoryview:
     """Return the state of a model and its optimizers as bytes."""
     states = {"model": model.state_dict(), "optimizers": [one.state_dict() for one in optimizers]}
-    return memoryview(packed(states))
+    return memoryview(packed(sealed("elastic gradients", states)))
 
 
 def load_copy(
@@ -61,7 +62,8 @@ def load_copy(
 ) -> None:
     """Load a state that ``make_copy`` has returned."""
     # ``unpacked`` and not pickle: the bytes come from another machine, and must not run code
-    states = unpacked(raw)
+    content = Fields({"model": Mapping, "optimizers": Each((Mapping,) * len(optimizers))})
+    states = opened(unpacked(raw), "elastic gradients", content)
     model.load_state_dict(states["model"])
     for one, state in zip(optimizers, states["optimizers"], strict=True):
         one.load_state_dict(state)

@@ -31,6 +31,7 @@ from sparsync.errors import (
 from sparsync.feedback.agreed_setup import weights_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import Warmup
+from sparsync.fields import Each, Fields, like, opened, sealed
 from sparsync.handle import weakly
 from sparsync.monitoring import sink_of
 from sparsync.options import Options
@@ -307,7 +308,7 @@ class ElasticUpdates(UpdateSync):
             self.attendance.members.tell_clock(self.outer.steps * _PHASES + _OVER)
             taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()
         if taken is not None:
-            state = unpacked(taken)
+            state = self._opened(taken)
             self.outer.catch_up(state["memory"])
             for one, its in zip(self.outer.optimizers, state["optimizers"], strict=True):
                 one.load_state_dict(its)
@@ -474,7 +475,7 @@ class ElasticUpdates(UpdateSync):
         extras, catch_up = arrival
         assert catch_up.copy is not None
         begin, raw = catch_up.copy
-        state = unpacked(raw)
+        state = self._opened(raw)
         # the same operations in the same order as on the others, so the same bits; exchanges that are not
         # in the log were refused by all
         logged = [catch_up.log[done] for done in range(begin, step) if done in catch_up.log]
@@ -492,7 +493,16 @@ class ElasticUpdates(UpdateSync):
     def _copy(self) -> memoryview:
         """Return the shared weights before the open exchange, and this rank's moments in 16 bits."""
         states = [_narrow(one.state_dict()) for one in self.outer.optimizers]
-        return memoryview(packed({"memory": self.outer.memory, "optimizers": states}))
+        content = {"memory": self.outer.memory, "optimizers": states}
+        return memoryview(packed(sealed("elastic updates", content)))
+
+    def _opened(self, raw: bytearray) -> dict[str, Any]:
+        """Return the content of a copy that another rank has made."""
+        optimizers = Each((Mapping,) * len(self.outer.optimizers))
+        # without momentum before its first exchange, here or there
+        memory = Fields({"shared": like(self.outer.memory["shared"])}, {"momentum": Tensor})
+        content = Fields({"memory": memory, "optimizers": optimizers})
+        return opened(unpacked(raw), "elastic updates", content)
 
     def _told(self) -> dict[str, Any]:
         present = rates_of(self.outer.optimizers)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.reducer_state import STATE_VERSION
+from sparsync.fields import STATE_VERSION
 from sparsync.state import Stateful
 from sparsync.transports.agree import agree, digest
 from sparsync.transports.driver import run

@@ -8,6 +8,7 @@ as GradScaler's are by default, nothing is rounded.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Final
@@ -19,13 +20,13 @@ from sparsync import kernels
 from sparsync.errors import CommunicationError, ConfigurationError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.shares import SharesState
-from sparsync.state import Stateful, brief, fits
+from sparsync.fields import Either, Exactly, Fields, Number, check_saved
+from sparsync.state import Stateful, brief
 from sparsync.transports.agree import agree, on_all_or_none, worst
 from sparsync.transports.communicator import Communicator
 from sparsync.units import Unit
 
 __all__ = [
-    "STATE_VERSION",
     "ParsedState",
     "agree_state",
     "check_fields",
@@ -37,31 +38,35 @@ __all__ = [
     "take_state",
 ]
 
-STATE_VERSION: Final = 2
+_CURE: Final = "load a state that state_dict() returned"
 _SHOWN: Final = 60  # characters of a text
 _MAGNITUDES = ("key", "threshold_key")  # fields of states that are keys of magnitudes
-# Fields of a saved state and their types.  All are checked before anything is changed; the states of
-# selectors and collectives check themselves (``Stateful.parsed_state``).
-_FIELDS: Final[tuple[tuple[str, Any], ...]] = (
-    ("version", int),
-    ("algorithm", str),
-    ("world_size", int),
-    ("momentum", float),
-    ("scale", float),
-    ("step", int),
-    ("skipped", int),
-    ("density", float),
-    ("rank", int),
-    ("units", Sequence[Sequence[str]]),
-    ("sizes", Sequence[Sequence[int]]),
-    ("quotas", Sequence[int]),
-    ("quota_key", int | None),
-    ("residual", Mapping),
-    ("velocity", Mapping),
-    ("previous_norm", float | None),
+_NAME: Final = "state['reducer']"  # its place in every kind of saved state
+_COUNT: Final = Number(0, whole=True)
+# The fields of a saved state.  All are checked before anything is changed; the states of selectors and
+# collectives check themselves (``Stateful.parsed_state``).
+_FIELDS: Final = Fields(
+    {
+        "algorithm": str,
+        "rank": _COUNT,
+        "world_size": _COUNT,
+        "momentum": Number(),
+        "scale": Number(sys.float_info.min),
+        "step": _COUNT,
+        "skipped": _COUNT,
+        "density": Number(sys.float_info.min, 1),
+        "quotas": Sequence[int],
+        "quota_key": int | None,
+        "units": Sequence[Sequence[str]],
+        "sizes": Sequence[Sequence[int]],
+        "residual": Mapping,
+        "velocity": Mapping,
+        "previous_norm": Either((Exactly(None), Number(0))),
+        # None: after a resharding they begin again
+        "selectors": list | tuple | None,
+        "collectives": list | tuple | None,
+    }
 )
-_COUNTS: Final = ("world_size", "step", "skipped", "rank", "previous_norm")  # none is negative
-_OTHERS: Final = ("selectors", "collectives", "pieces")
 
 
 def reducer_state(reducer: Reducer) -> dict[str, Any]:
@@ -70,7 +75,6 @@ def reducer_state(reducer: Reducer) -> dict[str, Any]:
     corrector = reducer.corrector
     moving = corrector.velocities if corrector and _momentum(reducer) else []
     return {
-        "version": STATE_VERSION,
         "algorithm": reducer.algorithm.name,
         "rank": reducer.comm.rank,
         "world_size": reducer.comm.world_size,
@@ -230,27 +234,14 @@ async def _agree(
 
 
 def check_fields(state: object) -> None:
-    """Refuse a value that is no saved state: a field is missing, or has another type."""
+    """Refuse a value that is no reducer's state: a field is missing, unknown, or of another type."""
     # a file may hold anything, so nothing is read of it before its type is known
-    for name, kind in _FIELDS:
-        if not isinstance(state, Mapping) or name not in state:
-            raise ConfigurationError(
-                f"a saved state has no '{name}'; give a state that state_dict() returned"
-            )
-        value = state[name]
-        if not fits(value, kind) or (name in _COUNTS and (value or 0) < 0):
-            named = "a finite float" if kind is float else getattr(kind, "__name__", kind)
-            expected = f"{named}{' >= 0' if name in _COUNTS else ''}"
-            raise _misfit(name, value, expected, "give a state that state_dict() returned")
-        if name == "density" and not 0 < value <= 1:
-            raise _misfit(name, value, "one in (0, 1]", "give a state that state_dict() returned")
-        if name == "version" and value != STATE_VERSION:
-            raise _misfit(name, value, STATE_VERSION, "load it with the sparsync that saved it")
+    check_saved(state, _FIELDS, _NAME, _CURE)
 
 
-def _misfit(name: str, value: object, expected: object, cure: str) -> ConfigurationError:
+def _misfit(name: str, value: object, expected: object) -> ConfigurationError:
     return ConfigurationError(
-        f"the saved state has {name} {_brief(value)}, expected {_brief(expected)}; {cure}"
+        f"the saved state has {name} {_brief(value)}, expected {_brief(expected)}; {_CURE}"
     )
 
 
@@ -260,12 +251,6 @@ def _brief(value: object) -> str:
 
 def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
     """Refuse a state of another set-up."""
-    unknown = [key for key in state if key not in (*dict(_FIELDS), *_OTHERS)]
-    if unknown:
-        raise ConfigurationError(
-            f"the saved state has an unknown '{_brief(unknown[0])}'; give a state that "
-            "state_dict() returned"
-        )
     named = {slot.name for unit in reducer.units for slot in unit.slots}
     for what in ("residual", "velocity"):
         unknown = [name for name in state[what] if name not in named]
@@ -288,23 +273,20 @@ def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
         "density": "load it with the density that it was saved with",
     }
     for name, value in expected.items():
-        if state[name] != value:
-            cure = cures.get(name, "load each rank's own state into the same set-up")
-            raise _misfit(name, state[name], value, cure)
-    _check_scale(state["scale"])
+        cure = cures.get(name, "load each rank's own state into the same set-up")
+        check_saved(state[name], Exactly(value), f"{_NAME}['{name}']", cure)
 
 
 def _saved_parts(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:
     """Return the states of all selectors and collectives; fresh ones after a resharding."""
-    saved = [state.get("selectors", ()), state.get("collectives", ())]
+    saved = [state["selectors"], state["collectives"]]
     if saved == [None, None]:
         pairs = [reducer.algorithm.for_unit(unit) for unit in reducer.units]
         return [part.state for kind in zip(*pairs, strict=True) for part in kind]
     parts: list[Stateful] = [*reducer.selectors, *reducer.collectives]
-    flat = [its for kind in saved if isinstance(kind, list | tuple) for its in kind]
+    flat = [its for kind in saved for its in kind or ()]
     if len(flat) != len(parts):
-        cure = "load a state that state_dict() returned"
-        raise _misfit("selectors and collectives:", len(flat), len(parts), cure)
+        raise _misfit("selectors and collectives:", len(flat), len(parts))
     return [part.parsed_state(its) for part, its in zip(parts, flat, strict=True)]
 
 
@@ -336,15 +318,15 @@ def _saved_values(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | N
 
 def _saved_shares(reducer: Reducer, state: Mapping[str, Any]) -> SharesState:
     """Return the shares, which sum to what the density exchanges."""
-    quotas, cure = state["quotas"], "give what state_dict() of every rank returned"
+    quotas = state["quotas"]
     sizes = [unit.size for unit in reducer.units]
     if len(quotas) != len(sizes) or any(
         not 0 <= k <= n for k, n in zip(quotas, sizes, strict=True)
     ):
-        raise _misfit("quotas", quotas, f"a number of entries for each of {len(sizes)} units", cure)
+        raise _misfit("quotas", quotas, f"a number of entries for each of {len(sizes)} units")
     expected = sum(unit.entries(reducer.plan.density) for unit in reducer.units)
     if sum(quotas) != expected:
-        raise _misfit("a sum of quotas of", sum(quotas), expected, cure)
+        raise _misfit("a sum of quotas of", sum(quotas), expected)
     return SharesState(tuple(quotas), state["quota_key"])
 
 

@@ -21,14 +21,13 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.reducer_state import (
     ParsedState,
     agree_state,
-    check_fields,
     parse_state,
     reducer_state,
     rescale_,
     take_state,
 )
 from sparsync.feedback.step import channel_of
-from sparsync.fields import same
+from sparsync.fields import Exactly, Fields, opened, sealed
 from sparsync.gradients.runs import Run
 from sparsync.gradients.sentinel import check_replicas
 from sparsync.handle import Handle, Hook
@@ -141,8 +140,8 @@ class GradientSync(Handle):
         """
         if self._engine.running:
             self._discard()
-        state = reducer_state(self.reducer)
-        return {**state, "pieces": copy.deepcopy(self._pieces)} if self._pieces else state
+        pieces = copy.deepcopy(self._pieces)
+        return sealed("gradients", {"reducer": reducer_state(self.reducer), "pieces": pieces})
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
         """Check on this rank alone that a saved state fits; nothing is changed.
@@ -150,17 +149,9 @@ class GradientSync(Handle):
         Raises:
             ConfigurationError: the state is of another set-up, or of other pieces of the parameters.
         """
-        check_fields(state)
-        mine, saved = self._pieces, state.get("pieces", {})
-        saved = saved if isinstance(saved, Mapping) else {"(all)": saved}
-        if not same({name: saved.get(name) for name in {**mine, **saved}}, mine):
-            wrong = (n for n in {**mine, **saved} if not same(saved.get(n), mine.get(n)))
-            name = next(wrong)
-            raise ConfigurationError(
-                f"the saved state has piece {saved.get(name)} of '{name}', this rank holds "
-                f"{mine.get(name)}; load each rank's own state into the same set-up"
-            )
-        return parse_state(self.reducer, state)
+        pieces = Fields({name: Exactly(piece) for name, piece in self._pieces.items()})
+        content = opened(state, "gradients", Fields({"reducer": object, "pieces": pieces}))
+        return parse_state(self.reducer, content["reducer"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.

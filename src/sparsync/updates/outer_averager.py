@@ -16,7 +16,7 @@ from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.agreed_setup import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.reducer_state import ParsedState, parse_state, restore_reducer
-from sparsync.fields import Kind
+from sparsync.fields import Kind, sealed
 from sparsync.names import parameters_of
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
@@ -196,34 +196,34 @@ class OuterAverager(Averager):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank with its own model and optimizer."""
         if self._loaded is not None:
-            return dict(self._loaded)
+            return sealed("averager", self._loaded)
         if self._engine is not None:
-            return {**self._engine.state_dict(), **self._place(), "steps": self.steps}
+            content = {**self._engine.state_dict(), **self._place(), "steps": self.steps}
+            return sealed("averager", content)
         begins = {"under_way": [], "sent": [], "contributions": Contributions().state_dict()}
         rule = self.settings.rule
         period = {} if rule is None else {"present_period": self.settings.first_period}
         start = {"steps": self.steps, "state": vars(OuterState()), "memory": {}, "reducer": None}
-        return {**self._place(), **start, **begins, **period}
+        return sealed("averager", {**self._place(), **start, **begins, **period})
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
         """Check on this rank alone that a saved state fits; nothing is changed."""
-        self.check(state)
-        return parse_state(self.reducer, state["reducer"])
+        return parse_state(self.reducer, self.check(state)["reducer"])
 
-    def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
-        """Return the kind of every field of a saved state."""
+    def kinds(self, content: Mapping[str, Any]) -> dict[str, Kind]:
+        """Return the kind of every field of a saved state's content."""
         engine = self._engine
         layout, memory = (
             (Layout({}, {}, 1), {}) if engine is None else (engine.layout, engine.memory)
         )
-        return kinds_of(self.settings, self._place(), state, layout, memory)
+        return kinds_of(self.settings, content, layout, memory)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, content: Mapping[str, Any]) -> None:
         """Take over a saved state: all of it when the first step begins."""
         # the engine needs a communicator to begin; until then the state waits here as it was given
-        self.steps = int(state["steps"])
-        memory = {name: vector.clone() for name, vector in state["memory"].items()}
-        self._loaded = None if state["reducer"] is None else {**state, "memory": memory}
+        self.steps = int(content["steps"])
+        memory = {name: vector.clone() for name, vector in content["memory"].items()}
+        self._loaded = None if content["reducer"] is None else {**content, "memory": memory}
         # a former engine stays, for numbers and bytes, until the next step begins one with all ranks
         if self._engine is not None and self._loaded is not None:
             self._engine.restore(self._loaded, None)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from sparsync.averaging.averager import mean
-from sparsync.errors import NonFiniteGradientError, PeerError, require
+from sparsync.errors import NonFiniteGradientError, PeerError
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.reducer_state import ParsedState, parse_state, reducer_state, take_state
+from sparsync.feedback.reducer_state import ParsedState, reducer_state, take_state
 from sparsync.feedback.step import Use
-from sparsync.fields import Common, Exactly, Fields, Kind, Number, check_saved, same
+from sparsync.fields import Common, Exactly, Kind, Number
 from sparsync.sparse import DenseVector, Vector, runs
-from sparsync.state import Stateful, brief
+from sparsync.state import Stateful
 from sparsync.transports.agree import unequal_steps
 from sparsync.transports.driver import together
 from sparsync.transports.ledger import Ledger
@@ -34,19 +34,9 @@ from sparsync.updates.outer_step import OuterStep
 from sparsync.updates.periods import AdaptivePeriod, drift_of, followed, share_of
 from sparsync.updates.saved import outer_kinds
 
-__all__ = [
-    "Carry",
-    "Moves",
-    "OuterEngine",
-    "OuterState",
-    "Reduce",
-    "alone",
-    "check_place",
-    "kinds_of",
-]
+__all__ = ["Carry", "Moves", "OuterEngine", "OuterState", "Reduce", "alone", "kinds_of"]
 
 _FINISHED: Final = 1 << 22  # elements of an allreduce of ``deliver``
-_CURE: Final = "load a state that this rank's state_dict() returned, into the same set-up"
 
 Carry = Callable[[Begin], Awaitable[None] | None]
 Reduce = Callable[[Exchange, list["Moves"], range], Awaitable[list[Vector] | None]]
@@ -372,21 +362,14 @@ class OuterEngine(Stateful):
         }
         return saved if self.settings.rule is None else {**saved, "present_period": self.period}
 
+    def place(self) -> dict[str, Kind]:
+        """Return the kinds of the fields with the settings on which a saved state depends."""
+        place = self.settings.place(self.period)
+        return {name: Exactly(value) for name, value in place.items()}
+
     def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
         """Return the kind of every field of a saved state."""
-        place = self.settings.place(self.period)
-        return kinds_of(self.settings, place, state, self.layout, self.memory)
-
-    def check_place(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of another scheme or other settings, or none at all."""
-        check_place(self.settings.place(self.period), state)
-
-    def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check on this rank alone that a saved state fits; nothing is changed."""
-        self.check_place(state)
-        self.parsed_state(state["state"])
-        check_saved(state, Fields(self.kinds(state)), "state", _CURE)
-        return parse_state(self.reducer, state["reducer"])
+        return {**self.place(), **kinds_of(self.settings, state, self.layout, self.memory)}
 
     def restore(self, state: Mapping[str, Any], parsed: ParsedState | None) -> None:
         """Take over a saved state, with its reducer's, ``parsed`` by ``validate``, if it has one."""
@@ -626,12 +609,11 @@ def _within(span: slice, place: slice) -> slice:
 
 def kinds_of(
     settings: OuterStep,
-    place: Mapping[str, Any],
     state: Mapping[str, Any],
     layout: Layout,
     memory: Mapping[str, Tensor],
 ) -> dict[str, Kind]:
-    """Return the kind of every field of a saved state."""
+    """Return the kind of every field of a saved state but those of its place."""
     own = outer_kinds(
         state,
         layout,
@@ -640,19 +622,4 @@ def kinds_of(
         momentum=settings.momentum != 0,
         rule=settings.rule,
     )
-    steps = Common(Number(0, whole=True))
-    return {**{name: Exactly(value) for name, value in place.items()}, "steps": steps, **own}
-
-
-def check_place(place: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Refuse a saved state of another place, and objects that are no saved state."""
-    require(
-        isinstance(state, Mapping) and {*place, "steps", "state", "memory"} <= set(state),
-        "OuterStep: the saved state is not one; load a state that state_dict() returned",
-    )
-    for name, value in place.items():
-        require(
-            same(state[name], value),
-            f"the saved state has {name} {brief(state[name])}, this run has {value!r}; load each "
-            "rank's own state into the same set-up",
-        )
+    return {"steps": Common(Number(0, whole=True)), **own}

@@ -225,17 +225,13 @@ class OuterStep:
 
     def place(self, period: int) -> dict[str, Any]:
         """Return the settings on which a saved residual depends, with the present period."""
-        chosen = self.chosen
-        place: dict[str, Any] = {
+        return {
             "scheme": "OuterStep",
-            "algorithm": f"{chosen.name} {chosen.options}",
+            "algorithm": f"{self.chosen.name} {self.chosen.options}",
             "density": self.density,
             "period": period if self.rule is None else str(self.rule),
+            "residual": self.residual,
+            "dct": self.dct,
+            "fragments": self.fragments,
+            "delay": self.delay,
         }
-        if self.residual == "weights":
-            place["residual"] = self.residual
-        if self.dct:
-            place["dct"] = self.dct
-        if self.fragments > 1 or self.delay:
-            place |= {"fragments": self.fragments, "delay": self.delay}
-        return place

@@ -28,7 +28,16 @@ from sparsync.exclusive import Guard, check_outside_ddp
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.reducer_state import ParsedState, agree_state, parse_state
 from sparsync.feedback.step import Proposal
-from sparsync.fields import Common, Exactly, Fields, Kind, check_saved, common_facts
+from sparsync.fields import (
+    Common,
+    Exactly,
+    Fields,
+    Kind,
+    check_saved,
+    common_facts,
+    opened,
+    sealed,
+)
 from sparsync.gradients.ddp import CommHook, check_ddp
 from sparsync.gradients.hierarchy import Node
 from sparsync.gradients.sentinel import check_replicas
@@ -637,7 +646,7 @@ class UpdateSync(Handle):
         module, noise = self._plain(), self._weights.noise
         assert module is not None
         own = own_state(module, self._weights.trained, self.outer.optimizers)
-        return {
+        content = {
             **self.outer.state_dict(),
             **self.outer.layout.extents(),
             **own,
@@ -649,14 +658,15 @@ class UpdateSync(Handle):
             "pieces": copy.deepcopy(self._pieces),
             "noise": None if noise is None else noise.state_dict(),
         }
+        return sealed("updates", content)
 
-    def kinds(self, state: Mapping[str, Any]) -> dict[str, Kind]:
-        """Return the kind of every field of a saved state: that of this handle's present state."""
+    def kinds(self, content: Mapping[str, Any]) -> dict[str, Kind]:
+        """Return the kind of every field of a saved state's content: as this handle would save it now."""
         outer, module, noise = self.outer, self._plain(), self._weights.noise
         assert module is not None
-        saved, left_out = state.get("reducer"), _left_out(state)
+        saved, left_out = content.get("reducer"), _left_out(content)
         return {
-            **outer.kinds(state),
+            **outer.kinds(content),
             **{name: Exactly(value) for name, value in outer.layout.extents().items()},
             **own_kinds(
                 module,
@@ -665,7 +675,7 @@ class UpdateSync(Handle):
                 exchanged=self._weights.exchanged(left_out),
                 # thresholds and boundaries start again
                 resharded=isinstance(saved, Mapping) and saved.get("selectors", ()) is None,
-                finite=state.get("broken") is not True,
+                finite=content.get("broken") is not True,
             ),
             "broken": bool,
             "left_out": Fields({name: Common(bool) for name in self._weights.buffers}),
@@ -680,14 +690,16 @@ class UpdateSync(Handle):
         Raises:
             ConfigurationError: names the first field that does not.
         """
-        self.outer.check_place(state)
-        check_saved(state, Fields(self.kinds(state)), "state", _CURE)
-        return parse_state(self.reducer, state["reducer"])
+        content = opened(state, "updates")
+        # first the settings: others have other fields
+        check_saved(content, Fields(self.outer.place(), more=object), "state", _CURE)
+        check_saved(content, Fields(self.kinds(content)), "state", _CURE)
+        return parse_state(self.reducer, content["reducer"])
 
-    def common(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """Return the parts of a saved state that fits which are equal on all ranks, by name."""
-        facts = common_facts(state, Fields(self.kinds(state)), digest)
-        there = [state[key] is not None for key in ("parameters", "scaler")]
+    def common(self, content: Mapping[str, Any]) -> dict[str, str]:
+        """Return the parts of a fitting state's content that are equal on all ranks, by name."""
+        facts = common_facts(content, Fields(self.kinds(content)), digest)
+        there = [content[key] is not None for key in ("parameters", "scaler")]
         return {**facts, "whether it has weights and a scaler": str(there)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -703,10 +715,11 @@ class UpdateSync(Handle):
         run(self.outer.settle())
         comms = self.communicators
         parsed = run(on_all_or_none(comms, lambda: self.validate(state), "load its saved state"))
-        run(agree_state(self.reducer.comm, parsed, self.common(state), parts=self._inner))
+        content = state["content"]
+        run(agree_state(self.reducer.comm, parsed, self.common(content), parts=self._inner))
         # Optimizers come first: any library may have written one, and its load may still fail.
-        self._load_optimizers(comms, state)
-        self._take(state, parsed)
+        self._load_optimizers(comms, content)
+        self._take(content, parsed)
         self.reducer.comm.ledger.begin_step(self.reducer.step)
 
     def _load_optimizers(self, comms: Sequence[Communicator], state: Mapping[str, Any]) -> None:

@@ -69,7 +69,7 @@ class Reducer:
         changing: bool = False,
     ) -> None:
         self.comm, self.units, self.algorithm = comm, list(units), algorithm
-        self.correction, self.consensus = correction, consensus
+        self.correction, self.consensus, self._changing = correction, consensus, changing
         self.step = 0  # 0-based number of the open step
         self.skipped = 0  # steps that were refused because of NaN or Inf
         self.scale = 1.0  # by which gradients are multiplied, as by a GradScaler: see ``rescale_``
@@ -269,6 +269,7 @@ class Reducer:
         Collectives forget their states, on all ranks: boundaries and global thresholds are those of the
         former ranks.  Selectors, which are local, go on.
         """
+        assert self._changing, "Reducer(..., changing=True)"
         if position is not None:
             for residual in self.residuals:
                 residual.keep()

@@ -11,7 +11,7 @@ from sparsync.published.redsync.sign_mean import SignMean
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.sim import Links, simulate
 from sparsync.wire import Coo
-from sparsync_papers.redsync_costs import (
+from sparsync.published.redsync.cost_model import (
     PLAIN,
     QUANTIZED,
     SelectionTimes,
@@ -145,10 +145,10 @@ def test_the_thresholds_are_where_the_equations_cross(
             costs = [method.seconds(nbytes) for method in methods]
             used = sum(nbytes >= start for start in found)
             assert costs[used] <= min(costs[: used + 1]) * (1 + 1e-9)
-    if 0 < found.exact_from < 1e15:  # no sooner: the method that comes next is slower than dense
-        used = sum(1.01 * found.exact_from >= start for start in found)
-        before = 0.99 * found.exact_from
-        if methods[used].beats_from(dense) >= found.exact_from:
+    if 0 < found.compress_thd < 1e15:  # no sooner: the method that comes next is slower than dense
+        used = sum(1.01 * found.compress_thd >= start for start in found)
+        before = 0.99 * found.compress_thd
+        if methods[used].beats_from(dense) >= found.compress_thd:
             assert dense.seconds(before) <= methods[used].seconds(before)
 
 
@@ -161,27 +161,27 @@ def thresholds(**changes):
 def test_the_published_128_kb_come_out_at_3_5_gb_per_second():
     """Section 5.4, within a factor of two; and they are arguments of the policy."""
     found = thresholds()
-    assert 64 * 1024 < found.exact_from < 256 * 1024
+    assert 64 * 1024 < found.compress_thd < 256 * 1024
     policy = BySize(*found)
     methods = [policy.method(nbytes) for nbytes in (1000, 2**30)]
     assert methods == ["dense", "binary-search"]
 
 
 def test_dense_stays_where_the_messages_of_p_ranks_are_longer():
-    assert thresholds(density=0.01, world_size=128).exact_from == float("inf")
-    assert thresholds(world_size=1).exact_from == float("inf")
+    assert thresholds(density=0.01, world_size=128).compress_thd == float("inf")
+    assert thresholds(world_size=1).compress_thd == float("inf")
 
 
 def test_slower_networks_compress_smaller_layers():
     """Section 5.4: the thresholds are those of one network, 3.5 GB/s."""
-    fast, slow = (thresholds(beta=1 / rate).exact_from for rate in (3.5e9, 0.125e9))
+    fast, slow = (thresholds(beta=1 / rate).compress_thd for rate in (3.5e9, 0.125e9))
     assert 0 < slow < fast
 
 
 def test_trimmed_stays_where_longer_messages_cost_more_than_the_search_saves():
     """Section 5.4: trimmed top-k "can guarantee the length be the same", search sends up to 2 k."""
-    assert thresholds().search_from < float("inf")
-    assert thresholds(world_size=128, beta=8e-9).search_from == float("inf")
+    assert thresholds().thsd2 < float("inf")
+    assert thresholds(world_size=128, beta=8e-9).thsd2 == float("inf")
 
 
 # ---- Figure 10 ------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from sparsync.published.redsync.sign_mean import SignMean
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import Links, SimCommunicator, simulate
 from sparsync_papers.models import MODELS
-from sparsync_papers.redsync_costs import (
+from sparsync.published.redsync.cost_model import (
     PLAIN,
     QUANTIZED,
     SelectionTimes,

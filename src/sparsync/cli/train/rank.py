@@ -215,6 +215,7 @@ def _result(
         loss=[fmean(losses) for losses in zip(*(r.loss for r in everyone), strict=True)],
         eval_loss=evaluation.loss,
         seconds_total=total,
+        seconds_per_step_mean=fmean(seconds),
         seconds_per_step_median=median(seconds),
         bytes_sent_per_step_max=max(max(r.sent) for r in everyone),
         replicas_equal=all(r.digests == everyone[0].digests for r in everyone),
@@ -234,6 +235,7 @@ def _result(
         metrics=workload.objective.figures(evaluation),
         clip=settings.clip or None,
         options=exchange.options,
+        dense_share=exchange.dense_share,
         seconds_finish=max(total - sum(seconds), 0.0),
         **same,
     )

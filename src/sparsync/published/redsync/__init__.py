@@ -42,7 +42,7 @@ overlap for CNNs, none for RNNs (5.5)         fused layers leave during the back
                                               ``Correction(clip=)`` after it
 warm-up training (5.6)                        ``Compression(warmup_steps=)``: dense first steps;
                                               ``warmup_densities=DGC_RAMP``: 25 %, 6.25 %, ..., 0.1 %
-Equations 1 and 2, appendix B                 ``sparsync_papers.redsync_costs``
+Equations 1 and 2, appendix B                 ``sparsync.published.redsync.cost_model``
 parts of a step (Figure 10)                   ``sync.stats()["stages"]``; ``Communicator.stage``
 ============================================  ========================================================
 
@@ -100,7 +100,7 @@ Differs from the paper
 Not here
 --------
 
-* The cost model as a module: ``sparsync_papers.redsync_costs``; ``sparsync plan`` uses this project's.
+* The cost model as a module: ``sparsync.published.redsync.cost_model``; ``sparsync plan`` uses this project's.
 * ResNet-44 and VGG-16 on CIFAR-10, AlexNet, VGG-16 and ResNet-50 on ImageNet, LSTMs on Penn Treebank
   and WikiText-2: ``sparsync_papers.models`` and ``sparsync_papers.workloads``.
 * Momentum correction, masking, clipping and warm-up stand in ``sparsync.feedback``: they work with

@@ -314,9 +314,10 @@ def _warn_of_momentum(
     settings = [f"{group['momentum']:g}"]
     settings += ["nesterov=True"] if group.get("nesterov") else []
     settings += [f"weight_decay={d:g}"] if (d := group.get("weight_decay")) else []
+    cure = f"correction=sparsync.Correction({', '.join(settings)})"
     warnings.warn(
         f"the optimizer applies momentum {settings[0]} to entries that arrive late, and {algorithm} is "
-        f"published with momentum correction: give correction=sparsync.Correction({', '.join(settings)}), "
-        "and build the optimizer without these (docs/optimizers.md)",
+        f"published with momentum correction: give {cure}, and build the optimizer without these "
+        "(docs/optimizers.md)",
         stacklevel=3,  # the caller of attach
     )

@@ -1,16 +1,16 @@
 """RedSync: Equations 1 and 2 and what follows from them, on the simulator's ledger and clock."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync.collectives import Allgather, Dense
+from sparsync.presets import resolve
+from sparsync.published import redsync
 from sparsync.published.redsync import BySize
-from sparsync.published.redsync.sign_mean import SignMean
-from sparsync.sparse import DenseVector, SparseVector
-from sparsync.transports.sim import Links, simulate
-from sparsync.wire import Coo
 from sparsync.published.redsync.cost_model import (
     PLAIN,
     QUANTIZED,
@@ -20,6 +20,11 @@ from sparsync.published.redsync.cost_model import (
     equation_2,
     size_thresholds,
 )
+from sparsync.published.redsync.sign_mean import SignMean
+from sparsync.sparse import DenseVector, SparseVector
+from sparsync.transports.sim import Links, simulate
+from sparsync.units import plan_units
+from sparsync.wire import Coo
 from sparsync_papers.reproduce import redsync_phases
 
 RANKS = [2, 3, 5, 8, 12, 16, *(pytest.param(p, marks=pytest.mark.slow) for p in (32, 100, 128))]
@@ -165,6 +170,26 @@ def test_the_published_128_kb_come_out_at_3_5_gb_per_second():
     policy = BySize(*found)
     methods = [policy.method(nbytes) for nbytes in (1000, 2**30)]
     assert methods == ["dense", "binary-search"]
+
+
+def test_the_sizes_of_the_page_are_those_of_the_cost_model():
+    """And they are options of the preset, under its names."""
+    units = {"GB/s": 1e9, "Gbit/s": 0.125e9}
+    rows = re.findall(
+        r"^(\S+) (GB/s|Gbit/s) +(\d+) +(\S+) +(\S+) +(\S+)$", redsync.__doc__, re.MULTILINE
+    )
+    assert len(rows) >= 10
+    for rate, unit, ranks, *shown in rows:
+        found = thresholds(world_size=int(ranks), beta=1 / (float(rate) * units[unit]))
+        kilobytes = ["never" if x == float("inf") else f"{x / 1024:.3g}" for x in found]
+        assert kilobytes == shown, (rate, unit, ranks)
+        selector, _ = resolve("redsync", **found._asdict()).for_unit(unit_of(1 << 30))
+        assert selector.method(1 << 30) == ("trimmed" if shown[2] == "never" else "binary-search")
+
+
+def unit_of(elements):
+    (unit,) = plan_units([("w", torch.empty(elements, device="meta"))])
+    return unit
 
 
 def test_dense_stays_where_the_messages_of_p_ranks_are_longer():

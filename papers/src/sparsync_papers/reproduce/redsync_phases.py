@@ -16,10 +16,6 @@ import torch
 from sparsync.collectives import Allgather, Budgeted
 from sparsync.collectives.collective import Collective
 from sparsync.published.redsync import BySize
-from sparsync.published.redsync.sign_mean import SignMean
-from sparsync.sparse import SparseVector
-from sparsync.transports.sim import Links, SimCommunicator, simulate
-from sparsync_papers.models import MODELS
 from sparsync.published.redsync.cost_model import (
     PLAIN,
     QUANTIZED,
@@ -28,6 +24,10 @@ from sparsync.published.redsync.cost_model import (
     equation_1,
     equation_2,
 )
+from sparsync.published.redsync.sign_mean import SignMean
+from sparsync.sparse import SparseVector
+from sparsync.transports.sim import Links, SimCommunicator, simulate
+from sparsync_papers.models import MODELS
 
 STAGES = ("select", "mask", "pack", "communicate", "unpack")
 DENSITY = 0.001

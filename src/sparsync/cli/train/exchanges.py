@@ -104,7 +104,9 @@ class Exchange:
     sparse: bool = False  # entries are selected: density means something
     sums: bool = False  # gradients are summed over ranks, not averaged
     clips: bool = False  # gradients are clipped here; else the training does it, after ``backward``
-    dense_share: float = 0.0  # of a step's bytes: of layers that are left dense, as costs predict it
+    dense_share: float = (
+        0.0  # of a step's bytes: of layers that are left dense, as costs predict it
+    )
     options: Mapping[str, object] | None = None  # of a scheme of averaging
     after_step: Callable[[], object] = _nothing  # follows the optimizer's step
     finish: Callable[[], object] = _nothing  # makes the replicas equal

@@ -61,7 +61,9 @@ class TrainResult:
     weight_decay: float = 0.0
     clip: float | None = None
     options: Mapping[str, object] | None = None  # of a scheme of averaging
-    dense_share: float = 0.0  # of a step's bytes: of layers that a preset leaves dense, as predicted
+    dense_share: float = (
+        0.0  # of a step's bytes: of layers that a preset leaves dense, as predicted
+    )
     delay: str = "none"
     seconds_finish: float = 0.0  # of ``seconds_total``, after the last step
     target_step: int | None = None  # whose loss, in the run of "dense", is the target

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.attach import attach
+from sparsync.averaging.averager import Averager
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.network_choice import transport_of
 from sparsync.cli.train.settings import TrainSettings
@@ -108,6 +109,7 @@ class Exchange:
         0.0  # of a step's bytes: of layers that are left dense, as costs predict it
     )
     options: Mapping[str, object] | None = None  # of a scheme of averaging
+    averager: Averager | None = None  # unless the scheme is attached, as updates are
     after_step: Callable[[], object] = _nothing  # follows the optimizer's step
     finish: Callable[[], object] = _nothing  # makes the replicas equal
     close: Callable[[], object] = _nothing  # ends threads and groups in the background
@@ -243,6 +245,7 @@ def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
         comm,
         sparse=has.get("density", 1.0) < 1,
         options={"buffers": settings.buffers, **given, **plain, **own},
+        averager=averager if averager is scheme else None,
         # where it is attached, a hook of the optimizer steps
         after_step=averager.step if averager is scheme else _nothing,
         finish=averager.finish,

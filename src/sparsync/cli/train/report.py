@@ -99,6 +99,14 @@ def _caption(results: Sequence[TrainResult]) -> str:
             lines.append(f"dense: {share} are of layers that it leaves uncompressed{_rule(result)}")
     if any(r.options is not None for r in results):
         lines.append("sent by schemes that average models: the mean over steps, the end included")
+    for result in results:
+        if result.stale_share is not None and result.seconds_waited is not None:
+            waited = format_seconds(result.seconds_waited / result.steps)
+            lines.append(
+                f"{result.algorithm}: a rank waits {waited} per step in averages; "
+                f"{100 * result.stale_share:.0f} % of the models in them are stale"
+                + (f", by up to {n} steps" if (n := result.largest_staleness) else "")
+            )
     if signs := ", ".join(r.algorithm for r in results if (r.options or {}).get("sign")):
         lines.append(f"optimizer of {signs}: sgd without momentum, whose rate is a step's length")
     if any(r.bytes_counted == "formula" for r in results if r.algorithm != "dense"):

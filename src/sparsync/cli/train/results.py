@@ -61,9 +61,11 @@ class TrainResult:
     weight_decay: float = 0.0
     clip: float | None = None
     options: Mapping[str, object] | None = None  # of a scheme of averaging
-    dense_share: float = (
-        0.0  # of a step's bytes: of layers that a preset leaves dense, as predicted
-    )
+    stale_share: float | None = None  # of all ranks' parts in averages: those by an older model
+    largest_staleness: int | None = None  # steps that the oldest of them was behind
+    seconds_waited: float | None = None  # in averages, in all steps: the mean over ranks
+    # of a step's bytes, as predicted: that of layers which a preset does not compress
+    dense_share: float = 0.0
     delay: str = "none"
     seconds_finish: float = 0.0  # of ``seconds_total``, after the last step
     target_step: int | None = None  # whose loss, in the run of "dense", is the target

@@ -137,9 +137,7 @@ def test_the_age_of_a_partners_model_is_counted_in_the_askers_steps():
     """AD-PSGD: rank 0 answers at its step 1 a rank that asks after its step 4."""
     agent = _PairAgent(torch.zeros(2), seed=0, step=0)
     agent.host = SimpleNamespace(rank=0, world_size=2, send=lambda dest, message: None)
-    for step in range(2):
-        agent.update(torch.zeros(2), step, lambda answer: None, ask=False)
-    agent._step = 1
+    agent.update(torch.zeros(2), 1, lambda answer: None, ask=True)
     for step in (4, 0):
         head = torch.tensor([0, step], dtype=torch.int32).view(torch.uint8)
         agent.receive(1, torch.cat([head, torch.ones(2).view(torch.uint8)]))
@@ -147,11 +145,7 @@ def test_the_age_of_a_partners_model_is_counted_in_the_askers_steps():
     assert (counted.averages, counted.stale, counted.oldest, counted.models) == (2, 1, 3, 4)
 
 
-AGES = {
-    "none": (0, 0),
-    "bounded": (1, 9),
-    "unbounded": (30, 40),
-}  # of at most tau = 10, or of 40 steps
+AGES = {"none": (0, 0), "bounded": (1, 9), "unbounded": (11, 40)}  # tau is 10, of 40 steps
 
 
 @pytest.mark.parametrize("name", sorted(ALL_SCHEMES))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sparsync_papers.redsync_costs import SelectionTimes
+from sparsync.published.redsync.cost_model import SelectionTimes
 from sparsync_papers.reproduce.redsync_phases import (
     CLEAR,
     DENSITY,

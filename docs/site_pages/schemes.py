@@ -76,6 +76,7 @@ def page(name: str) -> str:
         "## Cost",
         f"**Sent per rank and step, models of n elements:** {volume}",
         f"**Who waits:** {waits}",
+        _sorted(name),
         f"**In full:** {docstrings.as_markdown(documented['Cost'])}",
         "Counted on virtual ranks over a period, with the defaults below:",
         "\n".join(rows),
@@ -96,6 +97,19 @@ def page(name: str) -> str:
         linked(docstrings.as_markdown(documented["References"])),
     ]
     return "\n\n".join(blocks) + "\n"
+
+
+def _sorted(name: str) -> str:
+    """Say where Table I of WAGMA-SGD has a scheme."""
+    averager = SCHEMES[name]()
+    period = averager.global_period
+    often = {None: "only at the end", 1: "on every step"}.get(period, f"every {period} steps")
+    sizes = " / ".join(str(averager.effective_group_size(ranks)) for ranks in _RANKS)
+    table = f"../{rooms.page_of('wagma')}#table-i-for-every-scheme-here"
+    return (
+        f"**Averages:** {averager.averaged}; S = {sizes} of {_RANKS[0]} / {_RANKS[1]} ranks; staleness: "
+        f"{averager.staleness}; over all ranks {often} ([Table I]({table}))"
+    )
 
 
 def _class(name: str) -> type[Any]:

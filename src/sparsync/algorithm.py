@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsync.collectives.collective import Collective
 from sparsync.collectives.costs import Cost, Job, Result
+from sparsync.collectives.dense import Dense
 from sparsync.errors import ConfigurationError
 from sparsync.names import parameters_of, text_of
 from sparsync.selection.selector import Everything, Exact, Selector
@@ -90,6 +91,22 @@ class Algorithm:
                 f"no cost is known of {self.name!r}: its collective has no cost(job); choose others"
             )
         return cost if times == 1 else cost.times(times)
+
+    def dense_share(self, units: Sequence[Unit], density: float, world_size: int) -> float:
+        """Return the part of a step's bytes that dense units send, in [0, 1], by the declared costs.
+
+        It is 0 where a sparse unit's collective declares no cost.
+        """
+        sent = {True: 0.0, False: 0.0}
+        for unit in units:
+            chosen = self.output if unit.output and self.output else self
+            collective: Collective = Dense() if unit.dense else chosen.make_collective()
+            cost = collective.cost(Job(unit.size, unit.entries(density), world_size))
+            if cost is None:
+                return 0.0
+            sent[unit.dense] += cost.nbytes
+        total = sum(sent.values())
+        return sent[True] / total if total else 0.0
 
     async def on(self, comm: Communicator) -> Algorithm:
         """Return the algorithm for a group; all of its ranks call this, with the same algorithm."""

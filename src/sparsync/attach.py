@@ -128,7 +128,7 @@ def attach(
     # engines are imported here, so that ``import sparsync`` brings none of them
     from sparsync.exclusive import check_outermost, check_unattached
     from sparsync.optimizers import check_stepped, plain_optimizers, treatment_of
-    from sparsync.presets import resolve
+    from sparsync.presets import PRESETS, resolve
     from sparsync.units import check_stepped_later
     from sparsync.updates import OuterStep
 
@@ -201,8 +201,11 @@ def attach(
     else:
         density = check_density(density)
         sparse = density != 1
+    corrects = resolved.name in PRESETS and PRESETS[resolved.name].corrects
     for one in optimizers:
         check_optimizer(one, correction, sparse=sparse and "dense" not in resolved.name)
+    if sparse and corrects and not (dist.is_initialized() and dist.get_rank()):
+        _warn_of_momentum(resolved.name, optimizers, correction)
     # the user's settings come before the algorithm's own
     completed = replace(
         given,
@@ -375,3 +378,23 @@ def check_optimizer(
                     f"exchange ({what}={getattr(correction, what)}): it would be applied twice; "
                     f"build the optimizer with {what}=0"
                 )
+
+
+def _warn_of_momentum(
+    algorithm: str, optimizers: Sequence[torch.optim.Optimizer], correction: Correction | None
+) -> None:
+    """Warn once of an optimizer's momentum where the algorithm is published with a correction for it."""
+    groups = (group for one in optimizers for group in one.param_groups)
+    group = next((group for group in groups if group.get("momentum")), None)
+    if group is None or (correction is not None and correction.momentum):
+        return
+    settings = [f"{group['momentum']:g}"]
+    settings += ["nesterov=True"] if group.get("nesterov") else []
+    settings += [f"weight_decay={d:g}"] if (d := group.get("weight_decay")) else []
+    cure = f"correction=sparsync.Correction({', '.join(settings)})"
+    warnings.warn(
+        f"the optimizer applies momentum {settings[0]} to entries that arrive late, and {algorithm} is "
+        f"published with momentum correction: give {cure}, and build the optimizer without these "
+        "(docs/optimizers.md)",
+        stacklevel=3,  # the caller of attach
+    )

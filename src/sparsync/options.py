@@ -23,6 +23,7 @@ from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.step import Consensus, Proposal
 from sparsync.gradients.sentinel import Sentinel
 from sparsync.monitoring import sink_of
+from sparsync.presets import PRESETS
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import run
@@ -228,6 +229,26 @@ class Options:
         tell(f"exchanges {said} (density= decides otherwise); {lag}")
         return replace(self, density=density, compression=given)
 
+    def tell_of_dense(
+        self, units: Sequence[Unit], world_size: int, tell: Callable[[str], object]
+    ) -> None:
+        """Tell the user where the algorithm's own rule leaves most of a step's bytes dense."""
+        rule, density = self.compression.compress, self.density
+        # the user's own rule is no news, and at density 1 the training is asked to be dense
+        if rule is None or rule is not self.algorithm.compress or density is None or density == 1:
+            return
+        share = self.algorithm.dense_share(units, density, world_size)
+        if share <= 0.5:
+            return
+        part = sum(unit.size for unit in units if unit.dense) / sum(unit.size for unit in units)
+        own = PRESETS.get(self.algorithm.name)
+        option = "compress_thd=, or " if own and "compress_thd" in own.options else ""
+        tell(
+            f"{self.algorithm.name}: layers that are too small to compress are {100 * part:.2g} % of the "
+            f"gradient and {100 * share:.0f} % of the bytes of a step, as they travel dense ({option}"
+            "Compression(compress=...) decides otherwise)"
+        )
+
     def agree_with(self, parts: Communicator) -> None:
         """Compare the settings that must be equal on ranks that hold other parts of a replica.
 
@@ -317,6 +338,7 @@ class Options:
                 consensus,
                 None if watched.log is None else sink_of(watched.log, comm.rank),
             )
+            self.tell_of_dense(units, comm.world_size, say_on_rank_0)
             agree_on_reducer(
                 reducer,
                 nonfinite=watched.policy,

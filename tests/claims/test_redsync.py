@@ -1,17 +1,17 @@
 """RedSync: Equations 1 and 2 and what follows from them, on the simulator's ledger and clock."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync.collectives import Allgather, Dense
+from sparsync.presets import resolve
+from sparsync.published import redsync
 from sparsync.published.redsync import BySize
-from sparsync.published.redsync.sign_mean import SignMean
-from sparsync.sparse import DenseVector, SparseVector
-from sparsync.transports.sim import Links, simulate
-from sparsync.wire import Coo
-from sparsync_papers.redsync_costs import (
+from sparsync.published.redsync.cost_model import (
     PLAIN,
     QUANTIZED,
     SelectionTimes,
@@ -20,6 +20,11 @@ from sparsync_papers.redsync_costs import (
     equation_2,
     size_thresholds,
 )
+from sparsync.published.redsync.sign_mean import SignMean
+from sparsync.sparse import DenseVector, SparseVector
+from sparsync.transports.sim import Links, simulate
+from sparsync.units import plan_units
+from sparsync.wire import Coo
 from sparsync_papers.reproduce import redsync_phases
 
 RANKS = [2, 3, 5, 8, 12, 16, *(pytest.param(p, marks=pytest.mark.slow) for p in (32, 100, 128))]
@@ -145,10 +150,10 @@ def test_the_thresholds_are_where_the_equations_cross(
             costs = [method.seconds(nbytes) for method in methods]
             used = sum(nbytes >= start for start in found)
             assert costs[used] <= min(costs[: used + 1]) * (1 + 1e-9)
-    if 0 < found.exact_from < 1e15:  # no sooner: the method that comes next is slower than dense
-        used = sum(1.01 * found.exact_from >= start for start in found)
-        before = 0.99 * found.exact_from
-        if methods[used].beats_from(dense) >= found.exact_from:
+    if 0 < found.compress_thd < 1e15:  # no sooner: the method that comes next is slower than dense
+        used = sum(1.01 * found.compress_thd >= start for start in found)
+        before = 0.99 * found.compress_thd
+        if methods[used].beats_from(dense) >= found.compress_thd:
             assert dense.seconds(before) <= methods[used].seconds(before)
 
 
@@ -161,27 +166,47 @@ def thresholds(**changes):
 def test_the_published_128_kb_come_out_at_3_5_gb_per_second():
     """Section 5.4, within a factor of two; and they are arguments of the policy."""
     found = thresholds()
-    assert 64 * 1024 < found.exact_from < 256 * 1024
+    assert 64 * 1024 < found.compress_thd < 256 * 1024
     policy = BySize(*found)
     methods = [policy.method(nbytes) for nbytes in (1000, 2**30)]
     assert methods == ["dense", "binary-search"]
 
 
+def test_the_sizes_of_the_page_are_those_of_the_cost_model():
+    """And they are options of the preset, under its names."""
+    units = {"GB/s": 1e9, "Gbit/s": 0.125e9}
+    rows = re.findall(
+        r"^(\S+) (GB/s|Gbit/s) +(\d+) +(\S+) +(\S+) +(\S+)$", redsync.__doc__, re.MULTILINE
+    )
+    assert len(rows) >= 10
+    for rate, unit, ranks, *shown in rows:
+        found = thresholds(world_size=int(ranks), beta=1 / (float(rate) * units[unit]))
+        kilobytes = ["never" if x == float("inf") else f"{x / 1024:.3g}" for x in found]
+        assert kilobytes == shown, (rate, unit, ranks)
+        selector, _ = resolve("redsync", **found._asdict()).for_unit(unit_of(1 << 30))
+        assert selector.method(1 << 30) == ("trimmed" if shown[2] == "never" else "binary-search")
+
+
+def unit_of(elements):
+    (unit,) = plan_units([("w", torch.empty(elements, device="meta"))])
+    return unit
+
+
 def test_dense_stays_where_the_messages_of_p_ranks_are_longer():
-    assert thresholds(density=0.01, world_size=128).exact_from == float("inf")
-    assert thresholds(world_size=1).exact_from == float("inf")
+    assert thresholds(density=0.01, world_size=128).compress_thd == float("inf")
+    assert thresholds(world_size=1).compress_thd == float("inf")
 
 
 def test_slower_networks_compress_smaller_layers():
     """Section 5.4: the thresholds are those of one network, 3.5 GB/s."""
-    fast, slow = (thresholds(beta=1 / rate).exact_from for rate in (3.5e9, 0.125e9))
+    fast, slow = (thresholds(beta=1 / rate).compress_thd for rate in (3.5e9, 0.125e9))
     assert 0 < slow < fast
 
 
 def test_trimmed_stays_where_longer_messages_cost_more_than_the_search_saves():
     """Section 5.4: trimmed top-k "can guarantee the length be the same", search sends up to 2 k."""
-    assert thresholds().search_from < float("inf")
-    assert thresholds(world_size=128, beta=8e-9).search_from == float("inf")
+    assert thresholds().thsd2 < float("inf")
+    assert thresholds(world_size=128, beta=8e-9).thsd2 == float("inf")
 
 
 # ---- Figure 10 ------------------------------------------------------------------------------------

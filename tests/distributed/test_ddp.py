@@ -187,7 +187,7 @@ def test_corrections_resume_exactly(algorithm, clip_norm):
     resumes_exactly(make)
     stats = syncs[0].stats()
     assert {layer["method"] for layer in stats["layers"]} == {"dense", "trimmed"}
-    stages = {"accumulate", "select", "pack", "communicate", "unpack"}
+    stages = {"accumulate", "mask", "select", "pack", "communicate", "unpack"}
     assert {name for name, seconds in stats["stages"].items() if seconds > 0} == stages
 
 

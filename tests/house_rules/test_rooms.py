@@ -3,20 +3,23 @@
 import dataclasses
 import importlib
 import inspect
+import math
 import pkgutil
 import re
 import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import sparsync
 from sparsync import options
-from sparsync.averaging.schemes import SCHEMES
+from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.app import make_app
 from sparsync.feedback.correction import Correction
 from sparsync.presets import PRESETS
+from sparsync.published.wagma import Wagma
 from sparsync.tables import ROOMS
 from tests.fresh import run_python
 
@@ -83,7 +86,8 @@ COMMANDS = [
 @pytest.mark.parametrize("room", PAPERS)
 def test_a_page_has_the_paper_its_terms_and_every_section(room):
     found = sections(room)
-    assert [title.replace("papers", "paper") for title in found if title] == SECTIONS
+    titles = [title.replace("papers", "paper") for title in found if title]
+    assert [title for title in titles if not title.startswith("Table ")] == SECTIONS
     assert re.search(r"<https://\S+>`_, [^.]*\b20[12]\d\b", found[""], re.DOTALL), "title and year"
     rows = [line for line in found["Terms"].splitlines() if line[:1].strip(" =")]
     assert len(rows) > 15
@@ -99,6 +103,36 @@ def test_a_page_names_every_row_of_its_room(room):
     assert wanted and not wanted - named
     assert {n for n in re.findall(r'[Pp]resets? "([\w-]+)"', text_of(room))} <= set(PRESETS)
     assert {n for n in re.findall(r'schemes? "([\w-]+)"', text_of(room))} <= set(SCHEMES)
+
+
+# ---- Table I of WAGMA -------------------------------------------------------------------------------
+
+SIZES = {"P": lambda p: p, "sqrt(P)": math.isqrt}  # else a number, the same for all P
+
+
+def test_table_1_of_wagma_sorts_every_scheme_by_its_attributes():
+    text = sections("sparsync.published.wagma")["Table I, for every scheme here"]
+    rows = [line.split(maxsplit=4) for line in text.splitlines() if line.startswith('"')]
+    assert {row[0].strip('"') for row in rows} == set(SCHEMES) and len(rows) > 10
+    for name, averages, size, staleness, rest in rows:
+        averager = SCHEMES[name.strip('"')]()
+        assert (averager.averaged, averager.staleness) == (averages, staleness), name
+        period = averager.global_period
+        said = {None: "never", 1: "every step"}.get(period, f"every {period} steps")
+        assert rest.startswith(f"{said}  "), name
+        for world_size in (16, 64, 256):
+            expected = SIZES[size](world_size) if size in SIZES else int(size)
+            assert averager.effective_group_size(world_size) == expected, name
+
+
+def test_the_straggler_of_wagmas_page_takes_the_times_that_it_says(capsys):
+    blocks = programs("sparsync.published.wagma")
+    (block,) = [block for block in blocks if "sparsync.simulate" in block]
+    exec(block, {"sparsync": sparsync, "torch": torch, "Wagma": Wagma})
+    printed = capsys.readouterr().out.strip()
+    assert printed == "16.0, 6.4"
+    said = " ".join(sections("sparsync.published.wagma")["Run it"].split())
+    assert all(f"{seconds} seconds" in said for seconds in printed.split(", "))
 
 
 # ---- names ------------------------------------------------------------------------------------------
@@ -126,6 +160,7 @@ def known_names(room):
 
 HOMES = (
     "sparsync.algorithm",
+    "sparsync.averaging",
     "sparsync.collectives",
     "sparsync.collectives.costs",
     "sparsync.feedback.schedule",
@@ -147,6 +182,8 @@ def parameters(room):
             found |= set(inspect.signature(value).parameters)
     for row in PRESETS.values():
         found |= set(row.options)
+    for scheme in SCHEMES:
+        found |= set(options_of(scheme))
     return found | {field.name for field in dataclasses.fields(Correction)}
 
 

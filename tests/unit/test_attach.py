@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import re
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -89,6 +91,40 @@ def test_adam_on_sparse_gradients_is_warned_of():
         check_optimizer(optimizer, Correction(), sparse=True)
     check_optimizer(optimizer, Correction())  # dense: nothing to say
     check_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1), Correction(), sparse=True)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sgd", "given", "said"),
+    [
+        ("redsync", {"momentum": 0.9}, {}, r"momentum 0.9 .*Correction\(0.9\)"),
+        (
+            "redsync-quantized",
+            {"momentum": 0.5, "nesterov": True, "weight_decay": 0.01},
+            {"correction": Correction(clip=1.0)},
+            r"redsync-quantized .*Correction\(0.5, nesterov=True, weight_decay=0.01\)",
+        ),
+        ("redsync", {}, {"correction": Correction(0.9)}, None),
+        ("redsync", {}, {}, None),
+        ("redsync", {"momentum": 0.9}, {"density": 1.0}, None),
+        ("oktopk", {"momentum": 0.9}, {}, None),
+    ],
+)
+def test_momentum_that_a_paper_corrects_is_warned_of_once(one_rank, algorithm, sgd, given, said):
+    ddp = DistributedDataParallel(torch.nn.Linear(300, 300))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, **sgd)
+    given = {"density": 0.01, "transport": "torch", **given}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attach(ddp, algorithm, optimizer=[optimizer], **given).close()
+    texts = [str(one.message) for one in caught]
+    assert len(texts) == (said is not None) and all(re.search(said, text) for text in texts)
 
 
 def test_the_output_layer_is_the_last_one():

@@ -1,6 +1,7 @@
 """Averagers on models: what travels and what stays; what is compared, refused and saved."""
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -347,3 +348,73 @@ def test_the_example_learns_and_ends_with_equal_replicas(launcher, ranks):
     found = re.search(said, done.stdout, re.M)
     assert found, done.stdout
     assert float(found[2]) < 0.6 * float(found[1])
+
+
+# ---- numbers ---------------------------------------------------------------------------------------
+
+# of 4 ranks: S, tau, the averages of 8 steps, and models in each; None: it depends on who arrives when
+NUMBERS = {
+    "allreduce": (4, 1, 8, 4),
+    "local": (1, 8, 1, 4),
+    "wagma": (2, 10, 8, 2),
+    "dpsgd": (3, None, 8, 3),
+    "sgp": (2, None, 8, 2),
+    "adpsgd": (2, None, None, 2),
+    "eager-solo": (4, 1, 8, 4),
+    "eager-majority": (4, 1, 8, 4),
+    "bmuf": (1, 8, 1, 4),
+    "demo": (4, 1, 8, 4),
+    "streaming-diloco": (1, 100, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMES))
+def test_every_averager_has_numbers(name):
+    def program(comm):
+        model = linear()
+        options = {"comm": comm, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        with SCHEMES[name](model, **options) as averager:
+            for _ in range(8):
+                add_(model, comm.rank + 1.0)
+                averager.step()
+            comm.everyone.wait()  # nobody waits for an agent any more
+            return averager.stats()
+
+    everyone = together(program, 4)
+    for numbers in everyone:
+        assert numbers["local_steps"] == 8
+        assert (numbers["seconds_waited"] > 0) == (numbers["averages"] > 0 or name == "adpsgd")
+        assert 0 <= numbers["stale_share"] <= 1
+        assert numbers["stale_contributions"] <= numbers["averages"]
+        assert numbers["bytes_sent_by_finish"] == numbers["bytes_received_by_finish"] == 0
+        assert json.loads(json.dumps(numbers)) == numbers
+    if name in NUMBERS:
+        size, period, averages, models = NUMBERS[name]
+        for numbers in everyone:
+            assert (numbers["group_size"], numbers["sync_period"]) == (size, period)
+            if averages is not None:
+                assert numbers["averages"] == averages
+            assert not numbers["averages"] or numbers["models_per_average"] == models
+    if SCHEMES[name]().staleness == "none":
+        assert all(n["stale_share"] == n["largest_staleness"] == 0 for n in everyone)
+    if name == "allreduce":  # 3 float32: 4 blocks of 1, 3 sent twice
+        assert everyone[0]["bytes_sent_per_local_step"] == 24
+
+
+def test_numbers_of_the_end_are_apart_and_need_a_model():
+    def program(comm):
+        model = linear()
+        averager = allreduce(model, comm=comm)
+        assert averager.stats()["bytes_sent_per_local_step"] == 0
+        add_(model, 1.0)
+        averager.step()
+        before = averager.stats()
+        averager.finish()
+        return before, averager.stats()
+
+    for before, after in together(program, 2):
+        assert before["bytes_sent_by_finish"] == 0 < after["bytes_sent_by_finish"]
+        for name in ("bytes_sent_per_local_step", "averages", "local_steps"):
+            assert before[name] == after[name] > 0
+    with pytest.raises(ConfigurationError, match=r"give it one to call stats\(\)"):
+        LocalSgd().stats()

@@ -1,6 +1,7 @@
 """SGD's default: how dense it is for which model, that it keeps up with dense, and what it says."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,6 +52,40 @@ def test_small_models_are_exchanged_whole_and_large_ones_as_before(elements, ent
     assert said in line and "(density= decides otherwise)" in line
     assert line.endswith("delay costs more than bytes") == (elements < LARGE)
     assert line.endswith("give density=0.1") == (elements >= LARGE)
+
+
+def net_of(*sizes):
+    return nn.ParameterDict({f"p{i}": nn.Parameter(torch.empty(n)) for i, n in enumerate(sizes)})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "density", "share"),
+    [
+        # two small layers, dense: 2 (P - 1) / P words each; the large one: P - 1 pairs of 0.1 %
+        ((10_000, 10_000, 1_000_000), 4, 0.001, 30_000 / (30_000 + 6_000)),
+        ((10_000, 10_000, 1_000_000), 4, 0.1, 30_000 / (30_000 + 600_000)),
+        ((1_000_000,), 4, 0.001, 0.0),
+        ((10_000, 10_000, 1_000_000), 1, 0.001, 0.0),  # alone, a rank sends nothing
+    ],
+)
+def test_the_user_is_told_where_small_layers_send_most_bytes(sizes, ranks, density, share):
+    rule = resolve("redsync").compress
+    options = replace(settings(density, "redsync"), algorithm=resolve("redsync"))
+    options = replace(options, compression=Compression(compress=options.algorithm.compress))
+    net, said = net_of(*sizes), []
+    units = options.units(net.named_parameters(), net)
+    found = options.algorithm.dense_share(units, density, ranks)
+    assert found == pytest.approx(share, rel=0.01)
+    options.tell_of_dense(units, ranks, said.append)
+    assert bool(said) == (share > 0.5)
+    if said:
+        assert said[0].startswith("redsync: layers that are too small to compress are 2 % of the")
+        assert "83 % of the bytes" in said[0] and "(compress_thd=, or " in said[0]
+    own = replace(
+        options, compression=Compression(compress=rule)
+    )  # another function: the user's own
+    own.tell_of_dense(units, ranks, said.append)
+    assert len(said) == (share > 0.5)
 
 
 def test_density_falls_with_size_to_the_usual_one():

@@ -29,7 +29,7 @@ SIZE, K, RANKS = 1000, 50, 3
 ALWAYS = {
     "bytes_sent", "bytes_received", "imbalance", "skipped", "density", "density_local",
     "density_delivered", "density_reduced", "threshold", "residual_norm", "seconds_accumulate",
-    "seconds_select", "seconds_pack", "seconds_communicate", "seconds_unpack",
+    "seconds_mask", "seconds_select", "seconds_pack", "seconds_communicate", "seconds_unpack",
 }  # fmt: skip
 
 

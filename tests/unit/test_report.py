@@ -19,7 +19,8 @@ from sparsync.errors import ConfigurationError
 
 CONTRACT = {
     *("algorithm", "ranks", "steps", "density", "parameters", "optimizer", "lr", "loss"),
-    *("eval_loss", "seconds_total", "seconds_per_step_median", "bytes_sent_per_step_max"),
+    *("eval_loss", "seconds_total", "seconds_per_step_mean", "seconds_per_step_median"),
+    *("bytes_sent_per_step_max", "dense_share"),
     *("replicas_equal", "seconds_computation_median", "seconds_rest_median", "bytes_counted"),
     *("sent_per_parameter_and_step", "received_per_parameter_and_step"),
     *("target_step", "target_loss", "seconds_to_target", "speedup_to_target", "lab", "transport"),
@@ -38,6 +39,7 @@ def result(algorithm, sent, **changed):
         "loss": [6.0 - step / 20 for step in range(60)],
         "eval_loss": 3.25,
         "seconds_total": 12.5,
+        "seconds_per_step_mean": 0.2,
         "seconds_per_step_median": 0.2,
         "bytes_sent_per_step_max": sent,
         "replicas_equal": True,
@@ -129,6 +131,29 @@ def test_the_table_fits_a_terminal_and_tells_the_reduction():
     assert "200 kB" in table and "8 MB" in table
     assert oktopk[10:12] == ["0.151", "0.453"]
     assert "bit-identical" in table
+
+
+def test_the_time_per_step_is_the_mean_and_the_median_is_labelled():
+    """A scheme that waits on every fourth step: its median step waits for nobody."""
+    rare = result("local", 0, seconds_per_step_mean=0.12, seconds_per_step_median=0.02)
+    table = shown(rare, width=200)
+    heads, _, row = [line for line in table.splitlines() if line][:3]
+    assert row[heads.index("time per step") :].split()[:2] == ["120", "ms"]
+    assert "time per step: the mean over all steps; the median step: 20 ms (local)" in table
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "share", "said"),
+    [
+        ("redsync", 0.934, "93 % of the bytes of redsync are of layers that it leaves uncompressed, "
+                           "being small (compress_thd)"),
+        ("sparcml", 0.6, "60 % of the bytes of sparcml are of layers that it leaves uncompressed"),
+        ("redsync", 0.4, None),
+    ],
+)  # fmt: skip
+def test_the_caption_says_where_most_bytes_are_dense(algorithm, share, said):
+    table = " ".join(shown(result(algorithm, 1, dense_share=share), width=200).split())
+    assert said in table if said else "uncompressed" not in table
 
 
 def test_a_scheme_shows_the_mean_and_the_delay():

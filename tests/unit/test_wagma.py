@@ -4,15 +4,17 @@ import math
 import random
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsync.averaging import LocalSgd
 from sparsync.averaging.schemes import SCHEMES as ALL_SCHEMES
 from sparsync.errors import ConfigurationError, DeadlockError
-from sparsync.published.baselines import AdPsgd, EagerSgd
+from sparsync.published.baselines import AdPsgd, Dpsgd, EagerSgd, Sgp
 from sparsync.published.baselines.eager import EagerRounds
 from sparsync.published.baselines.gossip import _PairAgent
 from sparsync.published.wagma import Wagma
@@ -98,6 +100,77 @@ def test_a_stale_model_is_averaged_by_the_letter_of_algorithm_2():
     total = fresh + stale
     assert seen[1][0][0] == pytest.approx(total / 2)
     assert seen[1][1][0] == pytest.approx((total + w0 + 2) / 3)
+
+
+@pytest.mark.parametrize("late_by", [0.0, 0.05, 0.35])
+def test_groups_of_one_are_local_sgd_also_where_ranks_are_late(late_by):
+    """Section 4: alpha = beta = false degrades to local SGD with global period tau."""
+    pair = partial(Wagma, group_size=1, sync_period=4), partial(LocalSgd, period=4)
+    runs = []
+    for make in pair:
+        seen = {}
+        delay = lambda step, rank: late_by if (step, rank) == (1, 1) else 0.0  # noqa: E731
+        simulate(train(make, 6, delay, seen), 2, links=Links(alpha=0, beta=0))
+        runs.append(seen)
+    for step in range(6):
+        for rank in range(2):
+            assert torch.equal(runs[0][step][rank], runs[1][step][rank]), (step, rank)
+
+
+def test_stale_parts_in_averages_are_counted():
+    """P = S = 2; rank 1 is late for step 1 by 1.2 steps: it misses the rounds of steps 1 and 2."""
+
+    def delay(step, rank):
+        return 0.12 if (step, rank) == (1, 1) else 0.0
+
+    make = partial(Wagma, group_size=2, sync_period=None)
+    early, late_one = (
+        averager.participation
+        for _, averager in simulate(train(make, 3, delay), 2, links=Links(alpha=0, beta=0)).results
+    )
+    # three rounds and ``finish``; in those of steps 1 and 2 rank 1 has the model of step 0
+    assert (early.averages, early.stale, early.oldest, early.models) == (4, 0, 0, 8)
+    assert (late_one.averages, late_one.stale, late_one.oldest, late_one.models) == (4, 2, 2, 8)
+
+
+def test_the_age_of_a_partners_model_is_counted_in_the_askers_steps():
+    """AD-PSGD: rank 0 answers at its step 1 a rank that asks after its step 4."""
+    agent = _PairAgent(torch.zeros(2), seed=0, step=0)
+    agent.host = SimpleNamespace(rank=0, world_size=2, send=lambda dest, message: None)
+    agent.update(torch.zeros(2), 1, lambda answer: None, ask=True)
+    for step in (4, 0):
+        head = torch.tensor([0, step], dtype=torch.int32).view(torch.uint8)
+        agent.receive(1, torch.cat([head, torch.ones(2).view(torch.uint8)]))
+    counted = agent.participation
+    assert (counted.averages, counted.stale, counted.oldest, counted.models) == (2, 1, 3, 4)
+
+
+AGES = {"none": (0, 0), "bounded": (1, 9), "unbounded": (11, 40)}  # tau is 10, of 40 steps
+
+
+@pytest.mark.parametrize("name", sorted(ALL_SCHEMES))
+def test_the_staleness_that_a_scheme_declares_is_that_of_its_averages(name):
+    """The last rank takes 50 times as long as the others for every step."""
+    steps, late_one = 40, 3
+    declared, averager = ALL_SCHEMES[name]().staleness, None
+
+    async def program(comm):
+        nonlocal averager
+        mine, vector = ALL_SCHEMES[name](), torch.zeros(8, dtype=torch.float64)
+        if comm.rank == late_one:
+            averager = mine
+        await mine.begin(comm, vector, 0)
+        for step in range(steps):
+            await comm.compute(COMPUTE * (50 if comm.rank == late_one else 1))
+            vector = await mine.average(comm, vector + 1, step)
+        await mine.conclude(comm, vector, steps)
+
+    simulate(program, 4)
+    least, most = AGES[declared]
+    if name == "streaming-diloco":  # by its delay, on all ranks alike: counted with a model alone
+        assert (declared, averager.settings.delay) == ("bounded", 1)
+    else:
+        assert least <= averager.participation.oldest <= most
 
 
 def test_a_result_is_taken_once():
@@ -200,8 +273,13 @@ def test_both_ways_to_sum_a_group_are_equal_on_all_ranks(world_size, size):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (partial(Wagma, group_size=0), "group_size is 0; give at least 1"),
-        (partial(Wagma, sync_period=0), "sync_period is 0; give at least 1"),
+        (partial(Wagma, group_size=0), "group_size is 0; give a whole number, at least 1"),
+        (partial(Wagma, group_size=2.5), "group_size is 2.5; give a whole number"),
+        (partial(Wagma, sync_period=0), "sync_period is 0; give a whole number, at least 1"),
+        (partial(Wagma, dynamic="no"), "dynamic is 'no'; give True or False"),
+        (partial(Dpsgd, mixing_steps=1.5), "mixing_steps is 1.5; give a whole number"),
+        (partial(Sgp, neighbours=0), "neighbours is 0; give a whole number"),
+        (partial(LocalSgd, period=True), "period is True; give a whole number"),
         (partial(Wagma, grouping="some"), "grouping is 'some'; choose"),
         (partial(Wagma, deadline=0.0), "deadline is 0.0; give seconds"),
         (partial(Wagma, values="fp8"), "values is 'fp8'; choose fp32, bf16, int8"),
@@ -400,7 +478,7 @@ def test_the_drawn_ranks_begin_equally_often():
 
 def test_whoever_has_an_answer_knows_that_both_models_are_averaged():
     """It may conclude at once, and the mean over ranks is then taken of what agents have."""
-    agent, told = _PairAgent(torch.zeros(2), seed=0), []
+    agent, told = _PairAgent(torch.zeros(2), seed=0, step=0), []
 
     class Host:
         rank, world_size = 0, 2

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar, final
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +29,52 @@ from sparsync.transports.actors import Actor, HostsActors, Reply
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.driver import run
-from sparsync.transports.ledger import Ledger, Parts
+from sparsync.transports.ledger import Ledger, Parts, Traffic
 
-__all__ = ["Accompanied", "Averager", "Companion", "LocalSgd", "mean"]
+__all__ = [
+    "Accompanied",
+    "Averager",
+    "Companion",
+    "LocalSgd",
+    "Participation",
+    "Staleness",
+    "at_least_1",
+    "mean",
+]
 
 _CURE: Final = "load a state that this rank's state_dict() returned, into the same set-up"
 
 A = TypeVar("A", bound="Averager")
+
+Staleness = Literal["none", "bounded", "unbounded"]
+
+
+@dataclass
+class Participation:
+    """The averages of which this rank's model, or its update, was a part.
+
+    Example:
+        >>> taken = Participation()
+        >>> taken.note(age=0, models=4); taken.note(age=3, models=4)
+        >>> taken.averages, taken.stale, taken.oldest, taken.models
+        (2, 1, 3, 8)
+    """
+
+    averages: int = 0
+    stale: int = 0  # of these: with a model that was older than the average's step
+    oldest: int = 0  # steps that the oldest of them was behind
+    models: int = 0  # in all these averages together
+
+    def note(self, age: int, models: int) -> None:
+        """Count an average of so many models, in which this rank's was ``age`` steps old."""
+        self.take(Participation(1, int(age > 0), age, models))
+
+    def take(self, other: Participation) -> None:
+        """Add those that another object has counted."""
+        self.averages += other.averages
+        self.stale += other.stale
+        self.oldest = max(self.oldest, other.oldest)
+        self.models += other.models
 
 
 class Averager(Stateful):
@@ -48,7 +88,9 @@ class Averager(Stateful):
             loss.backward(); optimizer.step(); averager.step()
         averager.finish()                        # all replicas are equal
 
-    Every scheme takes these arguments, and its own by name.
+    Every scheme takes these arguments, and its own by name.  It answers the five questions of WAGMA-SGD's
+    section 2, by which its Table I sorts schemes: all here are decentralized, and ``averaged``,
+    ``staleness``, ``global_period`` and ``effective_group_size`` are the other four.
 
     Args:
         model: a plain module (not DDP or FSDP), equal on all ranks, averaged in place.  Parameters that
@@ -69,12 +111,16 @@ class Averager(Stateful):
         steps: local steps done; the next ``step()`` has this number, 0-based.
         memory: vectors that the algorithm keeps, saved with its state.
         resume_at: the least step with which a rank goes on that was left out and came back.
+        averaged: "models", or the "updates" of the ranks' optimizers.
+        participation: the averages of which this rank's model was a part; ``stats`` has more.
 
     Raises:
         ConfigurationError: an option that the scheme does not have; a DDP or FSDP model; later: a model
             that is no longer the same.
         PeerError: from the first ``step``: ranks differ in settings, tensors or initial values.
     """
+
+    averaged: ClassVar[str] = "models"
 
     def __init__(
         self,
@@ -96,6 +142,9 @@ class Averager(Stateful):
         self.steps = self.resume_at = 0
         self.memory: dict[str, Tensor] = {}
         self._begun = False
+        self._waited = 0.0  # seconds
+        self.participation = Participation()
+        self._before = 0, Traffic()  # steps and bytes before the first step of this process
         self._binding: Binding | None = None
         if model is not None:
             from sparsync.api import connect
@@ -131,6 +180,22 @@ class Averager(Stateful):
         """Return the ranks that have not been left out: by default all of them."""
         return comm
 
+    # ---- the questions of WAGMA-SGD's section 2 ------------------------------------------------------
+
+    @property
+    def staleness(self) -> Staleness:
+        """How old the models that meet in an average may be (Q3): by default all are of one step."""
+        return "none"
+
+    @property
+    def global_period(self) -> int | None:
+        """Steps from one average over all ranks to the next, tau (Q4); None: only ``finish`` has one."""
+        return 1
+
+    def effective_group_size(self, world_size: int) -> int:
+        """Return the number of ranks that average on the steps between, S (Q5): by default all."""
+        return world_size
+
     # ---- applied to a model -----------------------------------------------------------------------
 
     def step(self) -> None:
@@ -138,7 +203,10 @@ class Averager(Stateful):
         binding = self._bound()
         if self.is_due(self.steps):
             vector = binding.read()
+            started = binding.comm.now
             averaged = run(self.average(binding.comm, vector, self.steps))
+            self._waited += binding.comm.now - started
+            self._count(binding.comm)
             # the same object: the scheme had nothing newer, so parameters and moments stay as they are
             if averaged is not vector:
                 binding.write_(averaged)
@@ -147,6 +215,12 @@ class Averager(Stateful):
         # global average from then on
         self.steps = max(self.steps + 1, self.resume_at)
         self._close_books(binding.comm)
+
+    def _count(self, comm: Communicator) -> None:
+        """Count this rank's part in the average that has just been taken."""
+        size, period = self.effective_group_size(comm.world_size), self.global_period
+        closes = period is not None and (self.steps + 1) % period == 0
+        self.participation.note(0, comm.world_size if closes else size)
 
     def _close_books(self, comm: Communicator) -> None:
         comm.ledger.begin_step(self.steps)
@@ -160,6 +234,40 @@ class Averager(Stateful):
             binding.write_(run(self.conclude(binding.comm, vector, self.steps)))
             binding.reset_moments()
             run(binding.settle(self.survivors(binding.comm)))
+
+    def stats(self) -> dict[str, Any]:
+        """Return plain numbers of this rank, since its process began; between two steps.
+
+        ``group_size`` and ``sync_period`` are S and tau as they are in effect.  This rank's model was a
+        part of ``averages``, which had ``models_per_average``; in ``stale_share`` of them it was older
+        than the average's step, by at most ``largest_staleness`` steps.  ``seconds_waited`` passed in
+        ``step()``, for messages and for other ranks.  Bytes per step leave out the comparison of all
+        ranks at the start, and ``finish``.
+
+        Raises:
+            ConfigurationError: the averager has no model.
+        """
+        comm, given = self._binding_of("stats").comm, self.participation
+        resumed, set_up = self._before
+        sent, total = comm.ledger.outside, comm.ledger.of_steps() - set_up
+        steps, averages = max(self.steps - resumed, 1), max(given.averages, 1)
+        return {
+            "scheme": type(self).__name__,
+            "local_steps": self.steps,
+            "group_size": self.effective_group_size(comm.world_size),
+            "sync_period": self.global_period,
+            "averages": given.averages,
+            "models_per_average": given.models / averages,
+            "stale_contributions": given.stale,
+            "stale_share": given.stale / averages,
+            "largest_staleness": given.oldest,
+            "seconds_waited": self._waited,
+            "bytes_sent_per_local_step": total.sent / steps,
+            "bytes_received_per_local_step": total.received / steps,
+            "bytes_sent_by_finish": sent.sent,
+            "bytes_received_by_finish": sent.received,
+            "phases": {phase: t.as_dict() for phase, t in comm.ledger.by_phase().items()},
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved on every rank with its own model and optimizer."""
@@ -243,17 +351,35 @@ class Averager(Stateful):
         return {k: v for k, v in sorted(plain.items()) if not k.startswith("_")}
 
     def _bound(self) -> Binding:
-        binding = self._binding
-        if binding is None:
-            raise ConfigurationError(
-                f"{type(self).__name__} was made without a model; give it one to call step()"
-            )
+        binding = self._binding_of("step")
         if not self._begun:
             facts = {"the averager": type(self).__name__, "its settings": self._settings()}
             run(agree(binding.comm, facts))
             run(self.begin(binding.comm, run(binding.start()), self.steps))
-            self._begun = True
+            self._begun, self._before = True, (self.steps, binding.comm.ledger.of_steps())
         return binding
+
+    def _binding_of(self, method: str) -> Binding:
+        """Return the binding to a model, which a method needs."""
+        if self._binding is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} was made without a model; give it one to call {method}()"
+            )
+        return self._binding
+
+
+def at_least_1(scheme: str, **values: int | None) -> None:
+    """Refuse an option that is not a whole number of at least 1; None is legal where it is a default.
+
+    Example:
+        >>> at_least_1("Dpsgd", mixing_steps=0)
+        Traceback (most recent call last):
+            ...
+        sparsync.errors.ConfigurationError: Dpsgd: mixing_steps is 0; give a whole number, at least 1
+    """
+    for name, value in values.items():
+        whole = type(value) is int and value >= 1
+        require(whole, f"{scheme}: {name} is {value!r}; give a whole number, at least 1")
 
 
 async def mean(comm: Communicator, vector: Tensor) -> Tensor:
@@ -279,9 +405,18 @@ class LocalSgd(Averager):
     """
 
     def __init__(self, model: nn.Module | None = None, *, period: int = 8, **binding: Any) -> None:
-        require(period >= 1, f"LocalSgd: period is {period}; give at least 1 step")
+        at_least_1("LocalSgd", period=period)
         self.period = period
         super().__init__(model, **binding)
+
+    @property
+    def global_period(self) -> int:
+        """Its period."""
+        return self.period
+
+    def effective_group_size(self, world_size: int) -> int:
+        """Return 1 where there are steps between two averages: ranks train alone."""
+        return world_size if self.period == 1 else 1
 
     def is_due(self, step: int) -> bool:
         """Tell whether the period closes with local step ``step``."""
@@ -299,7 +434,7 @@ class Companion(Actor):
     """An actor that books its messages; its rank takes the books over with every answer."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger()
+        self.ledger, self.participation = Ledger(), Participation()
 
     def post(self, dest: int, head: bytes, body: Tensor | None = None) -> None:
         """Send a head, whose whole words keep the values after it aligned, and values."""
@@ -313,9 +448,10 @@ class Companion(Actor):
     def answer(self, reply: Reply, result: object) -> None:
         """Give a rank the result that it waits for."""
         # The books are handed over and new ones begin: the actor's thread and the rank's never write to
-        # the same ledger.
-        traffic, self.ledger = self.ledger, Ledger()
-        reply((result, traffic))
+        # the same objects.
+        books = self.ledger, self.participation
+        self.ledger, self.participation = Ledger(), Participation()
+        reply((result, *books))
 
     def failure(self, peer: int, step: int, reason: str) -> PeerError:
         """Return the error of a wait for a peer that is gone."""
@@ -355,6 +491,10 @@ class Accompanied(Averager):
                 f"{type(self).__name__}: call begin() before average() and conclude()"
             )
         where = f"rank {self._comm.rank}, local step {step}: phase 'average'"
-        result, traffic = await self._host.ask(function, lambda: where)
+        result, traffic, given = await self._host.ask(function, lambda: where)
         self._comm.ledger.take(traffic)
+        self.participation.take(given)
         return result
+
+    def _count(self, comm: Communicator) -> None:
+        """Do nothing: the companion counts, as averages are taken while the rank computes."""

@@ -94,6 +94,9 @@ def reducer_stats(
     return {
         "algorithm": reducer.algorithm.name,
         "density": reducer.plan.density,
+        "dense_share": reducer.algorithm.dense_share(
+            reducer.units, reducer.plan.density, reducer.comm.world_size
+        ),
         "scale": reducer.scale,
         "local_steps": local_steps,
         "exchanges": reducer.step,

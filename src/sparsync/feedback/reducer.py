@@ -148,7 +148,8 @@ class Reducer:
             if self.overflows:
                 gradient.fill_(torch.inf)
             if self.corrector:
-                self.corrector.correct_(unit, start, gradient, weights)
+                with self.comm.stage("mask"):
+                    self.corrector.correct_(unit, start, gradient, weights)
             if self.monitor:
                 self.monitor.xi.accumulate(self.step, unit, start, gradient)
             residual.accumulate(start, gradient, *self.plan.units[unit].collect or ())
@@ -230,7 +231,8 @@ class Reducer:
             if self.comm.world_size > 1 and self.algorithm.average:
                 # in place: ``delivered`` shares no memory with it, or is all that was accumulated
                 result.total.divide_(self.comm.world_size)
-            self.residuals[unit].retain(result.delivered)  # residual = accumulated - delivered
+            with self.comm.stage("mask"):
+                self.residuals[unit].retain(result.delivered)  # residual = accumulated - delivered
             for part in (unit, len(self.units) + unit):
                 self._settled[part] = (*self.selectors, *self.collectives)[part].state
         self._committed |= reduced
@@ -239,7 +241,8 @@ class Reducer:
             return totals
         everything = [self._committed[unit] for unit in range(len(self.units))]
         if self.corrector:
-            self.corrector.retain([result.delivered for result in everything])
+            with self.comm.stage("mask"):
+                self.corrector.retain([result.delivered for result in everything])
         self.plan.commit()
         self._close(everything, measured)
         return totals

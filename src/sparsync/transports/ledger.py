@@ -22,7 +22,9 @@ __all__ = ["STAGES", "Framing", "Ledger", "Parts", "Raw", "Several", "Traffic", 
 
 C = TypeVar("C", bound="_Counts")
 
-STAGES = ("accumulate", "select", "pack", "communicate", "unpack")  # of a step (RedSync, Figure 10)
+# of a step (RedSync, Figure 10, whose "mask" is the first two: momentum is corrected and gradients are
+# added; delivered entries leave the residual and the velocity)
+STAGES = ("accumulate", "mask", "select", "pack", "communicate", "unpack")
 
 
 class _Counts:

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging.averager import Averager
+from sparsync.averaging.averager import Averager, Staleness
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.agreed_setup import reducer_stats
 from sparsync.feedback.reducer import Reducer
@@ -72,6 +72,8 @@ class OuterAverager(Averager):
         ]
     )
 
+    averaged: ClassVar[str] = "updates"
+
     def __init__(self, model: nn.Module | None = None, **given: Any) -> None:
         own = {name: given.pop(name) for name in _SETTINGS if name in given}
         self.settings = OuterStep(**own)
@@ -105,6 +107,20 @@ class OuterAverager(Averager):
     def reducer(self) -> Reducer:
         """The exchange's state."""
         return self.engine.reducer
+
+    @property
+    def staleness(self) -> Staleness:
+        """None; bounded by the delay, if there is one."""
+        return "bounded" if self.settings.delay else "none"
+
+    @property
+    def global_period(self) -> int:
+        """Its period, at present."""
+        return self.settings.first_period if self._engine is None else self._engine.period
+
+    def effective_group_size(self, world_size: int) -> int:
+        """Return 1 where there are steps between two exchanges: ranks train alone."""
+        return world_size if self.global_period == 1 else 1
 
     # ---- the algorithm -----------------------------------------------------------------------------
 
@@ -187,9 +203,14 @@ class OuterAverager(Averager):
             binding.write_(own)
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms."""
+        """Return plain numbers: those of every averager, of the exchanges, and residual norms."""
         here = {"period": self.engine.period, "drift": self.engine.drift}
-        return {**reducer_stats(self.reducer, self.steps), **here}
+        return {**reducer_stats(self.reducer, self.steps), **here, **super().stats()}
+
+    def _count(self, comm: Communicator) -> None:
+        """Count the exchanges that this step has ended; with a delay they began ``delay`` steps ago."""
+        while self.participation.averages < self.reducer.step:
+            self.participation.note(self.settings.delay, comm.world_size)
 
     # ---- state -------------------------------------------------------------------------------------
 

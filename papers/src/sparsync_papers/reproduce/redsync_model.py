@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from sparsync.collectives.costs import WORD_BYTES
-from sparsync_papers.redsync_costs import equation_2
+from sparsync.published.redsync.cost_model import equation_2
 from sparsync_papers.reproduce import (
     Comparison,
     Outcome,

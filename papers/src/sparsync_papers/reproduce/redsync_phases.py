@@ -16,11 +16,7 @@ import torch
 from sparsync.collectives import Allgather, Budgeted
 from sparsync.collectives.collective import Collective
 from sparsync.published.redsync import BySize
-from sparsync.published.redsync.sign_mean import SignMean
-from sparsync.sparse import SparseVector
-from sparsync.transports.sim import Links, SimCommunicator, simulate
-from sparsync_papers.models import MODELS
-from sparsync_papers.redsync_costs import (
+from sparsync.published.redsync.cost_model import (
     PLAIN,
     QUANTIZED,
     SelectionTimes,
@@ -28,6 +24,10 @@ from sparsync_papers.redsync_costs import (
     equation_1,
     equation_2,
 )
+from sparsync.published.redsync.sign_mean import SignMean
+from sparsync.sparse import SparseVector
+from sparsync.transports.sim import Links, SimCommunicator, simulate
+from sparsync_papers.models import MODELS
 
 STAGES = ("select", "mask", "pack", "communicate", "unpack")
 DENSITY = 0.001

@@ -111,11 +111,7 @@ def summarize(
         seconds_add_median=_median(measured.add_seconds),
         processor_exchange_median=_median([o.processor for o in alone if o.processor is not None]),
         processor_add_median=_median(measured.add_processor),
-        seconds_stages={
-            # accumulating is called as RedSync calls it
-            "mask" if s == "accumulate" else s: measured.stages.get(s, 0.0) / len(outcomes)
-            for s in STAGES
-        },
+        seconds_stages={s: measured.stages.get(s, 0.0) / len(outcomes) for s in STAGES},
         wire_seconds=on_link,
         bytes_sent_max=sent,
         bytes_received_max=received,

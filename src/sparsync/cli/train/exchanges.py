@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.algorithm import Algorithm
 from sparsync.attach import attach
+from sparsync.averaging.averager import Averager
 from sparsync.averaging.schemes import SCHEMES, averaged_by, options_of
 from sparsync.cli.named_algorithms import Named, labels, named
 from sparsync.cli.network_choice import transport_of
@@ -137,7 +138,11 @@ class Exchange:
     sparse: bool = False  # entries are selected: density means something
     sums: bool = False  # gradients are summed over ranks, not averaged
     clips: bool = False  # gradients are clipped here; else the training does it, after ``backward``
+    dense_share: float = (
+        0.0  # of a step's bytes: of layers that are left dense, as costs predict it
+    )
     options: Mapping[str, object] | None = None  # of a scheme of averaging
+    averager: Averager | None = None  # unless the scheme is attached, as updates are
     after_step: Callable[[], object] = _nothing  # follows the optimizer's step
     finish: Callable[[], object] = _nothing  # makes the replicas equal
     close: Callable[[], object] = _nothing  # ends threads and groups in the background
@@ -238,6 +243,7 @@ def _attached(
         sparse=True,
         sums=not sync.reducer.algorithm.average,
         clips=True,
+        dense_share=sync.stats()["dense_share"],
         close=sync.close,
     )
 
@@ -277,6 +283,7 @@ def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchan
         comm,
         sparse=has.get("density", 1.0) < 1,
         options={"buffers": settings.buffers, **given, **plain, **own},
+        averager=averager if averager is scheme else None,
         # where it is attached, a hook of the optimizer steps
         after_step=averager.step if averager is scheme else _nothing,
         finish=averager.finish,

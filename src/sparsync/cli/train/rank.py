@@ -110,6 +110,10 @@ def _train(
             mine.sent[-1] += sent
             mine.received += received
     mine.finish = time.perf_counter() - started
+    if exchange.averager is not None:
+        counted = exchange.averager.stats()
+        names = ("averages", "stale_contributions", "largest_staleness", "seconds_waited")
+        mine.averaging = [counted[name] for name in names]
     exchange.close()
     with _naming_gloo(f"rank {rank}, evaluation"):
         mine.evaluation = workload.evaluate(model, rank=rank, world_size=dist.get_world_size())
@@ -186,6 +190,8 @@ class _RankReport:
     sent: list[int] = field(default_factory=list)  # bytes
     received: int = 0  # bytes, in all
     kernel: list[int] = field(default_factory=list)  # bytes sent, as counted on this rank's link
+    # of a scheme: averages, those with a stale model of this rank, the oldest's steps, seconds waited
+    averaging: list[float] = field(default_factory=list)
     evaluation: Evaluation = field(default_factory=Evaluation)  # of this rank's share
     digests: list[str] = field(default_factory=list)  # of the parameters after the last step
 
@@ -204,6 +210,11 @@ def _result(
     elements = everyone[0].parameters * len(seconds)
     kernel = [max(nbytes) for nbytes in zip(*(r.kernel for r in everyone), strict=True)]
     density: Any = (exchange.options or {}).get("density", settings.density)
+    averaging: dict[str, Any] = {}
+    if everyone[0].averaging:
+        averages, stale, oldest, waited = zip(*(r.averaging for r in everyone), strict=True)
+        averaging["stale_share"] = sum(stale) / max(sum(averages), 1)
+        averaging |= {"largest_staleness": max(oldest), "seconds_waited": fmean(waited)}
     of_settings = ("workload", "seed", "batch_size", "optimizer", "lr", "nesterov", "weight_decay")
     same: dict[str, Any] = {key: getattr(settings, key) for key in (*of_settings, "delay")}
     same |= {key: getattr(workload, key, None) for key in ("context", "layers", "width")}
@@ -216,6 +227,7 @@ def _result(
         loss=[fmean(losses) for losses in zip(*(r.loss for r in everyone), strict=True)],
         eval_loss=evaluation.loss,
         seconds_total=total,
+        seconds_per_step_mean=fmean(seconds),
         seconds_per_step_median=median(seconds),
         bytes_sent_per_step_max=max(max(r.sent) for r in everyone),
         replicas_equal=all(r.digests == everyone[0].digests for r in everyone),
@@ -235,6 +247,8 @@ def _result(
         metrics=workload.objective.figures(evaluation),
         clip=settings.clip or None,
         options=exchange.options,
+        dense_share=exchange.dense_share,
+        **averaging,
         seconds_finish=max(total - sum(seconds), 0.0),
         **same,
     )

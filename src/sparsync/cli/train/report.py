@@ -14,6 +14,7 @@ from sparsync.cli.output import Columns, drawing, format_ratio
 from sparsync.cli.train.results import TrainResult, smoothed
 from sparsync.cli.workloads import workload_class
 from sparsync.cost.wording import format_bytes, format_seconds
+from sparsync.presets import preset
 
 __all__ = ["comparison", "write_plot"]
 
@@ -49,7 +50,8 @@ def comparison(results: Sequence[TrainResult]) -> Group:
                 f"time to loss {goal or 0:.2f}": "-" if goal is None else reached,
                 "speed-up": _times(result.speedup_to_target),
                 "steps": f"{result.steps}",
-                "time per step": format_seconds(result.seconds_per_step_median),
+                # the mean: of schemes that wait rarely the median step is one that waits for nobody
+                "time per step": format_seconds(result.seconds_per_step_mean),
                 "sent per step": format_bytes(sent),
                 "bytes out": f"{result.sent_per_parameter_and_step:.3g}",
                 "bytes in": f"{result.received_per_parameter_and_step:.3g}",
@@ -88,9 +90,23 @@ def _caption(results: Sequence[TrainResult]) -> str:
     for metric in first.metrics:
         figures = [f"{r.metrics[metric]:.3g} ({r.algorithm})" for r in results]
         lines.append(f"held out, {metric}: {', '.join(figures)}")
+    medians = [f"{format_seconds(r.seconds_per_step_median)} ({r.algorithm})" for r in results]
+    lines.append(f"time per step: the mean over all steps; the median step: {', '.join(medians)}")
     lines.append("bytes out, in: per parameter and step, the mean over all steps")
+    for result in results:
+        if result.dense_share > 0.5:
+            share = f"{100 * result.dense_share:.0f} % of the bytes of {result.algorithm}"
+            lines.append(f"dense: {share} are of layers that it leaves uncompressed{_rule(result)}")
     if any(r.options is not None for r in results):
         lines.append("sent by schemes that average models: the mean over steps, the end included")
+    for result in results:
+        if result.stale_share is not None and result.seconds_waited is not None:
+            waited = format_seconds(result.seconds_waited / result.steps)
+            lines.append(
+                f"{result.algorithm}: a rank waits {waited} per step in averages; "
+                f"{100 * result.stale_share:.0f} % of the models in them are stale"
+                + (f", by up to {n} steps" if (n := result.largest_staleness) else "")
+            )
     if signs := ", ".join(r.algorithm for r in results if (r.options or {}).get("sign")):
         lines.append(f"optimizer of {signs}: sgd without momentum, whose rate is a step's length")
     if any(r.bytes_counted == "formula" for r in results if r.algorithm != "dense"):
@@ -101,6 +117,12 @@ def _caption(results: Sequence[TrainResult]) -> str:
     equal = "parameters at the end: bit-identical on all ranks"
     lines.append(f"REPLICAS DIFFER at the end: {wrong}" if wrong else equal)
     return "\n".join(lines)
+
+
+def _rule(result: TrainResult) -> str:
+    """Name the option that decides which layers are too small to compress, if there is one."""
+    small = "compress_thd" in preset(result.algorithm).options
+    return ", being small (compress_thd)" if small else ""
 
 
 # ---- the picture ------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ class TrainResult:
     loss: list[float]  # per step: nats per byte, image, ...; mean over ranks
     eval_loss: float  # likewise, on held-out samples, after the last step
     seconds_total: float  # of the slowest rank: all steps, and leaving all replicas equal
+    seconds_per_step_mean: float  # of ``seconds``; the end is not part of it
     seconds_per_step_median: float
     bytes_sent_per_step_max: int  # the most that any rank sent in any step, headers included
     replicas_equal: bool  # all ranks ended with bit-identical parameters
@@ -60,6 +61,11 @@ class TrainResult:
     weight_decay: float = 0.0
     clip: float | None = None
     options: Mapping[str, object] | None = None  # of a scheme of averaging
+    stale_share: float | None = None  # of all ranks' parts in averages: those by an older model
+    largest_staleness: int | None = None  # steps that the oldest of them was behind
+    seconds_waited: float | None = None  # in averages, in all steps: the mean over ranks
+    # of a step's bytes, as predicted: that of layers which a preset does not compress
+    dense_share: float = 0.0
     delay: str = "none"
     seconds_finish: float = 0.0  # of ``seconds_total``, after the last step
     target_step: int | None = None  # whose loss, in the run of "dense", is the target

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging.averager import Accompanied
+from sparsync.averaging.averager import Accompanied, Staleness
 from sparsync.errors import require
 from sparsync.published.wagma.agents import Agent, Answer, Round, Rounds, round_of, step_of
 from sparsync.transports.communicator import Communicator
@@ -46,6 +46,10 @@ class EagerSgd(Accompanied):
     References: Li et al., Taming unbalanced training workloads in deep learning with partial
     collective operations, PPoPP 2020; WAGMA-SGD, IEEE TPDS 2021, section 2.2.
     """
+
+    averaged: ClassVar[str] = "updates"
+    # the published one is bounded by a periodic synchronisation of the models, which this one lacks
+    staleness: Staleness = "unbounded"
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -10,16 +11,23 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging.averager import Accompanied, Averager, Companion, mean
-from sparsync.errors import require
+from sparsync.averaging.averager import (
+    Accompanied,
+    Averager,
+    Companion,
+    Staleness,
+    at_least_1,
+    mean,
+)
 from sparsync.transports.actors import Reply
 from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.ledger import Raw
 
 __all__ = ["AdPsgd", "Dpsgd", "Exponential", "Graph", "Ring", "Sgp", "SgpState", "exchange"]
 
-_WORD: Final = 8  # bytes in front of a message's values: SGP's weight, AD-PSGD's kind
-_ASK, _REPLY = (bytes([kind]) + bytes(_WORD - 1) for kind in (0, 1))
+_WORD: Final = 8  # bytes in front of a message's values: SGP's weight, AD-PSGD's kind and step
+_HEAD: Final = struct.Struct("<II")
+_ASK, _REPLY = 0, 1
 
 
 class Graph(ABC):
@@ -60,9 +68,7 @@ class Exponential(Graph):
     """
 
     def __init__(self, count: int = 1) -> None:
-        require(
-            count >= 1, f"Exponential: {count} neighbours per step; give at least 1, SGP's default"
-        )
+        at_least_1("Exponential", neighbours=count)
         self.count = count
 
     def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
@@ -117,9 +123,15 @@ class Dpsgd(Averager):
     def __init__(
         self, model: nn.Module | None = None, *, mixing_steps: int = 1, **binding: Any
     ) -> None:
-        require(mixing_steps >= 1, f"Dpsgd: mixing_steps is {mixing_steps}; give at least 1")
+        at_least_1("Dpsgd", mixing_steps=mixing_steps)
         self.mixing_steps = mixing_steps
         super().__init__(model, **binding)
+
+    global_period = None
+
+    def effective_group_size(self, world_size: int) -> int:
+        """Return 3: a rank and its neighbours on the ring."""
+        return min(world_size, 3)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the mean over this rank and its neighbours."""
@@ -170,6 +182,12 @@ class Sgp(Averager):
         self.graph = graph or Exponential(neighbours)
         self.state = SgpState()
         super().__init__(model, **binding)
+
+    global_period = None
+
+    def effective_group_size(self, world_size: int) -> int:
+        """Return the ranks whose pushes meet at one: the neighbours, and itself."""
+        return 1 + len(self.graph.neighbours(0, world_size, 0))
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return z after this step's pushes."""
@@ -226,10 +244,17 @@ class AdPsgd(Accompanied):
         self.seed = seed
         super().__init__(model, **binding)
 
+    staleness: Staleness = "unbounded"  # a partner answers with the model that it has
+    global_period = None
+
+    def effective_group_size(self, world_size: int) -> int:
+        """Return 2: a rank and its partner."""
+        return min(world_size, 2)
+
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Start the agent."""
         self.memory["taken"] = vector.cpu()
-        self._agent = _PairAgent(self.memory["taken"], self.seed)
+        self._agent = _PairAgent(self.memory["taken"], self.seed, step)
         self._run(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
@@ -262,27 +287,32 @@ class _PairAgent(Companion):
     """Holds a rank's model, and averages it with one partner at a time.
 
     The agent that asks sends x and receives the partner's y.  It adds (y - x) / 2, and the partner
-    (x - y) / 2, to the model that each has by then: so the sum of all models never changes.
+    (x - y) / 2, to the model that each has by then: so the sum of all models never changes.  An average
+    has the step of the rank that asked for it.
     """
 
-    def __init__(self, model: Tensor, seed: int) -> None:
+    def __init__(self, model: Tensor, seed: int, step: int) -> None:
         super().__init__()
         self.model, self.seed = model, seed
         self._asked: Tensor | None = None  # the model that was sent and has no answer yet
         self._idle: Reply | None = None
-        self._count = self._step = 0
+        self._count, self._step = (
+            0,
+            step - 1,
+        )  # exchanges asked for; the last local step in the model
 
     def update(self, change: Tensor, step: int, reply: Reply, *, ask: bool) -> None:
         """Add a local step's change; return the model; ask a partner unless a question is open."""
-        self._step = step
         self.model = self.model + change
+        if ask:
+            self._step = step
         if ask and self._asked is None and self.host.world_size > 1:
             self._count += 1
             draw = random.Random(f"{self.seed} {self.host.rank} {self._count}")
             hop = 1 + draw.randrange(self.host.world_size - 1)
             self._partner = (self.host.rank + hop) % self.host.world_size
             self._asked = self.model
-            self.post(self._partner, _ASK, self.model)
+            self.post(self._partner, _HEAD.pack(_ASK, step), self.model)
         self.answer(reply, self.model)
 
     def rest(self, reply: Reply) -> None:
@@ -295,15 +325,18 @@ class _PairAgent(Companion):
     def receive(self, source: int, payload: Tensor) -> None:
         """Answer a partner, or take its answer."""
         self.ledger.received("average", payload.numel())
+        kind, step = _HEAD.unpack(bytes(payload[:_WORD].tolist()))
         theirs = payload[_WORD:].clone().view(self.model.dtype)
-        if payload[0] == _ASK[0]:
+        if kind == _ASK:
             mine = self.model
             self.model = mine + (theirs - mine) / 2
+            self.participation.note(max(step - self._step, 0), 2)
             # last, when this half is applied: with the answer the partner may conclude
-            self.post(source, _REPLY, mine)
+            self.post(source, _HEAD.pack(_REPLY, step), mine)
             return
         assert self._asked is not None, "an answer follows a question"
         self.model = self.model + (theirs - self._asked) / 2
+        self.participation.note(0, 2)
         self._asked = None
         if self._idle is not None:
             idle, self._idle = self._idle, None

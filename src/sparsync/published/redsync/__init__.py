@@ -17,18 +17,24 @@ in the paper                                  here
 RGC, Quantized-RGC (section 6)                presets "redsync" and "redsync-quantized"
 N nodes, p in section 5.4                     P: ``world_size`` ranks
 D, density ratio                              ``density=``; k of a layer is D times its elements
+M, size of a layer                            bytes of its float32 elements
 residual V, Algorithm 1 (RGC)                 accumulated; the residual (``sparsync.feedback.residual``)
 communication-set                             selected entries
 communication-set-selection                   a ``Selector``; of every layer its own: ``Layered``
 Masks, V (1 - Masks)                          the residual less ``Reduced.delivered``
 trimmed top-k (5.2.1, Algorithm 2)            ``Trimmed``
+epsilon of Algorithm 2: 0.2                   ``Trimmed(eps=0.2)``: from one threshold to the next
 threshold binary search (5.2.2, Algorithm 3)  ``BinarySearch``
-sampled threshold binary search               ``BinarySearch(reuse_period=5)``; ``reuse_period=``
+epsilon of Algorithm 3, without a value       ``BinarySearch(eps=0.001)``: where a search gives up
+sampled threshold binary search, interval 5   ``BinarySearch(reuse_period=5)``; ``reuse_period=``
+count_nonzero, filter (stream compaction)     ``sparsync.kernels.count_from``, ``sparsync.kernels.find``
 RadixSelect, exact top-k                      ``sparsync.selection.Exact``
 selection by sampling (Lin et al., 2017)      ``sparsync.selection.Sampled``
-Algorithm 5, thsd1, thsd2                     ``BySize``; ``thsd1=``, ``thsd2=`` (4 MB)
-compress_thd (Algorithm 4)                    ``compress_thd=`` (128 KB): smaller layers are dense units
+Algorithm 5, Communication-set Selection      ``BySize``: the method by the layer's bytes
+compress_thd (Algorithm 4): 128 KB            ``compress_thd=``; smaller layers are dense units
+thsd1, thsd2 (Algorithm 5): 128 KB, 4 MB      ``thsd1=``, ``thsd2=``: trimmed, and searched, from there
 largest k and smallest k by turns (5.2.3)     ``OneSigned``
+flag, of the turns                            ``OneSignedState``, of every layer its own
 quantization: one mean for all values         ``SignMean``, a codec
 "we do not quantify the output layer"         ``Algorithm.output``; ``Compression(output_layer=)``
 sparse synchronization, allgather (5.3)       ``sparsync.collectives.Allgather``
@@ -42,8 +48,14 @@ overlap for CNNs, none for RNNs (5.5)         fused layers leave during the back
                                               ``Correction(clip=)`` after it
 warm-up training (5.6)                        ``Compression(warmup_steps=)``: dense first steps;
                                               ``warmup_densities=DGC_RAMP``: 25 %, 6.25 %, ..., 0.1 %
-Equations 1 and 2, appendix B                 ``sparsync_papers.redsync_costs``
+async_allgather, handle, synchronize          a unit's exchange, on a thread; the step's commit
+Equations 1 and 2, appendix B                 ``equation_1``, ``equation_2`` of
+                                              ``sparsync.published.redsync.cost_model``
+T_select, gamma_1, gamma_2                    ``select=``, ``unpack=``, ``gamma=`` of these
+rules for the parameter size (5.4)            ``size_thresholds``
 parts of a step (Figure 10)                   ``sync.stats()["stages"]``; ``Communicator.stage``
+mask (Figure 10)                              "accumulate" (the residual) and "mask" (momentum, and
+                                              what was delivered is removed)
 ============================================  ========================================================
 
 Run it
@@ -65,42 +77,91 @@ A recurrent network, whose gradients are clipped (section 5.5)::
     correction = sparsync.Correction(momentum=0.9, clip=0.25)
     sync = sparsync.attach(ddp_model, optimizer, "redsync", density=0.001, correction=correction)
 
-On virtual ranks, and the selectors of Figure 3::
+``attach`` warns of an optimizer's own momentum, which would act on entries that come late, and tells
+where layers below ``compress_thd`` send most bytes of a step, dense.
+
+The selectors alone, of one layer::
+
+    from sparsync.published.redsync import BinarySearch, BySize, OneSigned, Trimmed
+
+    layer = torch.randn(100_000)
+    for selector in (Trimmed(), BinarySearch(reuse_period=5), OneSigned(Trimmed()), BySize()):
+        print(selector.select(layer, k=100, step=0).nnz)
+
+The sizes that divide the methods are the paper's, for 3.5 GB/s.  For another network the cost model has
+them, under the preset's names::
+
+    from sparsync.published.redsync import size_thresholds
+
+    policy = size_thresholds(world_size=8, density=0.001, alpha=0, beta=1 / 0.125e9)
+    algorithm = sparsync.presets.resolve("redsync", **policy._asdict())
+
+At D = 0.1 %, for fused layers on a GPU (the defaults of ``SelectionTimes``), in KB.  The paper has 128
+KB for the first row.  Up to 4 MB it trims all the same, so that messages have one length; "never": a
+search finds up to twice as many entries, whose bytes cost more than it saves.
+
+=========  ===  ==============  =======  =======
+network    P    compress_thd    thsd1    thsd2
+=========  ===  ==============  =======  =======
+3.5 GB/s   8    101             101      101
+3.5 GB/s   32   188             188      never
+3.5 GB/s   128  204             204      never
+1.5 GB/s   8    42.8            42.8     42.8
+1.5 GB/s   32   79.1            79.1     never
+1.5 GB/s   128  85.9            85.9     never
+10 Gbit/s  8    71.2            71.2     never
+10 Gbit/s  32   65.8            65.8     never
+10 Gbit/s  128  71.4            71.4     never
+1 Gbit/s   8    7.04            7.04     never
+1 Gbit/s   32   6.52            6.52     never
+1 Gbit/s   128  7.06            7.06     never
+=========  ===  ==============  =======  =======
+
+On virtual ranks; the selectors of Figure 3; on processes, beside dense training::
 
     sparsync simulate --algorithm redsync,redsync-quantized --ranks 8 --model-size 100000
     sparsync bench --selectors --sizes 64KB,256KB
+    sparsync train --algorithm dense,redsync --workload lstm --density 0.001 --ranks 2 --steps 4
 
 Differs from the paper
 ----------------------
 
 * **Algorithm 2** ends when at least k entries reach the threshold; as printed, it goes on while more
-  than k do.  All candidate thresholds are counted in one pass.  Exactly k entries are taken.
+  than k do, against its text.  All candidate thresholds are counted in one pass, which costs as much as
+  counting for one.  Exactly k entries are taken.
 * **Algorithm 3** bisects ratios; as printed, thresholds are assigned to their bounds, and the wrong
-  bound moves between k / 2 and k.  Where it stops on epsilon without k to 2 k entries, the k largest
-  are taken.
-* **The counter of the reuse** belongs to the layer; as printed in Algorithm 5 it is 0 in every call.  A
-  reused threshold takes at most 2 k entries (``cap=2.0``); None: any number, as published.
+  bound moves between k / 2 and k.  Where it stops on epsilon without k to 2 k entries (ties, a few huge
+  entries), the k largest are taken.
+* **The counter of the reuse** belongs to the layer; as printed in Algorithm 5 it is 0 in every call, and
+  every call would search.  A reused threshold takes at most 2 k entries (``cap=2.0``), so that messages
+  have a bound and need no round for their lengths; None: any number, as published.
 * **Layers of no size are selected by exact top-k** (``thsd1=None``), as in section 5.4; Algorithm 5 has
   that tier as well, below ``thsd1``.
-* **The signs never mix** in "redsync-quantized"; the paper's "smallest k" take positive values where
-  fewer than k are negative.
-* **The quantised mean's error stays in the residual** (``keep_error=True``); the paper drops it.
+* **The signs never mix** in "redsync-quantized": their mean would be near zero.  The paper's "smallest
+  k" take positive values where fewer than k are negative.
+* **The turns of the signs** belong to the layer; as printed in Algorithm 5 the flag is true in every
+  call, and the smallest k would never be sent.
+* **The quantised mean's error stays in the residual** (``keep_error=True``), where it is delivered
+  later; the paper drops it.
 * **Layers travel in fused messages** of 4 MB, each layer with its own selection and mean; the paper
   gives no size.
 * **Weight decay reaches the residual**; Algorithm 4 adds it to a gradient that it then does not use.
-* **Nesterov momentum** is torch's: ``U = m (U + g); V = V + U + g``.
+* **Nesterov momentum** is torch's, ``U = m (U + g); V = V + U + g``, so that at density 1 training is
+  that of ``torch.optim.SGD``; Algorithm 4 adds g to V once more.
 * **Masking spares parameters that are exchanged dense**: they were never late.
 * **Local gradients are clipped to sqrt(P) times the norm**; the paper's N^-1/2 is for gradients that
   are divided by N already.  ``clip_norm="previous"`` lets layers overlap with the backward pass all the
   same, which the paper does without.
 * **The average is applied** by the optimizer, with its learning rate; line 48 of Algorithm 4 has
   neither minus nor 1 / N.
-* **A message** has a header that describes it, and the paper's length in it.
+* **A message** has a header that describes it, and the paper's length in it, so that a receiver can
+  tell damaged bytes, and ranks of other settings.
 
 Not here
 --------
 
-* The cost model as a module: ``sparsync_papers.redsync_costs``; ``sparsync plan`` uses this project's.
+* A choice of the sizes while training: ``size_thresholds`` is asked once, before.  ``sparsync plan``
+  and "auto" use this project's own model (``docs/planning.md``).
 * ResNet-44 and VGG-16 on CIFAR-10, AlexNet, VGG-16 and ResNet-50 on ImageNet, LSTMs on Penn Treebank
   and WikiText-2: ``sparsync_papers.models`` and ``sparsync_papers.workloads``.
 * Momentum correction, masking, clipping and warm-up stand in ``sparsync.feedback``: they work with
@@ -124,6 +185,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from sparsync.algorithm import Preset
+from sparsync.published.redsync.cost_model import SizeThresholds, size_thresholds
 from sparsync.published.redsync.presets import redsync, redsync_quantized
 from sparsync.published.redsync.selectors import BinarySearch, BySize, Layered, OneSigned, Trimmed
 from sparsync.published.redsync.sign_mean import SignMean
@@ -136,9 +198,11 @@ __all__ = [
     "Layered",
     "OneSigned",
     "SignMean",
+    "SizeThresholds",
     "Trimmed",
     "redsync",
     "redsync_quantized",
+    "size_thresholds",
 ]
 
 _COST = "RedSync, Equation 1"

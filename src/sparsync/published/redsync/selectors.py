@@ -177,19 +177,21 @@ class BinarySearch(Selector):
 class BySize(Selector):
     """Selects by the method that suits the bytes of the layer: one instance serves one layer.
 
-    ============================  ===============  ===================================
-    bytes                         method           entries
-    ============================  ===============  ===================================
-    below ``exact_from``          dense            all n, as a dense vector
-    from ``exact_from``           exact            ``min(k, nnz)``
-    from ``trimmed_from``         trimmed          ``min(k, nnz)``
-    from ``search_from``          binary-search    k to 2k; any up to cap on reuse
-    ============================  ===============  ===================================
+    ======================  =============  ====================================
+    bytes                   method         entries
+    ======================  =============  ====================================
+    below ``compress_thd``  dense          all n, as a dense vector
+    from ``compress_thd``   exact          ``min(k, nnz)``
+    from ``thsd1``          trimmed        ``min(k, nnz)``
+    from ``thsd2``          binary-search  k to 2k; any up to cap on reuse
+    ======================  =============  ====================================
+
+    ``cost_model.size_thresholds`` computes the sizes for a network; the defaults are the paper's.
 
     Args:
-        exact_from: bytes (``compress_thd`` of Alg. 4; section 5.4: 128 KB at 3.5 GB/s).
-        trimmed_from: bytes (``thsd1`` of Alg. 5); None: ``exact_from``, no exact tier (section 5.4).
-        search_from: bytes (``thsd2`` of Alg. 5; section 5.4: 4 MB).
+        compress_thd: bytes (Algorithm 4; section 5.4: 128 KB at 3.5 GB/s).
+        thsd1: bytes (Algorithm 5); None: ``compress_thd``, no exact tier (section 5.4).
+        thsd2: bytes (Algorithm 5; section 5.4: 4 MB).
         reuse_period: of ``BinarySearch`` (section 5.4: 5).
         cap: of ``BinarySearch``; None: as published.
 
@@ -201,7 +203,7 @@ class BySize(Selector):
         >>> policy = BySize()
         >>> [policy.method(size_bytes) for size_bytes in (1000, 200_000, 8_000_000)]
         ['dense', 'trimmed', 'binary-search']
-        >>> policy = BySize(exact_from=0)
+        >>> policy = BySize(compress_thd=0)
         >>> policy.select(torch.tensor([1.0, -4.0, 2.0]), k=1, step=0).indices.tolist()
         [1]
 
@@ -210,21 +212,21 @@ class BySize(Selector):
 
     def __init__(
         self,
-        exact_from: float = 128 * 1024,
-        trimmed_from: float | None = None,
-        search_from: float = 4 * 2**20,
+        compress_thd: float = 128 * 1024,
+        thsd1: float | None = None,
+        thsd2: float = 4 * 2**20,
         reuse_period: int = 5,
         cap: float | None = 2.0,
     ) -> None:
-        trimmed_from = exact_from if trimmed_from is None else trimmed_from
+        thsd1 = compress_thd if thsd1 is None else thsd1
         require(
-            0 <= exact_from <= trimmed_from <= search_from,
-            f"BySize: exact_from, trimmed_from, search_from are {exact_from}, {trimmed_from}, "
-            f"{search_from}; give bytes that do not descend, e.g. 131072, 131072, 4194304",
+            0 <= compress_thd <= thsd1 <= thsd2,
+            f"BySize: compress_thd, thsd1, thsd2 are {compress_thd}, {thsd1}, "
+            f"{thsd2}; give bytes that do not descend, e.g. 131072, 131072, 4194304",
         )
         self._search = BinarySearch(reuse_period=reuse_period, cap=cap)
         self.reuses = self._search.reuses
-        self.exact_from, self.trimmed_from, self.search_from = exact_from, trimmed_from, search_from
+        self.compress_thd, self.thsd1, self.thsd2 = compress_thd, thsd1, thsd2
 
     @property
     def state(self) -> Any:
@@ -237,11 +239,11 @@ class BySize(Selector):
 
     def method(self, size_bytes: int) -> str:
         """Name the tier of a layer of this many bytes."""
-        if size_bytes < self.exact_from:
+        if size_bytes < self.compress_thd:
             return "dense"
-        if size_bytes < self.trimmed_from:
+        if size_bytes < self.thsd1:
             return "exact"
-        return "trimmed" if size_bytes < self.search_from else "binary-search"
+        return "trimmed" if size_bytes < self.thsd2 else "binary-search"
 
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
@@ -382,7 +384,7 @@ class Layered(Selector):
             quota = 0 if k <= 0 or start == stop else max(round(k * (stop - start) / size), 1)
             chosen = layer.select(accumulated[start:stop], min(quota, stop - start), step)
             if isinstance(chosen, DenseVector):
-                # a layer below ``exact_from``: its neighbours in the message are sparse
+                # a layer below ``compress_thd``: its neighbours in the message are sparse
                 chosen = SparseVector.from_dense(chosen.values)
             selected.append(chosen.embed(start, size))
         return SparseVector.join(selected) if selected else SparseVector.empty(size, accumulated)

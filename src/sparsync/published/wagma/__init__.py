@@ -17,15 +17,18 @@ Terms
 in the paper                                  here
 ============================================  ========================================================
 P processes                                   ``world_size`` ranks
-S, group size                                 ``group_size=``; default: ``default_group_size(P)``
+S, group size, quorum size                    ``group_size=``; default: ``default_group_size(P)``
 tau, synchronization period                   ``sync_period=``: 10
+tau infinite                                  ``sync_period=None``
 t, training iteration                         ``step``, from 0, as in the paper
 W, local model; W'                            the vector of ``average``: parameters after the local step
 U(G, W, t), update rule                       any optimizer of torch; momentum is the rank's own
 Algorithm 1, dynamic grouping strategy        ``group_of``, in ``sparsync.published.wagma.scheme``
 mask, shift, phases of the butterfly          the row's shuffle: ``r * stride**-step mod modulus``
+G, gradient; b, local batch size              the rank's own, of its own loop
 Algorithm 2, WAGMA-SGD                        ``Wagma``, the scheme "wagma"
 wait-avoiding_group_allreduce (line 9)        ``grouping="wait-avoiding"``; ``ModelRounds``, ``Agent``
+allreduce within a group                      ``group_allreduce``; rounded ``coded_allreduce``
 sync_allreduce (line 16)                      a global round: ``ModelRounds.synchronous``
 stale, line 10                                ``Round.contributed < version``
 1/S, 1/(S + 1) (lines 11, 13)                 ``Wagma.average``: ``total / models``, or with W' once more
@@ -37,9 +40,19 @@ solo, majority collectives (section 6)        ``sparsync.published.baselines.Eag
 alpha, wait-avoiding allreduce (section 4)    ``grouping="wait-avoiding"``
 beta, normal group allreduce                  ``grouping="synchronous"``
 alpha = beta = false                          ``group_size=1``: local SGD
+"similar to AD-PSGD" (section 4)              ``group_size=2, sync_period=None``
+"similar to D-PSGD and SGP" (section 4)       ``grouping="synchronous"`` as well
 fixed groups (5.2)                            ``dynamic=False``
-staleness bound                               no model is older than the last global average
+S = P, "a global collective" (5.2)            ``group_size=`` P
+Q1, Q3, Q4, Q5 (section 2)                    ``Averager.averaged``, ``Averager.staleness``,
+                                              ``Averager.global_period``,
+                                              ``Averager.effective_group_size``
+staleness, Assumption 1.3                     no model is older than the last global average;
+                                              "largest_staleness" of ``Averager.stats``
 Theorems 4.1 and 4.6, Lemma 4.5               ``averaging_bounds``: ``theorem_4_1`` and so on
+mu, mean of the models; Gamma, their drift    ``tests/unit/test_wagma.py`` bounds it by Lemma 4.5
+straggler, simulated load imbalance (5.2)     ``--delay random:2:0.32``: two ranks a step, 320 ms
+runtime of collecting experience (Figure 9)   ``--delay heavytail:1.7:43.5``
 fflib schedules, asynchronous execution       a thread next to training (``sparsync.transports.actors``)
 Allreduce-SGD, local SGD                      schemes "allreduce" and "local" of ``sparsync.averaging``
 D-PSGD, SGP, AD-PSGD, eager-SGD               ``sparsync.published.baselines``
@@ -59,25 +72,93 @@ With a plain module (not DDP), equal on all ranks, and any optimizer::
             optimizer.step()
             averager.step()
 
-The ablations of section 5.2: fixed groups, synchronous groups, local SGD::
+The ablations of section 5.2: fixed groups, synchronous groups, local SGD, global groups::
 
     Wagma(model, dynamic=False).close()
     Wagma(model, grouping="synchronous").close()
     Wagma(model, group_size=1, sync_period=10).close()
+    Wagma(model, group_size=torch.distributed.get_world_size()).close()
 
-On processes of this machine, of which one is late on every step::
+A straggler, on virtual ranks: on every step another rank of eight takes four times as long.  An
+allreduce takes the time of the slowest on each of 40 steps, 16.0 seconds.  With WAGMA, others go on
+without a rank that is late, which takes 6.4 seconds; without any wait it would be 5.5::
+
+    from sparsync.averaging import LocalSgd
+
+    def train(make):
+        async def program(comm):
+            averager, model = make(), torch.zeros(1_000)
+            await averager.begin(comm, model, 0)
+            for step in range(40):
+                await comm.compute(0.4 if step % 8 == comm.rank else 0.1)
+                model = await averager.average(comm, model + comm.rank, step)
+            return comm.now, averager.participation
+
+        return max(seconds for seconds, _ in sparsync.simulate(program, world_size=8).results)
+
+    print(f"{train(lambda: LocalSgd(period=1)):.1f}, {train(lambda: Wagma(sync_period=10)):.1f}")
+
+On processes of this machine, of which one is late on every step: the table shows the mean time per
+step, the caption for how long ranks waited, and how many models were stale.  In a training of one's
+own, ``Averager.stats`` has these numbers::
 
     sparsync train --algorithm allreduce,wagma --ranks 2 --steps 8 --delay random:1:0.05
+    sparsync train --algorithm wagma --ranks 2 --steps 8 --delay persistent:1:0.05
+    sparsync train --algorithm wagma --ranks 2 --steps 8 --delay heavytail:0.01:0.5
+
+``--delay random:COUNT:SECONDS`` draws so many ranks for every step, ``persistent:RANK:SECONDS`` always
+delays one, and in ``heavytail:MIN:MAX`` all ranks wait on all steps, mostly shortly.
+
+Table I, for every scheme here
+------------------------------
+
+All of them are decentralized: no rank is a server.  Staleness is that of the models, or updates, that
+meet in an average; "never": only ``finish`` averages over all ranks.
+
+===================  ========  ==============  ==========  ===============  ==========================
+scheme               averages  S               staleness   global average   in the paper's Table I
+===================  ========  ==============  ==========  ===============  ==========================
+"allreduce"          models    P               none        every step       the same, of gradients
+"local"              models    1               none        every 8 steps    S = O(1), bounded: by tau
+"wagma"              models    sqrt(P)         bounded     every 10 steps   the same
+"dpsgd"              models    3               none        never            the same: S = O(1)
+"sgp"                models    2               none        never            the same: S = O(1)
+"adpsgd"             models    2               unbounded   never            the same: S = O(1)
+"eager-solo"         updates   P               unbounded   every step       bounded, of gradients
+"eager-majority"     updates   P               unbounded   every step       bounded, of gradients
+"bmuf"               updates   1               none        every 8 steps    S = P, none, of models
+"qsparse-local"      updates   1               none        every 8 steps    centralized, bounded,
+                                                                            of gradients
+"diloco"             updates   1               none        every 500 steps  -
+"streaming-diloco"   updates   1               bounded     every 100 steps  -
+"muloco"             updates   1               none        every 30 steps   -
+"sparseloco"         updates   1               none        every 30 steps   -
+"demo"               updates   P               none        every step       -
+"updates"            updates   1               none        every 2 steps    -
+===================  ========  ==============  ==========  ===============  ==========================
+
+* "allreduce" averages models after the local step, which for SGD is to average gradients.
+* "local": the paper counts a local step as stale until all ranks have it, as Assumption 1.3 does; its
+  BMUF has the same local steps and is "none".
+* "eager-solo" and "eager-majority": the paper's Eager-SGD bounds staleness by synchronising replicas
+  now and then.  Here a late rank takes all sums that it missed, so replicas need none, and a rank may
+  be late by any number of steps.
+* "sgp" with ``neighbours=2`` has S = 3.
 
 Differs from the paper
 ----------------------
 
-* **P and S** are any numbers; groups that S does not divide evenly differ by one rank.  With powers of
-  two the groups are those of Algorithm 1, read as ``mask = 1 << shift``: as printed, a mask that is
-  already shifted is shifted again, and the paper's own examples do not come out.
-* **A late rank that finds no newer result keeps its model**, and takes each result once.  A rank that
-  is late by several averages publishes once and takes the newest.
-* **A group's sum** is by recursive doubling or by reduce-scatter and allgather, whichever is cheaper.
+* **P and S** are any numbers, as few jobs have powers of two; groups that S does not divide evenly
+  differ by one rank.  With powers of two the groups are those of Algorithm 1, read as ``mask = 1 <<
+  shift``: as printed, a mask that is already shifted is shifted again, and the paper's own examples do
+  not come out.
+* **A late rank that finds no newer result keeps its model**, and takes each result once: as it would
+  otherwise count twice.  A rank that is late by several averages publishes once and takes the newest;
+  Algorithm 2 has one average per step.
+* **A group's sum** is by recursive doubling or by reduce-scatter and allgather, whichever is cheaper;
+  the paper's phases of the butterfly are the former.
+* **Groups of one** (``group_size=1``) have no agent that takes part for a late rank, which would average
+  its new model with its own old one; so this is local SGD, as section 4 says.
 * **Tensors that do not train** have rules (``buffers=``, ``moments=``): BatchNorm's statistics are
   averaged with the parameters, or stay local; an optimizer's moments stay local by default.
 * **A last global average** is taken by ``finish``, so that training ends with one model.

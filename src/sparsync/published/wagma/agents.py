@@ -397,6 +397,9 @@ class Agent(Companion):
     def _end(self, result: Round) -> None:
         """Take a round's result, its own or another rank's, and go on to the next of a step."""
         self._drop()
+        # versions of a step: 2 step before it, 2 step + 1 after it
+        age = -(-(result.version - result.contributed) // 2)
+        self.participation.note(age, result.models)
         self.rounds.end(result)
         if self._waits_for_all(result.version):
             self._common = result

@@ -20,7 +20,8 @@ from typing import Any, Final, Literal, NamedTuple, final, get_args
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging.averager import Accompanied
+from sparsync.averaging.averager import Accompanied, Staleness, at_least_1
+from sparsync.console import say
 from sparsync.errors import require
 from sparsync.published.wagma.agents import Agent, Answer, Round, Rounds, round_of, step_of
 from sparsync.sparse import DenseVector
@@ -58,6 +59,17 @@ CODECS: Final = MappingProxyType[str, Codec[DenseVector] | None](
 )
 
 
+# without a global average, by the staleness of the models that meet
+_GIVEN_UP: Final = MappingProxyType(
+    {
+        "unbounded": "a late rank's model may be of any age, so Assumption 1.3 (bounded staleness) of "
+        "WAGMA-SGD's Theorem 4.1 does not hold, nor Lemma 4.5, on how far models drift apart",
+        "none": "nothing bounds how far models drift apart, so Lemma 4.5 of WAGMA-SGD, on which "
+        "Theorem 4.1 rests, does not hold",
+    }
+)
+
+
 @final
 class Wagma(Accompanied):
     """Averages with a group of S ranks after every step, without waiting for late ones.
@@ -74,7 +86,8 @@ class Wagma(Accompanied):
     Args:
         group_size: S; default: the divisor of P nearest sqrt(P).  Groups that S does not divide evenly
             differ by one rank; 1: only global averages, which is local SGD.
-        sync_period: tau, in steps; None: no global average before ``finish``.
+        sync_period: tau, in steps; None, for infinity: no global average before ``finish``, which gives
+            up an assumption of Theorem 4.1 (rank 0 says which).
         grouping: a late rank's group goes on, "wait-avoiding", or waits for it, "synchronous".
         dynamic: groups change from step to step (Algorithm 1); False: for the ablation of 5.2.
         values: group averages travel as "fp32" (as the model has them), "bf16" or "int8"; a rank adds its
@@ -114,7 +127,9 @@ class Wagma(Accompanied):
         **binding: Any,
     ) -> None:
         for name, value in ("group_size", group_size), ("sync_period", sync_period):
-            require(value is None or value >= 1, f"{name} is {value}; give at least 1, or None")
+            if value is not None:
+                at_least_1("Wagma", **{name: value})
+        require(isinstance(dynamic, bool), f"dynamic is {dynamic!r}; give True or False")
         known = grouping in get_args(Grouping)
         require(known, f"grouping is {grouping!r}; choose wait-avoiding or synchronous")
         require(values in CODECS, f"values is {values!r}; choose {', '.join(CODECS)}")
@@ -127,6 +142,22 @@ class Wagma(Accompanied):
         self._present: list[int] = []
         super().__init__(model, **binding)
 
+    @property
+    def staleness(self) -> Staleness:
+        """Bounded by tau; unbounded without global averages; none if groups wait."""
+        if self.grouping == "synchronous" or self.group_size == 1:
+            return "none"
+        return "unbounded" if self.sync_period is None else "bounded"
+
+    @property
+    def global_period(self) -> int | None:
+        """Tau."""
+        return self.sync_period
+
+    def effective_group_size(self, world_size: int) -> int:
+        """Return S."""
+        return self.group_size or default_group_size(world_size)
+
     def survivors(self, comm: Communicator) -> Communicator:
         """Return the ranks that have not been left out, or have come back."""
         everyone = len(self._present) in (0, comm.world_size)
@@ -134,14 +165,19 @@ class Wagma(Accompanied):
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Start the agent."""
-        size = self.group_size or default_group_size(comm.world_size)
+        size = self.effective_group_size(comm.world_size)
         require(
             size <= comm.world_size,
             f"group_size is {size} of {comm.world_size} ranks; give at most all of them",
         )
+        if self.sync_period is None and self._binding is not None and comm.rank == 0:
+            say(f"sync_period=None: {_GIVEN_UP[self.staleness]}")
         vector = vector.cpu()
+        # A rank that trains alone never waits; but an agent that took part for it would average its new
+        # model with its own old one.
+        grouping = "synchronous" if size == 1 else self.grouping
         self._rounds = ModelRounds(
-            vector, size, self.sync_period, self.grouping, dynamic=self.dynamic, codec=self._codec
+            vector, size, self.sync_period, grouping, dynamic=self.dynamic, codec=self._codec
         )
         error = self.memory.get("error")
         self._rounds.error = None if error is None else error.cpu()

@@ -26,6 +26,17 @@ from typing import NamedTuple
 
 from sparsync.errors import ConfigurationError
 
+__all__ = [
+    "PLAIN",
+    "QUANTIZED",
+    "SelectionTimes",
+    "SizeThresholds",
+    "Timing",
+    "equation_1",
+    "equation_2",
+    "size_thresholds",
+]
+
 PLAIN = 2  # words per entry: index and value
 QUANTIZED = 1  # the index; one mean per message
 
@@ -76,7 +87,7 @@ class SelectionTimes:
 
     The defaults are a GPU's, not measured: kernels of 10 microseconds, started from Python, and passes
     over 550 GB/s of memory (3/4 of a P100's), counted in the algorithms.  On a CPU, this library's
-    exact selection is the fastest of all.  Measure those of the job: `benchmarks/selectors.py`.
+    exact selection is the fastest of all.  Measure those of the job: ``sparsync bench --selectors``.
     """
 
     # top-k by magnitude; as slow as an allreduce at 3.5 GB/s (section 5.2, Figure 3)
@@ -96,11 +107,14 @@ class SelectionTimes:
 
 
 class SizeThresholds(NamedTuple):
-    """Bytes of a layer from which a method is used, the arguments of ``BySize``; infinity: never."""
+    """Bytes of a layer from which a method is used; infinity: never.
 
-    exact_from: float  # dense below (``compress_thd`` of Algorithm 4; paper: 128 KB)
-    trimmed_from: float  # exact top-k below (``thsd1`` of Algorithm 5; paper: as ``exact_from``)
-    search_from: float  # binary search with reuse (``thsd2`` of Algorithm 5; paper: 4 MB)
+    The names are those of Algorithms 4 and 5, of the options of the preset "redsync", and of ``BySize``.
+    """
+
+    compress_thd: float  # dense below (paper: 128 KB)
+    thsd1: float  # exact top-k below, trimmed from here (paper: as ``compress_thd``)
+    thsd2: float  # binary search with reuse from here (paper: 4 MB)
 
 
 def equation_1(
@@ -152,20 +166,21 @@ def size_thresholds(
     selection: SelectionTimes = SelectionTimes(),
     words_per_entry: int = PLAIN,
 ) -> SizeThresholds:
-    """Return the size policy for the network at hand: what Algorithms 4 and 5 have as constants.
+    """Return the size policy for a network, which Algorithms 4 and 5 have as constants.
 
     A selector is used from where it beats the others, its messages' length included; compression pays
     from where Equation 1, with that selector, is below Equation 2.  On a slow network search is never
     used: it sends up to twice as many entries as trimmed top-k (section 5.4).
 
     The arguments are those of the equations; alpha is 0 where layers are fused and share messages.
+    ``resolve("redsync", **size_thresholds(...)._asdict())`` is the preset with this policy.
 
     Example:
         >>> found = size_thresholds(8, 0.001, alpha=0, beta=1 / 3.5e9)
-        >>> round(found.exact_from / 1024)  # KB; the paper, on this network: 128
+        >>> round(found.compress_thd / 1024)  # KB; the paper, on this network: 128
         101
         >>> size_thresholds(64, 0.05, alpha=1e-6, beta=1e-9)  # P D = 3.2: nothing is saved
-        SizeThresholds(exact_from=inf, trimmed_from=inf, search_from=inf)
+        SizeThresholds(compress_thd=inf, thsd1=inf, thsd2=inf)
     """
 
     def sparse(select: Timing, found: float = 1.0) -> Timing:

@@ -65,9 +65,10 @@ A recurrent network, whose gradients are clipped (section 5.5)::
     correction = sparsync.Correction(momentum=0.9, clip=0.25)
     sync = sparsync.attach(ddp_model, optimizer, "redsync", density=0.001, correction=correction)
 
-On virtual ranks, and the selectors of Figure 3::
+On virtual ranks, by the paper's names or with options after a colon, and the selectors of Figure 3::
 
-    sparsync simulate --algorithm redsync,redsync-quantized --ranks 8 --model-size 100000
+    sparsync simulate --algorithm RGC,Quantized-RGC --ranks 8 --model-size 100000
+    sparsync bench --collectives redsync:thsd1=4096,redsync:reuse_period=1 --ranks 4 --size 9999 --steps 2
     sparsync bench --selectors --sizes 64KB,256KB
 
 Differs from the paper

@@ -64,9 +64,10 @@ The ablations of section 5.2: fixed groups, synchronous groups, local SGD::
     Wagma(model, grouping="synchronous").close()
     Wagma(model, group_size=1, sync_period=10).close()
 
-On processes of this machine, of which one is late on every step::
+On processes of this machine, of which one is late on every step; options follow a colon::
 
-    sparsync train --algorithm allreduce,wagma --ranks 2 --steps 8 --delay random:1:0.05
+    sparsync train --algorithm Allreduce-SGD,WAGMA-SGD --ranks 2 --steps 8 --delay random:1:0.05
+    sparsync train --algorithm wagma:group_size=2,sync_period=none,wagma:dynamic=false --ranks 2 --steps 8
 
 Differs from the paper
 ----------------------

@@ -74,6 +74,7 @@ def page(name: str) -> str:
         f"# {name}",
         docstrings.summary(row.make),
         f"**From:** {origin}" + (f"\n\n**In short:** {remark}" if remark else ""),
+        *rooms.called(name),
         *rooms.pointer("algorithms", name),
         *map(docstrings.as_markdown, more),
         _parts(algorithm),

@@ -12,9 +12,19 @@ from site_pages.docstrings import as_markdown
 from site_pages.tables import linked
 from sparsync.averaging.schemes import SCHEMES
 from sparsync.presets import PRESETS
-from sparsync.tables import ROOMS
+from sparsync.tables import ALIASES, ROOMS
 
-__all__ = ["NAMES", "core", "page", "page_of", "pages", "pages_below", "pointer", "room_of"]
+__all__ = [
+    "NAMES",
+    "called",
+    "core",
+    "page",
+    "page_of",
+    "pages",
+    "pages_below",
+    "pointer",
+    "room_of",
+]
 
 _PUBLISHED = "sparsync.published."
 
@@ -85,6 +95,17 @@ def pointer(kind: str, name: str) -> list[str]:
         return []
     link = f"[{NAMES[room]}](../{page_of(room)})"
     return [f"**The paper's page:** {link}: its terms, all differences and their reasons, figures."]
+
+
+def called(name: str) -> list[str]:
+    """Return the line of a page with further names of its preset or scheme, if there are some.
+
+    Example:
+        >>> called("redsync-quantized")[0]
+        '**Also called:** `Quantized-RGC`, `quant RGC`, `redsync-quantised`'
+    """
+    more = [f"`{alias}`" for alias, row in ALIASES.items() if row == name]
+    return [f"**Also called:** {', '.join(more)}"] if more else []
 
 
 def core(kind: str) -> list[str]:

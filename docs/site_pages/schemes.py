@@ -71,6 +71,7 @@ def page(name: str) -> str:
         f"# {name}",
         docstrings.summary(scheme),
         f"**From:** {origin}",
+        *rooms.called(name),
         *rooms.pointer("schemes", name),
         *map(docstrings.as_markdown, more),
         "## Cost",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -199,7 +200,13 @@ def default_density(elements: int) -> float:
 
 def check_density(density: float) -> float:
     """Return the density, or refuse one outside (0, 1]."""
-    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+    # of smaller floats, which have fewer digits, the inverse is infinite
+    least = sys.float_info.min
+    if (
+        isinstance(density, bool)
+        or not isinstance(density, int | float)
+        or not least <= density <= 1
+    ):
         raise ConfigurationError(
             f"density is {density!r}; give the fraction k / n to exchange, in (0, 1], e.g. 0.01"
         )

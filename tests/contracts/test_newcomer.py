@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from sparsync import presets, testing
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.cli.app import make_app
+from sparsync.cli.named_algorithms import named
 from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS
 from sparsync.selection import SELECTORS
@@ -121,6 +122,16 @@ def test_bench_plan_and_simulate_run_the_collective(newcomer, tmp_path):
 def test_auto_may_choose_the_collective(newcomer):
     assert "star" in presets.resolve("auto").make_collective().candidates
     assert presets.resolve("auto", candidates=("star",)).make_collective().name == "star"
+
+
+def test_the_papers_name_is_an_alias_in_every_spelling(newcomer):
+    assert PRESETS.name_of("star_topk SGD") == "star"
+    assert presets.resolve("STAR-TOPK-SGD").name == "star"
+
+
+def test_arguments_without_types_are_options_by_their_look(newcomer):
+    assert named("pairs:seed=3", SCHEMES).options == {"seed": 3}
+    assert named("Pairs:seed=none", SCHEMES).options == {"seed": None}
 
 
 def test_the_help_of_train_names_the_collective_and_the_scheme(newcomer, tmp_path):

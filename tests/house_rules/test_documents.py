@@ -13,6 +13,7 @@ from sparsync import DenseVector, SparseVector
 from sparsync.cli import app as cli
 from sparsync.presets import PRESETS
 from sparsync.published.redsync import SignMean
+from sparsync.tables import ALIASES
 from sparsync.wire import Coo, LloydMax, SparseQsgd
 from tests.fresh import run_python
 
@@ -80,6 +81,20 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) <= 130
 
 
+def test_every_alias_is_listed():
+    section = (
+        (ROOT / "docs" / "algorithms.md").read_text().split("\n## Names\n")[1].split("\n## ")[0]
+    )
+    rows = re.findall(r"^\| ([^|`]+) \| (`[^|]*)\|$", section, flags=re.MULTILINE)
+    listed = {}
+    for theirs, ours in rows:
+        names, found = theirs.split(", "), re.findall(r"`([\w-]+)`", ours)
+        listed |= dict(
+            zip(names, found if len(found) == len(names) else found * len(names), strict=False)
+        )
+    assert listed == dict(ALIASES)
+
+
 def test_every_algorithm_is_listed():
     tables = (ROOT / "docs" / "algorithms.md").read_text().split("## Averages of models")[0]
     assert sorted(re.findall(r"^\| `([\w-]+)` \|", tables, flags=re.MULTILINE)) == sorted(PRESETS)
@@ -92,7 +107,8 @@ def test_the_readme_draws_the_life_of_a_gradient_as_the_package_does():
 
 def test_the_commands_of_the_documents_have_their_options():
     text = README + (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    commands = re.findall(r"sparsync (train|bench|simulate|plan|doctor) (--[^\n`]*)", text)
+    text += "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    commands = re.findall(r"sparsync (train|bench|simulate|plan|doctor|linear) (--[^\n`]*)", text)
     assert commands
     for command, options in commands:
         result = CliRunner().invoke(

@@ -83,7 +83,8 @@ WORDS += [
     "64KB",
     f"{9**30}GB",
 ]
-WORDS += ["%s"]
+WORDS += ["%s", "oktopk:cap=nan,floor=-1", "wagma:group_size=-1", "a:b=c,d=e", "Ok-Topk:", "x=1"]
+WORDS += ["budgeted:codec=a:b", "auto:candidates=+", "sparcml:block=99999999999,bits=none"]
 
 
 def files(folder):

@@ -82,7 +82,7 @@ def test_an_algorithm_is_taken_as_it_is_and_has_its_own_options():
         resolve(own, cap=1.0)
 
 
-@pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan"), float("inf"), "0.1", None])
+@pytest.mark.parametrize("density", [0, -0.1, 1.5, 1e-320, float("nan"), float("inf"), "0.1", None])
 def test_other_densities_are_refused(density):
     with pytest.raises(ConfigurationError, match=r"give the fraction k / n.*\(0, 1\]"):
         check_density(density)

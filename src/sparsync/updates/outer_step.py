@@ -21,6 +21,7 @@ from sparsync.updates.periods import AdaptivePeriod, warm_exchanges
 __all__ = ["OuterStep"]
 
 _PAIR_BITS = 64  # of an index and a value
+_MOST_WARM = 10**6  # steps of a warm-up, whose exchanges are listed
 
 
 @final
@@ -127,7 +128,9 @@ class OuterStep:
         ):
             require(fits, f"OuterStep: {name} is {given[name]!r}; give {cure}")
         object.__setattr__(self, "density", check_density(self.density))  # a whole number as well
-        Warmup(self.warmup_steps)
+        steps = Warmup(self.warmup_steps).steps
+        few = steps <= _MOST_WARM
+        require(few, f"OuterStep: warmup_steps is {steps}; give at most {_MOST_WARM}")
         _ = self.chosen  # refuses an unknown algorithm
         require(
             self.rule is None or (self.fragments == 1 and not self.delay),

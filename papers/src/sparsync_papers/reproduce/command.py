@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.console import Console
 from sparsync.cli.output import progress
 from sparsync.cli.values import Seed, make_folder
 from sparsync.errors import ConfigurationError
+from sparsync.names import fold, suggestion
 from sparsync_papers.reproduce import Artifact, Settings
 from sparsync_papers.reproduce.catalogue import ARTIFACTS, UNAVAILABLE
 from sparsync_papers.reproduce.drawing import png
@@ -92,21 +92,20 @@ def reproduce(
 
 
 def find(name: str, artifacts: tuple[Artifact, ...] = ARTIFACTS) -> Artifact:
-    """Return an artifact by its name.
+    """Return an artifact by its name, in any spelling.
 
     Raises:
         ConfigurationError: there is none; names those that are spelt alike.
 
     Example:
-        >>> find("oktopk-table1").paper
+        >>> find("Ok-Topk_Table1").paper
         'Ok-Topk'
     """
-    by_name = {artifact.name: artifact for artifact in artifacts}
-    if name in by_name:
-        return by_name[name]
-    close = difflib.get_close_matches(name, by_name, n=4, cutoff=0.5)
-    cure = f"did you mean {' or '.join(close)}?" if close else "--list shows the names"
-    raise ConfigurationError(f"unknown artifact {name!r}; {cure}")
+    by_name = {fold(artifact.name): artifact for artifact in artifacts}
+    if fold(name) in by_name:
+        return by_name[fold(name)]
+    near = suggestion(name, [artifact.name for artifact in artifacts])
+    raise ConfigurationError(f"unknown artifact {name!r}{near}; --list shows the names")
 
 
 def _run(artifact: Artifact, seed: int, *, quick: bool, draw: bool) -> Finished:

@@ -63,10 +63,12 @@ A scheme, with a plain module (not DDP) and any optimizer::
             optimizer.step()
             averager.step()
 
-On virtual ranks, and on real ones of which one is late on every step::
+On virtual ranks, and on real ones of which one is late on every step.  Names are the papers', in any
+case ("Eager-SGD" is "eager-majority"), and options follow a colon::
 
-    sparsync bench --collectives allgather,topkdsa,gaussiank,gtopk --ranks 8 --size 100000 --steps 2
-    sparsync train --algorithm dpsgd,sgp,adpsgd,eager-solo --ranks 2 --steps 8 --delay random:1:0.05
+    sparsync bench --collectives TopkA,TopkDSA,Gaussiank,gTopk --ranks 8 --size 100000 --steps 2
+    sparsync train --algorithm D-PSGD:mixing_steps=2,SGP,AD-PSGD --ranks 2 --steps 8 --delay random:1:0.05
+    sparsync train --algorithm local-SGD:period=4,Eager-SGD,eager-solo --ranks 2 --steps 8
 
 Differs from the papers
 -----------------------

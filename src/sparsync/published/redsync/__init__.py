@@ -117,9 +117,11 @@ network    P    compress_thd    thsd1    thsd2
 1 Gbit/s   128  7.06            7.06     never
 =========  ===  ==============  =======  =======
 
-On virtual ranks; the selectors of Figure 3; on processes, beside dense training::
+On virtual ranks, by the paper's names or with options after a colon; the selectors of Figure 3; on
+processes, beside dense training::
 
-    sparsync simulate --algorithm redsync,redsync-quantized --ranks 8 --model-size 100000
+    sparsync simulate --algorithm RGC,Quantized-RGC --ranks 8 --model-size 100000
+    sparsync bench --collectives redsync:thsd1=4096,redsync:reuse_period=1 --ranks 4 --size 9999 --steps 2
     sparsync bench --selectors --sizes 64KB,256KB
     sparsync train --algorithm dense,redsync --workload lstm --density 0.001 --ranks 2 --steps 4
 

@@ -73,10 +73,14 @@ With the settings of an experiment of section 8::
 
     sync = sparsync.attach(ddp_model, optimizer, **SPARCML_SETTINGS["cifar-10"])
 
-On virtual ranks, and MPI-OPT (needs ``pip install 'sparsync[linear]'``)::
+On virtual ranks, by the paper's names (in any case) or this library's, with options after a colon::
 
-    sparsync bench --collectives dynamic,ring,sparcml --ranks 8 --size 100000 --steps 2 --warmup 1
-    sparsync linear --transport sim --ranks 4 --steps 2 --epochs 1
+    sparsync bench --collectives SSAR_Recursive_double,SSAR_Split_allgather,DSAR_Split_allgather --ranks 8
+    sparsync bench --collectives ring,sparcml:bits=none,sparcml:bits=2 --ranks 8 --size 100000 --steps 2
+
+MPI-OPT (needs ``pip install 'sparsync[linear]'``)::
+
+    sparsync linear --transport sim --ranks 4 --steps 2 --epochs 1 --compare SSAR_Recursive_double,dense
 
 Differs from the paper
 ----------------------

@@ -102,7 +102,8 @@ On processes of this machine, of which one is late on every step: the table show
 step, the caption for how long ranks waited, and how many models were stale.  In a training of one's
 own, ``Averager.stats`` has these numbers::
 
-    sparsync train --algorithm allreduce,wagma --ranks 2 --steps 8 --delay random:1:0.05
+    sparsync train --algorithm Allreduce-SGD,WAGMA-SGD --ranks 2 --steps 8 --delay random:1:0.05
+    sparsync train --algorithm wagma:group_size=2,sync_period=none,wagma:dynamic=false --ranks 2 --steps 8
     sparsync train --algorithm wagma --ranks 2 --steps 8 --delay persistent:1:0.05
     sparsync train --algorithm wagma --ranks 2 --steps 8 --delay heavytail:0.01:0.5
 

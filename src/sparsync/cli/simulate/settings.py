@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,8 @@ from typing import Annotated
 from typer import Option
 
 from sparsync.algorithm import Algorithm, check_density
+from sparsync.averaging.averager import Averager
+from sparsync.averaging.schemes import SCHEMES
 from sparsync.cli.bench.inputs import INPUTS
 from sparsync.cli.flags import option
 from sparsync.cli.values import (
@@ -26,11 +29,11 @@ from sparsync.cli.values import (
     check_fields,
 )
 from sparsync.cost.machine import Machine
-from sparsync.presets import resolve
+from sparsync.presets import PRESETS, resolve
 from sparsync.selection import Everything
 from sparsync.transports.sim import Links, Topology
 
-__all__ = ["SPREAD", "Contender", "SimulationSettings"]
+__all__ = ["SPREAD", "Contender", "Scheme", "SimulationSettings"]
 
 SPREAD = "spread"  # the sparse input: its ranks hold 2 k elements each, whatever n is
 Buckets = Annotated[int, Bounds(1, 1000)]  # each takes the steps of an exchange of its own
@@ -53,11 +56,20 @@ class Contender:
 
 
 @dataclass(frozen=True)
+class Scheme:
+    """One row: models that are averaged, each trained alone."""
+
+    name: str
+    make: Callable[[], Averager]  # for one rank
+
+
+@dataclass(frozen=True)
 class SimulationSettings:
     """A training step of some algorithms on virtual ranks; fields with a help are options."""
 
+    # presets, and schemes of averaging by name
     algorithms: tuple[str | Algorithm, ...] = ("oktopk", "budgeted")
-    ranks: Annotated[Ranks, option("World size.")] = 32
+    ranks: Ranks = 32  # world size
     model_size: Elements = 133_547_324  # number of elements n; BERT's (Ok-Topk, Table 2)
     density: Annotated[float, option("k / n in (0, 1].")] = 0.01
     links: Topology = field(default_factory=lambda: Links(alpha=20e-6, beta=0.8e-9))
@@ -95,7 +107,8 @@ class SimulationSettings:
 
     def __post_init__(self) -> None:
         for name in self.algorithms:
-            resolve(name)
+            if not _is_scheme(name):
+                resolve(name)
         check_fields(self)
         check_density(self.density)
         good = self.scale is None or 1 <= self.scale <= self.model_size
@@ -110,17 +123,25 @@ class SimulationSettings:
             expected = f"RANK:FACTOR with a rank in [0, {self.ranks}) and a factor >= 1"
             check("straggler", f"{rank}:{factor:g}", good, expected)
 
-    def contenders(self) -> list[Contender]:
+    def contenders(self) -> list[Contender | Scheme]:
         """Return one row per algorithm, the baselines first."""
         ddp = max(math.ceil(self.model_size / _BUCKET_ELEMENTS), 1)
         own = self.buckets or (ddp if self.overlap else 1)
-        rows = []
+        rows: list[Contender | Scheme] = []
         if self.baselines:
             rows = [
                 Contender("Dense", resolve("dense")),
                 Contender("DenseOvlp", resolve("dense"), ddp, overlap=True),
             ]
         for given in self.algorithms:
+            if _is_scheme(given):
+                rows.append(Scheme(str(given), SCHEMES[str(given)]))
+                continue
             algorithm = resolve(given)
             rows.append(Contender(algorithm.name, algorithm, own, self.overlap))
         return rows
+
+
+def _is_scheme(given: str | Algorithm) -> bool:
+    """Tell whether a name is that of a scheme of averaging."""
+    return isinstance(given, str) and given not in PRESETS and given in SCHEMES

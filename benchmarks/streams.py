@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from sparsync.sparse import DenseVector, SparseVector, Vector, combine
+from sparsync.reduction import combine
+from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.wire import StreamCodec
 
 SIZE = 1_000_000

@@ -10,11 +10,12 @@ from typing import Any, TypeVar, final
 import torch.distributed as dist
 
 from sparsync.algorithm import Algorithm
+from sparsync.arrays import as_vector
 from sparsync.collectives.collective import Reduced
 from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS, preset, resolve
-from sparsync.reduction import SUM, Reduction, reduction
-from sparsync.sparse import DenseVector, SparseVector, Vector, as_vector, densify, entries_of
+from sparsync.reduction import SUM, Reduction, densify, entries_of, reduction
+from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, Operation, run

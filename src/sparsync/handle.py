@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 from torch.autograd import Variable
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
+from sparsync.errors import ConfigurationError
 from sparsync.feedback.agreed_setup import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.reducer_state import ParsedState
@@ -24,7 +27,7 @@ from sparsync.units import Piece
 if TYPE_CHECKING:  # only divided replicas need it
     from sparsync.gradients.consensus import PartsConsensus
 
-__all__ = ["Handle", "Hook", "call_after_backward", "weakly"]
+__all__ = ["CommHook", "Handle", "Hook", "call_after_backward", "weakly"]
 
 
 class Handle(ABC):
@@ -171,6 +174,9 @@ def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None
         groups.close()
 
 
+# ---- hooks ----------------------------------------------------------------------------------------
+
+
 @final
 class Hook:
     """A hook of a module or parameter; copies of it do nothing, for a copied model is not attached."""
@@ -210,3 +216,71 @@ def call_after_backward(callback: Callable[[], None]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+@final
+class CommHook:
+    """State of DDP's communication hook; without a handle the hook allreduces, as plain DDP does.
+
+    ``register_comm_hook`` may be called once in the life of DDP's reducer, and nothing removes a hook.
+    So ``close`` leaves the hook in place without a handle, and the next ``attach`` gives it a new one.
+    """
+
+    def __init__(self, model: DistributedDataParallel | None = None) -> None:
+        self.model: Any = None if model is None else weakref.ref(model)
+        self.sync: Any = None
+
+    @staticmethod
+    def taken(model: DistributedDataParallel, sync: Any) -> CommHook:
+        """Let a model's buckets go to ``sync.on_bucket``."""
+        hook = CommHook.closed_of(model)
+        if hook is None:
+            hook = CommHook(model)
+            model.register_comm_hook(hook, _on_bucket)
+        # no longer a ``_Closed`` list: from now on a copy of the model is refused
+        model._comm_hooks = list(model._comm_hooks)
+        hook.sync = sync
+        return hook
+
+    def release(self) -> None:
+        """Let go of the handle; copies of the model that are made from now on have no hook."""
+        self.sync = None
+        if (model := self.model()) is not None:
+            model._comm_hooks = _Closed(model._comm_hooks)
+
+    @staticmethod
+    def closed_of(model: Any) -> CommHook | None:
+        """Return the hook of a handle that was closed, which can be used again."""
+        hooks = [state for _, state in model._comm_hooks]
+        free = hooks and isinstance(hooks[0], CommHook) and hooks[0].sync is None
+        return hooks[0] if free else None
+
+    def __reduce__(self) -> Any:
+        if self.sync is not None:
+            raise ConfigurationError(
+                "a DDP model with sparsync attached cannot be copied or pickled: its threads and its "
+                "residuals belong to this rank; copy or save model.module, and attach to the copy's own "
+                "DDP"
+            )
+        return CommHook, ()  # copied in some other way than with its model: it belongs to none
+
+
+@final
+class _Closed(list[Any]):
+    """DDP's list of hooks after ``close``, of which a copy is empty.
+
+    DDP copies its attributes, this list among them, but builds a new reducer for the copy (2.13:
+    ``__getstate__``, ``__setstate__``).  A hook in the copied list would be registered nowhere, and
+    ``attach`` would take it for one that can be used again.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, ()
+
+
+# DDP compares the hook's annotations with the classes themselves, so those of this module, which are
+# strings (``from __future__ import annotations``), would be rejected
+def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]
+    if hook.sync is None:
+        return allreduce_hook(hook.model().process_group, bucket)
+    return hook.sync.on_bucket(bucket)

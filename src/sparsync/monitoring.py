@@ -1,6 +1,6 @@
-"""Observe training: a log of every step, an estimate of xi (Assumption 1), and the growth of residuals.
+"""Observe training: a log of every step, and an estimate of xi (Assumption 1).
 
-Nothing here changes a step; without a log and without ``xi_period`` only ``Growth`` runs.
+Nothing here changes a step, or runs without a log and without ``xi_period``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import math
 import os
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from sparsync.transports.communicator import Communicator
 from sparsync.transports.ledger import STAGES
 from sparsync.units import Unit
 
-__all__ = ["Growth", "Measured", "Monitor", "Sink", "XiProbe", "sink_of"]
+__all__ = ["Measured", "Monitor", "Sink", "XiProbe", "sink_of"]
 
 
 @final
@@ -198,54 +197,6 @@ def sink_of(log: Any, rank: int) -> Sink:
         f"log is {log!r}; give a path that ends in .jsonl, a SummaryWriter of TensorBoard, a run of "
         "Weights & Biases, a meter of OpenTelemetry, or a function of (step, values)"
     )
-
-
-# ---- growth ---------------------------------------------------------------------------------------
-
-
-@final
-class Growth:
-    """Notices a residual that grows without bound, by the magnitude from which entries are selected.
-
-    Error feedback delays an entry by about 1 / density steps.  If the learning rate or the momentum is
-    too high for that delay, a correction arrives after its cause is gone: it overshoots, gradients grow,
-    and the residual grows with them.  All entries that wait are smaller than the threshold, which
-    selectors know without another pass.
-
-    Thresholds are averaged, as logarithms, over windows of 1 / density steps.  In the first window the
-    residual fills, so it tells nothing.  From then on the threshold of a training that goes well stays,
-    or falls with the gradients, while that of one that diverges, or whose residual grows linearly, rises
-    by ``octaves`` over the least of the last ``memory`` windows.  Slower growth is not reported.
-
-    Args:
-        window: steps of a window: 1 / density.
-        octaves: doublings.
-        memory: windows in which they must happen.
-
-    Cost: an addition per step; never a wait for a GPU.   State: of this process, not saved.
-
-    Example:
-        >>> growth = Growth(window=2)
-        >>> [growth.observe(0.5 * step) for step in range(8)]  # a doubling in two steps
-        [False, False, False, False, False, False, False, True]
-    """
-
-    def __init__(self, window: int, *, octaves: float = 2.0, memory: int = 8) -> None:
-        self.window, self.octaves = window, octaves
-        self._means: deque[float] = deque(maxlen=memory)
-        self._sum, self._count, self._filling = 0.0, 0, True
-
-    def observe(self, threshold: float) -> bool:
-        """Take a step's threshold, as a logarithm to base 2; tell whether the residual grows too fast."""
-        self._sum, self._count = self._sum + threshold, self._count + 1
-        if self._count < self.window:
-            return False
-        mean, filling = self._sum / self._count, self._filling
-        self._sum, self._count, self._filling = 0.0, 0, False
-        if filling:
-            return False
-        self._means.append(mean)
-        return mean - min(self._means) >= self.octaves
 
 
 # ---- xi -------------------------------------------------------------------------------------------

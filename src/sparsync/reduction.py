@@ -1,4 +1,4 @@
-"""The operations with which collectives reduce: element-wise, associative, with a neutral element.
+"""Operations with which collectives reduce vectors: element-wise, associative, with a neutral element.
 
 *Absent means neutral*: an element that a sparse vector does not store is the operation's neutral
 element (0 for a sum, 1 for a product, -inf for a maximum), and elements equal to it are never sent.
@@ -6,7 +6,8 @@ element (0 for a sum, 1 for a product, -inf for a maximum), and elements equal t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -14,8 +15,18 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
+from sparsync.sparse import DenseVector, SparseVector, Vector
 
-__all__ = ["OPERATIONS", "SUM", "Reduction", "reduction"]
+__all__ = [
+    "OPERATIONS",
+    "SUM",
+    "Reduction",
+    "combine",
+    "densify",
+    "entries_of",
+    "fold",
+    "reduction",
+]
 
 Number = int | float
 
@@ -114,3 +125,86 @@ OPERATIONS: MappingProxyType[str, Reduction] = MappingProxyType(
         )
     }
 )
+
+
+def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None = None) -> Vector:
+    """Return ``a operation b``, for vectors of one size and dtype, in sparse or dense form.
+
+    The result is sparse if both are and ``|a| + |b|``, a bound that costs nothing, is at most ``limit``;
+    with a limit of None, two sparse vectors always give a sparse one.
+
+    Cost: O(|a| + |b|) if both are sparse; supports that lie one behind the other are joined.
+
+    Example:
+        >>> a, b = (SparseVector.from_dense(torch.tensor(x)) for x in ([1.0, 0, 0], [2.0, 0, 3.0]))
+        >>> combine(a, b).nnz, combine(a, b, limit=2)
+        (2, DenseVector(values=tensor([3., 0., 3.])))
+    """
+    if isinstance(a, SparseVector) and isinstance(b, SparseVector):
+        if limit is None or a.nnz + b.nnz <= limit:
+            return _combine_sparse(a, b, operation)
+        a = densify(a, operation)
+    if isinstance(a, SparseVector):
+        values = b.to_dense().clone()
+        values[a.indices] = operation.apply(a.values, values[a.indices])
+        return DenseVector(values)
+    if isinstance(b, DenseVector):
+        return DenseVector(operation.apply(a.values, b.values))
+    values = a.values.clone()
+    values[b.indices] = operation.apply(values[b.indices], b.values)
+    return DenseVector(values)
+
+
+def fold(vectors: Iterable[Vector], operation: Reduction = SUM, limit: int | None = None) -> Vector:
+    """Return ``((v0 op v1) op v2) ...``, dense as soon as more than ``limit`` entries are possible.
+
+    Sparse sums are one merge; the result is that of the left fold, bit for bit.
+
+    Example:
+        >>> ones = SparseVector.from_dense(torch.ones(2))
+        >>> fold([ones, ones, ones]).to_dense().tolist()
+        [3.0, 3.0]
+    """
+    vectors = list(vectors)
+    sparse = [v for v in vectors if isinstance(v, SparseVector)]
+    few = limit is None or sum(v.nnz for v in sparse) <= limit
+    if operation is SUM and few and len(sparse) == len(vectors):
+        return SparseVector.merge(sparse)
+    return functools.reduce(lambda a, b: combine(a, b, operation, limit), vectors)
+
+
+def densify(vector: Vector, operation: Reduction = SUM) -> DenseVector:
+    """Store all elements; absent ones become the operation's neutral element."""
+    if isinstance(vector, DenseVector):
+        return vector
+    return DenseVector(vector.to_dense(operation.neutral(vector.values.dtype)))
+
+
+def entries_of(vector: Vector, operation: Reduction = SUM) -> int:
+    """Count the elements of a vector that its sparse form would store: those that are not neutral.
+
+    Example:
+        >>> entries_of(DenseVector(torch.tensor([0.0, 2.0])))
+        1
+    """
+    if isinstance(vector, SparseVector):
+        return vector.nnz
+    return int((vector.values != operation.neutral(vector.values.dtype)).sum())
+
+
+def _combine_sparse(a: SparseVector, b: SparseVector, operation: Reduction) -> SparseVector:
+    if a.nnz == 0 or b.nnz == 0:
+        return b if a.nnz == 0 else a
+    # regions that ranks own lie one behind the other: an allgather of them adds nothing
+    if bool(a.indices[-1] < b.indices[0]):
+        return SparseVector.join([a, b])
+    if operation is SUM:
+        return SparseVector.merge([a, b])
+    union = torch.unique(torch.cat([a.indices, b.indices]))
+    neutral = operation.neutral(a.values.dtype)
+    left, right = (a.values.new_full((union.numel(),), neutral) for _ in range(2))
+    left[torch.searchsorted(union, a.indices)] = a.values
+    right[torch.searchsorted(union, b.indices)] = b.values
+    values = operation.apply(left, right)
+    stored = values != neutral
+    return SparseVector(union[stored], values[stored], a.size)

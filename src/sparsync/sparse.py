@@ -7,32 +7,25 @@ its place when sparsity no longer pays: from there on a sparse stream (SparCML, 
 from __future__ import annotations
 
 import builtins
-import functools
 import importlib
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sparsync import kernels
 from sparsync.errors import ConfigurationError
-from sparsync.reduction import SUM, Reduction
 
 __all__ = [
     "DenseVector",
     "SparseVector",
     "Vector",
-    "as_vector",
-    "combine",
-    "densify",
-    "entries_of",
     "even_boundaries",
-    "fold",
+    "run_length",
+    "runs",
 ]
 
 
@@ -237,6 +230,11 @@ class DenseVector:
         """Return the stored tensor itself."""
         return self.values
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements."""
+        return self.values.dtype
+
     def to_numpy(self) -> tuple[Any, Any, int]:
         """Return the elements that are not zero, as ``SparseVector.to_numpy`` does."""
         return SparseVector.from_dense(self.values).to_numpy()
@@ -249,13 +247,17 @@ class DenseVector:
         """Return the elements that are not zero, as ``SparseVector.to_torch`` does."""
         return SparseVector.from_dense(self.values).to_torch()
 
-    def subtract_from_(self, dense: Tensor) -> None:
-        """``dense -= self``, in place."""
-        dense -= self.values
+    def run(self, start: int, stop: int) -> Tensor:
+        """Return elements ``[start, stop)``, not to be written to."""
+        return self.values[start:stop]
 
-    def write_to_(self, dense: Tensor) -> None:
-        """``dense = self``, in place, in the dtype of ``dense``."""
-        dense.copy_(self.values)
+    def subtract_from_(self, dense: Tensor, start: int = 0) -> None:
+        """``dense -= self``, in place; ``dense`` may be a run of elements from ``start`` on."""
+        dense -= self.run(start, start + dense.numel())
+
+    def write_to_(self, dense: Tensor, start: int = 0) -> None:
+        """``dense = self``, in place, in the dtype of ``dense``, which may be a run from ``start`` on."""
+        dense.copy_(self.run(start, start + dense.numel()))
 
     def divide_(self, divisor: int) -> None:
         """``self /= divisor``, in place."""
@@ -273,6 +275,21 @@ class DenseVector:
 Vector = SparseVector | DenseVector
 
 
+def run_length(like: Tensor) -> int:
+    """Return the elements of a long vector to work on at a time, on the device of ``like``.
+
+    On a CPU a few runs stay in its cache.  On an accelerator a run is long enough to keep it busy.
+    """
+    return 1 << 18 if like.is_cpu else 1 << 24
+
+
+def runs(size: int, like: Tensor, most: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of the runs of a vector, each of ``most`` elements, or ``run_length(like)``."""
+    step = most or run_length(like)
+    for start in range(0, size, step):
+        yield start, min(start + step, size)
+
+
 def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
     """Return the first position of NaN or Inf; if there is none, one pass over the values tells."""
     if dtype == torch.float16:  # other dtypes have float32's range: nothing overflows in them
@@ -283,206 +300,6 @@ def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
     if kernels.find(values, infinity, 0) is not None:
         return None
     return int((~torch.isfinite(values)).nonzero()[0])
-
-
-def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None = None) -> Vector:
-    """Return ``a operation b``, for vectors of one size and dtype, in sparse or dense form.
-
-    The result is sparse if both are and ``|a| + |b|``, a bound that costs nothing, is at most ``limit``;
-    with a limit of None, two sparse vectors always give a sparse one.
-
-    Cost: O(|a| + |b|) if both are sparse; supports that lie one behind the other are joined.
-
-    Example:
-        >>> a, b = (SparseVector.from_dense(torch.tensor(x)) for x in ([1.0, 0, 0], [2.0, 0, 3.0]))
-        >>> combine(a, b).nnz, combine(a, b, limit=2)
-        (2, DenseVector(values=tensor([3., 0., 3.])))
-    """
-    if isinstance(a, SparseVector) and isinstance(b, SparseVector):
-        if limit is None or a.nnz + b.nnz <= limit:
-            return _combine_sparse(a, b, operation)
-        a = densify(a, operation)
-    if isinstance(a, SparseVector):
-        values = b.to_dense().clone()
-        values[a.indices] = operation.apply(a.values, values[a.indices])
-        return DenseVector(values)
-    if isinstance(b, DenseVector):
-        return DenseVector(operation.apply(a.values, b.values))
-    values = a.values.clone()
-    values[b.indices] = operation.apply(values[b.indices], b.values)
-    return DenseVector(values)
-
-
-def fold(vectors: Iterable[Vector], operation: Reduction = SUM, limit: int | None = None) -> Vector:
-    """Return ``((v0 op v1) op v2) ...``, dense as soon as more than ``limit`` entries are possible.
-
-    Sparse sums are one merge; the result is that of the left fold, bit for bit.
-
-    Example:
-        >>> ones = SparseVector.from_dense(torch.ones(2))
-        >>> fold([ones, ones, ones]).to_dense().tolist()
-        [3.0, 3.0]
-    """
-    vectors = list(vectors)
-    sparse = [v for v in vectors if isinstance(v, SparseVector)]
-    few = limit is None or sum(v.nnz for v in sparse) <= limit
-    if operation is SUM and few and len(sparse) == len(vectors):
-        return SparseVector.merge(sparse)
-    return functools.reduce(lambda a, b: combine(a, b, operation, limit), vectors)
-
-
-def densify(vector: Vector, operation: Reduction = SUM) -> DenseVector:
-    """Store all elements; absent ones become the operation's neutral element."""
-    if isinstance(vector, DenseVector):
-        return vector
-    return DenseVector(vector.to_dense(operation.neutral(vector.values.dtype)))
-
-
-def entries_of(vector: Vector, operation: Reduction = SUM) -> int:
-    """Count the elements of a vector that its sparse form would store: those that are not neutral.
-
-    Example:
-        >>> entries_of(DenseVector(torch.tensor([0.0, 2.0])))
-        1
-    """
-    if isinstance(vector, SparseVector):
-        return vector.nnz
-    return int((vector.values != operation.neutral(vector.values.dtype)).sum())
-
-
-def _combine_sparse(a: SparseVector, b: SparseVector, operation: Reduction) -> SparseVector:
-    if a.nnz == 0 or b.nnz == 0:
-        return b if a.nnz == 0 else a
-    # regions that ranks own lie one behind the other: an allgather of them adds nothing
-    if bool(a.indices[-1] < b.indices[0]):
-        return SparseVector.join([a, b])
-    if operation is SUM:
-        return SparseVector.merge([a, b])
-    union = torch.unique(torch.cat([a.indices, b.indices]))
-    neutral = operation.neutral(a.values.dtype)
-    left, right = (a.values.new_full((union.numel(),), neutral) for _ in range(2))
-    left[torch.searchsorted(union, a.indices)] = a.values
-    right[torch.searchsorted(union, b.indices)] = b.values
-    values = operation.apply(left, right)
-    stored = values != neutral
-    return SparseVector(union[stored], values[stored], a.size)
-
-
-# ---- from and to other libraries --------------------------------------------------------------------
-
-
-def as_vector(vector: Any) -> Vector:
-    """Return a dense or a sparse vector of the same elements, in the same memory if possible.
-
-    Takes a 1-D tensor or NumPy array; ``(indices, values, size)`` of NumPy arrays or tensors, with
-    distinct indices of any integer type in any order; a sparse tensor of PyTorch or a ``scipy.sparse``
-    array or matrix, with one row, one column or one dimension (duplicates are summed); a
-    ``SparseVector`` or a ``DenseVector``.
-
-    Example:
-        >>> import numpy as np
-        >>> as_vector(np.array([1.0, 0.0], dtype=np.float32)).values
-        tensor([1., 0.])
-        >>> as_vector((np.array([7, 2], dtype=np.uint16), np.array([1.0, 3.0]), 10)).indices
-        tensor([2, 7])
-    """
-    if isinstance(vector, SparseVector):
-        return vector.check()
-    if isinstance(vector, DenseVector):
-        return DenseVector(_flat(vector.values))
-    if isinstance(vector, Tensor):
-        plain = vector.detach()  # a sum over ranks is not differentiated
-        if plain.layout is torch.strided:
-            return DenseVector(_flat(plain))
-        return _from_torch(plain)
-    if isinstance(vector, tuple):
-        return _from_parts(vector)
-    if hasattr(vector, "tocoo") and hasattr(vector, "shape"):
-        return _from_scipy(vector)
-    if hasattr(vector, "__array_interface__"):
-        return DenseVector(_flat(_tensor(vector)))
-    raise ConfigurationError(
-        f"got {type(vector).__name__}; give a 1-D tensor or NumPy array, (indices, values, size), a "
-        "sparse tensor, a scipy.sparse vector, a SparseVector or a DenseVector"
-    )
-
-
-def _flat(values: Tensor) -> Tensor:
-    if values.dim() != 1:
-        raise ConfigurationError(f"the tensor has shape {tuple(values.shape)}; flatten it first")
-    return values
-
-
-def _tensor(array: Any) -> Tensor:
-    """Return an array as a tensor: in the same memory, unless PyTorch cannot use it."""
-    if isinstance(array, Tensor):
-        return array.detach()
-    array = np.asarray(array)
-    # PyTorch knows no read-only memory, no negative strides and no foreign byte order
-    usable = array.flags.writeable and array.dtype.isnative and min(array.strides, default=0) >= 0
-    try:
-        copied = array if usable else array.astype(array.dtype.newbyteorder("="), order="C")
-        return torch.as_tensor(copied)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"the array has dtype {array.dtype}; convert it to a numeric dtype"
-        ) from error
-
-
-def _from_parts(parts: tuple[Any, ...]) -> SparseVector:
-    """Take ``(indices, values, size)``."""
-    expected = "give (indices, values, size): two 1-D arrays of one length and a whole number"
-    arrays = all(isinstance(x, Tensor) or hasattr(x, "__array_interface__") for x in parts[:2])
-    if len(parts) != 3 or not arrays or not hasattr(parts[2], "__index__"):
-        kinds = ", ".join(type(part).__name__ for part in parts)
-        raise ConfigurationError(f"got a tuple of ({kinds}); {expected}")
-    indices, values, size = _tensor(parts[0]), _tensor(parts[1]), operator.index(parts[2])
-    if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
-        raise ConfigurationError(f"the indices are {indices.dtype}; convert them to integers")
-    if indices.dim() != 1 or indices.shape != values.shape:
-        shapes = f"indices {tuple(indices.shape)} and values {tuple(values.shape)}"
-        raise ConfigurationError(f"got {shapes}; {expected}")
-    indices = indices.to(torch.int64)
-    if bool((indices.diff() <= 0).any()):
-        indices, order = torch.sort(indices)
-        values = values[order]
-    if indices.numel() and (int(indices[0]) < 0 or int(indices[-1]) >= size):
-        ends = f"from {int(indices[0])} to {int(indices[-1])}"
-        raise ConfigurationError(f"the indices are {ends}; give them within [0, {size})")
-    if bool((indices.diff() == 0).any()):
-        raise ConfigurationError("an index occurs more than once; combine its values first")
-    return SparseVector(indices, values, size)
-
-
-def _from_torch(matrix: Tensor) -> SparseVector:
-    along, size = _along(tuple(matrix.shape))
-    coo = matrix.to_sparse(layout=torch.sparse_coo).coalesce()
-    if coo.dense_dim():
-        raise ConfigurationError(
-            f"the sparse tensor has {coo.dense_dim()} dense dimensions; give one without"
-        )
-    return SparseVector(coo.indices()[along], coo.values(), size)
-
-
-def _from_scipy(matrix: Any) -> SparseVector:
-    along, size = _along(tuple(matrix.shape))
-    coo = matrix.tocoo()
-    indices = torch.as_tensor(coo.coords[0] if coo.ndim == 1 else (coo.row, coo.col)[along])
-    unique, at = torch.unique(indices.to(torch.int64), return_inverse=True)
-    values = torch.as_tensor(coo.data)
-    summed = torch.zeros(unique.numel(), dtype=values.dtype).index_add_(0, at, values)
-    stored = summed != 0  # scipy may store zeros; here absent means zero, and zeros are never sent
-    return SparseVector(unique[stored], summed[stored], size)
-
-
-def _along(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the dimension along which a sparse matrix of one row or column lies, and its size."""
-    if not 1 <= len(shape) <= 2 or (len(shape) == 2 and 1 not in shape):
-        raise ConfigurationError(
-            f"the sparse matrix has shape {shape}; give one row, one column, or its flattened form"
-        )
-    along = 1 if len(shape) == 2 and shape[0] == 1 else 0
-    return along, shape[along]
 
 
 def _numpy(tensor: Tensor) -> Any:

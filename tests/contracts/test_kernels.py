@@ -135,7 +135,7 @@ def same_found(a, b):
 
 def thresholds(x):
     """Below all keys, above all keys, and some that occur."""
-    keys = specification.magnitude_keys(x).sort().values
+    keys = kernels.magnitude_keys(x).sort().values
     some = keys[:: max(x.numel() // 3, 1)].tolist()
     return {-5, 0, 1, *some, *(key + 1 for key in some), (1 << 31) - 1, 1 << 31, 1 << 40}
 
@@ -224,7 +224,7 @@ def test_count_from(backend):
         keys = torch.tensor(sorted(t for t in thresholds(values) if 0 <= t < 1 << 31))
         many = torch.arange(-5, 1 << 32, 19_999_999)  # also keys that no value has, or all reach
         uneven = torch.cat([many, keys, keys + 1]).sort().values
-        mine = specification.magnitude_keys(values).long()
+        mine = kernels.magnitude_keys(values).long()
         for some in (keys, keys.int(), keys[:0], keys.repeat_interleave(3), many, uneven):
             expected = [int((mine >= key).sum()) for key in some]
             counts = backend.count_from(values, some)
@@ -303,7 +303,7 @@ def test_threads_change_nothing(isa, monkeypatch):
     monkeypatch.setattr(native, "_ELEMENTS_PER_THREAD", 64)
     backend, n = native_backend(isa), 100_001
     x, g = heavy_tail(n), noise(n, 1)
-    key = int(specification.magnitude_keys(x).sort().values[n // 2])
+    key = int(kernels.magnitude_keys(x).sort().values[n // 2])
     expected = specification.find(x, key, None)
     count = expected[0].numel()
     for threads in (1, 2, 5):

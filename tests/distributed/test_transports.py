@@ -12,8 +12,7 @@ from sparsync import testing
 from sparsync.cli.launch import RankError, launch
 from sparsync.errors import ConfigurationError, DeadlineError, PeerError
 from sparsync.published.wagma.scheme import coded_allreduce
-from sparsync.reduction import OPERATIONS
-from sparsync.sparse import densify
+from sparsync.reduction import OPERATIONS, densify
 from sparsync.transports.actors import Actor
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw

@@ -29,7 +29,7 @@ LAYERS = (
     ("cost", "monitoring"),
     ("presets",),
     ("feedback",),
-    ("api", "averaging"),
+    ("api", "arrays", "averaging"),
     ("exclusive", "gradients", "handle", "optimizers", "options", "updates"),
     ("dense_or_updates", "elastic", "published"),
     ("attach", "checkpoint", "frameworks", "testing"),

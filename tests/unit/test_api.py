@@ -23,8 +23,7 @@ from sparsync.errors import PeerError
 from sparsync.feedback import agreed_setup as agreement
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import PRESETS, resolve
-from sparsync.reduction import reduction
-from sparsync.sparse import densify
+from sparsync.reduction import densify, reduction
 from sparsync.transports.agree import agree
 from sparsync.units import plan_units
 from sparsync.wire import Coo

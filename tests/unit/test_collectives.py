@@ -19,8 +19,8 @@ from sparsync.published.baselines.gtopk import GTopk
 from sparsync.published.redsync.sign_mean import SignMean
 from sparsync.published.sparcml.collectives import Dynamic, Ring
 from sparsync.published.wagma.scheme import coded_allreduce
-from sparsync.reduction import OPERATIONS, Reduction
-from sparsync.sparse import DenseVector, SparseVector, densify
+from sparsync.reduction import OPERATIONS, Reduction, densify
+from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.sim import Links, simulate
 from sparsync.wire import Codec, Coo, Encoded, Packed, Whole

@@ -44,7 +44,7 @@ def residual_of(outer):
 
 async def one_step(outer, weights, rank, step, seen):
     """Move, count and exchange."""
-    weights.add(slice(0, SIZE), -moves(rank, step))
+    weights.write(slice(0, SIZE), -moves(rank, step), add=True)
     if seen is not None:
         outer.contributions.add(None, seen, None)
     await outer.advance(step)
@@ -203,7 +203,7 @@ def test_a_refused_exchange_takes_back_what_its_steps_have_seen():
         outer, weights = await begun(comm, algorithm="dense", density=1.0, period=2)
         for step in range(4):
             bad = torch.full((SIZE,), torch.inf if (comm.rank, step) == (2, 1) else 0.0)
-            weights.add(slice(0, SIZE), bad)
+            weights.write(slice(0, SIZE), bad, add=True)
             # were the first two steps counted, rank 0 would weigh more
             await one_step(
                 outer, weights, comm.rank, step, 100 if step < 2 and not comm.rank else 1

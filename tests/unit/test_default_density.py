@@ -14,7 +14,7 @@ from sparsync.algorithm import LARGE, default_density
 from sparsync.console import say
 from sparsync.errors import NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
-from sparsync.monitoring import Growth
+from sparsync.feedback.residual import Growth
 from sparsync.options import Compression, Monitoring, Options, Transport
 from sparsync.presets import resolve
 

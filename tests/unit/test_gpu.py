@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsync.kernels import normal_levels, packing
+from sparsync.kernels import magnitude_keys, normal_levels, packing
 from sparsync.kernels import reference as spec
 
 from .strategies import palette
@@ -27,9 +27,9 @@ def results(device):
     awkward, n = torch.tensor(palette(torch.float32)), 5000
     mixed = awkward[torch.randint(len(awkward), (n,), generator=generator)]
     for x in (torch.randn(n, generator=generator).to(device), mixed.to(device)):
-        indices, values = spec.find(x, int(spec.magnitude_keys(torch.tensor([0.5]))), None)
+        indices, values = spec.find(x, int(magnitude_keys(torch.tensor([0.5]))), None)
         yield from (indices, values, spec.top(x, 700))
-        yield spec.count_from(x, spec.magnitude_keys(values).sort().values)
+        yield spec.count_from(x, magnitude_keys(values).sort().values)
         yield from spec.merge([(indices, values), (indices[:9], values[:9])], n)
         yield packing.pack_indices(indices, n)
         for form in (packing.BF16, packing.INT8):

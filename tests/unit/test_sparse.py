@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsync import ConfigurationError, DenseVector, SparseVector
-from sparsync.reduction import OPERATIONS, SUM, Reduction, reduction
-from sparsync.sparse import combine, densify, fold
+from sparsync.reduction import OPERATIONS, SUM, Reduction, combine, densify, fold, reduction
 
 from .strategies import (
     boundaries_of,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsync.errors import WireFormatError
-from sparsync.kernels import normal_levels, packing
+from sparsync.kernels import magnitude_keys, normal_levels, packing
 from sparsync.kernels import reference as spec
 from tests.fresh import run_python
 
@@ -86,7 +86,7 @@ def vectors(n):
 
 
 def key_of(value):
-    return int(spec.magnitude_keys(torch.tensor([value])))
+    return int(magnitude_keys(torch.tensor([value])))
 
 
 def identical_found(mine, expected):

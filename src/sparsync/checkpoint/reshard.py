@@ -253,10 +253,14 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
         hidden[slice(*place)] = residual[slice(*place)] * (1 - shown)
     for exchange in state["under_way"]:
         span = slice(*state["spans"][exchange["part"]])
-        if not exchange["refused"]:
+        if exchange["refused"]:
+            continue
+        hidden[span] = residual[span] * (1 - shown_of(exchange["weight"]))
+        if exchange["late"]:
             shared[span] = exchange["shared"]
-            hidden[span] = residual[span] * (1 - shown_of(exchange["weight"]))
-            own[span] = exchange["weights"] + (own[span] if exchange["late"] else 0)
+            own[span] += exchange["weights"]
+        else:  # this rank goes on from the shared weights, which are there already
+            own[span] = shared[span] - (residual - hidden)[span] * in_weights
     if returns:
         own = shared - (residual - hidden) if in_weights else shared
     # shared - own: local steps since the last exchange, and with residual="weights" the shown residual.

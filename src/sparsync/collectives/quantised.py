@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import final
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from sparsync.collectives.collective import Collective, Reduced
 from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result
-from sparsync.sparse import DenseVector, Vector
+from sparsync.sparse import DenseVector, Vector, run_length
 from sparsync.transports.communicator import Communicator
-from sparsync.wire.codec import MessageFraming
-from sparsync.wire.coo import Whole, written
+from sparsync.wire.codec import MessageFraming, written
+from sparsync.wire.coo import Whole
 from sparsync.wire.levels import LloydMax
 
 __all__ = ["Quantised"]
@@ -56,6 +56,7 @@ class Quantised(Collective):
 
     result: Result = "whole"
     order = "tree"
+    by_runs = True
 
     def __init__(self, bits: int = 2, block: int = 256) -> None:
         self.codec = Whole(torch.bfloat16) if bits == 16 else LloydMax(bits, block=block)
@@ -82,43 +83,53 @@ class Quantised(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Send to owners, sum, send to all."""
+        if not isinstance(selected, DenseVector):
+            selected = DenseVector(selected.to_dense())
         if comm.world_size == 1:
-            return Reduced(selected, selected)
+            # the total outlives the step, at whose end a vector that is read by runs changes
+            return Reduced(DenseVector(selected.values), selected)
         codec, framing, rank = self.codec, MessageFraming(self.codec), comm.rank
-        values = selected.to_dense()
-        widths = self._widths(values.numel(), comm.world_size)
-        parts = values.split_with_sizes(widths)
-        own, lengths = parts[rank], [codec.nbytes(width, width, values.dtype) for width in widths]
+        widths = self._widths(selected.size, comm.world_size)
+        starts = [0, *accumulate(widths)]
+        like = selected.run(0, 0)
+        lengths = [codec.nbytes(width, width, like.dtype) for width in widths]
         with comm.stage("pack"):
-            payloads = [own.new_empty(0, dtype=torch.uint8)] * comm.world_size
+            payloads = [like.new_empty(0, dtype=torch.uint8)] * comm.world_size
             for owner in range(comm.world_size):
                 if owner != rank:
-                    payloads[owner] = codec.written(parts[owner])
+                    payloads[owner] = codec.blank(widths[owner], like)
+                    for run in self._runs(widths[owner], like):
+                        low, high = starts[owner] + run.start, starts[owner] + run.stop
+                        codec.write_(payloads[owner], run.start, selected.run(low, high))
         # A capacity is the most that a rank sends to any other: here one of the widest regions, in the
         # second round its own region.
         messages = await comm.alltoallv(payloads, [max(lengths)] * len(lengths), "split", framing)
+        others = _Sum(codec, [m for r, m in enumerate(messages) if r != rank], widths[rank], like)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
-            # summed apart from the own part: ``delivered`` needs the others' alone, below
-            others = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
-            for source, message in enumerate(messages):
-                if source != rank:
-                    codec.decode_to(message, others, add=True)
-        with comm.stage("pack"):
-            whole = (others + own).to(own.dtype)
-            payload = codec.written(whole)
+            payload = codec.blank(widths[rank], like)
+            for run in self._runs(widths[rank], like):
+                low, high = starts[rank] + run.start, starts[rank] + run.stop
+                # summed apart from the own part: ``delivered`` needs the others' alone, below
+                whole = others.run(run.start, run.stop) + selected.run(low, high)
+                codec.write_(payload, run.start, whole.to(like.dtype))
         messages = await comm.alltoallv([payload] * comm.world_size, lengths, "allgather", framing)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
             finite = [codec.is_finite(m, w) for m, w in zip(messages, widths, strict=True)]
-            total = _Coded(codec, messages, widths, values, finite=all(finite))
+            total = _Coded(codec, messages, widths, like, self._runs, finite=all(finite))
             # Of its own region a rank delivers the decoded sum less the others' parts.  So the parts of
             # all ranks add up to the total, and the rounding error of the sum is in this rank's residual,
             # where 1-bit Adam keeps a second error, at the server.
-            codec.decode_to(payload, whole)
-            payloads[rank] = whole.sub_(others)
-            delivered = _Coded(codec, payloads, widths, values, known=rank)
+            payloads[rank] = payload
+            delivered = _Coded(codec, payloads, widths, like, self._runs, less=(rank, others))
         return Reduced(total, delivered)
+
+    def _runs(self, size: int, like: Tensor) -> Iterator[slice]:
+        """Yield the runs in which a region is encoded and decoded: so memory does not grow with n."""
+        most = max(run_length(like) // self.codec.step, 1) * self.codec.step
+        for start in range(0, size, most):
+            yield slice(start, min(start + most, size))
 
     def _widths(self, size: int, world_size: int) -> list[int]:
         """Return the elements of each rank's region: whole blocks, but for the last."""
@@ -129,11 +140,30 @@ class Quantised(Collective):
 
 
 @final
-class _Coded(DenseVector):
-    """A vector kept as encoded messages, one per region, that are decoded on every access.
+class _Sum:
+    """The sum of several ranks' messages of one region, of which runs are decoded on every access."""
 
-    So it takes little memory, and is written, divided or subtracted in one pass.  The region ``known``
-    is stored unencoded; ``finite`` says that no message has NaN or Inf.
+    def __init__(
+        self, codec: LloydMax | Whole, messages: Sequence[Tensor], size: int, like: Tensor
+    ) -> None:
+        self._codec, self._messages, self._size = codec, messages, size
+        self._like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
+
+    def run(self, start: int, stop: int) -> Tensor:
+        """Return elements ``[start, stop)`` of the sum, in the order of ranks."""
+        made = self._like.new_zeros(stop - start)
+        for message in self._messages:
+            self._codec.decode_to(message, made, add=True, start=start, size=self._size)
+        return made
+
+
+@final
+class _Coded(DenseVector):
+    """A vector kept as encoded messages, one per region, of which runs are decoded on every access.
+
+    So it takes little memory, and is written, divided or subtracted in one pass.  Of the region named in
+    ``less``, the vector is its message less a sum of others; ``finite`` says that no message has NaN or
+    Inf.
     """
 
     # On the CPU a vector in fresh memory costs as much as seven passes over it, for the system clears its
@@ -145,20 +175,19 @@ class _Coded(DenseVector):
         messages: Sequence[Tensor],
         widths: Sequence[int],
         like: Tensor,
-        known: int | None = None,
+        runs: Callable[[int, Tensor], Iterator[slice]],
+        less: tuple[int, _Sum] | None = None,
         *,
         finite: bool = False,
     ) -> None:
         self._codec, self._messages, self._widths = codec, messages, list(widths)
-        self._like, self._known, self._finite = like.new_empty(0), known, finite
+        self._like, self._runs, self._less, self._finite = like, runs, less, finite
         self._divisor = 1
 
     @functools.cached_property
     def values(self) -> Tensor:
         """All elements; they are kept."""
-        values = self._like.new_empty(self.size)
-        self.write_to_(values)
-        return values
+        return self.run(0, self.size)
 
     @property
     def size(self) -> int:
@@ -167,20 +196,50 @@ class _Coded(DenseVector):
 
     nnz = size
 
-    def write_to_(self, dense: Tensor) -> None:
-        """``dense = self``, in place."""
-        self._decode(dense, self._divisor)
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements."""
+        return self._like.dtype
 
-    def subtract_from_(self, dense: Tensor) -> None:
-        """``dense -= self``, in place."""
-        self._decode(dense, -self._divisor, add=True)
+    def run(self, start: int, stop: int) -> Tensor:
+        """Decode elements ``[start, stop)``."""
+        made = self._like.new_empty(stop - start)
+        self.write_to_(made, start)
+        return made
 
-    def _decode(self, dense: Tensor, divisor: int, *, add: bool = False) -> None:
-        for rank, part in enumerate(dense.split_with_sizes(self._widths)):
-            if rank == self._known:
-                written(self._messages[rank], part, divisor, add=add)
-            else:
-                self._codec.decode_to(self._messages[rank], part, divisor, add=add)
+    def write_to_(self, dense: Tensor, start: int = 0) -> None:
+        """``dense = self``, in place; ``dense`` may be a run of elements from ``start`` on."""
+        self._decode(dense, start, self._divisor)
+
+    def subtract_from_(self, dense: Tensor, start: int = 0) -> None:
+        """``dense -= self``, in place; ``dense`` may be a run of elements from ``start`` on."""
+        self._decode(dense, start, -self._divisor, add=True)
+
+    def _decode(self, dense: Tensor, start: int, divisor: int, *, add: bool = False) -> None:
+        low, stop = 0, start + dense.numel()
+        for rank, width in enumerate(self._widths):
+            for run in self._runs(width, self._like):
+                first, last = max(run.start + low, start), min(run.stop + low, stop)
+                if first < last:
+                    here = dense[first - start : last - start]
+                    self._decode_run(rank, first - low, here, divisor, add=add)
+            low += width
+
+    def _decode_run(self, rank: int, start: int, into: Tensor, divisor: int, *, add: bool) -> None:
+        """Decode elements of a region from ``start`` on."""
+        width, step = self._widths[rank], self._codec.step
+        stop = start + into.numel()
+        first, last = start // step * step, min(-(-stop // step) * step, width)
+        less = self._less is not None and self._less[0] == rank
+        if (first, last) == (start, stop) and not less:
+            message = self._messages[rank]
+            self._codec.decode_to(message, into, divisor, add=add, start=start, size=width)
+            return
+        made = self._like.new_empty(last - first)
+        self._codec.decode_to(self._messages[rank], made, start=first, size=width)
+        if self._less is not None and less:
+            made.sub_(self._less[1].run(first, last))
+        written(made[start - first : stop - first], into, divisor, add=add)
 
     def divide_(self, divisor: int) -> None:
         """``self /= divisor``."""

@@ -29,11 +29,13 @@ from sparsync.feedback.agreed_setup import weights_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.monitoring import sink_of
 from sparsync.options import Options
+from sparsync.sparse import DenseVector, Vector
 from sparsync.state import packed, unpacked
 from sparsync.transports.driver import run, together
 from sparsync.units import output_parameters
 from sparsync.updates.fragments import Begin, Exchange, Layout, Weights
 from sparsync.updates.gradient_noise import noise_of
+from sparsync.updates.outer_engine import Moves
 from sparsync.updates.outer_step import OuterStep
 from sparsync.updates.sync import UpdateSync
 from sparsync.updates.weights import ModelWeights, trained_of
@@ -108,10 +110,12 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         # end of a dropped model
         me = weakref.ref(self)
 
-        def reduce(exchange: Exchange, deltas: list[Tensor], units: range) -> Awaitable[bool]:
+        def reduce(
+            exchange: Exchange, moves: list[Moves], units: range
+        ) -> Awaitable[list[Vector] | None]:
             sync = me()
             assert sync is not None
-            return sync._reduce(exchange, deltas, units)
+            return sync._reduce(exchange, [its.whole() for its in moves], units)
 
         super().__init__(
             model,
@@ -344,8 +348,10 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
 
     # ---- an exchange, on the engine's thread -------------------------------------------------------
 
-    async def _reduce(self, exchange: Exchange, deltas: list[Tensor], units: range) -> bool:
-        """Exchange until a group has all of it; False: all refuse it."""
+    async def _reduce(
+        self, exchange: Exchange, deltas: list[Tensor], units: range
+    ) -> list[Vector] | None:
+        """Exchange until a group has all of it, and return the averages; None: all refuse it."""
         attendance, reducer, members = self.attendance, self.reducer, self.attendance.members
         attendance.ready()
         self._accumulate_all(deltas)
@@ -370,7 +376,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         except NonFiniteGradientError:
             reducer.skip()
             attendance.close(step, applied=False)
-            return False
+            return None
         for average, delta in zip(averages, deltas, strict=True):
             average.write_to_(delta)
         if members.behind and attendance.catch_up is not None:
@@ -380,8 +386,8 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         if attendance.close(step, applied=True):
             self._arrive(step)
             # the new shared weights replace this rank's own: its local steps were from other weights
-            exchange.late = False
-        return True
+            exchange.late, exchange.weights = False, None
+        return [DenseVector(delta) for delta in deltas]
 
     def _accumulate_all(self, deltas: Sequence[Tensor]) -> None:
         """Accumulate this rank's changes, or nothing where its weights are not the others'."""

@@ -23,10 +23,10 @@ from sparsync import kernels
 from sparsync.algorithm import Algorithm
 from sparsync.collectives import Reduced
 from sparsync.feedback.correction import Correction, Corrector
-from sparsync.feedback.residual import Residual
+from sparsync.feedback.residual import Growth, Residual
 from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.step import Consensus, Plan, Proposal, Use, channel_of
-from sparsync.monitoring import Growth, Measured, Monitor, Sink
+from sparsync.monitoring import Measured, Monitor, Sink
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import together
@@ -79,6 +79,7 @@ class Reducer:
         self.growth = Growth(math.ceil(1 / density)) if density else None
         self.notice = ""  # for the user, who is told once
         self.reduced: dict[int, Reduced] = {}  # results of the open step, by unit
+        self._later: dict[int, DenseVector] = {}  # accumulated gradients that are read by runs
         self._committed: dict[int, Reduced] = {}  # those of them that are applied already
         self.lost: list[Vector] = []  # in the last step: rounded away, and kept by no rank
         self.open()
@@ -86,6 +87,7 @@ class Reducer:
     def open(self) -> None:
         """Plan the open step from the present state, to which ``refuse`` returns."""
         self.reduced.clear()
+        self._later.clear()
         self._committed.clear()
         # states are frozen and replaced whole, so references are a snapshot
         self._settled = [part.state for part in (*self.selectors, *self.collectives)]
@@ -123,6 +125,15 @@ class Reducer:
                 self.monitor.xi.accumulate(self.step, unit, start, gradient)
             residual.accumulate(start, gradient, *self.plan.units[unit].collect or ())
 
+    def accumulates_later(self, unit: int) -> bool:
+        """Tell whether a unit's gradient is read run by run, so that it needs no memory of its own."""
+        collective = self.plan.units[unit].collective
+        return collective.by_runs and not (self.corrector or self.monitor or self.overflows)
+
+    def accumulate_later(self, unit: int, gradient: Callable[[int, int], Tensor]) -> None:
+        """Accumulate elements ``[start, stop)`` of a gradient when they are read."""
+        self._later[unit] = self.residuals[unit].accumulate_later(gradient)
+
     async def exchange(self, unit: int) -> None:
         """Select, then sum over ranks; the result waits for the commit."""
         # everything before the first ``await`` is done when the coroutine is started: ``share``, which is
@@ -136,6 +147,8 @@ class Reducer:
 
     def _select(self, unit: int) -> Vector:
         """Select from a unit; free the collected entries before anything is exchanged."""
+        if unit in self._later:
+            return self._later.pop(unit)
         residual, plan = self.residuals[unit], self.plan.units[unit]
         collected = residual.collected(*plan.wanted) if plan.wanted else None
         selected = plan.selector.select(residual.accumulated, plan.k, self.step, collected)
@@ -262,16 +275,22 @@ class Reducer:
             self.corrector.measure(gradients)
         for place, unit in enumerate(chosen):
             self.accumulate(unit, 0, gradients[place], weights[place] if weights else None)
-        programs = [self.exchange(unit) for unit in chosen]
+        averages = await self.exchange_all(units)
+        for average, gradient in zip(averages, gradients, strict=True):
+            average.write_to_(gradient)
+        return averages
+
+    async def exchange_all(self, units: Sequence[int] | None = None) -> list[Vector]:
+        """Exchange and commit the units, whose gradients are accumulated; return their averages."""
+        programs = [
+            self.exchange(unit) for unit in (range(len(self.units)) if units is None else units)
+        ]
         try:
             await together([*programs, self.share()] if units is None else programs)
         except BaseException:
             self.fail()
             raise
-        averages = self.commit(units)
-        for average, gradient in zip(averages, gradients, strict=True):
-            average.write_to_(gradient)
-        return averages
+        return self.commit(units)
 
     def _close(self, reduced: Sequence[Reduced], measured: Measured | None = None) -> None:
         self.lost = [result.lost for result in reduced if result.lost is not None]

@@ -7,15 +7,22 @@ feedback costs one buffer of n elements, not two.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.sparse import DenseVector, SparseVector, Vector
+from sparsync.sparse import DenseVector, SparseVector, Vector, runs
 
-__all__ = ["Residual"]
+__all__ = ["Growth", "Residual"]
+
+_OCTAVES, _MEMORY = 2.0, 8  # doublings that are too many, and the windows in which they happen
+
+# elements [start, stop) of a gradient, in memory of their own
+Runs = Callable[[int, int], Tensor]
 
 
 class _Piece(NamedTuple):
@@ -32,7 +39,7 @@ class Residual:
     grows when that is added, and mass would vanish before the law begins.
 
     Memory: n elements, and while a step is open 8 bytes per entry that was collected and one more
-    copy of 16-bit gradients.
+    copy of 16-bit gradients.  A gradient that is there by runs alone (``accumulate_later``) takes none.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -43,6 +50,9 @@ class Residual:
         # anything, such as the total of a dense step, and is written over by the next gradients.
         self.empty = True
         self._pieces: list[_Piece] = []
+        self._later: Runs | None = (
+            None  # of the open step, if nothing is accumulated before its commit
+        )
         # starts, indices and values of the collected entries; None: not asked for, or there were too many
         self._found: list[tuple[int, Tensor, Tensor]] | None = []
         self._key, self._count = 1, 0  # the key that collected entries reach, and their number
@@ -82,6 +92,22 @@ class Residual:
         indices = found[0].to(narrow, copy=True).add_(start)
         self._found.append((start, indices, found[1].clone()))
 
+    def accumulate_later(self, gradient: Runs) -> DenseVector:
+        """Return ``accumulated = residual + gradient``, of which runs are computed on every access.
+
+        The residual itself changes in ``retain``, so a step is refused at no cost.  Until then the
+        gradient must stay the same.
+        """
+        self._later = gradient
+        return _Accumulated(self)
+
+    def run(self, start: int, stop: int) -> Tensor:
+        """Return a run of what ``accumulate_later`` has announced, in memory of its own."""
+        assert self._later is not None
+        made = self._later(start, stop)
+        # on the device of gradients: the residual may be in host memory
+        return made if self.empty else made.add_(self.accumulated[start:stop].to(made.device))
+
     def collected(self, key: int = 1, limit: int | None = None) -> SparseVector | None:
         """Return the collected entries that reach ``key``; their indices have 32 bits if those suffice.
 
@@ -108,6 +134,16 @@ class Residual:
 
     def retain(self, delivered: Vector) -> None:
         """``residual = accumulated - delivered``: the commit of a step."""
+        if self._later is not None:
+            assert isinstance(delivered, DenseVector)
+            whole = isinstance(delivered, _Accumulated)
+            for start, stop in () if whole else runs(len(self.accumulated), delivered.run(0, 0)):
+                rest = self.run(start, stop)
+                delivered.subtract_from_(rest, start)
+                self.accumulated[start:stop] = rest
+            self._close()
+            self.empty = whole
+            return
         self._close()
         # By identity: a dense allreduce in place has put the total into this very buffer, so there is
         # nothing left to subtract from.  By type: ``values`` of a vector in messages decodes them all.
@@ -167,8 +203,16 @@ class Residual:
         if value is not None:
             self.accumulated.copy_(value)
 
+    def clear(self, where: slice) -> None:
+        """Set a part of the residual to zero between steps."""
+        if where == slice(0, len(self.accumulated)):
+            self.empty = True
+        elif not self.empty:
+            self.accumulated[where] = 0
+
     def _close(self) -> None:
         self._pieces.clear()
+        self._later = None
         self._found, self._count = [], 0
 
     def _join(self) -> None:
@@ -181,3 +225,75 @@ class Residual:
             _, here, entries = waiting.pop()
             indices[at : at + len(here)], values[at : at + len(here)] = here, entries
             at += len(here)
+
+
+@final
+class _Accumulated(DenseVector):
+    """The accumulated gradient of an open step, computed run by run."""
+
+    def __init__(self, residual: Residual) -> None:
+        self._residual = residual
+
+    @property
+    def values(self) -> Tensor:
+        """All elements, computed on every access."""
+        return self.run(0, self.size)
+
+    @property
+    def size(self) -> int:
+        """Number of elements n."""
+        return len(self._residual.accumulated)
+
+    nnz = size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements."""
+        return self._residual.accumulated.dtype
+
+    def run(self, start: int, stop: int) -> Tensor:
+        """Return elements ``[start, stop)``."""
+        return self._residual.run(start, stop)
+
+
+@final
+class Growth:
+    """Notices a residual that grows without bound, by the magnitude from which entries are selected.
+
+    Error feedback delays an entry by about 1 / density steps.  If the learning rate or the momentum is
+    too high for that delay, a correction arrives after its cause is gone: it overshoots, gradients grow,
+    and the residual grows with them.  All entries that wait are smaller than the threshold, which
+    selectors know without another pass.
+
+    Thresholds are averaged, as logarithms, over windows of 1 / density steps.  In the first window the
+    residual fills, so it tells nothing.  From then on the threshold of a training that goes well stays,
+    or falls with the gradients, while that of one that diverges, or whose residual grows linearly, rises
+    by two octaves over the least of the last eight windows.  Slower growth is not reported.
+
+    Args:
+        window: steps of a window: 1 / density.
+
+    Cost: an addition per step; never a wait for a GPU.   State: of this process, not saved.
+
+    Example:
+        >>> growth = Growth(window=2)
+        >>> [growth.observe(0.5 * step) for step in range(8)]  # a doubling in two steps
+        [False, False, False, False, False, False, False, True]
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._means: deque[float] = deque(maxlen=_MEMORY)
+        self._sum, self._count, self._filling = 0.0, 0, True
+
+    def observe(self, threshold: float) -> bool:
+        """Take a step's threshold, as a logarithm to base 2; tell whether the residual grows too fast."""
+        self._sum, self._count = self._sum + threshold, self._count + 1
+        if self._count < self.window:
+            return False
+        mean, filling = self._sum / self._count, self._filling
+        self._sum, self._count, self._filling = 0.0, 0, False
+        if filling:
+            return False
+        self._means.append(mean)
+        return mean - min(self._means) >= _OCTAVES

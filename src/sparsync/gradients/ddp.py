@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.errors import ConfigurationError
@@ -26,7 +25,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.gradients.buckets import Bucket, BucketStep, Places
 from sparsync.gradients.hierarchy import NodeReducer
 from sparsync.gradients.steps import GradientSync
-from sparsync.handle import call_after_backward, weakly
+from sparsync.handle import CommHook, call_after_backward, weakly
 from sparsync.options import Monitoring, Options, say_on_rank_0
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.driver import run
@@ -338,74 +337,6 @@ class DdpSync(GradientSync):
             # then
             this.buckets.clear()
         self._end_step(alike=True)
-
-
-@final
-class CommHook:
-    """State of DDP's communication hook; without a handle the hook allreduces, as plain DDP does.
-
-    ``register_comm_hook`` may be called once in the life of DDP's reducer, and nothing removes a hook.
-    So ``close`` leaves the hook in place without a handle, and the next ``attach`` gives it a new one.
-    """
-
-    def __init__(self, model: DistributedDataParallel | None = None) -> None:
-        self.model: Any = None if model is None else weakref.ref(model)
-        self.sync: Any = None
-
-    @staticmethod
-    def taken(model: DistributedDataParallel, sync: Any) -> CommHook:
-        """Let a model's buckets go to ``sync.on_bucket``."""
-        hook = CommHook.closed_of(model)
-        if hook is None:
-            hook = CommHook(model)
-            model.register_comm_hook(hook, _on_bucket)
-        # no longer a ``_Closed`` list: from now on a copy of the model is refused
-        model._comm_hooks = list(model._comm_hooks)
-        hook.sync = sync
-        return hook
-
-    def release(self) -> None:
-        """Let go of the handle; copies of the model that are made from now on have no hook."""
-        self.sync = None
-        if (model := self.model()) is not None:
-            model._comm_hooks = _Closed(model._comm_hooks)
-
-    @staticmethod
-    def closed_of(model: Any) -> CommHook | None:
-        """Return the hook of a handle that was closed, which can be used again."""
-        hooks = [state for _, state in model._comm_hooks]
-        free = hooks and isinstance(hooks[0], CommHook) and hooks[0].sync is None
-        return hooks[0] if free else None
-
-    def __reduce__(self) -> Any:
-        if self.sync is not None:
-            raise ConfigurationError(
-                "a DDP model with sparsync attached cannot be copied or pickled: its threads and its "
-                "residuals belong to this rank; copy or save model.module, and attach to the copy's own "
-                "DDP"
-            )
-        return CommHook, ()  # copied in some other way than with its model: it belongs to none
-
-
-@final
-class _Closed(list[Any]):
-    """DDP's list of hooks after ``close``, of which a copy is empty.
-
-    DDP copies its attributes, this list among them, but builds a new reducer for the copy (2.13:
-    ``__getstate__``, ``__setstate__``).  A hook in the copied list would be registered nowhere, and
-    ``attach`` would take it for one that can be used again.
-    """
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return list, ()
-
-
-# DDP compares the hook's annotations with the classes themselves, so those of this module, which are
-# strings (``from __future__ import annotations``), would be rejected
-def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]
-    if hook.sync is None:
-        return allreduce_hook(hook.model().process_group, bucket)
-    return hook.sync.on_bucket(bucket)
 
 
 def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from sparsync.kernels import native, reference
-from sparsync.kernels.reference import Dealt, key_range, magnitude_keys
+from sparsync.kernels.keys import key_range, magnitude_keys
+from sparsync.kernels.reference import Dealt
 
 __all__ = [
     "Dealt",

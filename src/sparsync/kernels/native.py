@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.kernels.reference import Dealt, check_pair
+from sparsync.kernels.keys import check_pair
+from sparsync.kernels.reference import Dealt
 
 __all__ = [
     "EXTENSION",

@@ -1,29 +1,22 @@
-"""The hot loops in plain PyTorch: the specification that every faster kernel must equal bit for bit.
-
-Magnitudes are compared as the integer bits of ``|x|``.  That orders finite floats like ``abs``, puts
-Inf above them and NaN above Inf: a NaN is selected (and seen), never silently lost.
-"""
+"""The hot loops in plain PyTorch: the specification that every faster kernel must equal bit for bit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
+from sparsync.kernels.keys import check_pair, magnitude_keys
 
 __all__ = [
     "Dealt",
     "accumulate_",
-    "check_pair",
     "count_from",
     "deal",
     "find",
-    "key_range",
-    "magnitude_keys",
     "merge",
     "restrict",
     "scatter_",
@@ -32,46 +25,10 @@ __all__ = [
     "undeal",
 ]
 
-# for each dtype: the integers of the same width, and the bits of its mantissa
-_BITS = MappingProxyType(
-    {
-        torch.float32: (torch.int32, 23),
-        torch.float64: (torch.int64, 52),
-        torch.float16: (torch.int16, 10),
-        torch.bfloat16: (torch.int16, 7),
-    }
-)
 # elements that ``accumulate_`` copies at a time: on a GPU one launch, on a CPU one round through the
 # cache
 _BLOCK = 1 << 20
 _LOW_32 = 0xFFFFFFFF
-
-
-def magnitude_keys(x: Tensor) -> Tensor:
-    """Return integers ordered as ``|x|``, same shape; 0 only for zero.
-
-    Example:
-        >>> keys = magnitude_keys(torch.tensor([0.0, -2.0, 1.0, float("nan"), float("inf")]))
-        >>> keys.argsort().tolist()
-        [0, 2, 1, 4, 3]
-    """
-    integer, _ = _bits_of(x.dtype)
-    return x.contiguous().view(integer) & torch.iinfo(integer).max
-
-
-def key_range(dtype: torch.dtype) -> tuple[int, int]:
-    """Return ``(largest, octave)``: no key exceeds ``largest``, and doubling |x| adds ``octave``."""
-    integer, mantissa = _bits_of(dtype)
-    return torch.iinfo(integer).max, 1 << mantissa
-
-
-def _bits_of(dtype: torch.dtype) -> tuple[torch.dtype, int]:
-    if dtype not in _BITS:
-        raise ConfigurationError(
-            f"magnitudes of {dtype} are not defined; use one of "
-            f"{', '.join(str(d).removeprefix('torch.') for d in _BITS)}"
-        )
-    return _BITS[dtype]
 
 
 def accumulate_(
@@ -100,17 +57,6 @@ def accumulate_(
         new.add_(old)
         old.copy_(before)
     return None if key is None else find(residual, key, limit)
-
-
-def check_pair(residual: Tensor, gradient: Tensor) -> None:
-    """Refuse a pair that cannot swap its contents."""
-    kinds = [(t.shape, t.dtype, t.device, t.is_contiguous()) for t in (residual, gradient)]
-    if kinds[0] != kinds[1] or residual.dim() != 1 or not residual.is_contiguous():
-        ours, theirs = (f"{[*t.shape]} x {t.dtype} on {t.device}" for t in (residual, gradient))
-        raise ConfigurationError(
-            f"accumulate_: residual is {ours}, gradient {theirs}; they swap their contents and must "
-            "be alike, 1-D and contiguous: convert the gradient first, or pass a flat buffer"
-        )
 
 
 def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from sparsync.kernels import packing
+from sparsync.kernels.keys import check_pair
 from sparsync.kernels.packing import _LARGEST_SCALE, _LEVELS, _NOT_FINITE
-from sparsync.kernels.reference import check_pair, count_from, deal, restrict, undeal
+from sparsync.kernels.reference import count_from, deal, restrict, undeal
 
 __all__ = [
     "BLOCK",

@@ -90,6 +90,7 @@ class Communicator(ABC):
         companions: threads, actors and memories that others keep for this group; ``close`` ends them.
         aborted: set by ``abort``; all channels share it.
         pads: whether ``alltoallv`` pads every message to its sender's capacity.
+        tags: number of channels that the transport has.
         timeout: seconds that any wait may take.
 
     All payloads are 1-D ``torch.uint8``.  Messages between two ranks on one channel arrive in the
@@ -98,6 +99,7 @@ class Communicator(ABC):
     """
 
     pads: ClassVar[bool] = False
+    tags: int = 2**32  # of the header's 32 bits over ZeroMQ; other transports may have fewer
     timeout: float = 300.0
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -109,11 +111,15 @@ class Communicator(ABC):
         self.companions: dict[str, Any] = {}  # each with ``close``
         self.aborted = threading.Event()
 
-    def channel(self, tag: int) -> Communicator:
+    def channel(self: C, tag: int) -> C:
         """Return a handle on the same group, whose messages never meet those of other channels.
 
         Channels allow several units to be in flight: each unit has its own.
         """
+        if not 0 <= tag < self.tags:
+            raise ConfigurationError(
+                f"channel {tag} does not exist; give a tag in [0, {self.tags})"
+            )
         # shallow: links, ledger, companions and ``aborted`` are shared, so that traffic is counted in one
         # place and an abort ends the waits on all channels
         twin = copy.copy(self)

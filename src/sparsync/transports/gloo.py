@@ -19,7 +19,7 @@ from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing
-from sparsync.transports.process_group import break_off, check_tag
+from sparsync.transports.process_group import NEVER, break_off
 
 __all__ = ["GlooCommunicator"]
 
@@ -42,6 +42,8 @@ class GlooCommunicator(Communicator):
         endpoint: of this rank, for the lists that ``regroup`` takes.
     """
 
+    tags = NEVER
+
     def __init__(self, host: str, store: TCPStore, timeout: float) -> None:
         super().__init__(0, 1, torch.device("cpu"))
         self.timeout = check_timeout(timeout)
@@ -63,11 +65,6 @@ class GlooCommunicator(Communicator):
         self.give_up()
         self.rank, self.world_size = rank, len(endpoints)
         self.group = _Group(partial(self._meet, rank, job, endpoints))
-
-    def channel(self, tag: int) -> Communicator:
-        """Return a handle on the same group and ledger, whose messages never meet other channels'."""
-        check_tag(tag)
-        return super().channel(tag)
 
     def give_up(self) -> None:
         """End this rank's waits in its group, and the other ranks' waits for it."""

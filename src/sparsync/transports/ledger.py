@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, final
+from operator import add, sub
+from typing import Any, Literal, TypeVar, final
 
 from torch import Tensor
 
@@ -19,33 +20,30 @@ from sparsync.errors import WireFormatError
 
 __all__ = ["STAGES", "Framing", "Ledger", "Parts", "Raw", "Several", "Traffic", "place"]
 
+C = TypeVar("C", bound="_Counts")
+
 STAGES = ("accumulate", "select", "pack", "communicate", "unpack")  # of a step (RedSync, Figure 10)
 
 
+class _Counts:
+    """A dataclass of counts, which adds field by field."""
+
+    def __add__(self: C, other: C) -> C:
+        return type(self)(*map(add, vars(self).values(), vars(other).values()))
+
+    def __sub__(self: C, other: C) -> C:
+        return type(self)(*map(sub, vars(self).values(), vars(other).values()))
+
+
+@final
 @dataclass(frozen=True)
-class Parts:
+class Parts(_Counts):
     """The bytes of one payload by purpose."""
 
     header: int = 0
     index: int = 0
     value: int = 0
     control: int = 0
-
-    def __add__(self, other: Parts) -> Parts:
-        return Parts(
-            self.header + other.header,
-            self.index + other.index,
-            self.value + other.value,
-            self.control + other.control,
-        )
-
-    def __sub__(self, other: Parts) -> Parts:
-        return Parts(
-            self.header - other.header,
-            self.index - other.index,
-            self.value - other.value,
-            self.control - other.control,
-        )
 
     @property
     def nbytes(self) -> int:
@@ -120,8 +118,9 @@ class Several(Framing):
         return sum(map(self.framing.parts, self.cut(payload)), Parts())
 
 
+@final
 @dataclass
-class Traffic:
+class Traffic(_Counts):
     """Bytes and messages of one rank over some span (a phase, a step, a run)."""
 
     sent: int = 0
@@ -129,24 +128,6 @@ class Traffic:
     messages_sent: int = 0
     messages_received: int = 0
     sent_parts: Parts = Parts()
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.sent + other.sent,
-            self.received + other.received,
-            self.messages_sent + other.messages_sent,
-            self.messages_received + other.messages_received,
-            self.sent_parts + other.sent_parts,
-        )
-
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.sent - other.sent,
-            self.received - other.received,
-            self.messages_sent - other.messages_sent,
-            self.messages_received - other.messages_received,
-            self.sent_parts - other.sent_parts,
-        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers."""

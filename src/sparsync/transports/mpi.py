@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import functools
 import importlib
 import time
@@ -87,7 +86,7 @@ class MpiCommunicator(Communicator):
         self.timeout = check_timeout(timeout)
         self.spin, self.mpi = spin, mpi
         self.pending: dict[int, _Request] = {}  # MPI reads or writes their buffers until they end
-        self._tags = int(comm.Get_attr(mpi.TAG_UB))
+        self.tags = 1 + int(comm.Get_attr(mpi.TAG_UB))
         # a duplicate, whose messages are never matched with the caller's; COMM_NULL once it is freed.
         # Idup and not Dup, whose wait for ranks that never come has no deadline
         self.comm, request = comm.Idup()
@@ -142,16 +141,6 @@ class MpiCommunicator(Communicator):
             part.Free()
             group.Free()
             everyone.Free()
-
-    def channel(self, tag: int) -> MpiCommunicator:
-        """Return a handle on the same links and ledger, whose messages never meet other channels'."""
-        if not 0 <= tag <= self._tags:
-            raise ConfigurationError(
-                f"channel {tag} does not exist; this MPI has tags from 0 to {self._tags}"
-            )
-        twin = copy.copy(self)
-        twin.tag = tag
-        return twin
 
     def host(self, actor: Actor) -> Host:
         """Run an actor over ZeroMQ, where it can sleep until any sender's message comes."""

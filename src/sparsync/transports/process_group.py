@@ -23,19 +23,19 @@ from sparsync.transports.mpi import MpiCommunicator
 from sparsync.transports.rendezvous import convene, place_of_gloo, store_of
 
 __all__ = [
+    "NEVER",
     "TRANSPORTS",
     "Groups",
     "RollCall",
     "TorchCommunicator",
     "break_off",
-    "check_tag",
     "check_transport",
     "connect_group",
 ]
 
 _PATIENCE: Final = 1.0  # seconds for the others to report, after one rank's failure
 _LOOK: Final = 0.02  # seconds between looks into the store
-_NEVER: Final = 2**30  # a tag that no channel has: ``check_tag`` refuses it
+NEVER: Final = 2**30  # a tag that no channel of gloo has; ``break_off`` keeps it for itself
 _AT_ONCE: Final = timedelta(milliseconds=1)
 TRANSPORTS = ("auto", "torch", "zmq", "mpi")
 
@@ -107,6 +107,7 @@ class TorchCommunicator(Communicator):
     """
 
     pads = True
+    tags = NEVER
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 300.0) -> None:
         if not dist.is_initialized():
@@ -128,11 +129,6 @@ class TorchCommunicator(Communicator):
         longest = options._timeout.total_seconds() if options is not None else timeout
         self.patience = min(timeout, longest)
         self.roll = RollCall(group, self.rank, self.world_size)
-
-    def channel(self, tag: int) -> Communicator:
-        """Return a handle on the same group and ledger, whose messages never meet other channels'."""
-        check_tag(tag)
-        return super().channel(tag)
 
     def host(self, actor: Actor) -> Host:
         """Run an actor over ZeroMQ; the ranks meet in the group's store, which names the missing."""
@@ -290,12 +286,6 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
         raise PeerError(f"{place} failed after {seconds:.1f} s: {gone} ({first_line})") from error
 
 
-def check_tag(tag: int) -> None:
-    """Refuse a channel that gloo has not, or that ``break_off`` keeps for itself."""
-    if not 0 <= tag < _NEVER:
-        raise ConfigurationError(f"channel {tag} does not exist; give a tag in [0, 2^30)")
-
-
 def break_off(gloo: Any, world_size: int) -> None:
     """Close a gloo group's connections: waits of other threads, and those of peers, end with an error.
 
@@ -304,7 +294,7 @@ def break_off(gloo: Any, world_size: int) -> None:
     for peer in range(world_size):
         # so a wait that must run out of time: for a message that no rank ever sends
         with suppress(RuntimeError, ValueError):  # it is gone already, or it is this rank
-            gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER).wait(_AT_ONCE)
+            gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, NEVER).wait(_AT_ONCE)
 
 
 @final

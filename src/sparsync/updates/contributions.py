@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
-from torch import Tensor
 
 from sparsync.errors import PeerError, require
 from sparsync.feedback.reducer import Reducer
@@ -151,12 +150,10 @@ class Contributions:
         own = reducer.comm.rank
         return [_weight(column, column[own]) for column in columns]
 
-    async def weigh_(self, exchange: Exchange, moved: Tensor, reducer: Reducer) -> None:
-        """Multiply this rank's move by its weight, in place."""
+    async def weigh_(self, exchange: Exchange, reducer: Reducer) -> None:
+        """Give an exchange this rank's weight."""
         (its,) = await self.weigh([exchange.seen], reducer)
         exchange.weight, exchange.ranks = its.weight, its.ranks
-        if its.weight != 1:  # saves the pass, in the usual case that nobody counts
-            moved.mul_(its.weight)
 
     async def weigh_all(self, reducer: Reducer) -> list[Weight]:
         """Return the weights of all fragments, and count from 0."""

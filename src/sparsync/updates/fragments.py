@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from sparsync.errors import NonFiniteGradientError
 from sparsync.transports.driver import Operation
-from sparsync.units import Slot, Unit, local_of, plan_units
+from sparsync.units import Unit, is_finite, local_of, plan_units
 
 __all__ = ["Begin", "Exchange", "Fragment", "Layout", "Scratch", "Weights", "rotate_"]
 
@@ -25,6 +26,14 @@ class Fragment(NamedTuple):
 
     span: slice  # in the vector
     units: range  # numbers of its units, which are the fragment's own
+
+
+class _Piece(NamedTuple):
+    """A run of elements of a unit that lies together in the vector."""
+
+    unit: int  # where it begins in the unit
+    vector: int  # and in the vector
+    size: int
 
 
 @final
@@ -42,12 +51,20 @@ class Layout:
     def __init__(
         self, parameters: Mapping[str, Tensor], rest: Mapping[str, int], count: int
     ) -> None:
-        self._dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
+        # runs of parameters of one dtype
+        self._narrow: list[tuple[torch.dtype, slice]] = []
         self._shapes = {name: local_of(parameter).shape for name, parameter in parameters.items()}
         self._spans, self.end = dict[str, slice](), 0
+        self._pieces: list[list[_Piece]] = []  # of every unit, in order
+        self._placed: list[
+            tuple[_Piece, int]
+        ] = []  # those of all units, in the order of the vector
         for name, shape in self._shapes.items():
             start, self.end = self.end, self.end + shape.numel()
-            self._spans[name] = slice(start, self.end)
+            self._spans[name], dtype = slice(start, self.end), parameters[name].dtype
+            if self._narrow and self._narrow[-1][0] == dtype:
+                start = self._narrow.pop()[1].start
+            self._narrow.append((dtype, slice(start, self.end)))
         start = self.end
         for name, size in rest.items():
             self._spans[name] = slice(start, start + size)
@@ -91,6 +108,7 @@ class Layout:
                 self.units += plan_units(views, unit_bytes, compress, output)
             span = slice(self._spans[names[0]].start, self._spans[names[-1]].stop)
             self.fragments.append(Fragment(span, range(first, len(self.units))))
+        self._arrange()
 
     def extents(self) -> dict[str, Any]:
         """Return the sizes of parameters, in order, and where fragments end, as plain numbers."""
@@ -98,45 +116,54 @@ class Layout:
         spans = [[fragment.span.start, fragment.span.stop] for fragment in self.fragments]
         return {"layout": sizes, "spans": spans}
 
-    def _place(self, fragment: Fragment, name: str) -> slice:
-        """Return where a parameter lies in its fragment."""
-        span, first = self._spans[name], fragment.span.start
-        return slice(span.start - first, span.stop - first)
+    def _arrange(self) -> None:
+        """Note where runs of units lie in the vector, and which parts of it have other dtypes."""
+        self._pieces = []
+        for unit in self.units:
+            pieces: list[_Piece] = []
+            for slot in unit.slots:
+                start = self._spans[slot.name].start
+                last = pieces[-1] if pieces else None
+                if last is not None and last.vector + last.size == start:
+                    pieces[-1] = last._replace(size=last.size + slot.size)
+                else:
+                    pieces.append(_Piece(slot.start, start, slot.size))
+            self._pieces.append(pieces)
+        placed = [(piece, unit) for unit, its in enumerate(self._pieces) for piece in its]
+        self._placed = sorted(placed, key=lambda pair: pair[0].vector)
 
-    def _slots(self, part: int) -> list[tuple[Slot, ...]]:
-        return [self.units[unit].slots for unit in self.fragments[part].units]
+    def units_at(self, place: slice) -> Iterator[tuple[int, slice, slice]]:
+        """Yield the units of a part of the vector: their numbers, elements, and where these lie in it."""
+        first = bisect_right(self._placed, place.start, key=lambda pair: pair[0].vector) - 1
+        for piece, unit in self._placed[max(first, 0) :]:
+            low, high = max(piece.vector, place.start), min(piece.vector + piece.size, place.stop)
+            if low < high:
+                shift = piece.unit - piece.vector
+                here = slice(low - place.start, high - place.start)
+                yield unit, slice(low + shift, high + shift), here
+            elif piece.vector >= place.stop:
+                return
 
-    def by_units(self, part: int, whole: Tensor) -> list[Tensor]:
-        """Return the units' parts of a fragment; a single unit has all of it, uncopied."""
-        fragment = self.fragments[part]
-        if len(fragment.units) == 1:  # then units and vector have one order
-            return [whole]
-        return [
-            torch.cat([whole[self._place(fragment, slot.name)] for slot in slots])
-            for slots in self._slots(part)
-        ]
+    def places(self, unit: int, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
+        """Yield where elements ``[start, stop)`` of a unit lie: in the vector, and from ``start`` on."""
+        pieces = self._pieces[unit]
+        first = bisect_right(pieces, start, key=lambda piece: piece.unit) - 1
+        for piece in pieces[max(first, 0) :]:
+            low, high = max(piece.unit, start), min(piece.unit + piece.size, stop)
+            if low >= high:
+                return
+            shift = piece.vector - piece.unit
+            yield slice(low + shift, high + shift), slice(low - start, high - start)
 
-    def joined(self, part: int, flats: Sequence[Tensor]) -> Tensor:
-        """Return the fragment that consists of these units: the reverse of ``by_units``."""
-        fragment = self.fragments[part]
-        if len(flats) == 1:
-            return flats[0]
-        whole = flats[0].new_empty(fragment.span.stop - fragment.span.start)
-        for slots, flat in zip(self._slots(part), flats, strict=True):
-            for slot, values in zip(slots, torch.split(flat, [s.size for s in slots]), strict=True):
-                whole[self._place(fragment, slot.name)] = values
-        return whole
-
-    def rounded(self, part: int, whole: Tensor) -> Tensor:
-        """Round a fragment in place to the dtypes of its parameters."""
-        fragment = self.fragments[part]
-        for slot in (slot for slots in self._slots(part) for slot in slots):
-            # buffers and moments are not rounded: only parameters have a dtype here
-            dtype = self._dtypes.get(slot.name, whole.dtype)
-            if dtype != whole.dtype:
-                here = whole[self._place(fragment, slot.name)]
+    def rounded(self, place: slice, values: Tensor) -> Tensor:
+        """Round a part of the vector in place to the dtypes of its parameters."""
+        # buffers and moments are not rounded: only parameters have a dtype here
+        for dtype, span in self._narrow:
+            low, high = max(span.start, place.start), min(span.stop, place.stop)
+            if low < high and dtype != values.dtype:
+                here = values[low - place.start : high - place.start]
                 here.copy_(here.to(dtype))
-        return whole
+        return values
 
 
 @dataclass(eq=False)
@@ -146,12 +173,13 @@ class Exchange:
     Attributes:
         lands: the local step after which it is applied.
         late: whether other local steps are done meanwhile.
-        weights: first the weights at its begin; later the new weights or, if it is late, the change that
-            is added to this rank's weights.
-        shared: the new shared weights.
+        weights: of a late exchange, first this rank's weights at its begin, later the change that is
+            added to them.
+        shared: the new shared weights of a late exchange.
         lr: the size of a step by signs.
         drift: how far ranks had moved, with an ``AdaptivePeriod``.
-        scratch: `[3, size or more]`, memory for these vectors, which another exchange uses afterwards.
+        scratch: `[3, size or more]`, memory for these vectors and for whole moves, which another exchange
+            uses afterwards; None while it has needed none.
         done: whether the exchange has ended.
         refused: whether NaN or Inf was in the sum.
         last: whether it delivers all that is left.
@@ -162,7 +190,7 @@ class Exchange:
     part: int
     lands: int
     late: bool
-    weights: Tensor
+    weights: Tensor | None = None
     shared: Tensor | None = None
     done: bool = False
     refused: bool = False
@@ -248,19 +276,22 @@ class Weights:
         """Be this vector from now on."""
         self.vector, self._own = vector, False
 
-    def read(self, span: slice, out: Tensor | None = None) -> Tensor:
-        """Return a copy of a part, in ``out`` if that is given."""
-        return self.vector[span].clone() if out is None else out.copy_(self.vector[span])
+    def read(self, place: slice) -> Tensor:
+        """Return a copy of a part."""
+        return self.vector[place].clone()
 
-    def write(self, span: slice, values: Tensor) -> None:
-        """Replace a part."""
+    def write(self, place: slice, values: Tensor, *, add: bool = False) -> None:
+        """Replace a part, or add to it."""
         if not self._own:
             self.vector, self._own = self.vector.clone(), True
-        self.vector[span] = values
+        self.vector[place] = self.vector[place] + values if add else values
 
-    def add(self, span: slice, values: Tensor) -> None:
-        """Add to a part."""
-        self.write(span, self.vector[span] + values)
+    def reshard(self) -> None:
+        """Prepare to be written to."""
+
+    def finite(self) -> bool:
+        """Tell whether no element is NaN or Inf."""
+        return is_finite(self.vector)
 
     def broken(self) -> str:
         """Name a part of this rank's weights that is not finite; empty: none is known."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
@@ -19,27 +19,37 @@ from sparsync.averaging.averager import mean
 from sparsync.errors import NonFiniteGradientError, PeerError, require
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.reducer_state import ParsedState, parse_state, reducer_state, take_state
-from sparsync.feedback.step import Proposal, Use
+from sparsync.feedback.step import Use
 from sparsync.fields import Common, Exactly, Fields, Kind, Number, check_saved, same
-from sparsync.sparse import DenseVector
+from sparsync.sparse import DenseVector, Vector, runs
 from sparsync.state import Stateful, brief
 from sparsync.transports.agree import unequal_steps
 from sparsync.transports.driver import together
 from sparsync.transports.ledger import Ledger
-from sparsync.units import Slot, Unit
-from sparsync.updates.contributions import Contributions, shown_of
+from sparsync.units import is_finite
+from sparsync.updates.contributions import Contributions, Weight, shown_of
 from sparsync.updates.fragments import Begin, Exchange, Layout, Scratch, Weights, rotate_
 from sparsync.updates.gradient_noise import common_rate, drop_broken
 from sparsync.updates.outer_step import OuterStep
 from sparsync.updates.periods import AdaptivePeriod, drift_of, followed, share_of
 from sparsync.updates.saved import outer_kinds
 
-__all__ = ["Carry", "OuterEngine", "OuterState", "Reduce", "alone", "check_place", "kinds_of"]
+__all__ = [
+    "Carry",
+    "Moves",
+    "OuterEngine",
+    "OuterState",
+    "Reduce",
+    "alone",
+    "check_place",
+    "kinds_of",
+]
 
+_FINISHED: Final = 1 << 22  # elements of an allreduce of ``deliver``
 _CURE: Final = "load a state that this rank's state_dict() returned, into the same set-up"
 
 Carry = Callable[[Begin], Awaitable[None] | None]
-Reduce = Callable[[Exchange, list[Tensor], range], Awaitable[bool]]
+Reduce = Callable[[Exchange, list["Moves"], range], Awaitable[list[Vector] | None]]
 
 
 @dataclass(frozen=True)
@@ -70,8 +80,8 @@ class OuterEngine(Stateful):
         optimizers: their broken moments are dropped, and a step by signs has their learning rate.
         carry: begins an exchange, after those before, and returns an awaitable of its end; None: it runs
             when its result is needed.
-        reduce: exchanges changes, which become averages; False: all ranks refuse them.  None: by the
-            reducer.
+        reduce: exchanges the moves of units, and returns their averages, whose memory may be used up;
+            None: all ranks refuse them.  By default the reducer does.
         on_any_part: tells whether something is so on another part of this replica.
         weighs: whether ranks weigh their updates; None: it turns out in the first exchange.
         ledgers: further ones whose errors name the local step.
@@ -112,6 +122,10 @@ class OuterEngine(Stateful):
         self._sent = [-1] * len(layout.fragments)  # the last step after which each was exchanged
         self._under_way: list[Exchange] = []
         self._scratch = Scratch()
+        self._weights_like = weights.read(slice(0, 0))
+        self._part_of = {
+            unit: part for part, one in enumerate(layout.fragments) for unit in one.units
+        }
         self._note(0)
 
     def _note(self, step: int) -> None:
@@ -176,12 +190,12 @@ class OuterEngine(Stateful):
 
     def _begin(self, part: int, step: int, delay: int = 0, *, last: bool = False) -> None:
         """Begin the exchange of a fragment."""
-        # row 0: this rank's weights; 1: how far they have moved, then the average, then the new shared
-        # weights; 2: the change for a late exchange (``_exchange``)
-        scratch, rows = self._scratch_of(part)
-        began = self._weights.read(self.layout.fragments[part].span, rows[0])
-        exchange = Exchange(part, step + delay, delay > 0, began)
-        exchange.scratch, exchange.lr, self._sent[part] = scratch, self.lr(), step
+        exchange = Exchange(part, step + delay, delay > 0)
+        if exchange.late:  # the rank's steps go on
+            exchange.weights, span = self._row(exchange, 0), self.layout.fragments[part].span
+            for place in self._runs(span):
+                exchange.weights[_within(span, place)] = self._weights.read(place)
+        exchange.lr, self._sent[part] = self.lr(), step
         exchange.last, exchange.seen = last, self.contributions.take(part)
         exchange.carried = self._carry(partial(self._exchange, exchange))
         self._under_way.append(exchange)
@@ -196,10 +210,11 @@ class OuterEngine(Stateful):
         """Count on from the others' local step, before which they have exchanged."""
         self.steps, self._sent = step, [step - 1] * len(self._sent)
 
-    def repeat(self, deltas: Sequence[Tensor], momentum: float) -> None:
+    def repeat(self, averages: Sequence[Tensor], momentum: float) -> None:
         """Apply averages to the shared weights as others have; there is one fragment."""
-        average, span = self._whole(0, deltas), self.layout.fragments[0].span
-        self.memory["shared"] = self._stepped(average, span, momentum, 1.0, average)
+        exchange = Exchange(0, self.steps, late=False)
+        for unit, average in zip(self.layout.fragments[0].units, averages, strict=True):
+            self._apply(exchange, unit, DenseVector(average), momentum)
 
     async def land(self, step: float = math.inf) -> None:
         """Apply the exchanges under way that end by local step ``step``, in order."""
@@ -209,16 +224,20 @@ class OuterEngine(Stateful):
             await self._settle(exchange)
             # a refusal ends all others under way: they began from weights that are about to be undone
             refused |= exchange.refused
-            if exchange.shared is not None:
+            if not exchange.refused:
                 self.state, span = OuterState(), self.layout.fragments[exchange.part].span
+                seen = self.contributions.applied(exchange)
+                self._weights.reshard()
                 # A late exchange is applied when it lands and not when it ends, which differs between
                 # ranks.  The steps made meanwhile stay: its change is added to the weights.
-                if exchange.late:
+                if exchange.shared is not None and exchange.weights is not None:
                     self.memory["shared"][span] = exchange.shared
-                (self._weights.add if exchange.late else self._weights.write)(
-                    span, exchange.weights
-                )
-                if self.contributions.applied(exchange):
+                    for place in self._runs(span):
+                        change = exchange.weights[_within(span, place)]
+                        self._weights.write(place, change, add=True)
+                else:
+                    self._return(exchange.part)
+                if seen:
                     self._weights.landed(span, self.memory["shared"])
                 if self.settings.rule is not None:
                     self._follow_drift(self.settings.rule, exchange)
@@ -243,8 +262,14 @@ class OuterEngine(Stateful):
     def restart(self) -> None:
         """Set the weights back to this rank's weights after its last exchange."""
         self.contributions.drop()
-        for part, whole in enumerate(self.layout.fragments):
-            self._weights.write(whole.span, self._base(part))
+        self._weights.reshard()
+        for part in range(len(self.layout.fragments)):
+            self._return(part)
+
+    def _return(self, part: int) -> None:
+        """Set the weights of a fragment to those after its last exchange."""
+        for place in self._runs(self.layout.fragments[part].span):
+            self._weights.write(place, self._base(place))
 
     async def deliver(self, step: int | None = None) -> None:
         """Finish the exchanges under way, then deliver all that is left, uncompressed.
@@ -256,38 +281,42 @@ class OuterEngine(Stateful):
             PeerError: ranks have not done the same number of local steps; nothing more was exchanged.
         """
         await self.land()
-        await self._meet(self.steps if step is None else step)
-        missing, reducer = [torch.zeros_like(self.memory["shared"][:0])], self.reducer
-        # Missing on this rank is all that the shared weights lack of its own: with the residual in the
-        # weights it is their difference, else the moves since the last exchange plus the residual.  The
-        # two differ once updates are weighed, for only the moves are to be.
-        for part, its in enumerate(await self.contributions.weigh_all(reducer)):
-            span = self.layout.fragments[part].span
-            if self.settings.residual == "weights" and not self.contributions.weighs:
-                missing.append(self.memory["shared"][span] - self._weights.read(span))
-            else:
-                moved = self._began(part).sub_(self._weights.read(span)).mul_(its.weight)
-                missing.append(moved + self._withheld(part))
-        try:
-            average = await mean(reducer.comm, torch.cat(missing))
-        except BaseException:
-            reducer.fail()
-            raise
-        whole = Unit((Slot("the model", 0, average.numel()),), average.dtype, average.device)
-        proposal = Proposal(
-            reducer.comm.rank, reducer.step, reducer.place, [whole], [DenseVector(average)]
-        )
-        # all ranks have the same average, and other parts are asked, so all decide alike; residuals are
-        # cleared and the shared weights moved together, or neither
-        if reducer.consensus(proposal) is None:
-            for residual in reducer.residuals:
-                residual.load(None)
-            self.memory["shared"] = self._stepped(average, slice(0, None), 0.0, self.lr(), average)
-        for fragment in self.layout.fragments:
-            self._weights.write(fragment.span, self.memory["shared"][fragment.span].clone())
+        finite = await self._meet(self.steps if step is None else step)
+        reducer, shared = self.reducer, self.memory["shared"]
+        weights = await self.contributions.weigh_all(reducer)
+        # Where NaN or Inf is in the weights of any rank, or of another part of this replica, nothing is
+        # delivered, and residuals stay.
+        finite = not self._on_any_part(not finite)
+        # cosine coefficients are of whole units
+        most = shared.numel() if self.settings.dct else _FINISHED
+        for place in self._runs(slice(0, shared.numel()), most) if finite else ():
+            missing = self._missing(place, weights)
+            try:
+                average = await mean(reducer.comm, missing)
+            except BaseException:
+                reducer.fail()
+                raise
+            if is_finite(average):  # else finite parts have overflowed, on all ranks alike
+                shared[place] = self._stepped(average, place, 0.0, self.lr())
+                for unit, at, _ in self.layout.units_at(place):
+                    reducer.residuals[unit].clear(at)
+        self._weights.reshard()
+        for place in self._runs(slice(0, shared.numel())):
+            self._weights.write(place, shared[place])
 
-    async def _meet(self, step: int) -> None:
-        """Refuse to finish after different numbers of local steps.
+    def _missing(self, place: slice, weights: Sequence[Weight]) -> Tensor:
+        """Return what the shared weights lack of this rank's, on a part of the vector."""
+        # with the residual in the weights it is their difference, else the moves since the last exchange
+        # plus the residual.  The two differ once updates are weighed, for only the moves are to be.
+        if self.settings.residual == "weights" and not self.contributions.weighs:
+            return self._shared(place).sub_(self._weights.read(place))
+        moved = self._began(place).sub_(self._weights.read(place))
+        for unit, _, here in self.layout.units_at(place):
+            moved[here].mul_(weights[self._part_of[unit]].weight)
+        return moved.add_(self._withheld(place))
+
+    async def _meet(self, step: int) -> bool:
+        """Refuse to finish after different numbers of local steps; tell whether all weights are finite.
 
         Asked on every channel on which a rank that is in an exchange instead may wait, so that such a
         rank is told at once.
@@ -297,17 +326,20 @@ class OuterEngine(Stateful):
         uses: list[int | Use] = [part.units[0] for part in self.layout.fragments if part.units]
         if self.contributions.weighs is not False:
             uses.append("contributions")
-        done = torch.tensor([step])
+        # the sign tells of NaN and Inf, so that this takes no further message
+        done = torch.tensor([step if self._weights.finite() else -1 - step])
         try:
             asked = [reducer.channel(use).allgather(done, "finish") for use in uses]
             everyone, *_ = await together(asked) or [[done]]
         except BaseException:
             reducer.fail()
             raise
-        counts = [int(theirs) for theirs in everyone]
+        told = [int(theirs) for theirs in everyone]
+        counts = [max(count, -1 - count) for count in told]
         if len(set(counts)) > 1:
             reducer.fail()
             raise PeerError(f"finish(): {unequal_steps(min(counts), max(counts), step)}")
+        return min(told) >= 0
 
     # ---- numbers and state -------------------------------------------------------------------------
 
@@ -378,56 +410,105 @@ class OuterEngine(Stateful):
         part, reducer = exchange.part, self.reducer
         fragment = self.layout.fragments[part]
         self._note(exchange.lands - self.settings.delay if exchange.late else exchange.lands)
-        rows = self._scratch_of(part, exchange.scratch)[1]
-        # moved = shared - residual - weights, or shared - weights: positive where weights have fallen, as
-        # a gradient is.  The reducer adds its residual: accumulated = residual + moved.
-        moved = self._began(part, rows[1]).sub_(exchange.weights)
         # before it is weighed: the drift is a distance of real steps
-        distance = (
-            None
-            if self.settings.rule is None
-            else share_of(moved, self.memory["shared"], self.layout.end)
-        )
-        await self.contributions.weigh_(exchange, moved, reducer)
-        deltas = self.layout.by_units(part, moved)
-        for delta, unit in zip(deltas, fragment.units, strict=True):
-            rotate_(delta, self.settings.dct)
-            kept = reducer.residuals[unit].value
-            if kept is not None and self.settings.residual_decay < 1:
-                # accumulated = residual + delta is to be decay residual + moved, so delta gives up
-                # (1 - decay) residual.  The residual itself a refused exchange must leave as it is.
-                delta.sub_(kept, alpha=1 - self.settings.residual_decay)
+        distance = None
+        if self.settings.rule is not None:
+            moved = self._began(fragment.span).sub_(self._weights.read(fragment.span))
+            distance = share_of(moved, self.memory["shared"], self.layout.end)
+        await self.contributions.weigh_(exchange, reducer)
+        moves = [Moves(self, exchange, unit) for unit in fragment.units]
         try:
             if distance is not None:
                 exchange.drift = await drift_of(distance, reducer)
-            applied = await self._reduce(exchange, deltas, fragment.units)
+            averages = await self._reduce(exchange, moves, fragment.units)
         except BaseException:
             reducer.refuse()
             raise
-        if not applied:
+        if averages is None:
             exchange.done = exchange.refused = True
             return
-        average = self._whole(part, deltas)
-        # without delay the new shared weights overwrite the old ones at once; a late exchange keeps them
-        # in the average's memory until it lands
-        here = average if exchange.late else self.memory["shared"][fragment.span]
         momentum = self.momentum_of(exchange)
-        exchange.shared = self._stepped(average, fragment.span, momentum, exchange.lr, here)
-        # row 0 holds the weights at the begin, which a late exchange still has to subtract
-        base, free = exchange.shared, rows[2 if exchange.late else 0]
-        if self.settings.residual == "weights":
-            base = torch.sub(base, self._withheld(part), alpha=shown_of(exchange.weight), out=free)
-        exchange.weights = torch.sub(base, exchange.weights, out=free) if exchange.late else base
+        for unit, average in zip(fragment.units, averages, strict=True):
+            self._apply(exchange, unit, average, momentum)
+        if exchange.late:
+            self._change(exchange)
         exchange.done = True
 
-    async def _by_reducer(self, _exchange: Exchange, deltas: list[Tensor], units: range) -> bool:
-        """Exchange and apply changes, which become averages."""
+    def moved(self, exchange: Exchange, unit: int, start: int, stop: int) -> Tensor:
+        """Return how far this rank has moved, as the exchange weighs it, on a run of a unit.
+
+        ``moved = shared - residual - weights``, or ``shared - weights``: positive where weights have
+        fallen, as a gradient is.  The reducer adds its residual: ``accumulated = residual + moved``.
+        """
+        span = self.layout.fragments[exchange.part].span
+        made = self._weights_like.new_empty(stop - start)
+        for place, here in self.layout.places(unit, start, stop):
+            began, late = self._began(place), exchange.weights
+            made[here] = began.sub_(
+                self._weights.read(place) if late is None else late[_within(span, place)]
+            )
+        if exchange.weight != 1:  # saves the pass, in the usual case that nobody counts
+            made.mul_(exchange.weight)
+        rotate_(made, self.settings.dct)
+        kept = self.reducer.residuals[unit].value
+        if kept is not None and self.settings.residual_decay < 1:
+            # accumulated = residual + moved is to be decay residual + moved, so the move gives up
+            # (1 - decay) residual.  The residual itself a refused exchange must leave as it is.
+            made.sub_(kept[start:stop].to(made.device), alpha=1 - self.settings.residual_decay)
+        return made
+
+    async def _by_reducer(
+        self, exchange: Exchange, moves: list[Moves], units: range
+    ) -> list[Vector] | None:
+        """Exchange and apply changes, by runs where that is possible."""
+        reducer, whole = self.reducer, dict[int, Tensor]()
+        for unit, its in zip(units, moves, strict=True):
+            # cosine coefficients are of whole units
+            if reducer.accumulates_later(unit) and not self.settings.dct:
+                reducer.accumulate_later(unit, its.run)
+            else:
+                whole[unit] = its.whole()
+                reducer.accumulate(unit, 0, whole[unit])
         try:
-            await self.reducer.reduce(deltas, units=units)
+            averages = await reducer.exchange_all(units)
         except NonFiniteGradientError:
-            self.reducer.skip()
-            return False
-        return True
+            reducer.skip()
+            return None
+        for at, unit in enumerate(units):
+            if unit in whole:
+                averages[at].write_to_(whole[unit])
+                averages[at] = DenseVector(whole[unit])
+        return averages
+
+    def _apply(self, exchange: Exchange, unit: int, average: Vector, momentum: float) -> None:
+        """Apply the average of a unit to the shared weights; a late exchange keeps them apart."""
+        assert isinstance(average, DenseVector)
+        span, like = self.layout.fragments[exchange.part].span, average.run(0, 0)
+        if self.settings.dct:
+            rotate_(average.values, self.settings.dct, back=True)
+        if exchange.late and exchange.shared is None:
+            exchange.shared = self._row(exchange, 1)
+        for start, stop in runs(self.layout.units[unit].size, like):
+            values = average.run(start, stop)
+            for place, here in self.layout.places(unit, start, stop):
+                stepped = self._stepped(values[here], place, momentum, exchange.lr)
+                if exchange.shared is None:
+                    self.memory["shared"][place] = stepped
+                else:
+                    exchange.shared[_within(span, place)] = stepped
+
+    def _change(self, exchange: Exchange) -> None:
+        """Turn a late exchange's weights at its begin into the change that is added to this rank's."""
+        began, shared = exchange.weights, exchange.shared
+        assert began is not None and shared is not None
+        span, change = self.layout.fragments[exchange.part].span, self._row(exchange, 2)
+        for place in self._runs(span):
+            here = _within(span, place)
+            base = shared[here]
+            if self.settings.residual == "weights":
+                base = base.sub(self._withheld(place), alpha=shown_of(exchange.weight))
+            torch.sub(base, began[here], out=change[here])
+        exchange.weights = change
 
     def momentum_of(self, exchange: Exchange) -> float:
         """Return the outer momentum of an exchange."""
@@ -439,73 +520,101 @@ class OuterEngine(Stateful):
             else self.settings.momentum
         )
 
-    def _whole(self, part: int, deltas: Sequence[Tensor]) -> Tensor:
-        """Return a fragment as one vector, joined from its units' changes, which are used up."""
-        for delta in deltas:
-            rotate_(delta, self.settings.dct, back=True)
-        return self.layout.joined(part, deltas)
+    # ---- parts of the vector, on the device of the weights ------------------------------------------
 
-    def _scratch_of(self, part: int, scratch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return memory for an exchange, and the rows of it that a fragment needs."""
+    def _runs(self, span: slice, most: int | None = None) -> Iterator[slice]:
+        """Yield the parts of a span to work on at a time."""
+        for start, stop in runs(span.stop - span.start, self._weights_like, most):
+            yield slice(span.start + start, span.start + stop)
+
+    def _row(self, exchange: Exchange, number: int) -> Tensor:
+        """Return memory of a fragment's size, which other exchanges use later."""
         sizes = [fragment.span.stop - fragment.span.start for fragment in self.layout.fragments]
-        scratch = (
-            self._scratch.take(self.memory["shared"], max(sizes)) if scratch is None else scratch
-        )
-        return scratch, scratch[:, : sizes[part]]
+        if exchange.scratch is None:
+            exchange.scratch = self._scratch.take(self._weights_like, max(sizes))
+        return exchange.scratch[number, : sizes[exchange.part]]
 
-    def _base(self, part: int, out: Tensor | None = None) -> Tensor:
-        """Return the part of this rank's weights after an exchange that a fragment has."""
-        shared = self.memory["shared"][self.layout.fragments[part].span]
-        out = torch.empty_like(shared) if out is None else out
-        if self.settings.residual == "apart":
-            return out.copy_(shared)
-        shown = self.contributions.shown[part]
-        return torch.sub(shared, self._withheld(part), alpha=shown, out=out)
+    def _shared(self, place: slice) -> Tensor:
+        """Return a copy of the shared weights."""
+        return self.memory["shared"][place].to(self._weights_like.device, copy=True)
 
-    def _began(self, part: int, out: Tensor | None = None) -> Tensor:
+    def _base(self, place: slice) -> Tensor:
+        """Return this rank's weights after the last exchange."""
+        base = self._shared(place)
+        if self.settings.residual == "weights":
+            withheld = self._withheld(place)
+            for unit, _, here in self.layout.units_at(place):
+                shown = self.contributions.shown[self._part_of[unit]]
+                base[here].sub_(withheld[here], alpha=shown)
+        return base
+
+    def _began(self, place: slice) -> Tensor:
         """Return the base as the model holds it.
 
         A model of 16 bits begins with those weights rounded.  Rounding is no move: fed back, it would be
         added to the residual at every exchange.
         """
-        return self.layout.rounded(part, self._base(part, out))
+        return self.layout.rounded(place, self._base(place))
 
-    def _withheld(self, part: int) -> Tensor:
-        """Return the residual of a fragment."""
-        kept = [self.reducer.residuals[unit] for unit in self.layout.fragments[part].units]
-        values = [torch.zeros_like(r.accumulated) if r.value is None else r.value for r in kept]
-        if self.settings.dct:
-            values = [rotate_(value.clone(), self.settings.dct, back=True) for value in values]
-        return self.layout.joined(part, values)
+    def _withheld(self, place: slice) -> Tensor:
+        """Return the residuals."""
+        made = self._weights_like.new_empty(place.stop - place.start)
+        for unit, at, here in self.layout.units_at(place):
+            value = self.reducer.residuals[unit].value
+            if value is not None and self.settings.dct:
+                value = rotate_(value.clone(), self.settings.dct, back=True)
+            made[here] = 0 if value is None else value[at]
+        return made
 
     def lr(self) -> float:
         """Return the size of a step by signs."""
         return common_rate(self.optimizers) if self.settings.sign and self.optimizers else 1.0
 
-    def _stepped(
-        self, average: Tensor, span: slice, momentum: float, lr: float, out: Tensor
-    ) -> Tensor:
-        """Write the shared weights after an outer step to ``out``; the average is used up.
+    def _stepped(self, average: Tensor, place: slice, momentum: float, lr: float) -> Tensor:
+        """Return the shared weights after an outer step; the average is used up.
 
         Buffers and moments take it as it is.
         """
         # torch.optim.SGD on shared weights, with the average as its gradient:
         #   v = momentum v + g;  g = g + momentum v (Nesterov) or v;  shared -= outer_lr g
-        gradient = average[: max(self.layout.end - (span.start or 0), 0)]
+        gradient = average[: max(self.layout.end - place.start, 0)]
         if momentum:
+            shared = self.memory["shared"]
             if "momentum" not in self.memory:
-                self.memory["momentum"] = torch.zeros_like(self.memory["shared"][: self.layout.end])
-            velocity = self.memory["momentum"][span]
-            torch.add(gradient, velocity, alpha=momentum, out=velocity)
+                self.memory["momentum"] = torch.zeros_like(shared[: self.layout.end])
+            velocity = self.memory["momentum"][place]
+            moving = velocity.to(gradient.device)
+            velocity.copy_(torch.add(gradient, moving, alpha=momentum, out=moving))
             if self.settings.nesterov:
-                gradient.add_(velocity, alpha=momentum)
+                gradient.add_(moving, alpha=momentum)
             else:
-                gradient.copy_(velocity)
+                gradient.copy_(moving)
         if self.settings.sign:
             gradient.sign_().mul_(lr)
         if self.settings.outer_lr != 1:
             gradient.mul_(self.settings.outer_lr)
-        return torch.sub(self.memory["shared"][span], average, out=out)
+        return self._shared(place).sub_(average)
+
+
+@final
+class Moves:
+    """How far a rank has moved on one unit, computed when it is read."""
+
+    def __init__(self, engine: OuterEngine, exchange: Exchange, unit: int) -> None:
+        self._engine, self._exchange, self._unit = engine, exchange, unit
+
+    def run(self, start: int, stop: int) -> Tensor:
+        """Return elements ``[start, stop)``."""
+        return self._engine.moved(self._exchange, self._unit, start, stop)
+
+    def whole(self) -> Tensor:
+        """Return all elements."""
+        return self.run(0, self._engine.layout.units[self._unit].size)
+
+
+def _within(span: slice, place: slice) -> slice:
+    """Return where a part of the vector lies in a span."""
+    return slice(place.start - span.start, place.stop - span.start)
 
 
 def kinds_of(

@@ -98,8 +98,10 @@ def _exchange_kind(layout: Layout, dtype: Any, most: int, exchange: Mapping[str,
             "part": Common(Number(0, (len(fragments) or most) - 1, whole=True)),
             "lands": Common(Number(0, whole=True)),
             "late": Common(bool),
-            "weights": own,
-            "shared": Common(Exactly(None) if nothing else shared),
+            "weights": own if exchange.get("late") is True else Exactly(None),
+            "shared": Common(
+                shared if exchange.get("late") is True and not nothing else Exactly(None)
+            ),
             "done": Common(bool),
             "refused": Common(bool),
             "lr": Common(Number(0)),

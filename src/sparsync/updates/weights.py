@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
+from itertools import accumulate
 from typing import Final, final
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from sparsync.averaging.binding import averaged_buffers, saved_buffers
 from sparsync.errors import ConfigurationError
 from sparsync.gradients.hierarchy import Node
-from sparsync.units import is_finite, local_of, unflatten
+from sparsync.units import is_finite, local_of
 from sparsync.updates.fragments import Weights
 from sparsync.updates.gradient_noise import GradientNoise
 
@@ -78,6 +80,7 @@ class ModelWeights(Weights):
         self.noise = noise
         self._module, self.trained, self.node = module, dict(trained), node
         self._divisor = 1 if node is None else node.comm.world_size
+        self._rank = 0 if node is None else node.comm.rank
         floating = {n: b for n, b in saved_buffers(module).items() if b.is_floating_point()}
         self.buffers = list(floating) if buffers else []
         # exchanged, NaN or Inf would make every exchange be refused.  ``strayed`` reports a buffer that
@@ -86,17 +89,26 @@ class ModelWeights(Weights):
         self._marks = {name: _mark(floating[name]) for name in self.left_out}  # of those to look at
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained.values())
         tensors = self._tensors()
+        self._names = [name for name, _ in tensors]
+        self._ends = list(accumulate(-(-t.numel() // self._divisor) for _, t in tensors)) or [0]
+        self._like = tensors[0][1].new_empty(0) if tensors else torch.zeros(0)
         wide = any(tensor.dtype == torch.float64 for _, tensor in tensors)
         self.dtype = torch.float64 if wide else torch.float32
         self.ranks = 1.0  # the number of ranks over which noise is averaged away; see ``Weight``
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors of which the vector consists, in order, with their names."""
+        samples = [] if self.noise is None else [_SAMPLES]
+        return [(name, self._tensor(name)) for name in (*self.trained, *self.buffers, *samples)]
+
+    def _tensor(self, name: str) -> Tensor:
+        """Return a tensor of which the vector consists."""
+        if (parameter := self.trained.get(name)) is not None:
+            return local_of(parameter)
+        if name == _SAMPLES and self.noise is not None:
+            return self.noise.values
         # looked up every time: a module may replace a buffer by another tensor
-        buffers = dict(self._module.named_buffers()) if self.buffers else {}
-        named = [*self.trained.items(), *((name, buffers[name]) for name in self.buffers)]
-        own = [(name, local_of(tensor)) for name, tensor in named]
-        return own if self.noise is None else [*own, (_SAMPLES, self.noise.values)]
+        return local_of(self._module.get_buffer(name))
 
     @property
     def rest(self) -> dict[str, int]:
@@ -120,40 +132,56 @@ class ModelWeights(Weights):
             if hasattr(owner, "unshard"):
                 owner.reshard()  # type: ignore[operator]
 
-    def _within(self, span: slice) -> Iterator[tuple[str, Tensor, slice]]:
-        """Yield the tensors of a span of whole tensors, their names, and their places in it."""
-        # inside a node, a tensor takes the length of one run, a part of its size rounded up
-        first, last, end = span.start or 0, span.stop, 0
-        for name, tensor in self._tensors():
-            start, end = end, end - (-tensor.numel() // self._divisor)
-            if start >= first and (last is None or end <= last) and tensor.numel():
-                yield name, tensor, slice(start - first, end - first)
+    def _within(self, place: slice) -> Iterator[tuple[str, Tensor, slice, slice]]:
+        """Yield the tensors of a part, their names, the elements of each in it, and where these lie."""
+        start, stop = place.start or 0, self._ends[-1] if place.stop is None else place.stop
+        for number in range(bisect_right(self._ends, start), len(self._ends)):
+            begin = self._ends[number - 1] if number else 0
+            low, high = max(begin, start), min(self._ends[number], stop)
+            if low >= high and begin >= stop:
+                return
+            if low < high:
+                name = self._names[number]
+                inside, here = slice(low - begin, high - begin), slice(low - start, high - start)
+                yield name, self._tensor(name), inside, here
 
     @torch.no_grad()
-    def read(self, span: slice, out: Tensor | None = None) -> Tensor:
-        """Return a copy of a part, in ``out`` if that is given."""
-        run_of = torch.flatten if self.node is None else self.node.run_of
-        found = [
-            run_of(torch.zeros_like(tensor) if name in self.left_out else tensor).to(self.dtype)
-            for name, tensor, _ in self._within(span)
-        ]
-        return torch.cat(found, out=out) if found else torch.zeros(0, dtype=self.dtype)
+    def read(self, place: slice) -> Tensor:
+        """Return a copy of a part."""
+        stop = self._ends[-1] if place.stop is None else place.stop
+        made = self._like.new_empty(stop - (place.start or 0), dtype=self.dtype)
+        for name, tensor, inside, here in self._within(place):
+            if name in self.left_out:
+                made[here] = 0
+            else:
+                # inside a node, a tensor takes the length of one run, a part of its size rounded up
+                first = self._rank * -(-tensor.numel() // self._divisor)
+                found = tensor.flatten()[first + inside.start : first + inside.stop]
+                made[here][: len(found)] = found
+                made[here][len(found) :] = 0  # the last run is padded
+        return made
 
-    def _pairs(self, span: slice, values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors of a span that are exchanged, and their values in a vector."""
-        found = list(self._within(span))
-        if self.node is None:
-            parts = unflatten(values, [tensor for _, tensor, _ in found])
-        else:
-            # row r has rank r's runs of all tensors: a tensor is its columns, row by row, less padding
-            rows = self.node.gathered(values)
-            parts = [rows[:, at].flatten()[: t.numel()].view(t.shape) for _, t, at in found]
-        pairs = [
-            (tensor, part)
-            for (name, tensor, _), part in zip(found, parts, strict=True)
-            if name not in self.left_out
-        ]
-        return [tensor for tensor, _ in pairs], [part for _, part in pairs]
+    @torch.no_grad()
+    def write(self, place: slice, values: Tensor, *, add: bool = False) -> None:
+        """Replace a part, in the same tensors, or add to it; inside a node all ranks call together."""
+        # row r has rank r's runs of all tensors; values come to the device of the weights first
+        values = values.to(self._like.device)
+        rows = values[None] if self.node is None else self.node.gathered(values)
+        for name, tensor, inside, here in self._within(place):
+            if name in self.left_out:
+                continue
+            flat = tensor.view(-1) if tensor.is_contiguous() else tensor.flatten()
+            size = -(-tensor.numel() // self._divisor)
+            for rank, row in enumerate(rows):
+                # the last run of a tensor is padded
+                into = flat[rank * size + inside.start : rank * size + inside.stop]
+                given = row[here][: len(into)].to(flat.dtype)
+                if add:
+                    into.add_(given)
+                else:
+                    into.copy_(given)
+            if not tensor.is_contiguous():
+                tensor.copy_(flat.view(tensor.shape))
 
     @torch.no_grad()
     def average_buffers(self) -> None:
@@ -166,20 +194,9 @@ class ModelWeights(Weights):
                     self.node.average_(tensor)
             self.node.check()
 
-    @torch.no_grad()
-    def write(self, span: slice, values: Tensor) -> None:
-        """Replace a part, in the same tensors."""
-        self.reshard()
-        # a part without tensors is an empty list, which torch._foreach functions refuse
-        if (pairs := self._pairs(span, values))[0]:
-            torch._foreach_copy_(*pairs)
-
-    @torch.no_grad()
-    def add(self, span: slice, values: Tensor) -> None:
-        """Add to a part, in the same tensors."""
-        self.reshard()
-        if (pairs := self._pairs(span, values))[0]:
-            torch._foreach_add_(*pairs)
+    def finite(self) -> bool:
+        """Tell whether no parameter and no exchanged buffer of this rank holds NaN or Inf."""
+        return not self.broken()
 
     def broken(self) -> str:
         """Name a parameter or buffer of this rank that is not finite; empty: there is none."""

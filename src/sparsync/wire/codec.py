@@ -29,6 +29,8 @@ __all__ = [
     "Header",
     "MessageFraming",
     "check_block",
+    "check_end",
+    "written",
 ]
 
 HEADER_BYTES = 8
@@ -265,6 +267,23 @@ def check_block(block: int) -> None:
         raise ConfigurationError(
             f"block={block} entries cannot share a scale; use 1 to {_BLOCK_LIMIT - 1}"
         )
+
+
+def check_end(raw: Tensor, bits: int, count: int) -> None:
+    """Raise WireFormatError if bits are set after the last of ``count`` codes."""
+    used = count * bits % 8
+    if used and int(raw[-1]) >> used:
+        raise WireFormatError(
+            f"a message of {count} quantised values has bits set after the last; it is corrupt"
+        )
+
+
+def written(values: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
+    """Write values, divided, to ``into``, or add them; they may come from another device."""
+    if add:
+        into += (values if divisor == 1 else values / divisor).to(into.device)
+    else:
+        into.copy_(values).div_(divisor)
 
 
 @final

@@ -11,10 +11,11 @@ from torch import Tensor
 from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.kernels.packing import unordered, view_as
 from sparsync.sparse import DenseVector, SparseVector, Vector
+from sparsync.transports.communicator import bytes_of
 from sparsync.transports.ledger import Parts
-from sparsync.wire.codec import HEADER_BYTES, Codec, Encoded, Header
+from sparsync.wire.codec import HEADER_BYTES, Codec, Encoded, Header, written
 
-__all__ = ["INDEX_BYTES", "Coo", "StreamCodec", "Whole", "pack_words", "unpack_words", "written"]
+__all__ = ["INDEX_BYTES", "Coo", "StreamCodec", "Whole", "pack_words", "unpack_words"]
 
 INDEX_BYTES = 4
 
@@ -95,22 +96,49 @@ class Whole(Codec[DenseVector]):
     def decode(self, payload: Tensor, size: int) -> DenseVector:
         """Decode and check the count; values have the dtype that travelled."""
         header, body = self.body(payload, size)
+        self._check_count(header, size)
+        return DenseVector(body.clone().view(header.dtype))  # a copy is aligned
+
+    @staticmethod
+    def _check_count(header: Header, size: int) -> None:
         if header.entries != size:
             raise WireFormatError(
                 f"a dense message has {header.entries} values, expected {size}; do all ranks cut the "
                 "same regions?"
             )
-        return DenseVector(body.clone().view(header.dtype))  # a copy is aligned
 
-    def written(self, values: Tensor) -> Tensor:
-        """Return the message of ``values`` alone."""
-        return self.encode(DenseVector(values)).payload
+    step = 1  # runs of a message begin anywhere
+
+    def blank(self, size: int, like: Tensor) -> Tensor:
+        """Return a message of ``size`` elements, with the dtype and device of ``like``, to be written."""
+        start = self.start(DenseVector(like.new_empty(size, device="meta")))
+        return self.message(start, like.new_empty(size, dtype=self.dtype or like.dtype))
+
+    def write_(self, payload: Tensor, start: int, values: Tensor) -> None:
+        """Write elements ``[start, start + len(values))`` of a message; the rest is not touched."""
+        sent = bytes_of(values if self.dtype is None else _rounded(values, self.dtype))
+        at = HEADER_BYTES + start * (self.dtype or values.dtype).itemsize
+        payload[at : at + sent.numel()] = sent
 
     def decode_to(
-        self, payload: Tensor, into: Tensor, divisor: float = 1.0, *, add: bool = False
+        self,
+        payload: Tensor,
+        into: Tensor,
+        divisor: float = 1.0,
+        *,
+        add: bool = False,
+        start: int = 0,
+        size: int | None = None,
     ) -> None:
-        """Write a message, divided, to ``into``, or add it."""
-        written(self.decode(payload, into.numel()).values, into, divisor, add=add)
+        """Write a message of ``size`` elements, or its run from ``start`` on, divided, to ``into``.
+
+        Or add it.
+        """
+        header, body = self.body(payload, into.numel() if size is None else size)
+        self._check_count(header, into.numel() if size is None else size)
+        width = header.dtype.itemsize
+        values = body[start * width : (start + into.numel()) * width].clone().view(header.dtype)
+        written(values, into, divisor, add=add)
 
     def is_finite(self, payload: Tensor, size: int) -> bool:
         """Tell whether a message has neither NaN nor Inf."""
@@ -216,14 +244,6 @@ class StreamCodec(Codec[Vector]):
 
     def _codec_of(self, header: Header) -> Codec[SparseVector] | Codec[DenseVector]:
         return self.dense if header.format == self.dense.format else self.sparse
-
-
-def written(values: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
-    """Write values, divided, to ``into``, or add them; they may come from another device."""
-    if add:
-        into += (values if divisor == 1 else values / divisor).to(into.device)
-    else:
-        into.copy_(values).div_(divisor)
 
 
 def pack_words(indices: Tensor) -> Tensor:

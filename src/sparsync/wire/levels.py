@@ -12,9 +12,15 @@ from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.kernels import normal_levels, packing
 from sparsync.sparse import DenseVector
 from sparsync.transports.ledger import Parts
-from sparsync.wire.codec import LONG_HEADER_BYTES, Codec, Encoded, Header, check_block
-from sparsync.wire.coo import written
-from sparsync.wire.qsgd import check_end
+from sparsync.wire.codec import (
+    LONG_HEADER_BYTES,
+    Codec,
+    Encoded,
+    Header,
+    check_block,
+    check_end,
+    written,
+)
 
 __all__ = ["LloydMax"]
 
@@ -71,35 +77,70 @@ class LloydMax(Codec[DenseVector]):
         payload = self.written(vector.values)
         return Encoded(payload, self.decode(payload, vector.size))
 
+    @property
+    def step(self) -> int:
+        """Runs of a message begin at multiples of this many elements."""
+        # at whole blocks, and at whole bytes of codes
+        return self.block if self.block % 8 == 0 else 8 * self.block
+
+    def blank(self, size: int, like: Tensor) -> Tensor:
+        """Return a message of ``size`` elements, with the dtype and device of ``like``, to be written."""
+        start = self.start(DenseVector(like.new_empty(size, device="meta")))
+        body = self.nbytes(size, size, like.dtype) - len(start)
+        return self.message(start, like.new_empty(body, dtype=torch.uint8))
+
+    def write_(self, payload: Tensor, start: int, values: Tensor) -> None:
+        """Write elements ``[start, start + len(values))`` of a message; the rest is not touched."""
+        single = packing.to_float32(values, packing.FP32)
+        limit = _largest_scale(values.dtype, self.bits)
+        raw = normal_levels.quantise(single, self.bits, self.block, limit)
+        middle = normal_levels.SCALE_BYTES * -(-values.numel() // self.block)
+        header = self.read_header(payload)
+        scales, codes = _places(header, start, values.numel())
+        body = payload[header.nbytes :]
+        body[scales], body[codes] = raw[:middle], raw[middle:]
+
     def written(self, values: Tensor) -> Tensor:
         """Return the message of ``values``, without decoding it."""
-        start, limit = self.start(DenseVector(values)), _largest_scale(values.dtype, self.bits)
-        single = packing.to_float32(values, packing.FP32)
-        return self.message(start, normal_levels.quantise(single, self.bits, self.block, limit))
+        payload = self.blank(values.numel(), values)
+        self.write_(payload, 0, values)
+        return payload
 
     def decode(self, payload: Tensor, size: int) -> DenseVector:
         """Decode, with the bits and the block that the message states."""
         header, raw = self.body(payload, size)
         values = torch.empty(size, dtype=torch.float32, device=payload.device)
-        _decode_(values, header, raw, 1.0, add=False)
+        _decode_(values, header, raw, 0, 1.0, add=False)
         return DenseVector(values.to(header.dtype))
 
     def decode_to(
-        self, payload: Tensor, into: Tensor, divisor: float = 1.0, *, add: bool = False
+        self,
+        payload: Tensor,
+        into: Tensor,
+        divisor: float = 1.0,
+        *,
+        add: bool = False,
+        start: int = 0,
+        size: int | None = None,
     ) -> None:
-        """Write a message, divided, to ``into``, or add it: in one pass where both are float32."""
-        header, raw = self.body(payload, into.numel())
+        """Write a message of ``size`` elements, or its run from ``start`` on, divided, to ``into``.
+
+        Or add it; in one pass where both are float32.
+        """
+        header, raw = self.body(payload, into.numel() if size is None else size)
         if header.dtype == into.dtype == torch.float32:
-            _decode_(into, header, raw, divisor, add=add)
+            _decode_(into, header, raw, start, divisor, add=add)
         else:
-            written(self.decode(payload, into.numel()).values, into, divisor, add=add)
+            values = torch.empty(into.numel(), dtype=torch.float32, device=payload.device)
+            _decode_(values, header, raw, start, 1.0, add=False)
+            written(values.to(header.dtype), into, divisor, add=add)
 
     def is_finite(self, payload: Tensor, size: int) -> bool:
         """Tell, by its scales, whether a message has neither NaN nor Inf; refuse a corrupt one."""
         header, raw = self.body(payload, size)
         # no level is decoded: NaN and Inf make a block's scale NaN, and a finite scale is limited so
         # that no level times it overflows
-        scales = _scales(header, raw)
+        scales = _checked(raw[_places(header, 0, size)[0]])
         check_end(raw, header.option, header.entries)
         largest = _largest_scale(header.dtype, header.option)
         return bool((packing.view_as(scales, torch.bfloat16) <= largest).all())
@@ -111,8 +152,18 @@ class LloydMax(Codec[DenseVector]):
         return Parts(LONG_HEADER_BYTES, value=normal_levels.SCALE_BYTES * scales + codes)
 
 
-def _scales(header: Header, raw: Tensor) -> Tensor:
-    scales = raw[: normal_levels.SCALE_BYTES * -(-header.entries // header.detail)]
+def _places(header: Header, start: int, count: int) -> tuple[slice, slice]:
+    """Return where the scales and the codes of a run lie behind the header."""
+    first, last = start // header.detail, -(-(start + count) // header.detail)
+    codes = normal_levels.SCALE_BYTES * -(-header.entries // header.detail)
+    bits = header.option
+    return (
+        slice(normal_levels.SCALE_BYTES * first, normal_levels.SCALE_BYTES * last),
+        slice(codes + start * bits // 8, codes + ((start + count) * bits + 7) // 8),
+    )
+
+
+def _checked(scales: Tensor) -> Tensor:
     # the second byte of a little-endian bf16 has the sign.  Levels have signs of their own, so a
     # negative scale would be a second form of the same block
     if bool((scales[1::2] >= 0x80).any()):
@@ -120,12 +171,23 @@ def _scales(header: Header, raw: Tensor) -> Tensor:
     return scales
 
 
-def _decode_(into: Tensor, header: Header, raw: Tensor, divisor: float, *, add: bool) -> None:
-    _scales(header, raw)
+def _decode_(
+    into: Tensor, header: Header, raw: Tensor, start: int, divisor: float, *, add: bool
+) -> None:
+    scales, codes = _places(header, start, into.numel())
+    _checked(raw[scales])
     check_end(raw, header.option, header.entries)
+    # of a whole message the scales lie right before the codes
+    whole = into.numel() == header.entries
+    if start % header.detail or start * header.option % 8:
+        raise WireFormatError(
+            f"a message of levels has blocks of {header.detail}, of which no run begins at element "
+            f"{start}; do all ranks use the same codec?"
+        )
+    run = raw if whole else torch.cat([raw[scales], raw[codes]])
     # a message from another rank is in host memory, where its bytes were checked
     normal_levels.decode_(
-        into, raw.to(into.device), header.option, header.detail, divisor, keep=add
+        into, run.to(into.device), header.option, header.detail, divisor, keep=add
     )
 
 

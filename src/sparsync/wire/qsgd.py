@@ -11,14 +11,14 @@ from typing import Final, Literal, final
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError, WireFormatError
+from sparsync.errors import ConfigurationError
 from sparsync.kernels import packing
 from sparsync.kernels.normal_levels import pack_codes, sums_of_halves, unpack_codes
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.ledger import Parts
-from sparsync.wire.codec import LONG_HEADER_BYTES, Codec, Encoded, Header, V, check_block
+from sparsync.wire.codec import LONG_HEADER_BYTES, Codec, Encoded, Header, V, check_block, check_end
 
-__all__ = ["Qsgd", "SparseQsgd", "check_end"]
+__all__ = ["Qsgd", "SparseQsgd"]
 
 _BITS: Final = (2, 4, 8)
 _SCALE_BYTES: Final = 4
@@ -237,12 +237,3 @@ class SparseQsgd(_Quantised[SparseVector]):
         assert header.size is not None
         index = packing.index_bytes(header.entries, header.size)
         return super().layout(header) + Parts(index=index)
-
-
-def check_end(raw: Tensor, bits: int, count: int) -> None:
-    """Raise WireFormatError if bits are set after the last of ``count`` codes."""
-    used = count * bits % 8
-    if used and int(raw[-1]) >> used:
-        raise WireFormatError(
-            f"a message of {count} quantised values has bits set after the last; it is corrupt"
-        )

@@ -193,9 +193,9 @@ def comparisons(
     spec, size = specification, residual.numel()
     k = max(round(density * size), 1)
     accumulated = residual + gradient
-    keys = spec.magnitude_keys(accumulated).sort(descending=True).values
+    keys = kernels.magnitude_keys(accumulated).sort(descending=True).values
     few, many = int(keys[k - 1]), int(keys[min(2 * k, keys.numel()) - 1])
-    candidates = accumulated[spec.magnitude_keys(accumulated) >= max(many, 1)]
+    candidates = accumulated[kernels.magnitude_keys(accumulated) >= max(many, 1)]
     ends = few, int(keys[0])
     ladder = torch.linspace(*ends, _KEYS, dtype=torch.float64, device=keys.device).long()
     limit, region = 4 * k, max(size // streams, 1)

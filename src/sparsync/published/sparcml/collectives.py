@@ -19,8 +19,8 @@ from sparsync.collectives.collective import Collective, Reduced
 from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, Cost, Job, Result
 from sparsync.errors import require
 from sparsync.published.sparcml.streams import Call, StreamCollective, relayed, stream_bytes
-from sparsync.reduction import SUM, Reduction
-from sparsync.sparse import DenseVector, SparseVector, Vector, entries_of, even_boundaries
+from sparsync.reduction import SUM, Reduction, entries_of
+from sparsync.sparse import DenseVector, SparseVector, Vector, even_boundaries
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.codec import HEADER_BYTES, Codec, MessageFraming
 from sparsync.wire.coo import StreamCodec

@@ -14,8 +14,8 @@ from torch import Tensor
 from sparsync.collectives.collective import Collective, Reduced, check_cap, less, most_entries
 from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, Cost
 from sparsync.errors import ConfigurationError
-from sparsync.reduction import SUM, Reduction, reduction
-from sparsync.sparse import DenseVector, SparseVector, Vector, combine, densify, fold
+from sparsync.reduction import SUM, Reduction, combine, densify, fold, reduction
+from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.codec import HEADER_BYTES, Encoded, MessageFraming
 from sparsync.wire.coo import StreamCodec

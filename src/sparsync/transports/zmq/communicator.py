@@ -23,7 +23,7 @@ from sparsync.transports.ledger import Framing, Ledger, Parts
 from sparsync.transports.rendezvous import check_ports, choose_interface, convene, host_of_rank_0
 from sparsync.transports.zmq import peers as limits
 from sparsync.transports.zmq.curve import load_curve_keys, own_curve_keys
-from sparsync.transports.zmq.mailbox import APART, NO_LOCAL_STEP, TAGS, Claim, Header
+from sparsync.transports.zmq.mailbox import APART, NO_LOCAL_STEP, Claim, Header
 from sparsync.transports.zmq.mesh import Mesh
 from sparsync.transports.zmq.peers import Link, Parcel, resolved
 
@@ -143,14 +143,6 @@ class ZmqCommunicator(Communicator):
             raise
         self.mesh = opened[0]
         self.dropped, self.lost = self.mesh.dropped, self.mesh.lost
-
-    def channel(self, tag: int) -> ZmqCommunicator:
-        """Return a handle on the same links and ledger, whose messages never meet other channels'."""
-        if not 0 <= tag < TAGS:
-            raise ConfigurationError(f"channel {tag} does not exist; give a tag in [0, 2^32)")
-        twin = copy.copy(self)
-        twin.tag = tag
-        return twin
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
         """Be a rank of another group from now on; receives in the former one end with an error.

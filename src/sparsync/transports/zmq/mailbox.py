@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsync.errors import CommunicationError, PeerError, WireFormatError
 from sparsync.transports.ledger import place
 
-__all__ = ["HEADER_BYTES", "NO_LOCAL_STEP", "TAGS", "Claim", "Header", "Mailboxes"]
+__all__ = ["HEADER_BYTES", "NO_LOCAL_STEP", "Claim", "Header", "Mailboxes"]
 
 MAGIC: Final = b"sz"
 VERSION: Final = 2
@@ -24,7 +24,6 @@ HEADER_BYTES: Final = LAYOUT.size
 HELLO: Final = 1  # flag: a link was opened; nothing follows
 APART: Final = 2  # flag: the payload is a frame of its own
 GIVE_UP: Final = 4  # flag: the sender waits for nobody any more; nothing follows
-TAGS: Final = 2**32  # channels are u32
 NO_LOCAL_STEP: Final = -1
 
 # phases in which ranks may be while others are in an exchange.  Messages carry numbers, and an error

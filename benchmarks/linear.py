@@ -27,7 +27,7 @@ from sklearn.linear_model import SGDClassifier
 from sparsync.published.sparcml.linear import SparseLinearClassifier, trigram_shard
 
 HERE = Path(__file__).parent
-SPARSE = "allgather,recursive-doubling,ring,dynamic,sparcml-auto"
+SPARSE = "allgather,recursive-doubling,ring,topkdsa,sparcml-auto"
 RUNS = {  # heading -> arguments
     "SGD, logistic": ["--exchange", "split-allgather", "--compare", f"dense,{SPARSE}"],
     "SGD, svm": ["--model", "svm", "--exchange", "split-allgather", "--compare", "dense"],

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import Parameter
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsync.collectives.collective import Collective
 from sparsync.collectives.costs import Cost, Job, Result
 from sparsync.errors import ConfigurationError
+from sparsync.names import parameters_of, text_of
 from sparsync.selection.selector import Everything, Exact, Selector
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
@@ -122,14 +123,19 @@ class Preset:
     passes_on: Callable[..., Collective] | None = None  # takes the ``**options`` of ``make``
 
     @property
-    def options(self) -> dict[str, inspect.Parameter]:
+    def options(self) -> dict[str, Parameter]:
         """Options by name."""
-        own = inspect.signature(self.make).parameters
-        more = inspect.signature(self.passes_on).parameters if self.passes_on else {}
+        own = parameters_of(self.make)
+        more = parameters_of(self.passes_on) if self.passes_on else {}
         return {
             **{name: p for name, p in own.items() if p.kind is p.KEYWORD_ONLY},
             **{name: p for name, p in more.items() if name not in own},
         }
+
+    @property
+    def text(self) -> str:
+        """The docstrings that explain the options."""
+        return text_of(self.make, *filter(None, [self.passes_on]))
 
 
 def row(

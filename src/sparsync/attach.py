@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsync.algorithm import Algorithm, check_density, default_density
 from sparsync.console import say
 from sparsync.errors import ConfigurationError
+from sparsync.names import parameters_of, suggestion
 from sparsync.options import Compression, Monitoring, Options, Transport
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ __all__ = ["attach", "check_optimizer"]
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 # Optimizers that divide by a second moment; in addition to these all that have betas, as Adam does.
 _ADAPTIVE = tuple(
     getattr(torch.optim, name)
@@ -36,6 +41,25 @@ _ADAPTIVE = tuple(
 )
 
 
+def _naming_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Let unknown keywords be answered with those that there are, and where else they belong.
+
+    A decorator, so that the signature stays: type checkers go on to refuse unknown keywords.
+    """
+    known = parameters_of(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **given: P.kwargs) -> R:
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            algorithm: Any = given.get("algorithm", args[2] if len(args) > 2 else None)
+            raise _no_argument(unknown, [*known], algorithm)
+        return function(*args, **given)
+
+    return call
+
+
+@_naming_options
 def attach(
     model: nn.Module,
     optimizer: Optimizers | None = None,
@@ -63,9 +87,9 @@ def attach(
             (``docs/fsdp.md``).  For updates also a plain module, equal on all ranks.
         optimizer: the optimizer of the model, or all of them; updates are counted by the steps of the
             last.
-        algorithm: for gradients a preset's name ("budgeted", the default, "auto", "oktopk", ...), or an
-            ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", threshold_period=128)``.  For updates
-            the name of a member of the family ("diloco", "sparseloco", ...), an ``OuterStep``,
+        algorithm: for gradients a preset's name ("budgeted", the default, "auto", "Ok-Topk", ...), in
+            any spelling, or an ``Algorithm``, as ``sparsync.presets.resolve("oktopk", cap=None)``.  For
+            updates the name of a member of the family ("diloco", "sparseloco", ...), an ``OuterStep``,
             or an algorithm for ``OuterStep`` to exchange with; None: 1 bit, every second step; "auto"
             with DDP measures the group, and takes dense gradients where those take fewer seconds per
             step, or hardly more; it does not know how many steps a loss takes.
@@ -127,6 +151,7 @@ def attach(
         check_stepped_later(model.module, model.parameters_to_ignore)
     elif isinstance(model, nn.Module):
         check_stepped_later(model)
+    algorithm = _named(algorithm) if isinstance(algorithm, str) else algorithm
     given, optimizers = compression or Compression(), plain_optimizers(optimizer)
     carried, watched = transport or Transport(), monitoring or Monitoring()
     chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given)
@@ -212,6 +237,62 @@ def attach(
     return attach_replicas(model, options, replicate)
 
 
+def _named(algorithm: str) -> str:
+    """Return the name of a preset or of a member of the outer step's family, from any spelling of it."""
+    from sparsync.presets import PRESETS
+    from sparsync.tables import unknown
+    from sparsync.updates import OUTER_SETTINGS
+
+    # before the tables, which import the rooms of all papers for a name that is not their own
+    if algorithm in OUTER_SETTINGS:
+        return algorithm
+    if algorithm in PRESETS:
+        return PRESETS.name_of(algorithm)
+    from sparsync.averaging.schemes import SCHEMES, averaged_by
+
+    if algorithm not in SCHEMES:
+        raise unknown("algorithm", algorithm, [*sorted(PRESETS), *OUTER_SETTINGS])
+    name = SCHEMES.name_of(algorithm)
+    if name not in OUTER_SETTINGS:
+        raise ConfigurationError(averaged_by(name))
+    return name
+
+
+def _no_argument(
+    unknown: list[str], known: list[str], algorithm: str | Algorithm | OuterStep | None
+) -> ConfigurationError:
+    """Return the error of keywords that ``attach`` does not have: an option object or a preset may."""
+    from sparsync.feedback.correction import Correction
+    from sparsync.presets import PRESETS, preset
+    from sparsync.updates import OUTER_SETTINGS, OuterStep
+
+    homes = {
+        field.name: f"{kind.__name__.lower()}=sparsync.{kind.__name__}({field.name}=...)"
+        for kind in (Compression, Transport, Monitoring, Correction)
+        for field in fields(kind)
+    }
+    name = _named(algorithm or "budgeted") if isinstance(algorithm, str | None) else None
+    own: list[str] = []
+    if name in OUTER_SETTINGS:
+        own = [field.name for field in fields(OuterStep)]
+        made = f"sparsync.updates.OuterStep(**sparsync.updates.OUTER_SETTINGS[{name!r}] | "
+        homes |= {one: f"algorithm={made}{{{one!r}: ...}})" for one in own}
+    elif name is not None:
+        own = [*preset(name).options]
+        homes |= {one: f"algorithm=sparsync.presets.resolve({name!r}, {one}=...)" for one in own}
+    said = []
+    for one in unknown:
+        having = [other for other, row in PRESETS.items() if one in row.options]
+        if one in homes:
+            said.append(f"{one} (give {homes[one]})")
+        elif having:
+            said.append(f"{one} (an option of {', '.join(having)})")
+        else:
+            said.append(one + suggestion(one, [*known, *homes]))
+    there = ", ".join(known) + (f"; {name} has {', '.join(own)}" if own else "")
+    return ConfigurationError(f"attach has no option {', '.join(said)}; it has {there}")
+
+
 def _chosen(
     exchange: str,
     algorithm: str | Algorithm | OuterStep | None,
@@ -281,7 +362,7 @@ def check_optimizer(
             f"{name} divides by its second moment, and rarely delivered entries distort that estimate: "
             "expect 20 to 27 % more loss at 1 %. exchange='updates' keeps up with dense training; see "
             "docs/optimizers.md",
-            stacklevel=3,  # the caller of attach
+            stacklevel=4,  # the caller of attach, which is decorated
         )
     if correction is None:
         return

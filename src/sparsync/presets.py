@@ -7,6 +7,7 @@ The rows of the core are at the end; those of the papers are declared by their r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -15,19 +16,18 @@ from sparsync.algorithm import Algorithm, Preset, row
 from sparsync.collectives import Allgather, Budgeted, Dense, Halving, Quantised
 from sparsync.cost.machine import Machine
 from sparsync.errors import ConfigurationError, require
+from sparsync.names import no_option
 from sparsync.selection import Everything, Exact
-from sparsync.tables import Table
+from sparsync.tables import Table, unknown
 from sparsync.transports.communicator import Communicator
 
 __all__ = ["PRESETS", "auto", "candidates", "preset", "quantised", "resolve"]
 
 
 def preset(name: object) -> Preset:
-    """Return the row of a name; an unknown one is refused with the known ones."""
+    """Return the row of a name, in any spelling; an unknown one is refused with the known ones."""
     if not isinstance(name, str) or name not in PRESETS:
-        raise ConfigurationError(
-            f"unknown algorithm {name!r}; choose one of {', '.join(sorted(PRESETS))}"
-        )
+        raise unknown("algorithm", name, sorted(PRESETS))
     return PRESETS[name]
 
 
@@ -45,8 +45,8 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
         ConfigurationError: unknown name (lists the known ones) or option (lists the known ones).
 
     Example:
-        >>> resolve("oktopk", cap=None).name
-        'oktopk'
+        >>> resolve("oktopk", cap=None).name, resolve("SSAR_Split_allgather").name
+        ('oktopk', 'split-allgather')
     """
     if isinstance(algorithm, Algorithm):
         require(
@@ -55,11 +55,8 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
         )
         return algorithm
     found = preset(algorithm)
-    unknown, known = sorted(set(options) - set(found.options)), ", ".join(sorted(found.options))
-    if unknown:
-        raise ConfigurationError(
-            f"{algorithm} has no option {', '.join(unknown)}; it has {known or 'none'}"
-        )
+    if others := sorted(set(options) - set(found.options)):
+        raise no_option(algorithm, others, found.options, found.text)
     try:
         made = found.make(**options)
         made.make_selector(), made.make_collective()  # bad values fail here, not in the first step
@@ -80,6 +77,7 @@ def quantised(*, bits: int = 2, block: int = 256) -> Algorithm:
         bits: per element: 1, 2, 3, 4, 8 or 16.
         block: consecutive elements that share a scale.
     """
+    Quantised(bits, block)  # refuses both, before they are divided
     return Algorithm(
         "quantised",
         Everything,
@@ -113,10 +111,12 @@ def auto(
     from sparsync.cost.auto import Auto  # imported here: only this preset needs the planner
     from sparsync.cost.calibrate import calibrate
 
-    planned = {name: row for name, row in PRESETS.items() if row.planned}
-    names = tuple(planned) if candidates is None else tuple(candidates)
-    good = bool(names) and set(names) <= set(planned)
-    require(good, f"auto: candidates are {list(names)}; choose among {', '.join(planned)}")
+    planned = [name for name, row in PRESETS.items() if row.planned]
+    names = planned if candidates is None else list(candidates)
+    good = bool(names) and all(name in PRESETS and PRESETS[name].planned for name in names)
+    require(good, f"auto: candidates are {names}; choose among {', '.join(planned)}")
+    fits = budget is None or 0 < budget < math.inf
+    require(fits, f"auto: budget is {budget}; give bytes > 0, or None")
     algorithms = [resolve(name) for name in names]
 
     def make(found: Machine) -> Algorithm:

@@ -1,17 +1,22 @@
-"""Tables by name: algorithms, schemes, codecs and selectors, each declared in its own room."""
+"""Tables by name: algorithms, schemes, codecs and selectors, each declared in its own room.
+
+A name is found in any spelling, and under the names that papers give it (``ALIASES``).
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import EntryPoint, entry_points
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from types import MappingProxyType
 from typing import Any, Final, Generic, TypeVar, final
 
 from sparsync.errors import ConfigurationError
+from sparsync.names import fold, suggestion
 
-__all__ = ["ROOMS", "Table"]
+__all__ = ["ALIASES", "ROOMS", "Table", "unknown"]
 
 ROOMS: Final = (
     "sparsync.updates",
@@ -30,12 +35,15 @@ V = TypeVar("V")
 class Table(Mapping[str, V], Generic[V]):
     """The rows of one kind by name: those of the axis, of the rooms, and of other packages.
 
+    Names are looked up in any spelling, case and hyphens aside, and then among the ``ALIASES``.  When
+    rows are listed, each has the one name under which it was declared.
+
     A room declares ``ROWS[kind][name]``; another package declares an entry point ``name`` of the group
     ``sparsync.<kind>``.  Rooms and packages are imported when a name is looked up that the axis does not
     have itself, or when all are listed: training with the defaults imports no paper's room.
 
     Args:
-        kind: "algorithms", "schemes", "codecs" or "selectors".
+        kind: "algorithms", "schemes", "codecs", "selectors" or "aliases".
         own: the rows of the axis itself.
         is_row: tells whether the object that an entry point names is a row.
         wanted: the kind of object that an entry point should name, for the error message.
@@ -50,40 +58,63 @@ class Table(Mapping[str, V], Generic[V]):
         self, kind: str, own: Mapping[str, V], is_row: Callable[[Any], bool], wanted: str
     ) -> None:
         self.group = f"sparsync.{kind}"  # of entry points
-        self._kind, self._own = kind, MappingProxyType(dict(own))
+        self._kind, self._own = kind, _folded(own)
         self._is_row, self._wanted = is_row, wanted
 
     def __getitem__(self, name: str) -> V:
-        if name in self._own:
-            return self._own[name]
-        if name in self._rooms:
-            return self._rooms[name]
-        first, *others = [*entry_points(group=self.group, name=name)] or [None]
-        if others:  # which comes first depends on the path, and ranks' paths may differ
-            raise self._error(others[0], "a name that another package has taken")
-        if first is None:
-            raise KeyError(name)
-        return self._load(first)
+        return self._find(name)[1]
+
+    def name_of(self, name: str) -> str:
+        """Return the name under which a row was declared, from any spelling of it or an alias.
+
+        Raises:
+            KeyError: there is no such row.
+
+        Example:
+            >>> from sparsync.presets import PRESETS
+            >>> PRESETS.name_of("Dense"), PRESETS.name_of("TopkA")
+            ('dense', 'allgather')
+        """
+        return self._find(name)[0]
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._own
-        yield from self._rooms
+        yield from (name for name, _ in [*self._own.values(), *self._rooms.values()])
         known = {*self._own, *self._rooms}
-        for point in sorted(entry_points(group=self.group), key=lambda point: point.name):
-            if point.name in known:
+        for point in sorted(_points(self.group), key=lambda point: point.name):
+            folded = fold(point.name)
+            if folded in known or (self is not ALIASES and point.name in ALIASES):
                 raise self._error(point, "a name that exists already")
-            known.add(point.name)
+            known.add(folded)
             yield point.name
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     @functools.cached_property
-    def _rooms(self) -> Mapping[str, V]:
+    def _rooms(self) -> Mapping[str, tuple[str, V]]:
         found: dict[str, V] = {}
         for room in ROOMS:  # imported by name, and late: rooms import modules that import this one
             found |= importlib.import_module(room).ROWS.get(self._kind, {})
-        return MappingProxyType(found)
+        return _folded(found)
+
+    def _find(self, name: str) -> tuple[str, V]:
+        """Return a row and its name."""
+        found = self._declared(fold(name))
+        if found is None and self is not ALIASES and name in ALIASES:
+            found = self._declared(fold(ALIASES[name]))
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def _declared(self, folded: str) -> tuple[str, V] | None:
+        if folded in self._own:
+            return self._own[folded]
+        if folded in self._rooms:
+            return self._rooms[folded]
+        points = [p for p in _points(self.group) if fold(p.name) == folded]
+        if len(points) > 1:  # which comes first depends on the path, and ranks' paths may differ
+            raise self._error(points[1], "a name that another package has taken")
+        return (points[0].name, self._load(points[0])) if points else None
 
     def _load(self, point: EntryPoint) -> V:
         row: V = point.load()
@@ -96,3 +127,44 @@ class Table(Mapping[str, V], Generic[V]):
             f"entry point {point.name!r} = {point.value!r} of group {self.group!r} is {found}; name "
             f"{self._wanted}, under a new name"
         )
+
+
+def _points(group: str) -> EntryPoints:
+    return _of_packages(group, tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=8)  # groups
+def _of_packages(group: str, path: tuple[str, ...]) -> EntryPoints:
+    """Read the entry points of all packages on the path: once, as it takes 10 ms and more."""
+    return entry_points(group=group)
+
+
+def _folded(rows: Mapping[str, V]) -> Mapping[str, tuple[str, V]]:
+    return MappingProxyType({fold(name): (name, row) for name, row in rows.items()})
+
+
+ALIASES: Final[Table[str]] = Table(
+    "aliases",
+    {"quantized": "quantised"},
+    lambda found: isinstance(found, str),
+    "the name of a row, a text",
+)
+"""Names of rows in the words of papers: rooms declare those of their paper, for any row of any table."""
+
+
+def unknown(kind: str, given: object, known: Iterable[str]) -> ConfigurationError:
+    """Return the error of a name that no table has: it names the nearest, then all.
+
+    Args:
+        kind: "algorithm", "exchange", ..., for the message.
+        given: the name.
+        known: the names that there are; those of papers that mean one of them are looked at as well.
+
+    Example:
+        >>> str(unknown("exchange", "SSAR_Split_allgater", ["dense", "split-allgather"]))[:65]
+        "unknown exchange 'SSAR_Split_allgater' (did you mean SSAR_Split_a"
+    """
+    names = list(known)
+    like = [*names, *(alias for alias, name in ALIASES.items() if name in names)]
+    near = suggestion(given, like) if isinstance(given, str) else ""
+    return ConfigurationError(f"unknown {kind} {given!r}{near}; choose one of {', '.join(names)}")

@@ -17,6 +17,7 @@ LAYERS = (
         "fields",
         "kernels",
         "console",
+        "names",
         "reduction",
         "tables",
         "sparse",

@@ -14,7 +14,8 @@ from scipy.sparse import csr_matrix
 from sparsync import ConfigurationError, simulate
 from sparsync.errors import PeerError
 from sparsync.published.sparcml.linear.problem import LOSSES, LazyWeights, Products, soft
-from sparsync.published.sparcml.linear.solvers import EXCHANGES, SCHEDULES, Scd
+from sparsync.published.sparcml.linear.solvers import SCHEDULES, Scd
+from sparsync.published.sparcml.presets import EXCHANGES
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.wire.packed import Packed

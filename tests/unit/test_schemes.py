@@ -38,17 +38,18 @@ def one_rank():
 def test_an_option_goes_to_the_schemes_that_have_it(one_rank):
     settings = TrainSettings(workload="digits", period=3, density=0.1, transport="torch")
     check_algorithms(settings, ["dense", "allreduce", "local"])  # one of them has a period
-    model = settings.make_workload().make_model(0)
+    own, workload = "qsparse-local:period=5,density=0.2", settings.make_workload()
     made = {
-        name: make_exchange(settings, name, model)
-        for name in ("allreduce", "local", "qsparse-local")
+        name: make_exchange(settings, name, workload.make_model(0))
+        for name in ("allreduce", "Local SGD", "qsparse-local", own)
     }
-    assert isinstance(made["local"].after_step.__self__, LocalSgd)
+    assert isinstance(made["Local SGD"].after_step.__self__, LocalSgd)
     assert made["allreduce"].options == {"buffers": "average"}
-    assert made["local"].options == {"buffers": "average", "period": 3}
+    assert made["Local SGD"].options == {"buffers": "average", "period": 3}
     chosen = made["qsparse-local"].options
     assert (chosen["period"], chosen["density"]) == (3, 0.1)
-    assert [made[name].sparse for name in made] == [False, False, True]
+    assert (made[own].options["period"], made[own].options["density"]) == (5, 0.2)
+    assert [made[name].sparse for name in made] == [False, False, True, True]
     for exchange in made.values():
         exchange.close()
 
@@ -98,12 +99,12 @@ def test_an_option_that_no_algorithm_has_is_refused():
 
 
 def test_an_installed_package_adds_a_scheme(monkeypatch):
-    def points(group, name=None):
+    def points(group):
         found = [EntryPoint("theirs", "sparsync.averaging.averager:LocalSgd", group),
                  EntryPoint("wrong", "sparsync.averaging.averager:__doc__", group)]  # fmt: skip
-        return [point for point in found if name in (None, point.name)]
+        return found if group == "sparsync.schemes" else []
 
-    monkeypatch.setattr("sparsync.tables.entry_points", points)
+    monkeypatch.setattr("sparsync.tables._points", points)
     assert [*SCHEMES][-2:] == ["theirs", "wrong"] and SCHEMES["theirs"] is LocalSgd
     assert options_of("theirs") == {"period": 8}
     with pytest.raises(ConfigurationError, match="is a str; name a subclass of"):
@@ -115,13 +116,13 @@ def test_an_installed_package_adds_a_scheme(monkeypatch):
 def test_two_packages_with_one_name_are_refused(monkeypatch):
     """Which comes first depends on the path, and ranks' paths may differ."""
 
-    def points(group, name=None):
-        found = [EntryPoint("theirs", f"sparsync.averaging.averager:{one}", group)
-                 for one in ("LocalSgd", "Averager")]  # fmt: skip
-        return [point for point in found if name in (None, point.name)]
+    def points(group):
+        found = [EntryPoint(name, f"sparsync.averaging.averager:{one}", group)
+                 for name, one in (("theirs", "LocalSgd"), ("Theirs", "Averager"))]  # fmt: skip
+        return found if group == "sparsync.schemes" else []
 
-    monkeypatch.setattr("sparsync.tables.entry_points", points)
-    with pytest.raises(ConfigurationError, match=r"'theirs'.*a name that another package has"):
+    monkeypatch.setattr("sparsync.tables._points", points)
+    with pytest.raises(ConfigurationError, match=r"'Theirs'.*a name that another package has"):
         SCHEMES["theirs"]
     with pytest.raises(ConfigurationError, match=r"'theirs'.*a name that exists already"):
         list(SCHEMES)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sparsync.algorithm import Algorithm
 from sparsync.cli.train.exchanges import Exchange
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
@@ -26,7 +27,7 @@ __all__ = ["Local", "Updates"]
 class Updates(Exchange):
     """``UpdateSpaceSGD`` or ``UpdateSpaceAdamW``."""
 
-    def __init__(self, settings: TrainSettings, name: str, model: nn.Module) -> None:
+    def __init__(self, settings: TrainSettings, algorithm: Algorithm, model: nn.Module) -> None:
         lr, comm = settings.lr, settings.connect()
         optimizer: torch.optim.Optimizer
         if settings.optimizer == "sgd":
@@ -34,13 +35,13 @@ class Updates(Exchange):
                 raise ConfigurationError(
                     "--space update with sgd is Ok-Topk's Algorithm 2: plain SGD; add --momentum 0"
                 )
-            optimizer = UpdateSpaceSGD(model, lr, name, density=settings.density, comm=comm)
+            optimizer = UpdateSpaceSGD(model, lr, algorithm, density=settings.density, comm=comm)
         else:
             moments: dict[str, SecondMoment] = {"frozen": "frozen", "refreshed": "refreshed"}
             optimizer = UpdateSpaceAdamW(
                 model,
                 lr,
-                name,
+                algorithm,
                 weight_decay=settings.weight_decay,
                 second_moment=moments.get(settings.space, "local"),
                 warmup_steps=settings.warmup_steps,
@@ -54,11 +55,11 @@ class Updates(Exchange):
 class Local(Exchange):
     """Progress of each rank's own weights, by ``OuterAverager``; the residual stays in them."""
 
-    def __init__(self, settings: TrainSettings, name: str, model: nn.Module) -> None:
+    def __init__(self, settings: TrainSettings, algorithm: Algorithm, model: nn.Module) -> None:
         comm, decay = settings.connect(), settings.weight_decay
         given = {n: getattr(settings, n) for n in ("density", "period", "warmup_steps")}
         given |= {"residual": "weights", "buffers": "local"}
-        outer = OuterAverager(model, algorithm=name, comm=comm, **given)
+        outer = OuterAverager(model, algorithm=algorithm, comm=comm, **given)
         optimizers = settings.make_optimizers(model)
         if settings.optimizer != "sgd":
             ranks = dist.get_world_size()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sparsync.averaging.binding import Binding, BufferRule, MomentRule, NonFiniteRule
 from sparsync.errors import ConfigurationError, PeerError, require
 from sparsync.fields import Common, Exactly, Fields, Kind, Number, Plain, check_saved, same
+from sparsync.names import no_option, parameters_of, text_of
 from sparsync.state import Stateful, brief, fits
 from sparsync.transports.actors import Actor, Reply
 from sparsync.transports.agree import agree
@@ -52,6 +53,7 @@ class Averager(Stateful):
             ``finish``), or "average" with the parameters; or "reset": all of the state is dropped
             whenever an average is taken.  Step counts never travel.
         nonfinite: NaN or Inf in a rank's parameters "raise" an error there, or "spread" to others.
+        unknown: is refused, with the options that there are.
 
     Attributes:
         steps: local steps done; the next ``step()`` has this number, 0-based.
@@ -59,7 +61,8 @@ class Averager(Stateful):
         resume_at: the least step with which a rank goes on that was left out and came back.
 
     Raises:
-        ConfigurationError: a DDP or FSDP model; later: a model that is no longer the same.
+        ConfigurationError: an option that the scheme does not have; a DDP or FSDP model; later: a model
+            that is no longer the same.
         PeerError: from the first ``step``: ranks differ in settings, tensors or initial values.
     """
 
@@ -72,7 +75,14 @@ class Averager(Stateful):
         optimizer: torch.optim.Optimizer | None = None,
         moments: MomentRule = "local",
         nonfinite: NonFiniteRule = "raise",
+        **unknown: Any,
     ) -> None:
+        if unknown:  # of a scheme, which passes on what it does not know
+            named = parameters_of(type(self)).values()
+            shared = [name for name in parameters_of(Averager) if name not in ("model", "unknown")]
+            own = [p.name for p in named if p.kind == p.KEYWORD_ONLY]
+            text = text_of(type(self), Averager)
+            raise no_option(type(self).__name__, [*unknown], {*own, *shared}, text)
         self.steps = self.resume_at = 0
         self.memory: dict[str, Tensor] = {}
         self._begun = False

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from inspect import Parameter
 from typing import Any, Final
 
 from torch import nn
 
 from sparsync.averaging.averager import Averager, LocalSgd
+from sparsync.names import parameters_of
 from sparsync.tables import Table
 
-__all__ = ["SCHEMES", "options_of"]
+__all__ = ["SCHEMES", "averaged_by", "options_of", "own_parameters"]
 
 
 def _allreduce(model: nn.Module | None = None, **binding: Any) -> LocalSgd:
@@ -25,7 +26,23 @@ SCHEMES: Final[Table[Callable[..., Averager]]] = Table(
     callable,
     "a subclass of sparsync.averaging.Averager",
 )
-_SHARED: Final = frozenset(inspect.signature(Averager).parameters) | {"binding"}
+_SHARED: Final = parameters_of(Averager)
+
+
+def own_parameters(scheme: str) -> dict[str, Parameter]:
+    """Return a scheme's own options by name, without those of every ``Averager``."""
+    named = parameters_of(SCHEMES[scheme]).items()
+    return {name: p for name, p in named if name not in _SHARED and p.kind != p.VAR_KEYWORD}
+
+
+def averaged_by(scheme: str) -> str:
+    """Say in one sentence how a scheme is used, for those who look for it among the presets."""
+    name = SCHEMES.name_of(scheme)
+    return (
+        f"{name} averages models, and so is no algorithm for gradients: give the plain module to "
+        f'sparsync.averaging.schemes.SCHEMES["{name}"](model), call its step() after optimizer.step(), '
+        "and finish() at the end (docs/averaging.md)"
+    )
 
 
 def options_of(scheme: str) -> dict[str, Any]:
@@ -35,5 +52,4 @@ def options_of(scheme: str) -> dict[str, Any]:
         >>> options_of("local"), options_of("diloco")["period"]
         ({'period': 8}, 500)
     """
-    parameters = inspect.signature(SCHEMES[scheme]).parameters
-    return {name: p.default for name, p in parameters.items() if name not in _SHARED}
+    return {name: p.default for name, p in own_parameters(scheme).items()}

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from sparsync import __version__
-from sparsync.cli.values import checked, out_of_memory
+from sparsync.cli.values import INSTALL_PAPERS, checked, out_of_memory
 from sparsync.console import say
 from sparsync.errors import ConfigurationError, SparsyncError, require
 from sparsync.transports.launchers import detect
@@ -58,8 +58,7 @@ def make_app(wanted: str | None = None) -> typer.Typer:
     points = sorted(entry_points(group=_GROUP), key=lambda point: point.name)
     require(
         wanted not in _OF_PAPERS or any(point.name == wanted for point in points),
-        f"sparsync {wanted} is of the package sparsync-papers, which is not installed; install it, from "
-        "papers/ in a clone of sparsync",
+        f"sparsync {wanted} is of the package sparsync-papers, which is not installed: {INSTALL_PAPERS}",
     )
     for name, (module, line) in COMMANDS.items():
         if wanted in (name, None):

@@ -12,8 +12,9 @@ from rich.console import Console, Group
 from rich.text import Text
 from typer import Option
 
-from sparsync.algorithm import check_density
+from sparsync.algorithm import Algorithm, check_density
 from sparsync.cli.flags import numbers, option
+from sparsync.cli.named_algorithms import OPTIONS_HELP, algorithm_of, labels
 from sparsync.cli.network_choice import parse_network, parse_seconds
 from sparsync.cli.output import Columns, check_outputs, format_ratio, to_json, write_json
 from sparsync.cli.published_costs import published_rows, show_published
@@ -28,7 +29,8 @@ from sparsync.cost.wording import (
     format_seconds,
 )
 from sparsync.errors import ConfigurationError, require
-from sparsync.presets import candidates
+from sparsync.presets import PRESETS, candidates
+from sparsync.published.oktopk.table_1 import TABLE_1
 
 __all__ = [
     "Compute",
@@ -73,6 +75,10 @@ def command(
     budget: Annotated[
         Bytes | None, option("Most bytes that a rank sends or receives per step.")
     ] = None,
+    algorithm: Annotated[
+        str | None,
+        option(f"With commas: {', '.join(sorted(PRESETS))}. {OPTIONS_HELP}", "those of auto"),
+    ] = None,
     all_: Annotated[
         bool, Option("--all", help="Every collective, also those that quantise.")
     ] = False,
@@ -88,6 +94,7 @@ def command(
     Times are those of the busiest rank for one step: selection and exchange.  Nothing is run.
     """
     here = machine_of(machine, network, rtt)
+    require(not (all_ and algorithm), "--all and --algorithm; choose one of them")
     alone = json == Path("-")
     if not alone:
         check_outputs(json)
@@ -98,17 +105,18 @@ def command(
     if model == "paper":
         given = {"--compute": compute, "--budget": budget, "--all": all_ or None}
         beyond = ", ".join(name for name, value in given.items() if value is not None)
-        require(not beyond, f"the paper's model knows no {beyond}; leave it out, or --model paper")
+        require(not beyond, f"the paper's model knows no {beyond}; omit it, or --model paper")
         k = entries_at(DEFAULT_DENSITY if density is None else check_density(density), model_size)
-        content = published_rows(model_size, k, worlds, here)
+        content = published_rows(model_size, k, worlds, here, _in_table_1(algorithm))
         shown = show_published(content, here)
     else:
+        competing = candidates(planned=not all_) if algorithm is None else _named(algorithm)
         plans = {
             p: plan(
                 model_size,
                 p,
                 here,
-                candidates(planned=not all_),
+                competing,
                 density=density,
                 budget_bytes=budget,
                 compute=compute,
@@ -116,13 +124,30 @@ def command(
             for p in worlds
         }
         made = [{"ranks": p, **as_json(one)} for p, one in plans.items()]
-        content = made if len(worlds) > 1 else made[0]
+        content = made if len(made) > 1 else made[0]
         shown = _over_ranks(plans, here, model_size)
     if alone:
         sys.stdout.write(to_json(content))
     else:
         write_json(json, content)
         Console().print(shown, highlight=False)
+
+
+def _named(text: str) -> list[Algorithm]:
+    """Return the algorithms of a list, under names that show their options."""
+    found = dict.fromkeys(labels(text, PRESETS))  # two names may mean one row
+    return [replace(algorithm_of(label), name=label) for label in found]
+
+
+def _in_table_1(text: str | None) -> list[str]:
+    """Return the rows of Ok-Topk's Table 1 that a list names; None: all."""
+    if text is None:
+        return list(TABLE_1)
+    found = list(dict.fromkeys(labels(text, PRESETS)))
+    missing = ", ".join(name for name in found if name not in TABLE_1)
+    known = ", ".join(TABLE_1)
+    require(not missing, f"the paper's Table 1 has no {missing}; choose among {known}")
+    return found
 
 
 def as_json(made: Plan) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import (
     Annotated,
     Any,
+    Final,
     Protocol,
     TypeVar,
     final,
@@ -27,6 +28,7 @@ from typing import (
 from sparsync.errors import ConfigurationError, require
 
 __all__ = [
+    "INSTALL_PAPERS",
     "Bounds",
     "Bytes",
     "Elements",
@@ -54,6 +56,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+INSTALL_PAPERS: Final = "pip install ./papers, in a clone of sparsync"
 
 _MOST_READ = 64 << 20  # bytes of a file that is read as text
 

@@ -128,7 +128,8 @@ def capped(vector: Vector, k: int, cap: float | None) -> SparseVector:
 
 def check_cap(cap: float | None, where: str) -> None:
     """Refuse a cap that is not a positive factor or None."""
-    require(cap is None or cap > 0, f"{where}: cap is {cap}; give a factor > 0 of k, or None")
+    fits = cap is None or 0 < cap < math.inf
+    require(fits, f"{where}: cap is {cap}; give a factor > 0 of k, or None")
 
 
 # ---- the rank that drops or rounds keeps the difference ---------------------------------------------

@@ -14,6 +14,8 @@ from sparsync.sparse import SparseVector
 
 __all__ = ["Blockwise"]
 
+_MOST = 2**31 - 1  # elements of a block
+
 
 @final
 class Blockwise(Selector):
@@ -40,7 +42,8 @@ class Blockwise(Selector):
     """
 
     def __init__(self, entries: int | None = None, block: int = 512) -> None:
-        require(block >= 1, f"Blockwise: block is {block}; give at least 1 element")
+        good = 1 <= block <= _MOST
+        require(good, f"Blockwise: block is {block}; give at least 1 element, at most {_MOST}")
         advice = f"give 1 to {block} per block, or None for k's part"
         fits = entries is None or 1 <= entries <= block
         require(fits, f"Blockwise: entries is {entries}; {advice}")

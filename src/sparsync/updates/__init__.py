@@ -21,5 +21,10 @@ from sparsync.updates.periods import AdaptivePeriod
 __all__ = ["OUTER_SETTINGS", "ROWS", "AdaptivePeriod", "OuterAverager", "OuterStep"]
 
 ROWS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {"schemes": {name: partial(OuterAverager, **given) for name, given in OUTER_SETTINGS.items()}}
+    {
+        "schemes": {
+            name: partial(OuterAverager, **given) for name, given in OUTER_SETTINGS.items()
+        },
+        "aliases": {"Qsparse-local-SGD": "qsparse-local"},
+    }
 )

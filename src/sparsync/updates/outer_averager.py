@@ -17,6 +17,7 @@ from sparsync.feedback.agreed_setup import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.reducer_state import ParsedState, parse_state, restore_reducer
 from sparsync.fields import Kind
+from sparsync.names import parameters_of
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.units import output_parameters
@@ -66,10 +67,7 @@ class OuterAverager(Averager):
     __signature__ = inspect.Signature(
         [
             inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
-            *(
-                p.replace(kind=p.KEYWORD_ONLY)
-                for p in inspect.signature(OuterStep).parameters.values()
-            ),
+            *(p.replace(kind=p.KEYWORD_ONLY) for p in parameters_of(OuterStep).values()),
             inspect.Parameter("binding", inspect.Parameter.VAR_KEYWORD),
         ]
     )

@@ -37,13 +37,13 @@ from sparsync.cli.flags import (
     Plot,
     Timeout,
     TransportOrSim,
-    names,
     numbers,
     option,
     ranks_option,
     takes,
 )
 from sparsync.cli.launch import launched_ranks, leads, on_one_thread
+from sparsync.cli.named_algorithms import OPTIONS_HELP, algorithm_of, labels, named
 from sparsync.cli.network_choice import USUAL_NETWORK, Connection, parse_network
 from sparsync.cli.output import check_outputs, progress, write_json
 from sparsync.cli.values import (
@@ -59,7 +59,7 @@ from sparsync.cli.values import (
     within,
 )
 from sparsync.errors import ConfigurationError, require
-from sparsync.presets import PRESETS, resolve
+from sparsync.presets import PRESETS
 from sparsync.transports.sim import Links
 
 __all__ = ["BenchSettings", "bench", "command"]
@@ -69,7 +69,7 @@ __all__ = ["BenchSettings", "bench", "command"]
 class BenchSettings:
     """Settings of a bench: every collective at every size and density; fields with a help are options."""
 
-    collectives: tuple[str, ...] = ("dense", "allgather", "oktopk")
+    collectives: tuple[str, ...] = ("dense", "allgather", "oktopk")  # names, or with options
     ranks: Annotated[Ranks, ranks_option(8)] = 8
     sizes: tuple[int, ...] = (1_000_000,)
     densities: tuple[float, ...] = (0.01,)
@@ -105,7 +105,7 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         for name in self.collectives:
-            resolve(name)
+            algorithm_of(name)
         check_fields(self)
         within("size", self.sizes, Elements)
         largest = max(self.sizes)
@@ -136,14 +136,14 @@ class BenchSettings:
             Case(name, self.ranks, size, density, self.input, self.seed, self.links)
             for size in self.sizes
             for density in self.densities
-            for name in self.collectives
+            for name in [named(one, PRESETS).label for one in self.collectives]
         ]
 
 
 @takes(BenchSettings)
 def command(
     collectives: Annotated[
-        str, option(f"With commas: {', '.join(sorted(PRESETS))}.")
+        str, option(f"With commas: {', '.join(sorted(PRESETS))}. {OPTIONS_HELP}")
     ] = "dense,allgather,oktopk,budgeted,halving",
     size: Annotated[str, option("Elements of the vector; several, with commas.")] = "1000000",
     density: Annotated[
@@ -208,7 +208,7 @@ def command(
         entries: Sequence[Any] = rows
     else:
         settings = BenchSettings(
-            collectives=names(collectives),
+            collectives=labels(collectives, PRESETS),
             sizes=numbers("size", size, int),
             densities=numbers("density", density or "0.01", float),
             links=parse_network(network),

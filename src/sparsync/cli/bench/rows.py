@@ -18,10 +18,10 @@ from sparsync.cli.bench.inputs import input_named
 from sparsync.cli.bench.measure import Measured
 from sparsync.cli.bench.verified_row import Case
 from sparsync.cli.lab import default_burst
+from sparsync.cli.named_algorithms import algorithm_of
 from sparsync.cli.output import Columns, format_ms, format_ratio
 from sparsync.collectives.costs import WORD_BYTES, Job, lower_bound_words
 from sparsync.cost.wording import format_bytes
-from sparsync.presets import resolve
 from sparsync.transports.ledger import STAGES
 
 __all__ = ["Row", "bound_words_per_k", "entry", "ratios", "summarize", "tables"]
@@ -92,7 +92,7 @@ def summarize(
     sent, received = max(o.sent for o in outcomes), max(o.received for o in outcomes)
     law_errors = [o.verdict.law_error for o in outcomes if o.in_full]
     return Row(
-        collective=str(case.collective),
+        collective=case.name,
         transport=measured.transport,
         lab=None if rate is None else float(rate),
         links=links,
@@ -166,7 +166,7 @@ def bound_words_per_k(case: Case) -> float | None:
     reused thresholds.  None: nothing is claimed.
     """
     job = Job(case.size, case.k, case.ranks)
-    collective = resolve(case.collective).make_collective()
+    collective = algorithm_of(case.collective).make_collective()
     words = collective.promised_words(job, exchangeable=input_named(case.input).exchangeable)
     return None if words is None else words / case.k
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sparsync.algorithm import Algorithm
 from sparsync.cli.bench.inputs import Draw, gradient
+from sparsync.cli.named_algorithms import algorithm_of
 from sparsync.collectives.collective import Collective, Reduced
 from sparsync.feedback.reducer import Reducer
-from sparsync.presets import resolve
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.sim import Links
@@ -31,7 +31,7 @@ _TINY = 2.0**-150  # below every float32: where nothing was accumulated, nothing
 class Case:
     """One row of a bench."""
 
-    collective: str | Algorithm  # a preset's name, or an algorithm
+    collective: str | Algorithm  # a preset's name, with options or without, or an algorithm
     ranks: int
     size: int
     density: float
@@ -51,8 +51,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The algorithm's name."""
-        return resolve(self.collective).name
+        """The algorithm's name, with its options."""
+        return self.collective if isinstance(self.collective, str) else self.collective.name
 
     def draw(self, rank: int, step: int) -> Tensor:
         """Return a rank's gradient, fresh on every step: error feedback sees no repetition."""
@@ -110,7 +110,7 @@ class WatchedReducer:
     """A rank's real reducer; ``seen`` is its collective, and has the last step's vectors and times."""
 
     def __init__(self, case: Case, comm: Communicator) -> None:
-        algorithm = resolve(case.collective)
+        algorithm = algorithm_of(case.collective)
         self.case, self.seen = case, _Watched(algorithm.make_collective())
         watched = replace(algorithm, make_collective=lambda: self.seen)
         self.reducer = Reducer(comm, [case.unit], watched, case.density)

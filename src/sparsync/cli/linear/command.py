@@ -7,21 +7,26 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from sparsync.cli.flags import Json, Network, names, option, takes
+from sparsync.cli.flags import Json, Network, option, takes
 from sparsync.cli.launch import leads, on_one_thread
 from sparsync.cli.linear.report import LinearResult, tables, with_ratios
 from sparsync.cli.linear.settings import LinearSettings
+from sparsync.cli.named_algorithms import OPTIONS_HELP, labels
 from sparsync.cli.network_choice import USUAL_NETWORK, parse_network
 from sparsync.cli.output import check_outputs, write_json
 from sparsync.cli.values import check
 from sparsync.errors import ConfigurationError
+from sparsync.presets import PRESETS
+from sparsync.published.sparcml.presets import DECIDED, EXCHANGES
 
 __all__ = ["command", "train_linear"]
 
-_EXCHANGE = (
-    "A lossless collective, e.g. allgather, split-allgather, recursive-doubling, ring, dynamic, "
-    "sparcml-auto, dense."
-)
+_EXCHANGE = f"A lossless collective: {', '.join(EXCHANGES)}. {OPTIONS_HELP}"
+
+
+def _exchanges(text: str) -> tuple[str, ...]:
+    """Return a label of every exchange of a list."""
+    return labels(text, PRESETS, among=EXCHANGES, decided=DECIDED, kind="exchange")
 
 
 def train_linear(settings: LinearSettings) -> list[LinearResult] | None:
@@ -76,7 +81,7 @@ def command(
         )
     late = 1 if staleness is None and aggregation == "async" else staleness or 0
     exchange = exchange or ("allgather" if fields["solver"] == "scd" else "split-allgather")
-    exchanges = [name for name in names(f"{exchange},{compare or ''}") if name]
+    exchanges = [*_exchanges(exchange), *(_exchanges(compare) if compare else ())]
     settings = LinearSettings(
         exchanges=tuple(dict.fromkeys(exchanges)),
         links=parse_network(network),

@@ -49,7 +49,8 @@ def simulate_all(settings: LinearSettings) -> list[LinearResult]:
             whole = _load(settings, 0, 1)
         cut = [_problems(settings, whole, rank, settings.ranks) for rank in range(settings.ranks)]
         products, results = Products(settings.threads), []
-        for name in settings.exchanges:
+        for given in settings.exchanges:
+            name = settings.named(given).label
             with row(name) as bar:
 
                 async def program(
@@ -77,7 +78,8 @@ def train_all(settings: LinearSettings) -> list[LinearResult]:
             shard = _load(settings, rank, world_size)
         training, held_out = _problems(settings, shard, rank, world_size)
         products, results = Products(settings.threads), []
-        for name in settings.exchanges:
+        for given in settings.exchanges:
+            name = settings.named(given).label
             # a rank that does not wait for the others' exchanges does not wait for their computation
             meter = Meter() if settings.staleness else Meter(line.wait)
             with (

@@ -18,6 +18,7 @@ from sparsync.cli.flags import (
     option,
     ranks_option,
 )
+from sparsync.cli.named_algorithms import Named, named
 from sparsync.cli.network_choice import Connection
 from sparsync.cli.values import (
     Bounds,
@@ -35,6 +36,8 @@ from sparsync.cli.values import (
     make_folder,
 )
 from sparsync.errors import ConfigurationError, require
+from sparsync.presets import PRESETS
+from sparsync.published.sparcml.presets import DECIDED, EXCHANGES
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine
 from sparsync.transports.groups import SoloCommunicator
@@ -61,7 +64,8 @@ class LinearSettings:
     data: Annotated[str, Readable(), option(_DATA)] = TRIGRAMS
     model: Annotated[str, option("logistic or svm.")] = "logistic"
     solver: Annotated[str, option("sgd, or scd: block coordinate descent (logistic only).")] = "sgd"
-    exchanges: tuple[str, ...] = ("split-allgather",)  # by which the same training is repeated
+    # by which the same training is repeated: names, or with options
+    exchanges: tuple[str, ...] = ("split-allgather",)
     ranks: Annotated[Ranks, ranks_option(4)] = 4
     transport: TransportOrSim = None
     links: Links = field(default_factory=Links)  # the simulated network
@@ -147,12 +151,20 @@ class LinearSettings:
         """Make the solver of a rank's rows; ``shared``: further options of ``Solver``."""
         from sparsync.published.sparcml.linear.solvers import SOLVERS
 
+        found = self.named(exchange)
         own: dict[str, Any] = {"coordinates": self.coordinates}
         if self.solver == "sgd":
             own = {"batch_size": self.batch_size, "lr": self.lr, "schedule": self.schedule}
             own |= {"staleness": self.staleness, "background": background}
         own |= {"seed": self.seed, "steps": self.steps}
-        return SOLVERS[self.solver](comm, problem, exchange, **own, **shared)
+        return SOLVERS[self.solver](
+            comm, problem, found.name, options=found.options, **own, **shared
+        )
+
+    @staticmethod
+    def named(exchange: str) -> Named:
+        """Read an exchange with its options."""
+        return named(exchange, PRESETS, among=EXCHANGES, decided=DECIDED, kind="exchange")
 
     def _check_data(self) -> None:
         if self.data == TRIGRAMS:

@@ -13,12 +13,13 @@ from rich.text import Text
 from typer import Option
 
 from sparsync.averaging.schemes import SCHEMES
-from sparsync.cli.flags import Plot, names, numbers, option, takes
+from sparsync.cli.flags import Plot, numbers, option, takes
+from sparsync.cli.named_algorithms import OPTIONS_HELP, labels
 from sparsync.cli.network_choice import parse_network
 from sparsync.cli.output import Columns, check_outputs, drawing, format_ratio, progress, to_json
 from sparsync.cli.plan import read_machine
 from sparsync.cli.simulate.gradient_sources import load_gradients
-from sparsync.cli.simulate.settings import SimulationSettings
+from sparsync.cli.simulate.settings import Scheme, SimulationSettings
 from sparsync.cli.simulate.training import SimulatedRow, SimulatedStep, simulate_training
 from sparsync.cli.values import Elements, InputFile, Ranks, check, within
 from sparsync.cost.machine import Machine
@@ -37,7 +38,11 @@ _MEANS = tuple(f.name for f in fields(SimulatedStep) if f.name not in ("phases",
 @takes(SimulationSettings)
 def command(
     algorithm: Annotated[
-        str, option(f"With commas: {', '.join(sorted(PRESETS))}.")
+        str,
+        option(
+            f"With commas: {', '.join(sorted(PRESETS))}; or schemes that average models: "
+            f"{', '.join(SCHEMES)}. {OPTIONS_HELP}"
+        ),
     ] = "oktopk,budgeted",
     ranks: Annotated[str, option("World size; several, with commas.")] = "32",
     model_size: Annotated[
@@ -79,7 +84,7 @@ def command(
     worlds = numbers("ranks", ranks, int)
     within("ranks", worlds, Ranks)
     first = SimulationSettings(
-        names(algorithm),
+        labels(algorithm, PRESETS, SCHEMES),
         ranks=worlds[0],
         model_size=_model_size(model_size, fields["inputs"]),
         links=_topology(network, measured, ports, nodes, inner_network),
@@ -225,10 +230,10 @@ def _caption(rows: Sequence[SimulatedRow], settings: SimulationSettings) -> str:
         "network: communication, and waiting for others, where no work hides it",
         "sent, received: through the busiest port; below, of the last step's phases",
     ]
-    averaged = [name for name in settings.algorithms if name in SCHEMES and name not in PRESETS]
+    averaged = [one.name for one in settings.contenders() if isinstance(one, Scheme)]
     if averaged:
         lines.append(
-            f"{', '.join(map(str, averaged))}: means over whole periods; traffic is that of all steps"
+            f"{', '.join(averaged)}: means over whole periods; traffic is that of all steps"
         )
     if settings.scale is None and any(row.scale > 1 for row in rows):
         scales = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from sparsync.averaging.averager import Averager
 from sparsync.averaging.schemes import SCHEMES
 from sparsync.cli.bench.inputs import INPUTS
 from sparsync.cli.flags import option
+from sparsync.cli.named_algorithms import algorithm_of, named
 from sparsync.cli.values import (
     Bounds,
     Elements,
@@ -106,9 +108,10 @@ class SimulationSettings:
     memory: float = 2e9  # bytes that the virtual ranks may take together, about
 
     def __post_init__(self) -> None:
-        for name in self.algorithms:
-            if not _is_scheme(name):
-                resolve(name)
+        # unknown names, and options that do not fit, are refused here
+        for one in self.contenders():
+            if isinstance(one, Scheme):
+                one.make()
         check_fields(self)
         check_density(self.density)
         good = self.scale is None or 1 <= self.scale <= self.model_size
@@ -134,14 +137,14 @@ class SimulationSettings:
                 Contender("DenseOvlp", resolve("dense"), ddp, overlap=True),
             ]
         for given in self.algorithms:
-            if _is_scheme(given):
-                rows.append(Scheme(str(given), SCHEMES[str(given)]))
+            if isinstance(given, Algorithm):
+                rows.append(Contender(given.name, given, own, self.overlap))
                 continue
-            algorithm = resolve(given)
-            rows.append(Contender(algorithm.name, algorithm, own, self.overlap))
+            found = named(given, PRESETS, SCHEMES)
+            if found.name not in PRESETS:
+                rows.append(Scheme(found.label, partial(SCHEMES[found.name], **found.options)))
+                continue
+            twice = found.label == "dense" and (own, self.overlap) in ((1, False), (ddp, True))
+            if not (self.baselines and twice):  # as "Dense" or "DenseOvlp"
+                rows.append(Contender(found.label, algorithm_of(given), own, self.overlap))
         return rows
-
-
-def _is_scheme(given: str | Algorithm) -> bool:
-    """Tell whether a name is that of a scheme of averaging."""
-    return isinstance(given, str) and given not in PRESETS and given in SCHEMES

@@ -11,16 +11,17 @@ from rich.console import Console
 from typer import Option
 
 from sparsync.averaging.schemes import SCHEMES
-from sparsync.cli.flags import Json, Plot, names, takes
+from sparsync.cli.flags import Json, Plot, takes
 from sparsync.cli.launch import leads
+from sparsync.cli.named_algorithms import OPTIONS_HELP
 from sparsync.cli.output import check_outputs, write_json
-from sparsync.cli.train.exchanges import HOOKS, check_algorithms
+from sparsync.cli.train.exchanges import HOOKS, attached_as, check_algorithms, labels_of
 from sparsync.cli.train.rank import BeforeStep, train_rank
 from sparsync.cli.train.report import comparison, write_plot
 from sparsync.cli.train.results import TrainResult, with_target
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.values import Only
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.presets import PRESETS
 
 __all__ = ["command", "train"]
@@ -38,9 +39,9 @@ def train(
         ConfigurationError: an unknown algorithm, or a launcher with another number of processes.
         RankError: a rank failed; the others were ended.
     """
-    check_algorithms(settings, algorithms)
+    checked = check_algorithms(settings, algorithms)
     results: list[TrainResult] | None = settings.connection().start(
-        train_rank, settings.ranks, settings, tuple(algorithms), before_step
+        train_rank, settings.ranks, settings, checked, before_step
     )
     return None if results is None else with_target(results, settings.target_step)
 
@@ -51,7 +52,8 @@ def command(
         str,
         Option(
             help=f"One of {', '.join(PRESETS)}; PyTorch's own hooks {', '.join(HOOKS)}; or of the "
-            f"schemes that average models, {', '.join(SCHEMES)}; or several, with commas, to compare."
+            f"schemes that average models, {', '.join(SCHEMES)}; or several, with commas, to compare. "
+            f"{OPTIONS_HELP}"
         ),
     ] = "budgeted",
     *,
@@ -82,7 +84,7 @@ def command(
     if elastic:
         _elastic(settings, algorithm, kill, json, plot)
         return
-    results = train(settings, names(algorithm))
+    results = train(settings, labels_of(algorithm))
     if results is None:
         return
     write_json(json, results if len(results) > 1 else results[0])
@@ -95,11 +97,14 @@ def _elastic(
     settings: TrainSettings, algorithm: str, kill: str, json: Any, plot: Path | None
 ) -> None:
     """Train while ranks are killed."""
+    label, *others = labels_of(algorithm)
+    require(not others, f"--elastic trains by one algorithm, not {algorithm!r}; name one")
+    attached_as(label)  # refuses what cannot be attached
     if find_spec("torchft") is None:
         raise ConfigurationError("--elastic needs torchft: pip install 'sparsync[elastic]'")
     from sparsync.cli.train.elastic import table, train_elastic, write_elastic_plot
 
-    result = train_elastic(settings, algorithm, kill)
+    result = train_elastic(settings, label, kill)
     write_json(json, result)
     if plot is not None:
         write_elastic_plot(result, plot)

@@ -27,12 +27,13 @@ import torch
 
 from sparsync.cli.lab import Lab, Seat, local_address
 from sparsync.cli.output import Columns, drawing, progress
+from sparsync.cli.train.exchanges import attached_as
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.workloads.delays import parse_delay
 from sparsync.cli.workloads.workload import Draw, Evaluation, outputs_of
 from sparsync.errors import ConfigurationError, PeerError, SparsyncError
 from sparsync.feedback.agreed_setup import weights_digest
-from sparsync.updates.family import OUTER_SETTINGS
+from sparsync.updates.outer_step import OuterStep
 
 __all__ = [
     "Applied",
@@ -468,11 +469,10 @@ def _train(
         interface=own,
     )
     delay = parse_delay(settings.delay)
-    exchange: Any = "updates" if algorithm in OUTER_SETTINGS else "gradients"
+    chosen = attached_as(algorithm)
+    exchange: Any = "updates" if isinstance(chosen, OuterStep) else "gradients"
     density = None if exchange == "updates" else settings.density
-    sync = sparsync.attach(
-        model, optimizers, algorithm, density, exchange=exchange, elastic=manager
-    )
+    sync = sparsync.attach(model, optimizers, chosen, density, exchange=exchange, elastic=manager)
     assert isinstance(sync, ElasticHandle)
     known, last_group = 0, 0
     while sync.steps < settings.steps:

@@ -13,24 +13,34 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsync.algorithm import Algorithm
 from sparsync.attach import attach
-from sparsync.averaging.schemes import SCHEMES, options_of
+from sparsync.averaging.schemes import SCHEMES, averaged_by, options_of
+from sparsync.cli.named_algorithms import Named, labels, named
 from sparsync.cli.network_choice import transport_of
 from sparsync.cli.train.settings import TrainSettings
+from sparsync.cli.values import INSTALL_PAPERS
 from sparsync.cli.workloads.workload import is_hidden_matrix
 from sparsync.errors import ConfigurationError, require
 from sparsync.options import Compression, Transport
-from sparsync.presets import PRESETS, preset
+from sparsync.presets import PRESETS, preset, resolve
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.ledger import Traffic
 from sparsync.updates.family import OUTER_SETTINGS
 from sparsync.updates.outer_step import OuterStep
 
-__all__ = ["HOOKS", "Exchange", "check_algorithms", "dense_bytes_per_step", "make_exchange"]
+__all__ = [
+    "HOOKS",
+    "Exchange",
+    "attached_as",
+    "check_algorithms",
+    "dense_bytes_per_step",
+    "labels_of",
+    "make_exchange",
+]
 
-_GROUP = "sparsync.spaces"  # of entry points: (settings, name, model) -> Exchange
+_GROUP = "sparsync.spaces"  # of entry points: (settings, algorithm, model) -> Exchange
 HOOKS = ("fp16", "powersgd")
-_SCHEME_OPTIONS = ("period", "group_size", "sync_period", "neighbours", "deadline")
 
 
 def dense_bytes_per_step(parameters: int, world_size: int, itemsize: int = 4) -> int:
@@ -43,15 +53,38 @@ def dense_bytes_per_step(parameters: int, world_size: int, itemsize: int = 4) ->
     return -(-2 * parameters * itemsize * (world_size - 1) // world_size)
 
 
-def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> None:
-    """Refuse unknown algorithms, options that none of them has, and a target that nobody sets."""
-    known = [*sorted(PRESETS), *HOOKS, *SCHEMES]
-    for name in algorithms:
-        if name not in known:
-            raise ConfigurationError(
-                f"unknown algorithm {name!r}; choose one of {', '.join(known)}"
-            )
-    schemes, target = [name for name in algorithms if name in SCHEMES], settings.target_step
+def labels_of(text: str) -> tuple[str, ...]:
+    """Divide a list of algorithms; see ``sparsync.cli.named_algorithms.labels``."""
+    return labels(text, PRESETS, SCHEMES, plain=HOOKS)
+
+
+def _named(label: str) -> Named:
+    return named(label, PRESETS, SCHEMES, plain=HOOKS)
+
+
+def attached_as(label: str) -> Algorithm | OuterStep:
+    """Return what ``attach`` is given for a preset or a member of the outer step's family."""
+    found = _named(label)
+    if found.name in OUTER_SETTINGS:
+        return OuterStep(**{**OUTER_SETTINGS[found.name], **found.options})
+    if found.name in SCHEMES:
+        raise ConfigurationError(averaged_by(found.name))
+    return resolve(found.name, **found.options)
+
+
+def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tuple[str, ...]:
+    """Refuse unknown algorithms, options that none of them has, and a target that nobody sets.
+
+    Returns:
+        A label of each, as ``labels`` does.
+    """
+    found = [_named(text) for text in algorithms]
+    for one in found:
+        if one.name in PRESETS:
+            resolve(one.name, **one.options)
+    algorithms = tuple(one.label for one in found)
+    schemes = [one for one in found if one.name in SCHEMES]
+    target = settings.target_step
     if target is not None and not 1 <= target <= settings.steps:
         raise ConfigurationError(
             f"target_step is {target}; give a step of the run, from 1 to {settings.steps}"
@@ -64,29 +97,29 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> None
     if schemes and target is not None:
         raise ConfigurationError(
             f"--target-step looks at all ranks' loss after each step, so none could be ahead in "
-            f"{schemes[0]}; leave it out"
+            f"{schemes[0].name}; leave it out"
         )
-    for option in _SCHEME_OPTIONS:
-        value = getattr(settings, option)
-        if value is None or (option == "period" and settings.space == "local"):
-            continue
-        if not any(option in options_of(name) for name in schemes):
-            having = [name for name in SCHEMES if option in options_of(name)]
-            raise ConfigurationError(
-                f"{option} is {value}, but none of {', '.join(algorithms)} has it; leave it out, or "
-                f"choose one of {', '.join(having)}"
-            )
-    size = settings.group_size
-    require(
-        size is None or size <= settings.ranks,
-        f"group_size is {size} of {settings.ranks} ranks; give at most all of them",
-    )
-    for name in schemes:
+    if settings.period is not None and settings.space != "local":
+        having = [name for name in SCHEMES if "period" in options_of(name)]
         require(
-            settings.optimizer != "sgd" or not options_of(name).get("sign"),
-            f"{name} moves weights by signs, by a rate as Adam's; add --optimizer adamw (its own is SGD)",
+            any(one.name in having for one in schemes),
+            f"period is {settings.period}, but none of {', '.join(algorithms)} has it; leave it out, "
+            f"or choose one of {', '.join(having)}",
         )
-        SCHEMES[name](None, **_scheme_options(settings, name))
+    for one in schemes:
+        size = one.options.get("group_size")
+        require(
+            size is None or size <= settings.ranks,
+            f"{one.name}: group_size is {size} of {settings.ranks} ranks; give at most all of them",
+        )
+        given = _scheme_options(settings, one)
+        require(
+            settings.optimizer != "sgd" or not {**options_of(one.name), **given}.get("sign"),
+            f"{one.name} moves weights by signs, by a rate as Adam's; add --optimizer adamw (its own is "
+            "SGD)",
+        )
+        SCHEMES[one.name](None, **given)
+    return algorithms
 
 
 def _nothing() -> None:
@@ -127,22 +160,24 @@ class Exchange:
         return self._before.sent - before.sent, self._before.received - before.received
 
 
-def make_exchange(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
+def make_exchange(settings: TrainSettings, label: str, model: nn.Module) -> Exchange:
     """Prepare this rank's model for "dense" (plain DDP), one of ``HOOKS``, a preset, or a scheme."""
-    if name in SCHEMES:
-        return _averaged(settings, name, model)
-    if name in ("dense", "fp16") and settings.space != "local":
-        return _allreduced(settings, model, half=name == "fp16")
-    if name == "powersgd":
+    found = _named(label)
+    if found.name in SCHEMES:
+        return _averaged(settings, found, model)
+    if found.name in ("dense", "fp16") and settings.space != "local":
+        return _allreduced(settings, model, half=found.name == "fp16")
+    if found.name == "powersgd":
         return _power_sgd(settings, model)
+    algorithm = resolve(found.name, **found.options)
     if settings.space == "gradient":
-        return _attached(settings, name, model)
+        return _attached(settings, found.name, algorithm, model)
     for point in entry_points(group=_GROUP, name=settings.space):
-        added: Exchange = point.load()(settings, name, model)
+        added: Exchange = point.load()(settings, algorithm, model)
         return added
     raise ConfigurationError(
-        f"--space {settings.space} is of the package sparsync-papers, which is not installed; "
-        "install it, or choose gradient"
+        f"--space {settings.space} is of the package sparsync-papers, which is not installed: "
+        f"{INSTALL_PAPERS}; or choose gradient"
     )
 
 
@@ -180,7 +215,9 @@ def _power_sgd(settings: TrainSettings, model: nn.Module) -> Exchange:
     return Exchange(ddp, settings.make_optimizers(ddp), formula=formula)
 
 
-def _attached(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
+def _attached(
+    settings: TrainSettings, name: str, algorithm: Algorithm, model: nn.Module
+) -> Exchange:
     """Attach a preset to the gradients of a DDP model."""
     ddp = _in_ddp(model)
     correction = settings.correction(preset(name).corrects)
@@ -188,7 +225,7 @@ def _attached(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
     compress = is_hidden_matrix if name == "sparcml" else None
     sync = attach(
         ddp,
-        algorithm=name,
+        algorithm=algorithm,
         density=settings.density,
         correction=correction,
         compression=Compression(compress=compress, warmup_steps=settings.warmup_steps),
@@ -205,13 +242,14 @@ def _attached(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
     )
 
 
-def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
+def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchange:
     """Let a model train alone, and a scheme average it with others.
 
     Members of the outer step's family are attached, so that moments can follow the average; but
     ``attach`` always averages buffers.  Methods that step by signs are published with plain SGD.
     """
-    given, has = _scheme_options(settings, name), options_of(name)
+    name, given = found.name, _scheme_options(settings, found)
+    has = {**options_of(name), **given}
     optimizers, own = settings.make_optimizers(model), {}
     if has.get("sign"):
         sgd = torch.optim.SGD(model.parameters(), settings.lr, weight_decay=settings.weight_decay)
@@ -246,13 +284,14 @@ def _averaged(settings: TrainSettings, name: str, model: nn.Module) -> Exchange:
     )
 
 
-def _scheme_options(settings: TrainSettings, name: str) -> dict[str, Any]:
-    """Return the given options that this scheme has; for the rest it has its own defaults."""
-    has = options_of(name)
-    given = {option: getattr(settings, option) for option in (*_SCHEME_OPTIONS, "seed")}
+def _scheme_options(settings: TrainSettings, found: Named) -> dict[str, Any]:
+    """Return the options of a scheme: those that it was given itself, then those of all algorithms."""
+    has = options_of(found.name)
+    given: dict[str, Any] = {"period": settings.period, "seed": settings.seed}
     if has.get("density", 1.0) < 1:  # a dense exchange has none
         given["density"] = settings.density
-    return {key: value for key, value in given.items() if key in has and value is not None}
+    shared = {key: value for key, value in given.items() if key in has and value is not None}
+    return {**shared, **found.options}
 
 
 def _in_ddp(model: nn.Module, bucket_cap_mb: float | None = None) -> DistributedDataParallel:

@@ -203,6 +203,7 @@ def _result(
     total = max(sum(r.seconds) + r.finish for r in everyone)
     elements = everyone[0].parameters * len(seconds)
     kernel = [max(nbytes) for nbytes in zip(*(r.kernel for r in everyone), strict=True)]
+    density: Any = (exchange.options or {}).get("density", settings.density)
     of_settings = ("workload", "seed", "batch_size", "optimizer", "lr", "nesterov", "weight_decay")
     same: dict[str, Any] = {key: getattr(settings, key) for key in (*of_settings, "delay")}
     same |= {key: getattr(workload, key, None) for key in ("context", "layers", "width")}
@@ -210,7 +211,7 @@ def _result(
         algorithm=name,
         ranks=len(everyone),
         steps=len(seconds),
-        density=settings.density if exchange.sparse else 1.0,
+        density=density if exchange.sparse else 1.0,
         parameters=everyone[0].parameters,
         loss=[fmean(losses) for losses in zip(*(r.loss for r in everyone), strict=True)],
         eval_loss=evaluation.loss,

@@ -109,18 +109,6 @@ class TrainSettings:
     clip: Annotated[Rates, option(_CLIP, "0.25 for LSTMs of text, else 0")] = _DEFAULT
     space: Annotated[str, option(_SPACE)] = "gradient"
     period: Annotated[Steps | None, option(_PERIOD, "by density, or the scheme's")] = None
-    group_size: Annotated[
-        Ranks | None, option("Ranks that average, of wagma.", "near sqrt(ranks)")
-    ] = None
-    sync_period: Annotated[
-        Steps | None, option("Steps between global averages, of wagma.", "10")
-    ] = None
-    neighbours: Annotated[
-        Ranks | None, option("Ranks that a rank sends to per step, of sgp.", "1")
-    ] = None
-    deadline: Annotated[
-        Positive | None, option("Seconds until wagma omits a silent rank.", "the scheme's")
-    ] = None
     buffers: Annotated[
         str, option("Of the model: schemes average them, or leave them local to the end.")
     ] = "average"
@@ -157,8 +145,6 @@ class TrainSettings:
         waits = delay.kind != "persistent" or delay.first < self.ranks
         check("delay", self.delay, waits, f"a rank from 0 to {self.ranks - 1}")
         self._check_optimizer()
-        good = self.deadline is None or 0 < self.deadline < math.inf
-        check("deadline", self.deadline, good, "seconds > 0")
         check_density(self.density)
         self.connection()
 

@@ -11,10 +11,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
 
+from sparsync.cli.values import INSTALL_PAPERS
 from sparsync.cli.workloads.digits import DigitsWorkload
 from sparsync.cli.workloads.stdlib_text import BytesWorkload, LstmWorkload
 from sparsync.cli.workloads.workload import Workload
 from sparsync.errors import ConfigurationError
+from sparsync.tables import unknown
 
 __all__ = ["make_workload", "workload_class", "workload_names"]
 
@@ -36,8 +38,12 @@ def workload_class(name: str) -> type[Workload]:
     for point in entry_points(group=_GROUP, name=name):
         added: type[Workload] = point.load()
         return added
+    error = unknown("workload", name, workload_names())
+    if entry_points(group=_GROUP):
+        raise error
     raise ConfigurationError(
-        f"unknown workload {name!r}; choose one of {', '.join(workload_names())}"
+        f"{error}; those of the papers are of the package sparsync-papers, which is not installed: "
+        f"{INSTALL_PAPERS}"
     )
 
 

@@ -149,5 +149,11 @@ ROWS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "eager-majority": partial(EagerSgd, quorum="majority"),
         },
         "selectors": {"gaussian": GaussianK},
+        "aliases": {
+            "Allreduce-SGD": "allreduce",
+            "Local SGD": "local",
+            # of the two quorums the one of which WAGMA-SGD, section 2.2, speaks: "at most half"
+            "Eager-SGD": "eager-majority",
+        },
     }
 )

@@ -51,7 +51,7 @@ Table 1                                       ``table_1.TABLE_1``
 Dense, TopkA (Table 1)                        presets "dense" and "allgather"
 TopkDSA, gTopk, Gaussiank (Table 1)           presets "topkdsa", "gtopk", "gaussiank": those of
                                               ``sparsync.published.baselines``
-DenseOvlp (5.4)                               plain DDP; a row of ``sparsync simulate``
+DenseOvlp (5.4)                               plain DDP: preset "dense"; a row of ``sparsync simulate``
 ============================================  ========================================================
 
 Run it
@@ -70,10 +70,11 @@ One vector, without a model::
 
     reduced = sparsync.allreduce(torch.randn(10_000), sparsync.connect(), k=100, algorithm="oktopk")
 
-On virtual ranks::
+On virtual ranks.  Names may be the paper's, in any case, and options follow a colon::
 
-    sparsync simulate --algorithm oktopk,oktopk-paper --ranks 8 --model-size 100000
-    sparsync bench --collectives oktopk,oktopk-paper --ranks 8 --size 100000 --steps 4 --warmup 1
+    sparsync simulate --algorithm Ok-Topk,oktopk-paper:threshold_period=128 --ranks 8 --model-size 100000
+    sparsync bench --collectives TopkA,TopkDSA,gTopk,Gaussiank,Ok-Topk --ranks 8 --size 100000 --steps 4
+    sparsync plan --algorithm TopkA,gTopk,Ok-Topk --ranks 8 --model-size 1000000 --network 1gbit,50us
 
 Differs from the paper
 ----------------------
@@ -154,5 +155,6 @@ ROWS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "oktopk-paper": Preset(oktopk_paper, _PAPER, passes_on=OkTopk),
         },
         "selectors": {"reused": Reused},
+        "aliases": {"TopkA": "allgather", "DenseOvlp": "dense", "Ok-Topk SGD": "oktopk"},
     }
 )

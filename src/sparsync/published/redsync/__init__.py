@@ -157,5 +157,11 @@ ROWS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "layered": partial(Layered, Exact),
         },
         "codecs": {"sign-mean": SignMean()},
+        "aliases": {
+            "RGC": "redsync",
+            "Quantized-RGC": "redsync-quantized",
+            "quant RGC": "redsync-quantized",
+            "redsync-quantised": "redsync-quantized",
+        },
     }
 )

@@ -181,6 +181,14 @@ ROWS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             ),
             "sparcml": Preset(sparcml, "SparCML, section 5.3.3"),
             "sparcml-auto": row("sparcml-auto", SparcmlAuto, "SparCML, section 5.3"),
-        }
+        },
+        "aliases": {
+            "SSAR_Recursive_double": "recursive-doubling",
+            "SSAR_Split_allgather": "split-allgather",
+            "DSAR_Split_allgather": "dynamic",
+            "sparse ring": "ring",
+            "dense ring": "ring-dense",
+            "Quantized TopK SGD": "sparcml",
+        },
     }
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from torch import Tensor
 
@@ -16,7 +16,22 @@ from sparsync.published.sparcml.collectives import Dynamic
 from sparsync.selection import Blockwise
 from sparsync.wire import Qsgd, SparseQsgd, StreamCodec
 
-__all__ = ["SPARCML_SETTINGS", "sparcml"]
+__all__ = ["DECIDED", "EXCHANGES", "SPARCML_SETTINGS", "sparcml"]
+
+EXCHANGES: Final = (
+    "dense",
+    "allgather",
+    "dynamic",
+    "recursive-doubling",
+    "ring",
+    "sparcml-auto",
+    "split-allgather",
+    "topkdsa",
+)
+"""The presets that lose nothing, by which linear models are trained (MPI-OPT)."""
+
+DECIDED: Final = ("cap", "codec", "keep_error", "local", "op")
+"""Options of theirs that the solvers of linear models decide: messages are exact, and summed."""
 
 _BLOCK = 512  # SparCML, section 8.3: k of every 512 consecutive elements
 

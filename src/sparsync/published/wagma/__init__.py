@@ -121,4 +121,6 @@ from sparsync.published.wagma.scheme import Wagma
 
 __all__ = ["ROWS", "Wagma"]
 
-ROWS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"schemes": {"wagma": Wagma}})
+ROWS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {"schemes": {"wagma": Wagma}, "aliases": {"WAGMA-SGD": "wagma"}}
+)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from math import gcd, sqrt
+from math import gcd, inf, sqrt
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, final, get_args
 
@@ -118,7 +118,7 @@ class Wagma(Accompanied):
         known = grouping in get_args(Grouping)
         require(known, f"grouping is {grouping!r}; choose wait-avoiding or synchronous")
         require(values in CODECS, f"values is {values!r}; choose {', '.join(CODECS)}")
-        positive = deadline is None or deadline > 0
+        positive = deadline is None or 0 < deadline < inf
         require(positive, f"deadline is {deadline}; give seconds > 0, or None")
         self.group_size, self.sync_period, self.grouping = group_size, sync_period, grouping
         self.dynamic, self.values, self.deadline = dynamic, values, deadline

@@ -39,7 +39,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         l2: factor of the L2 penalty (scikit-learn's SGDClassifier calls it alpha).
         epochs: passes over the data.
         fit_intercept: the model has an intercept, not penalised.
-        exchange: among ranks; one of ``EXCHANGES``.
+        exchange: among ranks; one of ``sparsync.published.sparcml.presets.EXCHANGES``.
         threads: of this rank.
         dtype: of weights and of exchanged values, "float64" or "float32".
         random_state: of the order of rows or coordinates; equal on all ranks, so give a number, not a

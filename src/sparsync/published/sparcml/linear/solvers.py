@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,17 +19,13 @@ import numpy as np
 import torch
 from scipy.sparse import csc_matrix, hstack  # type: ignore[import-untyped, unused-ignore]
 
-from sparsync.collectives import Allgather, Collective, Dense, Reduced
+from sparsync.collectives import Collective, Dense, Reduced
 from sparsync.errors import require
-from sparsync.published.sparcml import (
-    Dynamic,
-    RecursiveDoubling,
-    Ring,
-    SparcmlAuto,
-    split_allgather,
-)
+from sparsync.presets import PRESETS, resolve
 from sparsync.published.sparcml.linear.problem import Floats, Integers, Problem, Products, soft
+from sparsync.published.sparcml.presets import DECIDED, EXCHANGES
 from sparsync.sparse import DenseVector, SparseVector, Vector, even_boundaries
+from sparsync.tables import unknown
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine
@@ -39,7 +35,6 @@ from sparsync.wire.coo import Coo, StreamCodec
 from sparsync.wire.packed import Packed
 
 __all__ = [
-    "EXCHANGES",
     "SCHEDULES",
     "SOLVERS",
     "DenseSlices",
@@ -52,20 +47,6 @@ __all__ = [
 
 
 # ---- exchanges --------------------------------------------------------------------------------------
-
-# of at most cap * k entries; none of them rounds
-_SPARSE: MappingProxyType[str, Callable[..., Collective]] = MappingProxyType(
-    {
-        "allgather": Allgather,
-        "dynamic": Dynamic,
-        "recursive-doubling": RecursiveDoubling,
-        "ring": Ring,
-        "sparcml-auto": SparcmlAuto,
-        "split-allgather": split_allgather,
-    }
-)
-
-EXCHANGES = ("dense", *_SPARSE)
 
 
 @final
@@ -163,7 +144,8 @@ class Solver(ABC):
     Args:
         comm: the group.
         problem: this rank's rows; equal dimensions, model and penalties on all ranks.
-        exchange: one of ``EXCHANGES``.
+        exchange: one of ``sparsync.published.sparcml.presets.EXCHANGES``, in any spelling.
+        options: of the exchange; its format and its cap are the solver's.
         products: threads.
         seed: of the order of rows or coordinates.
         steps: most steps of an epoch; None: a whole pass.
@@ -178,14 +160,22 @@ class Solver(ABC):
         problem: Problem,
         exchange: str,
         *,
+        options: Mapping[str, Any] = MappingProxyType({}),
         products: Products | None = None,
         seed: int = 0,
         steps: int | None = None,
         meter: Meter | None = None,
     ) -> None:
-        known = ", ".join(EXCHANGES)
-        require(exchange in EXCHANGES, f"unknown exchange {exchange!r}; choose one of {known}")
-        self.comm, self.problem, self.exchange = comm, problem, exchange
+        name = PRESETS.name_of(exchange) if exchange in PRESETS else exchange
+        if name not in EXCHANGES:
+            raise unknown("exchange", exchange, EXCHANGES)
+        self.comm, self.problem, self.exchange = comm, problem, name
+        refused = sorted({*options} & {*DECIDED})
+        require(
+            not refused,
+            f"{name}: {', '.join(refused)} cannot be given, as what it sends is exact, and sums; omit it",
+        )
+        self.options = {**options}
         self.products, self.meter = products or Products(), meter or Meter()
         self.seed, self.steps = seed, steps
         self.weights = problem.weights()  # the same bits on all ranks
@@ -225,7 +215,8 @@ class Solver(ABC):
             return dense()
         exact: Codec[SparseVector] = Packed("fp32") if self.problem.dtype == np.float32 else Coo()
         codec = exact if self.exchange == "allgather" else StreamCodec(exact)
-        return _SPARSE[self.exchange](codec, cap=cap)
+        given = {**self.options, "codec": codec, "cap": cap}
+        return resolve(self.exchange, **given).make_collective()
 
     async def evaluate(self, problem: Problem | None = None) -> Evaluation:
         """Evaluate the weights on every rank's rows of another problem, or of the training.

@@ -1,0 +1,246 @@
+"""Algorithms as commands name them: ``NAME`` or ``NAME:OPTION=VALUE,OPTION=VALUE``; several with commas.
+
+A piece between commas that is ``OPTION=VALUE`` belongs to the algorithm before it, whose name a colon
+ends; any other piece begins the next algorithm::
+
+    oktopk                                             one algorithm
+    dense,wagma:group_size=4,dynamic=false,local       three: wagma has two options
+    auto:candidates=dense+budgeted                     names in a value have + between
+
+Names may be spelt in any way, and be those of papers (``sparsync.tables.ALIASES``).  Types are those of
+the arguments in Python: none, true, false, numbers, words, names of codecs.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from inspect import Parameter
+from typing import Any, Final, Literal, Union, get_args, get_origin
+
+from sparsync.algorithm import Algorithm, Preset
+from sparsync.averaging.schemes import SCHEMES, averaged_by, own_parameters
+from sparsync.errors import ConfigurationError, require
+from sparsync.names import fold, no_option, text_of
+from sparsync.presets import PRESETS, resolve
+from sparsync.tables import Table, unknown
+from sparsync.wire import CODECS, Codec
+
+__all__ = ["OPTIONS_HELP", "Named", "algorithm_of", "labels", "named", "read_option"]
+
+OPTIONS_HELP: Final = (
+    "Names as papers spell them are known as well; options follow a colon, as "
+    "NAME:OPTION=VALUE,OPTION=VALUE."
+)
+
+# what a value may be, and a function that reads it or raises ValueError
+_Reader = tuple[str, Callable[[str], Any]]
+
+
+@dataclass(frozen=True)
+class Named:
+    """An algorithm with its options.
+
+    Attributes:
+        name: of its row.
+        options: by name, as in Python.
+        label: both as text, which reads as the same: rows of tables and JSON have it.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    label: str
+
+
+def labels(text: str, *tables: Table[Any], **limits: Any) -> tuple[str, ...]:
+    """Divide a list of algorithms; return a label of each, by which ``named`` finds it again.
+
+    Args:
+        text: names, with options or without, and commas between.
+        tables: as for ``named``.
+        limits: likewise.
+
+    Raises:
+        ConfigurationError: as of ``named``; a piece that is neither a name nor an option.
+
+    Example:
+        >>> labels("Dense, Ok-Topk:threshold_period=128,cap=none, TopkA", PRESETS)
+        ('dense', 'oktopk:threshold_period=128,cap=none', 'allgather')
+    """
+    found: list[str] = []
+    for piece in text.split(","):
+        head, equals, _ = piece.partition("=")
+        if equals and ":" not in head:  # a colon after the sign is part of the value
+            require(
+                bool(found) and ":" in found[-1],
+                f"{piece.strip()!r} follows no NAME: of an algorithm; write NAME:{piece.strip()}",
+            )
+            found[-1] += f",{piece}"
+        else:
+            found.append(piece)
+    return tuple(named(one, *tables, **limits).label for one in found)
+
+
+def named(
+    text: str,
+    *tables: Table[Any],
+    plain: Sequence[str] = (),
+    among: Sequence[str] | None = None,
+    decided: Sequence[str] = ("op",),
+    kind: str = "algorithm",
+) -> Named:
+    """Read one algorithm with its options.
+
+    Args:
+        text: its name, or its name, a colon and options with commas between.
+        tables: of presets, of schemes, or both.
+        plain: further names, without options.
+        among: the rows of the tables that can be named; None: all.
+        decided: options that cannot be given, as the command decides them: steps of training are sums.
+        kind: what it is called in the messages.
+
+    Raises:
+        ConfigurationError: an unknown name or option (lists the nearest, and all), or a value of another
+            type.
+
+    Example:
+        >>> named("WAGMA-SGD:group_size=4,dynamic=false,sync_period=none", SCHEMES).options
+        {'group_size': 4, 'dynamic': False, 'sync_period': None}
+    """
+    given, colon, rest = text.strip().partition(":")
+    given = given.strip()
+    name, its, explained = _row(given, tables, plain, among, kind)
+    parameters = {option: p for option, p in its.items() if option not in decided}
+    options: dict[str, Any] = {}
+    shown = []
+    for piece in rest.split(",") if colon else ():
+        key, equals, value = (part.strip() for part in piece.partition("="))
+        require(bool(equals), f"{given}: {piece.strip()!r} is no OPTION=VALUE")
+        option = next((known for known in parameters if fold(known) == fold(key)), None)
+        if option is None:
+            listed = partial(_described, parameters)
+            raise no_option(name, [key], parameters, explained, listed)
+        require(option not in options, f"{name}: {option} is given twice")
+        options[option] = read_option(name, parameters[option], value)
+        shown.append(f"{option}={value}")
+    return Named(name, options, ":".join([name, *filter(None, [",".join(shown)])]))
+
+
+def algorithm_of(text: str | Algorithm) -> Algorithm:
+    """Return the algorithm of a preset's name with options; an ``Algorithm`` as it is.
+
+    Example:
+        >>> algorithm_of("SparCML:bits=none").options
+        (('bits', None),)
+    """
+    if isinstance(text, Algorithm):
+        return text
+    found = named(text, PRESETS)
+    return resolve(found.name, **found.options)
+
+
+def _row(
+    given: str,
+    tables: Sequence[Table[Any]],
+    plain: Sequence[str],
+    among: Sequence[str] | None,
+    kind: str,
+) -> tuple[str, Mapping[str, Parameter], str]:
+    """Return the name of a row, its options, and the docstrings that explain these."""
+    for name in plain:
+        if fold(name) == fold(given):
+            return name, {}, ""
+    for table in tables:
+        if given in table and (among is None or table.name_of(given) in among):
+            name, row = table.name_of(given), table[given]
+            if isinstance(row, Preset):
+                return name, row.options, row.text
+            return name, own_parameters(name), text_of(row)
+    if SCHEMES not in tables and given in SCHEMES:
+        raise ConfigurationError(
+            f"{averaged_by(given)}; or on the command line: sparsync train --algorithm {given}"
+        )
+    known = among or [
+        name for table in tables for name in (sorted(table) if table is PRESETS else table)
+    ]
+    raise unknown(kind, given, [*known, *plain])
+
+
+# ---- values -----------------------------------------------------------------------------------------
+
+
+def read_option(owner: str, parameter: Parameter, text: str) -> Any:
+    """Return the value that a text means, by the type of the argument.
+
+    Raises:
+        ConfigurationError: the text is of no type that the argument takes.
+
+    Example:
+        >>> cap = PRESETS["oktopk"].options["cap"]
+        >>> read_option("oktopk", cap, "none"), read_option("oktopk", cap, "2")
+        (None, 2.0)
+    """
+    readers = _readers(parameter.annotation)
+    for _, read in readers:
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    expected = " or ".join(said for said, _ in readers)
+    cure = f"give {expected}" if readers else "it can be given in Python alone"
+    raise ConfigurationError(f"{owner}: {parameter.name} is {text!r}; {cure}")
+
+
+def _described(parameters: Mapping[str, Parameter], option: str) -> str:
+    readers = _readers(parameters[option].annotation)
+    return f"{option} ({' or '.join(said for said, _ in readers) or 'in Python alone'})"
+
+
+def _readers(kind: Any) -> list[_Reader]:
+    """Return a reader per form of value, in the order in which they are tried: words last."""
+    if isinstance(kind, str) or kind in (Any, Parameter.empty):  # its module did not tell the type
+        kind = bool | int | float | str | None
+    if get_origin(kind) in (Union, types.UnionType):
+        found = [reader for member in get_args(kind) for reader in _readers(member)]
+        return sorted(found, key=lambda reader: reader[1] in (str, _names))
+    if get_origin(kind) is Literal:
+        return [_word(str(value), value) for value in get_args(kind)]
+    if kind is types.NoneType:
+        return [_word("none", None)]
+    if kind is bool:
+        return [_word("true", True), _word("false", False)]
+    if kind is str:
+        return [("a word", str)]
+    if kind in (int, float):
+        return [("a whole number" if kind is int else "a number", kind)]
+    if get_origin(kind) in (Sequence, list, tuple) and str in get_args(kind):
+        return [("names with + between", _names)]
+    if isinstance(get_origin(kind) or kind, type) and issubclass(get_origin(kind) or kind, Codec):
+        fitting = {name: codec for name, codec in CODECS.items() if _fits(codec, kind)}
+        # a comma would end the option
+        return [_word(name.replace(", ", "-"), codec) for name, codec in fitting.items()]
+    return []
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split("+"))
+
+
+def _word(word: str, value: Any) -> _Reader:
+    """Return the reader of one word, in any spelling."""
+
+    def read(text: str) -> Any:
+        if fold(text) != fold(word):
+            raise ValueError(text)
+        return value
+
+    return word, read
+
+
+def _fits(codec: Codec[Any], kind: Any) -> bool:
+    """Tell whether a codec is of a class, and for vectors of its kind: ``Codec[SparseVector]``."""
+    generic = [base for cls in type(codec).__mro__ for base in getattr(cls, "__orig_bases__", ())]
+    of_its_vectors = not get_args(kind) or get_args(kind) in map(get_args, generic)
+    return isinstance(codec, get_origin(kind) or kind) and of_its_vectors

@@ -72,7 +72,7 @@ def simulate_averaging(
 
     Args:
         scheme: the row.
-        settings: its ``steps`` are rounded up to whole periods of the scheme.
+        settings: its ``steps`` and ``warmup`` are rounded up to whole periods of the scheme.
         weigher: tells how many entries a message stands for, by the scale.
         advance: is called whenever a rank ends a step.
     """
@@ -80,7 +80,9 @@ def simulate_averaging(
     scale = settings.scale or scheme_scale(settings)
     size = max(round(settings.model_size / scale), 1)
     period = _period(scheme.make())
-    steps = settings.warmup + -(-settings.steps // period) * period
+    # whole periods, or a step's share of a global average would depend on where the run begins and ends
+    before, reported = (-(-n // period) * period for n in (settings.warmup, settings.steps))
+    steps = before + reported
     pace, slower = random.Random(settings.seed), dict(settings.stragglers)
     # as of the rows of gradients: the same steps of the same ranks are late
     work = [
@@ -125,11 +127,11 @@ def simulate_averaging(
         stage: fmean(ledger.stages.get(stage, 0.0) for ledger in simulation.ledgers) / steps
         for stage in ("select", "pack", "unpack")
     }
-    seconds = [after - before for before, after in pairwise(means)]
+    seconds = [end - start for start, end in pairwise(means)]
     return AveragedRun(
         scale,
-        seconds[settings.warmup :],
-        [fmean(step) for step in work[settings.warmup :]],
+        seconds[before:],
+        [fmean(step) for step in work[before:]],
         simulation,
         stages,
         steps,

@@ -232,9 +232,7 @@ def _caption(rows: Sequence[SimulatedRow], settings: SimulationSettings) -> str:
     ]
     averaged = [one.name for one in settings.contenders() if isinstance(one, Scheme)]
     if averaged:
-        lines.append(
-            f"{', '.join(averaged)}: means over whole periods; traffic is that of all steps"
-        )
+        lines.append(f"{', '.join(averaged)}: means over whole periods of steps")
     if settings.scale is None and any(row.scale > 1 for row in rows):
         scales = {
             row.algorithm: max(r.scale for r in rows if r.algorithm == row.algorithm)

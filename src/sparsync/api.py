@@ -222,11 +222,9 @@ class _Background:
     """The thread of a communicator's non-blocking calls, and their channels."""
 
     def __init__(self, comm: Communicator) -> None:
-        channel = comm.channel(0)
-        # the companions hold this object and so its engine, which its own communicator must not keep
-        # alive
-        channel.companions = {}
-        self._engine = Engine("iallreduce", [channel])
+        # apart: the companions hold this object and so its engine, which its own communicator must not
+        # keep alive
+        self._engine = Engine("iallreduce", [comm.channel(0).apart()])
         self._open: list[Future[Any]] = []
         self._calls = 0
 

@@ -186,14 +186,12 @@ def attach(
             "elastic= is for plain modules, whole on every rank; omit replicate="
         )
     if outer is not None:
-        options = Options(outer.chosen, outer.density, None, given, carried, watched)
+        options = Options(outer.chosen, outer.density, None, given, carried, watched, decided)
         if elastic is not None:
             from sparsync.elastic.updates import attach_elastic_updates
 
             return attach_elastic_updates(model, optimizers, outer, options, elastic)
-        sync = attach_updates(model, optimizers, outer, options, replicate, advises=bool(why))
-        sync.decided = decided
-        return sync
+        return attach_updates(model, optimizers, outer, options, replicate, advises=bool(why))
     assert not isinstance(algorithm, OuterStep)
     resolved = resolve("budgeted" if algorithm is None else algorithm)
     if density is None:
@@ -211,7 +209,7 @@ def attach(
         unit_bytes=resolved.unit_bytes if given.unit_bytes is None else given.unit_bytes,
         compress=given.compress or resolved.compress,
     )
-    options = Options(resolved, density, correction, completed, carried, watched)
+    options = Options(resolved, density, correction, completed, carried, watched, decided)
     if elastic is not None:
         from sparsync.elastic.gradients import attach_elastic  # torchft is needed for it alone
 
@@ -224,9 +222,7 @@ def attach(
             )
         from sparsync.gradients.ddp import attach_ddp
 
-        exchanged = attach_ddp(model, options)
-        exchanged.decided = decided
-        return exchanged
+        return attach_ddp(model, options)
     if isinstance(model, DistributedDataParallel) or carried.hierarchy is not None:
         raise ConfigurationError(
             "replicate= is for models without DDP, which knows its own ranks; omit it, or give the plain "

@@ -17,7 +17,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.feedback.agreed_setup import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.reducer_state import ParsedState
-from sparsync.options import Monitoring
+from sparsync.options import Options
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Abortable, Engine
 from sparsync.transports.ledger import Traffic
@@ -42,7 +42,7 @@ class Handle(ABC):
         model: the plain module.
         reducer: accumulates and exchanges.
         groups: the process groups that were opened for this model.
-        monitoring: NaN and Inf, GradScaler, sentinel, logs.
+        options: of ``attach``: NaN and Inf, GradScaler, sentinel, logs.
         consensus: of a divided replica: asks the ranks that hold its other parts.
         pieces: of a divided replica: this rank's pieces of the parameters.
 
@@ -56,17 +56,18 @@ class Handle(ABC):
         model: nn.Module,
         reducer: Reducer,
         groups: Groups | ExitStack,
-        monitoring: Monitoring,
+        options: Options,
         consensus: PartsConsensus | None = None,
         pieces: Mapping[str, Piece] | None = None,
     ) -> None:
         self.reducer, self._plain = reducer, weakref.ref(model)
         self._consensus, self._pieces = consensus, dict(pieces or {})
         self._inner = None if consensus is None else consensus.parts
-        self._scaler, self._sentinel = monitoring.scaler, monitoring.sentinel
-        self._nonfinite = monitoring.policy
+        watched, self.decided = options.monitoring, options.decided
+        self._scaler, self._sentinel = watched.scaler, watched.sentinel
+        self._nonfinite = watched.policy
         self._before: tuple[int, Traffic] | None = None  # steps and bytes before the first one here
-        self.on_close, self.decided = ExitStack(), ""
+        self.on_close = ExitStack()
         comms: list[Abortable] = [reducer.comm]
         comms += [] if self._inner is None else [self._inner]
         comms += [groups] if isinstance(groups, Groups) else []

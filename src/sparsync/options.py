@@ -193,6 +193,7 @@ class Options:
     """All arguments of ``attach`` except the model and its optimizers, checked and completed.
 
     A ``density`` of None stands for ``default_density`` until the model's size is known (``for_size``).
+    With "auto", ``decided`` is the reason why gradients or updates are exchanged.
     """
 
     algorithm: Algorithm
@@ -201,6 +202,7 @@ class Options:
     compression: Compression
     transport: Transport
     monitoring: Monitoring
+    decided: str = ""
 
     def for_size(self, elements: int, tell: Callable[[str], object]) -> Options:
         """Choose the density for a model of this many trained elements, if none was given.

@@ -111,11 +111,13 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
     to fetch a copy once it has taken the last step, however slow the machine is.  Its stderr goes to a
     file, ``errors``.  ``options`` are more of the manager, and: ``carries`` the scheduler; ``handles``
     SIGTERM by itself, set after attach, with exit code 7; ``pauses``, and where, once it has contributed
-    to some steps; the ``algorithm`` of gradients; the ``density``.
+    to some steps; the ``algorithm`` of gradients; the ``density``; ``in_turn``: each layer has an
+    optimizer, and they step in turn.
     """
     carries, handles = options.pop("carries", True), options.pop("handles", False)
     pauses, contributions = options.pop("pauses", ""), 0
     algorithm, density = options.pop("algorithm", None), options.pop("density", 0.1)
+    in_turn = options.pop("in_turn", False)
     at_once = catch_up.fetch
 
     def fetch_late(source, timeout, since, stop):
@@ -142,12 +144,16 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizers = [optimizer]
+    if in_turn:
+        optimizers = [torch.optim.SGD(its.parameters(), 0.05, 0.9) for its in (model[0], model[2])]
+        optimizer = optimizers[-1]
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     account = Account(model)
     if outer is None:
         account.of_gradients()
         given = {"algorithm": algorithm, "density": density}
-        sync = sparsync.attach(model, optimizer, elastic=manager, **given)
+        sync = sparsync.attach(model, optimizers, elastic=manager, **given)
     else:
         settings = {**OUTER_SETTINGS["updates"], **outer}
         sync = sparsync.attach(model, optimizer, OuterStep(**settings), elastic=manager)
@@ -160,7 +166,7 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
         signal.signal(signal.SIGTERM, lambda *_: None)
     data = torch.Generator().manual_seed(number)
     while sync.steps < until.value and not sync.left:
-        optimizer.zero_grad()
+        model.zero_grad()
         inputs = torch.randn(8, 20, generator=data)
         step = sync.steps
         loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True).tanh())
@@ -168,7 +174,8 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
         average = [torch.zeros(p.numel()) if p.grad is None else p.grad for p in model.parameters()]
         average = torch.cat([one.flatten() for one in average])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        # a rank that joins counts as the others do once it has had its first gradients
+        optimizers[sync.steps % len(optimizers)].step()
         scheduler.step()
         if sync.steps > step:
             _, contributors, counts = sync.last_step

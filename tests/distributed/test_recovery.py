@@ -249,13 +249,13 @@ def refuse_all(sync, net, file, damage, words):
     dist.barrier()
     alike = "ranks disagree" in words
     error = PeerError if alike else ConfigurationError if first else CheckpointError
-    others = "ranks disagree on" if alike else "rank 1 could not"
+    others = () if alike or first else ("rank 1 could not",)
     for load in (
         lambda: sparsync.load(sync, file.parent.parent),
         lambda: sync.load_state_dict(damaged),
     ):
         begin = time.monotonic()
-        with refused(words if first else others, error=error):
+        with refused(words, *others, error=error):
             load()
         assert time.monotonic() - begin < 15, "waited for the timeout of 30 s"
         assert torch.equal(weights, flat(net)) and sync.reducer.step == 4

@@ -187,6 +187,65 @@ def test_no_state_in_modules_or_classes():
     assert not kept
 
 
+# attributes of other libraries' objects that share a name with one of ours
+FOREIGN = {"options._devices", "sys.path", "tags.input_tags.sparse", "torch.amp.GradScaler.step"}
+
+
+def stores_in(tree: ast.AST) -> Iterator[ast.Attribute]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node
+
+
+def is_own(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def attributes_of(module: str) -> set[str]:
+    """Attributes that the classes of a module declare or set on themselves."""
+    tree = TREES[module]
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    targets = [n.target for c in classes for n in c.body if isinstance(n, ast.AnnAssign)]
+    declared = {target.id for target in targets if isinstance(target, ast.Name)}
+    return declared | {node.attr for node in stores_in(tree) if is_own(node)}
+
+
+def test_only_a_class_and_its_module_set_its_attributes():
+    """Others call a method; a property with a setter, such as ``state``, is one."""
+    own = {module: attributes_of(module) for module in MODULES}
+    setters = {
+        node.name
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        if any(ast.unparse(decorator).endswith(".setter") for decorator in node.decorator_list)
+    }
+    ours = set[str]().union(*own.values()) - setters
+    found = [
+        f"{module}:{node.lineno} sets {ast.unparse(node)}"
+        for module in MODULES
+        for node in stores_in(TREES[module])
+        if node.attr in ours - own[module] and not is_own(node)
+        if ast.unparse(node) not in FOREIGN
+    ]
+    assert not found
+
+
+def test_a_handle_inherits_from_one_class():
+    """Anything else is an object that it holds, as the membership of ranks that come and go."""
+    bases = {
+        node.name: [ast.unparse(base) for base in node.bases]
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    handles = {"Handle"}
+    while more := {name for name in bases if set(bases[name]) & handles} - handles:
+        handles |= more
+    assert handles >= {"DdpSync", "ReplicaSync", "UpdateSync", "ElasticSync", "ElasticUpdates"}
+    assert {name: bases[name] for name in handles if len(bases[name]) != 1} == {}
+
+
 # ---- pickles: what comes from others, by wire or file, is never unpickled; a pickle can call anything
 
 # who may, and why that is safe

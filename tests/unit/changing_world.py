@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from sparsync.cost import auto
-from sparsync.elastic.members import Members, _attempt_of
+from sparsync.elastic.members import Members, _attempt_of, rest_of
 from sparsync.errors import CommunicationError, NonFiniteGradientError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import PRESETS, resolve
@@ -193,9 +193,12 @@ class Member:
     def __init__(self, world, number, weights):
         self.world, self.number, self.weights = world, number, weights
         self.ends = Ends(world, number)
-        self.reducer = Reducer(self.ends, world.units, world.algorithm, world.density)
+        self.reducer = Reducer(
+            self.ends, world.units, world.algorithm, world.density, changing=True
+        )
         self.members = Members(self.reducer, start=int(weights.sum()) + 1)
         self.met = self.left = False
+        self.ready = False  # it has the weights of some step, and all averages since
         self.whole = number < world.ranks  # it has had the weights
         self.granted = 0  # its last group, which it may not know yet
         self.outside = None  # that before it was away, until it has met the others again
@@ -250,7 +253,8 @@ class Member:
         """Fetch them, sooner or later."""
         last = self.world.weights.get(self.world.steps)
         if self.members.behind and last is not None and self.world.rng.random() < 0.4:
-            self.weights, self.members.behind = last, False
+            self.weights = last
+            self.members.caught_up()
         return not self.members.behind
 
     async def meet(self, job, ends):
@@ -268,7 +272,7 @@ class Member:
                 commits = self.ends.rank in verdict.commits
                 world.hold(step, self.members._prepared if commits else self.attempt_of(step))
             if stale:
-                self.copied, self.log, self.members.ready = None, [], False
+                self.copied, self.log, self.ready = None, [], False
                 self.adopt(was)
                 self.before = self.before + self.swapped
             if self.is_outside and job > self.outside:
@@ -312,7 +316,7 @@ class Member:
             self.fetch(step)
         elif world.rng.random() < world.leaving and world.can_spare(self):
             if (step + self.number) % 2:
-                members.leaving = True
+                members.leave()
             else:
                 members.withdraw()
                 world.withdrawn += 1
@@ -331,7 +335,7 @@ class Member:
                 await reducer.share()
                 await members.deal()
                 world.prepared(self, accumulated)
-                await members.vote()
+                await members.vote(ready=self.ready)
                 break
             except CommunicationError:
                 verdict = await self.recover()
@@ -350,7 +354,7 @@ class Member:
         if self.copied is None and step in self.world.weights:
             self.copied, self.log = step, []
         elif self.copied is not None and self.world.rng.random() < 0.4:
-            self.members.ready = True
+            self.ready = True
 
     def commit(self, step, before):
         reducer, members, applied = self.reducer, self.members, True
@@ -646,7 +650,7 @@ class World:
         account = Account(
             accumulated,
             reduced.total.to_dense().numpy().copy(),
-            member.reducer.residuals[0].after(reduced.delivered).numpy(),
+            rest_of(member.reducer.residuals[0], reduced.delivered).numpy(),
             gained,
             members.deals,
             0.0 if reduced.lost is None else reduced.lost.to_dense().numpy().copy(),

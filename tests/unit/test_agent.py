@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from sparsync.errors import PeerError
+from sparsync.errors import ConfigurationError, PeerError
 from sparsync.published.baselines.eager import EagerSgd
 from sparsync.published.wagma.agents import Agent, Header, Kind, round_of
 from sparsync.published.wagma.scheme import ModelRounds
 from sparsync.transports.actors import Actor, Host
+from sparsync.transports.groups import SoloCommunicator, Subgroup
 from sparsync.transports.zmq import ZmqCommunicator
 from sparsync.transports.zmq.host import ZmqHost
 
@@ -37,7 +38,7 @@ def make(world_size, **options):
     for rank in range(world_size):
         model = torch.zeros(4)
         agents.append(Agent(ModelRounds(model, world_size, None), world_size, 0, model, **options))
-        agents[-1].host = Hand(rank, world_size)
+        agents[-1].meet(Hand(rank, world_size))
     return agents
 
 
@@ -124,6 +125,8 @@ def test_a_second_actor_ends_the_first():
     assert closed == []
     EagerSgd()._run(comm, "second")
     assert closed == ["first"]
+    with pytest.raises(ConfigurationError, match="Subgroup runs no actors; use zmq, torch or mpi"):
+        EagerSgd()._run(Subgroup(SoloCommunicator(), [0]), "third")
 
 
 class Idle(Actor):

@@ -19,12 +19,13 @@ from sparsync import (
 )
 from sparsync import simulate as simulate_ranks
 from sparsync.api import _prepare, _prepare_gather
-from sparsync.errors import PeerError
+from sparsync.errors import CheckpointError, PeerError
 from sparsync.feedback import agreed_setup as agreement
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import PRESETS, resolve
 from sparsync.reduction import densify, reduction
-from sparsync.transports.agree import agree
+from sparsync.transports.agree import agree, on_all_or_none, worst
+from sparsync.transports.groups import Subgroup
 from sparsync.units import plan_units
 from sparsync.wire import Coo
 
@@ -385,6 +386,46 @@ def test_disagreement_shows_long_values_where_they_differ():
         assert parts[1].startswith(f"{rank} has ...") and mine in parts[1]
         assert parts[2].startswith(f"{1 - rank} has ...") and theirs in parts[2]
         assert len(said) < 600
+
+
+def worst_of(outcomes, parts):
+    """Let replicas of ``parts`` parts tell their outcomes; return what the ranks learn."""
+
+    async def program(comm):
+        home, part = comm.rank // parts * parts, comm.rank % parts
+        replicas = Subgroup(comm, range(part, comm.world_size, parts))
+        inner = Subgroup(comm, range(home, home + parts))
+        marks = torch.arange(comm.world_size) == comm.rank
+        return await worst([replicas, inner], *outcomes[comm.rank], "outcome", marks[1:])
+
+    return simulate_ranks(program, len(outcomes)).results
+
+
+def test_all_ranks_learn_the_worst_outcome_in_full():
+    long = "layer " * 100 + "\x1b[31mé"
+    outcomes = [(0, ""), (1, "NaN"), (0, ""), (1, "no"), (0, ""), (2, long)]
+    for found in worst_of(outcomes, 2):
+        assert found[:3] == (2, 5, long.replace("\x1b", "?")) and found.marks.tolist() == [True] * 5
+    for found in worst_of(outcomes[:4], 2):
+        assert found[:3] == (1, 1, "NaN") and found.marks.tolist() == [True] * 3
+    for found in worst_of([(0, "")] * 3, 1):
+        assert found.severity == 0 and found.words == ""
+
+
+def test_an_action_that_fails_on_one_rank_raises_its_reason_on_all():
+    async def program(comm):
+        def action():
+            if comm.rank == 1:
+                raise OSError("disk full\nno room")
+            return comm.rank
+
+        with pytest.raises(CheckpointError) as caught:
+            await on_all_or_none([comm], action, "write")
+        return str(caught.value)
+
+    others = "rank 1 could not write: OSError: disk full"
+    own = "cannot write: OSError: disk full"
+    assert simulate_ranks(program, 3).results == [others, own, others]
 
 
 def test_ranks_that_give_equal_codecs_agree():

@@ -9,12 +9,13 @@ import torch
 import sparsync
 from sparsync.cli.train.elastic import Applied, ElasticResult, _Run, check_kill, write_elastic_plot
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, PeerError
 from sparsync.feedback.correction import Correction
 from sparsync.updates import AdaptivePeriod, OuterStep
 
 pytest.importorskip("torchft")
 from sparsync.elastic import ElasticGroup
+from sparsync.elastic.catch_up import keep_gradients, make_copy, rates_of, repeat
 from sparsync.elastic.group import group_of
 
 
@@ -119,15 +120,16 @@ def test_what_is_carried_has_a_state(net, manager):
 def test_a_rank_that_cannot_leave_without_steps_of_its_own_says_why(net, manager):
     scaled = sparsync.Monitoring(scaler=torch.amp.GradScaler("cpu"))
     with attached(net, manager, monitoring=scaled) as sync:
-        assert sync._leave_within(1.0) == ""  # it has met nobody
+        leave_within = sync.membership.leave_within
+        assert leave_within(1.0) == ""  # it has met nobody
         sync.attendance.members.attempt = 1
         lost = "; it ends, and its residual is lost"
-        assert "1 s of SIGTERM (its residual has the scale of a GradScaler" in sync._leave_within(1)
+        assert "1 s of SIGTERM (its residual has the scale of a GradScaler" in leave_within(1)
         sync.attendance.offered = True
-        assert sync._leave_within(1).endswith(f"(another rank fetches its weights){lost}")
-        sync._turns.take()
+        assert leave_within(1).endswith(f"(another rank fetches its weights){lost}")
+        sync.membership.turns.take()
         words = "this rank has not left within 0.1 s of SIGTERM (a step of its own was under way)"
-        assert sync._leave_within(0.1) == words + lost
+        assert leave_within(0.1) == words + lost
 
 
 def test_updates_are_handed_over_but_for_those_from_weights_of_the_programs(net, manager):
@@ -156,11 +158,43 @@ def test_a_rank_does_not_catch_up_in_the_exchange_in_which_it_joins(net, manager
         attendance = sync.attendance
         attendance.catch_up = SimpleNamespace(done=True, stop=lambda: None)
         attendance.members.behind = True
-        for attendance.joining in (True, False):
-            attendance.met = True
+        attendance._met = True
+        with attendance.outside_steps():
             attendance.ready()
-            assert attendance.members.ready is not attendance.joining
+        assert not attendance._ready
+        attendance._met = True
+        attendance.ready()
+        assert attendance._ready
         attendance.catch_up = None
+
+
+def two_optimizers(seed):
+    """Return a model, and an optimizer for each of its layers."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    return model, [torch.optim.SGD(its.parameters(), 0.1, momentum=0.9) for its in model]
+
+
+def test_steps_of_optimizers_that_take_turns_are_repeated():
+    (theirs, donors), (mine, own) = two_optimizers(0), two_optimizers(1)
+    copied = bytearray(make_copy(theirs, donors))
+    log = SimpleNamespace(copy=(5, copied), log={})
+    taken = {}
+    for exchange, turns in {5: [1], 6: [0], 7: [], 8: [1, 0], 9: [0, 0]}.items():
+        gradients = [torch.randn_like(parameter) for parameter in theirs.parameters()]
+        for model in (theirs, mine):
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient.clone()
+        for number in turns:
+            donors[number].param_groups[0]["lr"] *= 0.9  # as a scheduler of this optimizer alone
+            ((rates,),) = rates_of([donors[number]])
+            taken.setdefault(exchange, []).append((number, [rates]))
+            donors[number].step()
+            keep_gradients(log, exchange, number, own[number])
+    repeat(log, 10, taken, mine, own)
+    assert all(map(torch.equal, mine.parameters(), theirs.parameters()))
+    with pytest.raises(PeerError, match="after exchange 10 optimizer 1 of those given to attach"):
+        repeat(log, 11, {10: [(1, [rates])]}, mine, own)
 
 
 @pytest.mark.parametrize(

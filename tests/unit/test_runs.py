@@ -56,7 +56,7 @@ def run_default(ranks, size, steps=3, before_step=lambda step: None, **changed):
                 moved = torch.randn(min(RUN, size - start), generator=draw)
                 weights.write(slice(start, start + len(moved)), moved, add=True)
             await engine.advance(step)
-            engine.steps += 1
+            engine.count()
         (kept,) = reducer.residuals
         return engine.memory["shared"], weights.vector, kept.value
 

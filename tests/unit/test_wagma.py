@@ -408,7 +408,7 @@ def test_whoever_has_an_answer_knows_that_both_models_are_averaged():
         def send(self, dest, message):
             told.append((dest, message[8:].view(torch.float32).tolist(), agent.model.tolist()))
 
-    agent.host = Host()
+    agent.meet(Host())
     ask = torch.cat([torch.zeros(8, dtype=torch.uint8), torch.ones(2).view(torch.uint8)])
     agent.receive(1, ask)
     assert told == [(1, [0.0, 0.0], [0.5, 0.5])]

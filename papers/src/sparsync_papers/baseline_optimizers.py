@@ -210,7 +210,9 @@ class UpdateSpace(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
         comm = self.reducer.comm
-        parsed = on_all_or_none([comm], lambda: self.validate(state_dict), "load its saved state")
+        parsed = run(
+            on_all_or_none([comm], lambda: self.validate(state_dict), "load its saved state")
+        )
         run(agree_state(comm, parsed))
         take_state(self.reducer, parsed)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "sparsync"})

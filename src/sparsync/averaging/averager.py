@@ -14,7 +14,7 @@ from sparsync.errors import ConfigurationError, PeerError, require
 from sparsync.fields import Common, Exactly, Fields, Kind, Number, Plain, check_saved, same
 from sparsync.names import no_option, parameters_of, text_of
 from sparsync.state import Stateful, brief, fits
-from sparsync.transports.actors import Actor, Reply
+from sparsync.transports.actors import Actor, HostsActors, Reply
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.driver import run
@@ -173,7 +173,7 @@ class Averager(Stateful):
         # the next step begins again, with the model as it is then: no initial values are compared
         self._begun = False
         if self._binding is not None:
-            self._binding.initial = None
+            self._binding.forget_start()
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise unless a saved state fits, as far as this rank alone can tell; change nothing."""
@@ -333,6 +333,8 @@ class Accompanied(Averager):
 
     def _run(self, comm: Communicator, actor: Actor) -> None:
         """Run an actor on all ranks, until the communicator is closed or given another one."""
+        if not isinstance(comm, HostsActors):
+            raise ConfigurationError(f"{type(comm).__name__} runs no actors; use zmq, torch or mpi")
         # one per communicator: two agents would take each other's messages
         old = comm.companions.pop("averaging", None)
         if old is not None:

@@ -135,6 +135,10 @@ class Binding:
 
     # ---- with the other ranks ---------------------------------------------------------------------
 
+    def forget_start(self) -> None:
+        """Let ranks begin with the models that they have when averaging begins, after a restore."""
+        self.initial = None
+
     async def start(self) -> Tensor:
         """Compare models with all ranks, and return the vector that all of them start from.
 

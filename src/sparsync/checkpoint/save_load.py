@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar, cast, final
 
+import torch
+
 from sparsync.checkpoint.files import (
     SHARED,
     Seat,
@@ -33,7 +35,7 @@ from sparsync.errors import (
     require,
 )
 from sparsync.feedback.reducer import Reducer
-from sparsync.transports.agree import greatest, on_all_or_none, unequal_steps
+from sparsync.transports.agree import on_all_or_none, unequal_steps
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 
@@ -396,9 +398,8 @@ def _take_state(
     try:
         _together(sync, lambda: sync.load_state_dict(state), f"load its state in {where}")
     except Exception:
-        sync.reducer.scale = (
-            scale  # loading brings a state to the present scale, so it must be right
-        )
+        # loading brings a state to the present scale, so it must be right
+        sync.reducer.set_scale(scale)
         with suppress(CommunicationError):  # the others are gone: the first error says so
             sync.load_state_dict(before)
         raise
@@ -422,7 +423,9 @@ def seat_of(sync: Saveable) -> Seat:
 
 def _greatest(sync: Saveable, number: int) -> int:
     """Return the greatest of all ranks' numbers."""
-    return run(greatest(_communicators(sync), number, "checkpoint"))
+    for comm in _communicators(sync):
+        number = int(run(comm.allreduce(torch.tensor([number]), "checkpoint", op="max")))
+    return number
 
 
 def _same_steps(sync: Saveable) -> int:
@@ -441,4 +444,4 @@ def _same_steps(sync: Saveable) -> int:
 
 def _together(sync: Saveable, action: Callable[[], T], what: str) -> T:
     """Return the result of an action once all ranks have done it; raise on all if any rank fails."""
-    return on_all_or_none(_communicators(sync), action, what)
+    return run(on_all_or_none(_communicators(sync), action, what))

@@ -36,10 +36,19 @@ class Dense(Collective):
 
     result: Result = "whole"
     order = "tree"
-    # The total takes the memory of ``selected``.  Set by a reducer's plan alone, for its own instance:
-    # ``selected`` is the accumulated gradient there, and all of it is delivered.  Not with ``elastic=``,
-    # where the same gradient may have to be exchanged again among fewer ranks.
-    overwrites = False
+    _overwrites = False
+
+    @classmethod
+    def overwriting(cls) -> Dense:
+        """Return one whose total takes the memory of ``selected``.
+
+        For a reducer's plan alone: ``selected`` is the accumulated gradient there, and all of it is
+        delivered.
+        """
+        # no argument of the constructor, whose arguments are the options of presets
+        one = cls()
+        one._overwrites = True
+        return one
 
     def cost(self, job: Job) -> Cost:
         """Return ``2 n (P - 1) / P`` words, ``2 log2 P`` messages (Ok-Topk, Table 1, "Dense").
@@ -57,5 +66,5 @@ class Dense(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Sum everything; all of it is delivered."""
-        total = await comm.allreduce(selected.to_dense(), "dense", in_place=self.overwrites)
+        total = await comm.allreduce(selected.to_dense(), "dense", in_place=self._overwrites)
         return Reduced(DenseVector(total), selected)

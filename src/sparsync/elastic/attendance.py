@@ -6,21 +6,18 @@ torchft's manager says which ranks are there; ``members`` decides about the open
 from __future__ import annotations
 
 import time
-import weakref
-from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import wait
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, Final, final
 
 import torch
 
+from sparsync.algorithm import Algorithm
 from sparsync.console import say
 from sparsync.elastic.catch_up import CatchUp, Rates
 from sparsync.elastic.group import Quorum, group_of
 from sparsync.elastic.members import Members, Verdict
-from sparsync.elastic.notice import Notice
-from sparsync.elastic.turns import Turns
 from sparsync.errors import (
     CheckpointError,
     CommunicationError,
@@ -30,13 +27,13 @@ from sparsync.errors import (
 )
 from sparsync.feedback.agreed_setup import number_of, set_up_digest
 from sparsync.feedback.reducer import Reducer
-from sparsync.handle import Handle
 from sparsync.options import Options
+from sparsync.sparse import Vector
 from sparsync.state import packed, unpacked
 from sparsync.transports.driver import Operation, run
 from sparsync.transports.ledger import Raw
 
-__all__ = ["Attendance", "ElasticHandle", "check_options"]
+__all__ = ["Attendance", "check_options", "summing"]
 
 _PATIENCE: Final = 600.0  # seconds without a quorum after which training ends
 _PAUSE: Final = 0.2  # seconds between requests for one
@@ -90,22 +87,29 @@ def _numbers(rates: Rates) -> list[list[tuple[str, str]]]:
     return [[(key, text(its[key])) for key in sorted(its)] for one in rates for its in one]
 
 
+def summing(algorithm: Algorithm) -> Algorithm:
+    """Return an algorithm that only sums, for ``Attendance.commit`` divides.
+
+    Not all ranks have gradients in a total: one that is behind, or leaves, takes part without.
+    """
+    return replace(algorithm, average=False)
+
+
 @final
 class Attendance:
     """One rank's part in the quorums of a ``torchft.Manager``.
 
     Args:
+        manager: torchft's.
+        reducer: of a ``summing`` algorithm, and ``changing``.
         weights: returns a digest of the weights that are equal on all ranks.
         rates: returns the optimizers' present rates, which must be equal as well.
+        average: divide totals by the number of ranks whose gradients are in them.
         settings: further settings that must be equal on all ranks.
 
     Attributes:
-        met: the roll was called for the open step already.
         catch_up: the fetch of another rank's state, while this rank is behind.
-        joining: this rank takes part in an exchange outside of its own loop's steps: it does not catch
-            up in that one, after which its loop does not step the schedulers that it would take over.
         offered: a copy of this rank's state is being served.
-        extras: the donor's further states, if this rank has caught up in the open step.
         last_step: the number of the group that exchanged the last step, its number of contributors, and
             whether this rank is one.
     """
@@ -116,15 +120,25 @@ class Attendance:
         reducer: Reducer,
         weights: Callable[[], str],
         rates: Callable[[], Rates],
+        *,
+        average: bool,
         **settings: object,
     ) -> None:
+        self._average = average
         self.weights, self.rates = weights, rates
         self.manager, self.group, self.reducer = manager, group_of(manager), reducer
         self.members = Members(reducer, number_of(weights()), set_up_digest(reducer, **settings))
-        self.met = self.offered = self._asked = self._joined = self.joining = False
+        self.offered = self._asked = self._joined = False
+        self._met = False  # the roll was called for the open step already
+        self._outside = False  # see ``outside_steps``
         self._since = 0  # the step from which on this rank contributes
         self.catch_up: CatchUp | None = None
-        self.extras: dict[str, Any] | None = None
+        self._donor, self._ready = (
+            0,
+            False,
+        )  # of ``catch_up``: the donor's number, and whether it is here
+        # the donor's further states, once this rank has caught up
+        self._extras: dict[str, Any] | None = None
         self.last_step = (0, 0, False)
 
     # ---- quorums -----------------------------------------------------------------------------------
@@ -132,7 +146,7 @@ class Attendance:
     def ask(self) -> None:
         """Ask for a quorum without waiting for it, unless the open step has one."""
         # torchft asks on a thread of its own, so the answer comes while the forward pass runs
-        if not self._asked and not self.met:
+        if not self._asked and not self._met:
             with suppress(Exception):  # ``_quorum`` asks again when a quorum is needed
                 self.manager.start_quorum(allow_heal=False)
                 self._asked = True
@@ -140,18 +154,36 @@ class Attendance:
     def ready(self) -> None:
         """Wait for the open step's quorum; if it is not the one of the last step, meet."""
         # after a failure the roll may have been called for this step already
-        if not self.met:
+        if not self._met:
             quorum = self._quorum()
             if quorum.number != self.members.attempt:
                 self._meet(quorum)
-        self.met = False
+        self._met = False
         if self.catch_up is not None and self.members.behind:
             # before the vote, which tells the others that this rank counts from the next step on
             try:
-                self.members.ready = self.catch_up.done and not self.joining
+                self._ready = self.catch_up.done and not self._outside
             except PeerError:
                 assert self.group.quorum is not None
                 self._fetch(self.group.quorum, self.members.first)
+
+    def join(self) -> None:
+        """Meet the others before the open step, for which no quorum is asked again."""
+        self.ready()
+        self._met = True
+
+    @contextmanager
+    def outside_steps(self) -> Iterator[None]:
+        """Return a context in which this rank takes part in an exchange outside of its loop's steps.
+
+        It does not catch up in that one, after which its loop does not step the schedulers that it would
+        take over.
+        """
+        self._outside = True
+        try:
+            yield
+        finally:
+            self._outside = False
 
     def persist(
         self,
@@ -172,12 +204,12 @@ class Attendance:
             verdict = self.recover(failed)
             # True only where no attempt follows: then the rows of the roll hold for the next step, whose
             # quorum is here already; after an attempt those of its votes do
-            failed, self.met = None, False
+            failed, self._met = None, False
             if self.reducer.comm.rank in verdict.stale and not missed():
-                self.met = True
+                self._met = True
                 return False
             if self.reducer.comm.rank in verdict.commits:
-                self.met = True
+                self._met = True
                 return True
             try:
                 run(attempt())
@@ -211,10 +243,10 @@ class Attendance:
                 time.sleep(_PAUSE)
             except CommunicationError as error:
                 self.recover(error)
-                self.met = True
+                self._met = True
         if not members.behind or self.catch_up is None or self.catch_up.copy is None:
             return None
-        members.behind = False
+        members.caught_up()
         return self.catch_up.copy[1]
 
     def _has_copy(self) -> bool:
@@ -307,7 +339,7 @@ class Attendance:
         if (stale or (self.members.behind and not known)) and not self.members.idle:
             self._fetch(quorum, verdict.donor)
         if known and self.catch_up is not None:
-            self.members.donor = quorum.names.index(self.catch_up.donor)
+            self._donor = quorum.names.index(self.catch_up.donor)
         return verdict
 
     # ---- a step ------------------------------------------------------------------------------------
@@ -318,8 +350,8 @@ class Attendance:
         # before the vote: a share that does not arrive lets the attempt fail, as any other message
         await members.deal()
         compared = members.counts and not members.idle
-        members.facts = [compared, *(self._numbers() if compared else (0, 0, 0)), self._since]
-        await members.vote()
+        facts = [compared, *(self._numbers() if compared else (0, 0, 0)), self._since]
+        await members.vote(facts, donor=self._donor, ready=self._ready)
         self._check_alike()
         self._joined = bool(members.newcomers)
         # ranks that fetch count for nothing in the open step: copies stay until there is none
@@ -333,7 +365,7 @@ class Attendance:
                 await comm.isend(raw, rank, "extras", framing)
             elif rank == comm.rank:
                 raw = await comm.irecv(donor, _EXTRAS, "extras", framing)
-                self.extras = unpacked(raw.numpy())
+                self._extras = unpacked(raw.numpy())
 
     def _numbers(self) -> tuple[float, ...]:
         """Return a digest of the rates, the learning rate, and now and then a digest of the weights."""
@@ -375,16 +407,25 @@ class Attendance:
                 "backward() and the optimizer's step, and name objects that have a state in sync.carry()"
             )
 
+    def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
+        """Commit the open step; return the averages over the ranks whose gradients are in them."""
+        averages = self.reducer.commit(propagate_nonfinite=propagate_nonfinite)
+        contributors = self.members.contributors
+        if contributors > 1 and self._average:
+            for average in averages:
+                average.divide_(contributors)
+        return averages
+
     def close(self, step: int, *, applied: bool) -> bool:
         """Go on to the step after ``step``; tell whether this rank has caught up with it."""
         members = self.members
         self.last_step = members.attempt, members.contributors, members.counts
         # ``still``: the rows of the votes hold; after a roll this rank goes on by those of the roll
-        arrived = members.committed(step, still=not self.met, applied=applied)
+        arrived = members.committed(step, still=not self._met, applied=applied)
         if arrived:
             self._since = step + 1
         else:
-            self.extras = None
+            self._extras = None
         # Only for torchft's own count of steps, from which its quorums tell ranks that lag.  The number
         # is set to this library's: a rank that has joined would never reach the others' by counting.
         with suppress(Exception):
@@ -392,6 +433,14 @@ class Attendance:
             batches = self.manager.batches_committed()
             self.manager.load_state_dict({"step": self.reducer.step, "batches_committed": batches})
         return arrived
+
+    def arrival(self) -> tuple[dict[str, Any], CatchUp] | None:
+        """Return, once, the donor's further states and the fetch, if this rank has caught up."""
+        extras, catch_up = self._extras, self.catch_up
+        if extras is None or catch_up is None:
+            return None
+        self._extras = self.catch_up = None
+        return extras, catch_up
 
     # ---- copies ------------------------------------------------------------------------------------
 
@@ -409,163 +458,12 @@ class Attendance:
             self.catch_up.stop()
         endpoint, timeout = quorum.copies[donor], self.group.comm.timeout
         self.catch_up = CatchUp(quorum.names[donor], endpoint, timeout, self.reducer.step)
-        self.members.donor, self.members.ready = donor, False
+        self._donor, self._ready = donor, False
 
     def withdraw(self) -> None:
         """Leave without training on."""
         if self.catch_up is not None:
             self.catch_up.stop()
             self.catch_up = None
+        self._ready = False
         self.members.withdraw()
-
-
-class ElasticHandle(Handle):
-    """The handle of a model whose ranks come and go: the part that gradients and updates share."""
-
-    attendance: Attendance
-    _gone = False  # this rank has left between two steps, and the program may not know yet
-
-    def _attend(self, attendance: Attendance) -> None:
-        """Take part from now on; watch for SIGTERM until ``close``."""
-        self.attendance = attendance
-        self._carried: dict[str, Any] = {}
-        self.on_close.callback(attendance.group.copies.close)
-        self._turns = Turns()
-        # weakly: Python's table of signal handlers lives as long as the process, a handle as its model
-        me = weakref.ref(self)
-
-        def begin() -> bool:
-            if (sync := me()) is not None:
-                sync.leave()
-            return sync is not None
-
-        def leave(seconds: float) -> str:
-            sync = me()
-            return "" if sync is None else sync._leave_within(seconds)
-
-        self._notice = Notice(begin, leave)
-        self.on_close.callback(self._notice.close)
-
-    @property
-    def left(self) -> bool:
-        """Whether this rank has left; its program is to end."""
-        return self.attendance.members.left
-
-    @property
-    def last_step(self) -> tuple[int, int, bool]:
-        """The last step's group, its number of contributors, and whether this rank was one."""
-        return self.attendance.last_step
-
-    def carry(self, **named: Any) -> None:
-        """Name further objects whose states a rank that joins takes over, as ``scheduler=scheduler``.
-
-        They have ``state_dict()`` and ``load_state_dict()``; states are small (64 MiB in all), and of
-        plain values and tensors.
-        """
-        for name, one in named.items():
-            if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
-                raise ConfigurationError(
-                    f"{name} is {type(one).__name__}; give an object with state_dict() and "
-                    "load_state_dict()"
-                )
-        self._carried |= named
-
-    def leave(self) -> None:
-        """Leave with the next two steps, of which the first deals the residual to others; see ``left``.
-
-        SIGTERM calls it, and ends the process when this rank has left: in steps of its own, or between
-        them in the others' steps.
-        """
-        self.attendance.members.leaving = True
-
-    def _leave_within(self, seconds: float) -> str:
-        """Take part in the others' steps until this rank has left, once its own step has ended.
-
-        Returns:
-            A line that says why it has not left; nothing if it has, or has met nobody yet.
-        """
-        until, members = time.monotonic() + seconds, self.attendance.members
-        if not self._turns.begin_leaving(seconds):
-            why = "a step of its own was under way"
-        elif self.left or not members.attempt:
-            self._turns.end_leaving()
-            return ""
-        elif why := self._held_up():
-            self._turns.end_leaving()
-        else:
-            why = self._leave_alone(until)
-        rest = "the others have its residual" if members.spent else "its residual is lost"
-        return why and (
-            f"this rank has not left within {seconds:g} s of SIGTERM ({why}); it ends, and {rest}"
-        )
-
-    def _leave_alone(self, until: float) -> str:
-        """Leave on the engine's thread; steps wait until that is over, however long this waits.
-
-        Returns:
-            Why it has not left; nothing if it has.
-        """
-
-        def job() -> None:
-            self.attendance.withdraw()
-            self._take_part()
-            self._gone = True
-
-        try:
-            leaving = self._engine.submit(job)
-        except ConfigurationError as error:
-            self._turns.end_leaving()
-            return str(error)
-        # not after the wait below, which may give up while the job still uses reducer and model
-        leaving.add_done_callback(lambda _: self._turns.end_leaving())
-        if not wait([leaving], max(until - time.monotonic(), 0)).done:
-            return "the others did not take the three steps that leaving needs"
-        if leaving.cancelled():
-            return "its handle was closed"
-        failure = leaving.exception()
-        return "" if failure is None else (str(failure) or type(failure).__name__).splitlines()[0]
-
-    def _held_up(self) -> str:
-        """Say why this rank cannot leave without steps of its own, if so."""
-        # the copy is brought up to date with the rates of this rank's next steps
-        return "another rank fetches its weights" if self.attendance.offered else ""
-
-    @abstractmethod
-    def _take_part(self) -> None:
-        """Do the others' steps without training until this rank has left; on the engine's thread."""
-
-    def _ask(self) -> None:
-        """Ask for the next step's quorum, unless this rank leaves."""
-        self._turns.unless_leaving(self.attendance.ask)
-
-    def stats(self) -> dict[str, Any]:
-        """Return plain numbers; "elastic" has the present members, changes, and lost residuals."""
-        return {**super().stats(), "elastic": self.attendance.members.state()}
-
-    def _check_here(self) -> None:
-        """Refuse another step of a rank that has left; take over a new handler of SIGTERM."""
-        self._notice.watch()
-        if self.left:
-            raise PeerError("this rank has left; end it, or start another one")
-        if self.attendance.members.idle:  # averages were not applied here
-            raise PeerError("this rank was leaving, and that failed; end it, or start another one")
-
-    def _told(self) -> dict[str, Any]:
-        """Return the states that a rank takes over when it has caught up."""
-        return {f"carried {name}": one.state_dict() for name, one in self._carried.items()}
-
-    def _take_over(
-        self, extras: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
-        """Take over learning rates and the like, and the states that ``_told`` returned."""
-        for one, groups in zip(optimizers, extras["present"], strict=True):
-            for group, its in zip(one.param_groups, groups, strict=True):
-                group.update(its)
-        for name, one in self._carried.items():
-            if f"carried {name}" in extras:
-                one.load_state_dict(extras[f"carried {name}"])
-
-    def _end_of_leaving(self) -> None:
-        """End the process if SIGTERM has asked for that."""
-        if self._notice.came:
-            self._notice.pass_on()

@@ -3,14 +3,14 @@
 It fetches a copy of the state before some step, and keeps all averages from the step on in which it began
 to fetch.  Then it applies these to the copy as the others have; its weights are theirs, bit for bit.
 
-Where gradients are exchanged, it keeps the gradients that its optimizer is given, and repeats the
-optimizer's steps with the donor's learning rates.
+Where gradients are exchanged, it keeps the gradients that its optimizers are given, and repeats the
+steps of the donor's optimizers, with their learning rates and in their order.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -21,10 +21,22 @@ from sparsync.errors import PeerError, SparsyncError
 from sparsync.state import packed, unpacked
 from sparsync.transports.driver import close_at_exit
 
-__all__ = ["CatchUp", "Rates", "keep_gradients", "load_copy", "make_copy", "rates_of", "repeat"]
+__all__ = [
+    "CatchUp",
+    "Rates",
+    "Taken",
+    "keep_gradients",
+    "load_copy",
+    "make_copy",
+    "rates_of",
+    "repeat",
+]
 
 Rates = list[list[dict[str, Any]]]
 """The settings of all optimizers' groups, without parameters: learning rates, decay, ..."""
+
+Taken = dict[int, list[tuple[int, list[dict[str, Any]]]]]
+"""By exchange, the optimizers' steps after it, in order: the optimizer's number, its groups' rates."""
 
 Kept = tuple[Tensor, Tensor] | Tensor | None
 """A gradient: its indices and values if most of it is zero."""
@@ -66,7 +78,8 @@ class CatchUp:
 
     Attributes:
         copy: once it is here: the step before which it was made, and its bytes.
-        log: by step, gradients, or averages of updates with their momentum, from which it is repeated.
+        log: by step, the gradients of each optimizer that has stepped, by its number; or averages of
+            updates with their momentum.
     """
 
     def __init__(self, donor: str, source: Source | str, timeout: float, since: int) -> None:
@@ -129,30 +142,39 @@ def keep_gradients(
         # 32 bits, takes two thirds of the memory
         few = 3 * at.numel() < flat.numel()
         here.append((at.to(torch.int32), flat[at]) if few else flat.clone())
-    # by number: optimizers step one after the other, each into its own place
-    of_step = catch_up.log.setdefault(step, [])
-    of_step += [[]] * (number + 1 - len(of_step))
-    of_step[number] = here
+    # the first step's: a second one with the same gradients finds none here
+    catch_up.log.setdefault(step, {}).setdefault(number, here)
 
 
 @torch.no_grad()
 def repeat(
     catch_up: CatchUp,
     step: int,
-    rates: Mapping[int, Rates],
+    taken: Taken,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Bring the weights to their state on the other ranks before the optimizers' step ``step``."""
+    """Bring the weights to their state on the other ranks before the optimizers' step ``step``.
+
+    Raises:
+        PeerError: an optimizer has stepped on the donor (``taken``) and not here.
+    """
     assert catch_up.copy is not None
     begin, raw = catch_up.copy
     # those of the open step, which the optimizers are about to take
     gradients = [[p.grad for p in _parameters(one)] for one in optimizers]
     load_copy(raw, model, optimizers)
     for done in range(begin, step):
-        if done not in rates:
-            continue  # no optimizer has stepped
-        for one, groups, kept in zip(optimizers, rates[done], catch_up.log[done], strict=True):
+        # not all optimizers step after every exchange: those of a GAN take turns
+        for number, groups in taken.get(done, []):
+            kept = catch_up.log.get(done, {}).get(number)
+            if kept is None:
+                raise PeerError(
+                    f"after exchange {done} optimizer {number} of those given to attach has stepped on "
+                    "the others and not on this rank; where optimizers take turns, let sync.steps, read "
+                    "after backward(), decide which of them step"
+                )
+            one = optimizers[number]
             for group, its in zip(one.param_groups, groups, strict=True):
                 group.update(its)
             # as the optimizer got them, after clipping and the like between backward() and its step

@@ -15,9 +15,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from sparsync.elastic.attendance import Attendance, ElasticHandle, check_options
-from sparsync.elastic.catch_up import Rates, keep_gradients, load_copy, make_copy, rates_of, repeat
+from sparsync.console import say
+from sparsync.elastic.attendance import Attendance, check_options, summing
+from sparsync.elastic.catch_up import Taken, keep_gradients, load_copy, make_copy, rates_of, repeat
 from sparsync.elastic.group import group_of
+from sparsync.elastic.membership import Membership
 from sparsync.errors import (
     CommunicationError,
     ConfigurationError,
@@ -32,7 +34,7 @@ from sparsync.gradients.replicas import ReplicaStep, ReplicaSync
 from sparsync.gradients.runs import Run
 from sparsync.gradients.shards import Fsdp, Shard, shards_of
 from sparsync.gradients.steps import Step
-from sparsync.handle import Hook
+from sparsync.handle import Hook, weakly
 from sparsync.monitoring import sink_of
 from sparsync.options import Options
 from sparsync.sparse import Vector
@@ -66,22 +68,27 @@ def attach_elastic(
     reducer = Reducer(
         group.comm,
         options.units([(shard.name, shard.parameter) for shard in shards], model),
-        run(options.algorithm.on(group.comm)),
+        summing(run(options.algorithm.on(group.comm))),
         options.density,
         given.warmup(),
         None,
         watched.xi_period,
         consensus,
         None if watched.log is None else sink_of(watched.log, 0),
+        changing=True,
     )
-    # every process comes by itself: the first step tells which rank is to say it
-    reducer.notice = "".join(said)
-    return ElasticSync(model, reducer, shards, consensus, options, manager, optimizers)
+    return ElasticSync(
+        model, reducer, shards, consensus, options, manager, optimizers, "".join(said)
+    )
 
 
 @final
-class ElasticSync(ElasticHandle, ReplicaSync):
-    """The handle of a model whose ranks come and go."""
+class ElasticSync(ReplicaSync):
+    """The handle of a model whose gradients are exchanged by ranks that come and go.
+
+    ``said`` is a line for the user, once per job.  ``membership`` does what is elastic about it, and
+    ``attendance`` is this rank's part in quorums.
+    """
 
     def __init__(
         self,
@@ -92,22 +99,30 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         options: Options,
         manager: Any,
         optimizers: Sequence[torch.optim.Optimizer],
+        said: str,
     ) -> None:
         super().__init__(model, reducer, shards, Fsdp(model), consensus, ExitStack(), options, None)
-        self._optimizers = list(optimizers)
+        self._optimizers, self._said = list(optimizers), said
         parameters, its = list(self._parameters.values()), self._optimizers
-        self._attend(
-            Attendance(
-                manager,
-                reducer,
-                lambda: weights_digest(parameters),
-                lambda: rates_of(its),
-                nonfinite=self._nonfinite,
-            )
+        self.attendance = Attendance(
+            manager,
+            reducer,
+            lambda: weights_digest(parameters),
+            lambda: rates_of(its),
+            average=options.algorithm.average,
+            nonfinite=self._nonfinite,
         )
+        scaled = "its residual has the scale of a GradScaler, which goes on with its own steps"
+        self.membership = Membership(
+            self.attendance,
+            self._engine,
+            weakly(self._take_part),
+            "" if self._scaler is None else scaled,
+        )
+        self.on_close.callback(self.membership.close)
         self._compared = True  # the roll compares the weights
         self._missed = self._exchanged = False
-        self._rates: dict[int, Rates] = {}  # by step, since a copy was offered
+        self._taken: Taken = {}  # since a copy was offered
         # of autograd: the backward pass that found that this rank has left
         self._last_task: int | None = None
         self._follow(model)
@@ -119,8 +134,8 @@ class ElasticSync(ElasticHandle, ReplicaSync):
 
         def before_forward(_module: Any, _inputs: Any) -> None:
             if (sync := me()) is not None and torch.is_grad_enabled():
-                sync._notice.watch()
-                sync._ask()
+                sync.membership.watch()
+                sync.membership.ask()
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if (sync := me()) is not None:
@@ -131,6 +146,40 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         for handle in handles:
             self.on_close.callback(handle.remove)
 
+    # ---- for the user ------------------------------------------------------------------------------
+
+    @property
+    def left(self) -> bool:
+        """Whether this rank has left; its program is to end."""
+        return self.membership.left
+
+    @property
+    def last_step(self) -> tuple[int, int, bool]:
+        """The last step's group, its number of contributors, and whether this rank was one."""
+        return self.attendance.last_step
+
+    def carry(self, **named: Any) -> None:
+        """Name further objects whose states a rank that joins takes over, as ``scheduler=scheduler``.
+
+        They have ``state_dict()`` and ``load_state_dict()``; states are small (64 MiB in all), and of
+        plain values and tensors.
+
+        Raises:
+            ConfigurationError: an object without one of these.
+        """
+        self.membership.carry(**named)
+
+    def leave(self) -> None:
+        """Leave with the next two steps, of which the first deals the residual to others.
+
+        SIGTERM calls it, and ends the process when this rank has ``left``.
+        """
+        self.membership.leave()
+
+    def stats(self) -> dict[str, Any]:
+        """Return plain numbers; "elastic" has the present members, changes, and lost residuals."""
+        return {**super().stats(), "elastic": self.attendance.members.state()}
+
     def finish(self) -> None:
         """Wait until all ranks have applied the last step; call it after the last one."""
         model = self._plain()
@@ -140,7 +189,7 @@ class ElasticSync(ElasticHandle, ReplicaSync):
             return make_copy(model, self._optimizers)
 
         # the waiting is the engine thread's, which owns the sockets; the weights are this one's to write
-        with self._turns.step(), self.reducer.comm.ledger.outside_steps():
+        with self.membership.turns.step(), self.reducer.comm.ledger.outside_steps():
             taken = self._engine.submit(lambda: self.attendance.end(copy)).result()
         if taken is not None:
             load_copy(taken, model, self._optimizers)
@@ -150,7 +199,7 @@ class ElasticSync(ElasticHandle, ReplicaSync):
     def on_gradient(self, parameter: Tensor) -> None:
         """Count a gradient; drop those of the backward pass that finds that this rank has left."""
         # one pass is dropped without an error, so that a program may read ``sync.left`` after its step;
-        # another one is refused by ``_check_here``
+        # another one is refused by ``Membership.check_here``
         if self._paused or self._open is not None or not self._is_late():
             super().on_gradient(parameter)
         else:
@@ -158,10 +207,10 @@ class ElasticSync(ElasticHandle, ReplicaSync):
 
     def _is_late(self) -> bool:
         """Wait while this rank leaves; tell whether it has, and the program does not know yet."""
-        self._turns.take()
-        if not self._gone:
+        self.membership.turns.take()
+        if not self.membership.gone:
             return False
-        self._turns.end()
+        self.membership.turns.end()
         # the same private number by which ``ReplicaSync`` tells backward passes apart: PyTorch has no
         # other
         task = torch._C._current_graph_task_id()
@@ -173,21 +222,21 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         """Wait for the quorum before the first gradient is accumulated."""
         # before: whether this rank's gradients count, and by which plan entries are collected, are the
         # group's to say
-        self._turns.take()
+        self.membership.turns.take()
         try:
-            self._check_here()
+            self.membership.check_here()
             if self._before is None:
                 self._before = self.reducer.step, self.reducer.comm.ledger.set_up()
             self._engine.submit(self.attendance.ready).result()
             if self._scaler is not None:
                 rescale_(self.reducer, self._scaler.get_scale())
         except BaseException:
-            self._turns.end()
+            self.membership.turns.end()
             raise
 
     def _discard(self) -> None:
         super()._discard()
-        self._turns.end()
+        self.membership.turns.end()
 
     def _accumulate(self, run: Run, gradient: Tensor, parameters: Sequence[Tensor]) -> None:
         """Accumulate; zeros while this rank is behind, since gradients at old weights do not count."""
@@ -234,13 +283,10 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         self._exchanged = True
         # a rank without gradients, as one that leaves in the others' steps, is no contributor
         self.attendance.members.count_only(self._parts.came)
-        return self.reducer.commit(propagate_nonfinite=self._nonfinite == "propagate")
-
-    def _held_up(self) -> str:
-        scaled = "its residual has the scale of a GradScaler, which goes on with its own steps"
-        return super()._held_up() or (scaled if self._scaler is not None else "")
+        return self.attendance.commit(propagate_nonfinite=self._nonfinite == "propagate")
 
     def _take_part(self) -> None:
+        """Do the others' steps without training until this rank has left; on the engine's thread."""
         while not self.left:
             self.attendance.ready()
             # zeros: entries are selected from its residual as ever, until that is dealt
@@ -258,29 +304,28 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         await self.attendance.agree(self._told)
 
     def _told(self) -> dict[str, Any]:
-        """Return the rates of the steps since the copy was made, and the states to take over."""
+        """Return the optimizers' steps since the copy was made, and the states to take over."""
         present = rates_of(self._optimizers)
-        mine = {"rates": self._rates, "present": present, "weights": self._weights()}
-        return {**super()._told(), **mine}
+        mine = {"taken": self._taken, "present": present, "weights": self._weights()}
+        return {**self.membership.told(), **mine}
 
     def _settle(self, this: Step, finished: Future[None]) -> bool:
         """Wait for the averages; if this rank has caught up, bring its weights to where they apply."""
         try:
             return self._settle_here(super()._settle(this, finished))
         finally:
-            self._turns.end()
+            self.membership.turns.end()
 
     def _settle_here(self, settled: bool) -> bool:
-        attendance = self.attendance
-        extras, catch_up = attendance.extras, attendance.catch_up
-        if extras is not None and catch_up is not None:
-            attendance.extras = attendance.catch_up = None
+        if (arrival := self.attendance.arrival()) is not None:
+            extras, catch_up = arrival
             # the step that has just been exchanged: its average is written to the gradients, and the
             # program's own ``optimizer.step()`` applies it
             model, step = self._plain(), self.reducer.step - 1
             assert model is not None
-            repeat(catch_up, step, extras["rates"], model, self._optimizers)
-            self._take_over(extras, self._optimizers)
+            repeat(catch_up, step, extras["taken"], model, self._optimizers)
+            self._taken.clear()  # the optimizers' hooks have noted the repeated steps as well
+            self.membership.take_over(extras, self._optimizers)
             if self._weights() != extras["weights"]:
                 place = self.reducer.comm.ledger.place(step)
                 raise PeerError(
@@ -288,15 +333,18 @@ class ElasticSync(ElasticHandle, ReplicaSync):
                     "between backward() and the optimizer's step, do the same on all ranks, and to "
                     "gradients alone"
                 )
-        if self.left:
-            self._end_of_leaving()
+        self.membership.end_of_leaving()
         missed, self._missed = self._missed, False
         return settled and not missed and not self.left
 
     def _tell(self) -> None:
         """Pass on the notice of the lowest rank; one that joins has nothing to say that is new."""
+        # every process comes by itself: the first step tells which rank is to say it
+        said, self._said = self._said, ""
         if self.attendance.members.behind:
-            self.reducer.notice = ""
+            self.reducer.take_notice()
+        elif said and self.reducer.comm.rank == 0:
+            say(said)
         super()._tell()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -307,9 +355,10 @@ class ElasticSync(ElasticHandle, ReplicaSync):
         if attendance.catch_up is not None and attendance.members.behind:
             keep_gradients(attendance.catch_up, step, number, optimizer)
         elif not attendance.offered:
-            self._rates.clear()
-        elif number == len(self._optimizers) - 1:
-            self._rates[step] = rates_of(self._optimizers)
+            self._taken.clear()
+        else:
+            (groups,) = rates_of([optimizer])
+            self._taken.setdefault(step, []).append((number, groups))
 
     def _weights(self) -> str:
         return weights_digest(self._parameters.values())

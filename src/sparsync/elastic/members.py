@@ -32,14 +32,15 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import CheckpointError, ConfigurationError
-from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.reducer import Position, Reducer
+from sparsync.feedback.residual import Residual
 from sparsync.feedback.shares import SharesState
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.groups import Subgroup
-from sparsync.transports.ledger import Ledger, Raw
+from sparsync.transports.ledger import Raw
 
-__all__ = ["Entry", "Members", "Verdict", "judge"]
+__all__ = ["Entry", "Members", "Verdict", "judge", "rest_of"]
 
 # changes of the group that a rank may have missed; fixed, so that receivers know a brief's length
 _PAST: Final = 32
@@ -159,15 +160,13 @@ class Members:
     """A rank among those that take the open step.
 
     Args:
+        reducer: one that is ``changing``; its totals are not divided, and ``contributors`` says by what.
         start: digest of the weights before the first step.
         set_up: digest of everything that must be equal on all ranks.
 
     Attributes:
         attempt: number of the present group, > 0.
         behind: this rank's weights are being fetched; its gradients count for nothing until then.
-        donor: rank they are fetched from.
-        ready: this rank has fetched a copy and kept all averages since: it is not behind from the next
-            step on.
         first: the lowest rank whose weights are current.
         leaving: this rank wants to leave: after a step in which its residual is dealt to the others, and
             one more, to which it contributes nothing: when that is committed, all have the first.
@@ -177,16 +176,13 @@ class Members:
         deals: its residual is dealt in the open step.
         clock: the position of training as a number; the others' once this rank was stale.
         newcomers: ranks whose gradients count from the next step on and not in this one; their donors.
-        facts: further numbers that are sent with this rank's vote.
-        told: the ``facts`` of all ranks, by rank.
+        told: further numbers of all ranks' votes, by rank.
     """
 
     def __init__(self, reducer: Reducer, start: int, set_up: int = 0) -> None:
         self.reducer, self._set_up = reducer, set_up
-        # a dense allreduce must not sum in the accumulated gradients' memory: another attempt needs them
-        reducer.plan.dense.overwrites = False
-        self.attempt, self.donor, self.first, self.newcomers = 0, 0, 0, dict[int, int]()
-        self.behind = self.ready = self.leaving = self.left = self.idle = False
+        self.attempt, self.first, self.newcomers = 0, 0, dict[int, int]()
+        self.behind = self._ready = self.leaving = self.left = self.idle = False
         # (step, attempt): from that step on, this attempt's group committed.  The first entry stands for
         # the weights at the start, so that ranks which begin from other weights have another past
         self._past, self._prepared, self._view = [(-1, start)], 0, 0
@@ -198,7 +194,7 @@ class Members:
         # whether it leaves, its donor, and the norm of its residual some steps ago.  Two tables, since
         # the open step is averaged, and may have to be repeated, by the rows of the vote before it
         self._present = self._next = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64)
-        self._norm, self.facts, self.told = 0.0, [0.0], torch.zeros(1, 1)
+        self._norm, self.told = 0.0, torch.zeros(1, 0)
         self._names: tuple[Hashable, ...] = ()  # of the group's ranks
         self._lost: dict[Hashable, float] = {}  # norms of the residuals of ranks that died, by name
         self._delivered: list[Vector] = []  # in the attempt that is prepared, by unit
@@ -222,40 +218,61 @@ class Members:
 
     # ---- a step ------------------------------------------------------------------------------------
 
+    def leave(self) -> None:
+        """Leave with the next two steps."""
+        self.leaving = True
+
     def withdraw(self) -> None:
         """Leave without training on: this rank's residual still counts, and no further gradients do."""
         self.leaving = self.idle = True
-        self.ready = False
+        self._ready = False
+
+    def tell_clock(self, clock: int) -> None:
+        """Note the position of training, which the next roll tells ranks that are stale."""
+        self.clock = clock
+
+    def caught_up(self) -> None:
+        """Note that this rank has taken over the others' weights, after the last step."""
+        self.behind = False
 
     def count_only(self, came: Tensor) -> None:
         """Divide averages by those contributors alone whose gradients ``came``; before the commit."""
         self._present = self._present.clone()
         self._present[:, 0] *= came
-        self.reducer.divisor = max(self.contributors, 1)
 
-    async def vote(self) -> None:
+    async def vote(
+        self, facts: Sequence[float] = (), *, donor: int = 0, ready: bool = False
+    ) -> None:
         """Say that all of the open step is here, and wait until all others say so.
 
         The vote also says if this rank contributes to the next step, and if that is its last.
+
+        Args:
+            facts: further numbers, for ``told``; as many on all ranks.
+            donor: the rank that weights are fetched from, while this one is behind.
+            ready: this rank has fetched a copy and kept all averages since: it is not behind from the
+                next step on.
 
         Raises:
             CommunicationError: somebody's vote did not come.
         """
         # Before the vote is sent: a rank that has all votes may commit, and this one, if it is cut off
         # now, has to say at the next roll that it is prepared.
-        self._prepared, reduced = self.attempt, self.reducer.reduced
+        self._prepared, self._ready = self.attempt, ready and not self.idle
+        reduced = self.reducer.reduced
         # kept here, since the reducer forgets its results when the commit opens the next step
         self._delivered = [reduced[unit].delivered for unit in range(len(reduced))]
         leaves = 2 if self.deals or self._spent else int(self.leaving)
-        counts = (not self.behind or self.ready) and leaves < 2 and not self.idle
+        counts = (not self.behind or self._ready) and leaves < 2 and not self.idle
         if self.reducer.step % _MEASURED == 0 or not self._norm:
             kept = [torch.linalg.vector_norm(r.accumulated) for r in self.reducer.residuals]
             self._norm = math.hypot(*map(float, kept))
-        told = [counts, leaves, self.donor, self._norm, *self.facts]
+        told = [counts, leaves, donor, self._norm, *facts]
         # float64 holds ranks, flags and digests of up to 53 bits exactly
         mine = torch.tensor(told, dtype=torch.float64)
         rows = torch.stack(await self.reducer.channel("vote").allgather(mine, "vote"))
-        self._next, self.told = rows[:, : -len(self.facts)], rows[:, -len(self.facts) :]
+        own = len(told) - len(facts)
+        self._next, self.told = rows[:, :own], rows[:, own:]
         new = (self._next[:, 0] > self._present[:, 0]).nonzero().flatten().tolist()
         self.newcomers = {rank: int(self._next[rank, 2]) for rank in new}
 
@@ -273,9 +290,9 @@ class Members:
                 # residuals were not dealt: ranks that were to deal them do it in the next step, in which
                 # they still count; their votes had announced it as their last
                 self._next[self._present[:, 1] == 1, :2] = 1.0
-        arrived = still and self.behind and self.ready
+        arrived = still and self.behind and self._ready
         if arrived:
-            self.behind = self.ready = False
+            self.behind = self._ready = False
         # before ``_hand_over``: a rank has left one step after that in which its residual was dealt, for
         # only that step's votes show that everybody has applied the former
         self.left = self._spent
@@ -300,24 +317,24 @@ class Members:
             for residual in self.reducer.residuals:
                 residual.load(None)
         for unit, where, values in self._dealt:
-            self.reducer.residuals[unit].add(where, values)
+            _add_to(self.reducer.residuals[unit], where, values)
         self._dealt = []
 
     def _applied(self) -> _Part:
         """Return this rank's part in the step that is applied, for ``_take_back``.
 
-        Copies nothing, unless this rank's residual is dealt.
+        Copies nothing, unless this rank's residual is dealt or all of a unit was delivered.
         """
         minus, spare = list[Vector](), self._last.parts.get(self._last.attempt)
         for unit, residual in enumerate(self.reducer.residuals):
             delivered = self._delivered[unit]
             # by type, as in ``Residual.retain``: ``values`` of a vector in messages decodes them all
             if type(delivered) is DenseVector and delivered.values is residual.accumulated:
-                # All was delivered, and the next gradients would be written over it.  The two buffers
-                # change places at every step: the one of the last step, which is closed for good, is
-                # free.
-                former = spare.minus[unit].values if spare and spare.minus else None
-                delivered = DenseVector(residual.renew(former))
+                # All was delivered, and the next gradients will be written over it.  The copy takes the
+                # memory of the last step's, which is closed for good: fresh memory costs more than the
+                # copy itself.
+                former = spare.minus[unit] if spare and spare.minus else None
+                delivered = DenseVector(_copy_of(residual.accumulated, former))
             if self.deals:
                 # accumulated = delivered + residual: the rest went to the others, so all of it is gone
                 rest = residual.value
@@ -345,7 +362,6 @@ class Members:
         """Note the ranks that contribute to the open step, and those whose last step it is."""
         counts, leaves, *_ = rows[self.reducer.comm.rank].tolist()
         self._present, self.counts, self.deals = rows, counts == 1, leaves == 1
-        self.reducer.divisor = max(self.contributors, 1)
 
     async def deal(self) -> None:
         """Deal the residuals of ranks that leave to those that stay, element by element in turn.
@@ -363,7 +379,7 @@ class Members:
         for leaver in [rank for rank, when in enumerate(leaves) if when == 1 and stay]:
             for unit, residual in enumerate(self.reducer.residuals):
                 if leaver == comm.rank:
-                    rest = residual.after(self.reducer.reduced[unit].delivered)
+                    rest = rest_of(residual, self.reducer.reduced[unit].delivered)
                     for turn, rank in enumerate(stay):
                         raw = bytes_of(rest[turn :: len(stay)].cpu())
                         await comm.isend(raw, rank, "deal", Raw("value"))
@@ -389,7 +405,9 @@ class Members:
             ConfigurationError: this rank is not set up as those that go on.
         """
         reducer, self.attempt = self.reducer, attempt
-        comm = _uncounted(reducer.channel("roll"))
+        # of no step: ranks may be at different ones, and messages are matched by the step of the ledger,
+        # here a new one on all ranks
+        comm = reducer.channel("roll").apart()
         history = self._past[-1][1]
         leaves = 2 if self._spent else int(self.leaving)
         prepared, behind = self._prepared, int(self.behind)
@@ -439,7 +457,7 @@ class Members:
         self._dealt = []
         self._count(self._next)
         self._norm = 0.0  # measured anew, since the new group knows none
-        # last: thresholds, regions and shares are planned for the ranks and the divisor of this group
+        # last: thresholds, regions and shares are planned for the ranks of this group
         self.reducer.regroup()
 
     async def _brief(self, comm: Communicator, verdict: Verdict) -> None:
@@ -459,12 +477,10 @@ class Members:
             step, *rest = await _numbers_from(comm, verdict.there, count)
             past, (skipped, key, *quotas) = rest[: 2 * _PAST], rest[2 * _PAST :]
             self._past = list(dict.fromkeys(zip(past[::2], past[1::2], strict=True)))
-            self._adopt(step)
-            self.behind = True
             # every unit's k must be equal on all ranks, or their messages would not fit each other
-            reducer.plan.shares = SharesState(tuple(quotas), None if key < 0 else key)
-            reducer.step, reducer.skipped = step, skipped
-            reducer.comm.ledger.begin_step(step)
+            shares = SharesState(tuple(quotas), None if key < 0 else key)
+            self._adopt(Position(step, skipped, shares))
+            self.behind = True
 
     # ---- another past ------------------------------------------------------------------------------
 
@@ -489,11 +505,12 @@ class Members:
             self._parts[self._prepared] = _Part(minus, plus, self.deals, reducer.scale)
         self._prepared, self._delivered = 0, []
 
-    def _adopt(self, step: int) -> None:
-        """Close the open step; bring residuals to the past of the others, who are at ``step``."""
+    def _adopt(self, position: Position) -> None:
+        """Close the open step; bring the reducer to the others' step, and residuals to their past."""
         reducer, last = self.reducer, self._last
+        closed, step = reducer.step, position.step
         self._set_aside()
-        by = _attempt_of(reducer.step, self._past, step) or 0
+        by = _attempt_of(closed, self._past, step) or 0
         part = self._parts.get(by)
         for residual in reducer.residuals:
             # A step that was refused because of NaN is undone.  Otherwise its gradients stay in the
@@ -502,8 +519,7 @@ class Members:
             broken = part is None and self._is_broken(DenseVector(residual.accumulated))
             if refused or broken:
                 residual.restore()
-            else:
-                residual.keep()
+        reducer.regroup(position)
         if part is not None:
             self._apply(part)
         else:
@@ -514,9 +530,9 @@ class Members:
                 self._take_back(last.parts.get(last.attempt))
                 self._apply(last.parts.get(holds))
                 self._last = last = last._replace(attempt=holds)
-        if step > reducer.step:
-            self._last, self._parts = _Last(reducer.step, by, self._parts), {}
-        elif step < reducer.step:
+        if step > closed:
+            self._last, self._parts = _Last(closed, by, self._parts), {}
+        elif step < closed:
             # open again is the last step that was closed here, or an older one, which is forgotten
             self._parts = last.parts if step == last.step else {}
             self._last = _Last(-1, 0, {})
@@ -540,9 +556,9 @@ class Members:
         # residuals have the present scale of a GradScaler, the part has that of its step
         factor = sign * self.reducer.scale / part.scale
         for residual, vector in zip(self.reducer.residuals, part.minus, strict=True):
-            residual.add(slice(None), -factor * vector.to_dense())
+            _add_to(residual, slice(None), -factor * vector.to_dense())
         for unit, where, values in part.plus:
-            self.reducer.residuals[unit].add(where, factor * values)
+            _add_to(self.reducer.residuals[unit], where, factor * values)
 
     def _is_broken(self, vector: Vector) -> bool:
         """Tell whether a vector that was exchanged or accumulated holds NaN or Inf."""
@@ -590,6 +606,36 @@ class Members:
         }
 
 
+# ---- residuals, in ways that only a change of ranks asks for ------------------------------------------
+
+
+def rest_of(residual: Residual, delivered: Vector) -> Tensor:
+    """Return the residual that the commit of the open step would leave; change nothing."""
+    # by type, as in ``Residual.retain``: ``values`` of a vector in messages decodes them all
+    if type(delivered) is DenseVector and delivered.values is residual.accumulated:
+        return torch.zeros_like(residual.accumulated)
+    rest = residual.accumulated.clone()
+    delivered.subtract_from_(rest)
+    return rest
+
+
+def _add_to(residual: Residual, where: slice, values: Tensor) -> None:
+    """Add mass that another rank did not deliver, between steps."""
+    whole = residual.accumulated
+    if residual.value is None:
+        whole.zero_()
+    whole[where] += values
+    residual.load(whole)  # onto itself, which copies nothing: the residual is not zero any more
+
+
+def _copy_of(values: Tensor, former: Vector | None) -> Tensor:
+    """Return a copy of values, in the memory of a former one if that is there."""
+    fits = type(former) is DenseVector and former.values.shape == values.shape
+    if former is None or not fits or former.values is values:
+        return values.clone()
+    return former.values.copy_(values)
+
+
 def _attempt_of(step: int, past: Sequence[tuple[int, int]], end: int) -> int | None:
     """Return the attempt that committed a step of a past; 0 from ``end`` on; None: the step is too old.
 
@@ -606,10 +652,3 @@ async def _numbers_from(comm: Communicator, source: int, count: int) -> list[int
     raw = await comm.irecv(source, 8 * count, "brief", Raw("control"))
     numbers: list[int] = raw.clone().view(torch.int64).tolist()
     return numbers
-
-
-def _uncounted(comm: Communicator) -> Communicator:
-    """Return a channel whose messages are of no step: ranks may be at different ones."""
-    # messages are matched by the ledger's step, so all need a new ledger, which begins with the same one
-    comm.ledger = Ledger()
-    return comm

@@ -10,14 +10,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from threading import Event
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
-from sparsync.elastic.attendance import Attendance, ElasticHandle, check_options
+from sparsync.elastic.attendance import Attendance, check_options, summing
 from sparsync.elastic.catch_up import Rates, rates_of
 from sparsync.elastic.group import group_of
+from sparsync.elastic.membership import Membership
 from sparsync.errors import (
     CommunicationError,
     ConfigurationError,
@@ -27,6 +30,8 @@ from sparsync.errors import (
 )
 from sparsync.feedback.agreed_setup import weights_digest
 from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.schedule import Warmup
+from sparsync.handle import weakly
 from sparsync.monitoring import sink_of
 from sparsync.options import Options
 from sparsync.sparse import DenseVector, Vector
@@ -75,25 +80,49 @@ def attach_elastic_updates(
     weights = ModelWeights(model, trained, buffers=True, noise=noise)
     output = output_parameters(model) if outer.chosen.output else ()
     layout = outer.plan(weights.read(_EVERYTHING), trained, output, rest=weights.rest)
-    log = options.monitoring.log
+    log, warmup = options.monitoring.log, options.compression.warmup() or Warmup()
+    densities = _Densities(warmup.steps, warmup.densities)
     reducer = Reducer(
         group.comm,
         layout.units,
-        run(options.algorithm.on(group.comm)),
+        summing(run(options.algorithm.on(group.comm))),
         outer.density,
-        options.compression.warmup(),
+        densities,
         xi_period=options.monitoring.xi_period,
         sink=None if log is None else sink_of(log, 0),
+        changing=True,
     )
     # no comparison of weights here, as ``attach_updates`` makes it: the first roll compares their digests
-    sync = ElasticUpdates(model, weights, outer, layout, reducer, optimizers, options, manager)
+    sync = ElasticUpdates(
+        model, weights, outer, layout, reducer, densities, optimizers, options, manager
+    )
     sync.watch(None)
     return sync
 
 
+@dataclass(frozen=True)
+class _Densities(Warmup):
+    """The densities of exchanges: that of ``finish`` is dense, and delivers everything."""
+
+    everything: Event = field(default_factory=Event, repr=False)  # it is set for that exchange
+
+    def density(self, step: int, final: float) -> float | None:
+        """Return the density of a step; None: dense."""
+        return None if self.everything.is_set() else super().density(step, final)
+
+    def deliver(self, everything: bool) -> bool:
+        """Let the next exchange deliver everything, or select; return whether that is a change."""
+        changes = self.everything.is_set() != everything
+        (self.everything.set if everything else self.everything.clear)()
+        return changes
+
+
 @final
-class ElasticUpdates(ElasticHandle, UpdateSync):
-    """The handle of a model whose ranks take local steps, and come and go."""
+class ElasticUpdates(UpdateSync):
+    """The handle of a model whose ranks take local steps, and come and go.
+
+    ``membership`` does what is elastic about it, and ``attendance`` is this rank's part in quorums.
+    """
 
     def __init__(
         self,
@@ -102,6 +131,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         settings: OuterStep,
         layout: Layout,
         reducer: Reducer,
+        densities: _Densities,
         optimizers: Sequence[torch.optim.Optimizer],
         options: Options,
         manager: Any,
@@ -140,23 +170,59 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             assert sync is not None
             return sync._rates
 
-        self._attend(
-            Attendance(
-                manager,
-                reducer,
-                lambda: weights_digest([outer.memory["shared"]]),
-                rates,
-                nonfinite=self._nonfinite,
-                buffers_that_hold_nan_or_inf=sorted(weights.left_out),
-                **outer.described(),
-            )
+        self.attendance = Attendance(
+            manager,
+            reducer,
+            lambda: weights_digest([outer.memory["shared"]]),
+            rates,
+            average=True,
+            nonfinite=self._nonfinite,
+            buffers_that_hold_nan_or_inf=sorted(weights.left_out),
+            **outer.described(),
         )
+        self.membership = Membership(self.attendance, self._engine, weakly(self._take_part))
+        self.on_close.callback(self.membership.close)
+        self._densities = densities
         self._phase, self._began_at = _LOCAL, 0
         # the weights to leave with, while the program has the model; the engine refers to them weakly
         self._copied: Weights | None = None
         self._knows = False  # the program was told that this rank has left
         # when this rank has caught up: the donor's further states, and those of its optimizers
         self._arrival: tuple[dict[str, Any], list[Any]] | None = None
+
+    # ---- for the user ------------------------------------------------------------------------------
+
+    @property
+    def left(self) -> bool:
+        """Whether this rank has left; its program is to end."""
+        return self.membership.left
+
+    @property
+    def last_step(self) -> tuple[int, int, bool]:
+        """The last step's group, its number of contributors, and whether this rank was one."""
+        return self.attendance.last_step
+
+    def carry(self, **named: Any) -> None:
+        """Name further objects whose states a rank that joins takes over, as ``scheduler=scheduler``.
+
+        They have ``state_dict()`` and ``load_state_dict()``; states are small (64 MiB in all), and of
+        plain values and tensors.
+
+        Raises:
+            ConfigurationError: an object without one of these.
+        """
+        self.membership.carry(**named)
+
+    def leave(self) -> None:
+        """Leave with the next two exchanges, of which the first deals the residual to others.
+
+        SIGTERM calls it, and ends the process when this rank has ``left``.
+        """
+        self.membership.leave()
+
+    def stats(self) -> dict[str, Any]:
+        """Return plain numbers; "elastic" has the present members, changes, and lost residuals."""
+        return {**super().stats(), "elastic": self.attendance.members.state()}
 
     def contribute(self, *_seen: Any, **_named: Any) -> None:
         """Refuse to weigh updates: all present ranks weigh the same."""
@@ -167,25 +233,24 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
     # ---- on the training thread --------------------------------------------------------------------
 
     def _before_forward(self) -> None:
-        self._notice.watch()
+        self.membership.watch()
         super()._before_forward()
         if not self.attendance.members.attempt:
-            with self._turns.step():
+            with self.membership.turns.step():
                 self._join()
         # the quorum is formed while the forward pass runs
         elif self.outer.is_due(self.outer.steps):
-            self._ask()
+            self.membership.ask()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         # the optimizer writes to the weights, which a leaving would read; ``step`` ends the turn
-        self._turns.take()
+        self.membership.turns.take()
         super()._before_step(optimizer)
 
     def _join(self) -> None:
         """Meet the others; if they are ahead, take part in the exchange that they are in."""
         attendance = self.attendance
-        self._engine.submit(attendance.ready).result()
-        attendance.met = True
+        self._engine.submit(attendance.join).result()
         if not attendance.members.behind:
             return
         # the others wait in an exchange for all members of the quorum, so this rank begins it at once,
@@ -194,11 +259,8 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         self.outer.go_on_from(steps)
         self._began_at = steps
         if phase == _LOCAL:
-            attendance.joining = True
-            try:
+            with attendance.outside_steps():
                 self.step()
-            finally:
-                attendance.joining = False
         elif phase == _LAST:
             self._conclude()
         self._phase = phase
@@ -218,13 +280,13 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             NonFiniteGradientError: NaN or Inf on some rank, twice in a row.
             PeerError: this rank has left.
         """
-        with self._turns.step():
+        with self.membership.turns.step():
             # The rank has left while the program had no turn, and the program could not know: this step
             # is not exchanged.  The next one is refused.
-            if self._gone and not self._knows:
+            if self.membership.gone and not self._knows:
                 self._knows = True
                 return
-            self._check_here()
+            self.membership.check_here()
             self._phase = _LOCAL
             super().step()
             self._after_exchange()
@@ -232,7 +294,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
     def finish(self) -> None:
         """Exchange all that is left, make replicas equal, and wait until all have done so."""
         self._check_own("finish()")
-        with self._turns.step():
+        with self.membership.turns.step():
             self._finish_all()
 
     def _finish_all(self) -> None:
@@ -242,11 +304,11 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             if not self.left and self._phase == _LOCAL:
                 self._conclude()
             # from here on, a rank that comes back from a stall is told that there is nothing to join
-            self.attendance.members.clock = self.outer.steps * _PHASES + _OVER
+            self.attendance.members.tell_clock(self.outer.steps * _PHASES + _OVER)
             taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()
         if taken is not None:
             state = unpacked(taken)
-            self.outer.memory = dict(state["memory"])
+            self.outer.catch_up(state["memory"])
             for one, its in zip(self.outer.optimizers, state["optimizers"], strict=True):
                 one.load_state_dict(its)
         if not self.left:
@@ -281,7 +343,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
     def _note_begin(self) -> None:
         """Note this rank's position, local step and phase, at the begin of an exchange."""
         self._began_at = self.outer.steps
-        self.attendance.members.clock = self._began_at * _PHASES + self._phase
+        self.attendance.members.tell_clock(self._began_at * _PHASES + self._phase)
 
     def _go_on(self) -> None:
         """Go on from the others' position, if this rank was stale."""
@@ -295,7 +357,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         """Go on with the present ranks, and from their position."""
         # noise is corrected for as many ranks as are averaged
         members, outer = self.attendance.members, self.outer
-        self._weights.ranks = max(members.contributors, 1)
+        self._weights.average_over(max(members.contributors, 1))
         self._go_on()
         # here and not in ``_arrive``: optimizers belong to the training thread
         arrival, self._arrival = self._arrival, None
@@ -303,13 +365,13 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             extras, states = arrival
             for one, state in zip(outer.optimizers, states, strict=True):
                 one.load_state_dict(state)
-            self._take_over(extras, outer.optimizers)
-        if self.left:
-            self._end_of_leaving()
+            self.membership.take_over(extras, outer.optimizers)
+        self.membership.end_of_leaving()
 
     # ---- leaving between steps, on the engine's thread ---------------------------------------------
 
     def _take_part(self) -> None:
+        """Do the others' exchanges without training until this rank has left."""
         weights, noise, outer = self._go_apart(), self._weights.noise, self.outer
         # once: after those of the last local step no further gradients are made here
         sampled = noise is None
@@ -320,7 +382,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
                 weights.write(slice(-noise.values.numel(), None), noise.values.flatten())
                 sampled = True
             run(outer.advance(step))
-            outer.steps += 1
+            outer.count()
             self._go_on()
 
     def _go_apart(self) -> Weights:
@@ -369,10 +431,10 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
             await attempt()
         except CommunicationError as error:
             attendance.persist(error, attempt, missed)
-        # back to selection before the commit, which plans the next step
-        step, reducer.plan.everything = reducer.step, False
+        step = reducer.step
+        self._densities.deliver(everything=False)  # before the commit, which plans the next step
         try:
-            averages = reducer.commit()
+            averages = attendance.commit()
         except NonFiniteGradientError:
             reducer.skip()
             attendance.close(step, applied=False)
@@ -386,7 +448,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         if attendance.close(step, applied=True):
             self._arrive(step)
             # the new shared weights replace this rank's own: its local steps were from other weights
-            exchange.late, exchange.weights = False, None
+            exchange.replace()
         return [DenseVector(delta) for delta in deltas]
 
     def _accumulate_all(self, deltas: Sequence[Tensor]) -> None:
@@ -398,8 +460,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
                 f"{reducer.place}: the others have ended while this rank was away; end it as well"
             )
         # the others' phase after a roll: all ranks deliver everything, or all select
-        if reducer.plan.everything != (phase == _LAST):
-            reducer.plan.everything = phase == _LAST
+        if self._densities.deliver(everything=phase == _LAST):
             reducer.open()
         for unit, delta in enumerate(deltas):
             if not members.counts:
@@ -408,17 +469,16 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
 
     def _arrive(self, step: int) -> None:
         """Bring the shared weights to their state before the averages of ``step`` are applied."""
-        attendance, outer = self.attendance, self.outer
-        extras, catch_up = attendance.extras, attendance.catch_up
-        assert extras is not None and catch_up is not None and catch_up.copy is not None
-        attendance.extras = attendance.catch_up = None
+        arrival = self.attendance.arrival()
+        assert arrival is not None
+        extras, catch_up = arrival
+        assert catch_up.copy is not None
         begin, raw = catch_up.copy
         state = unpacked(raw)
-        # the same operations in the same order as on the others, so the same bits
-        outer.memory = dict(state["memory"])
-        for done in range(begin, step):
-            if done in catch_up.log:  # else all have refused it
-                outer.repeat(*catch_up.log[done])
+        # the same operations in the same order as on the others, so the same bits; exchanges that are not
+        # in the log were refused by all
+        logged = [catch_up.log[done] for done in range(begin, step) if done in catch_up.log]
+        self.outer.catch_up(state["memory"], logged)
         if self._shared_weights() != extras["weights"]:
             place = self.reducer.comm.ledger.place(step)
             raise PeerError(
@@ -438,7 +498,7 @@ class ElasticUpdates(ElasticHandle, UpdateSync):
         present = rates_of(self.outer.optimizers)
         noise = None if self._weights.noise is None else self._weights.noise.state_dict()
         told = {"present": present, "weights": self._shared_weights(), "noise": noise}
-        return {**super()._told(), **told}
+        return {**self.membership.told(), **told}
 
     def _shared_weights(self) -> str:
         return weights_digest([self.outer.memory["shared"]])

@@ -182,12 +182,20 @@ class Corrector:
         """Forget the open step."""
         self._norm, self._squares = None, 0.0
 
-    def load(self, velocities: Sequence[Tensor | None], previous_norm: float | None) -> None:
-        """Set velocities (None for zeros) and the norm of the last step, between two steps."""
-        self.previous_norm = previous_norm
+    def load(
+        self, velocities: Sequence[Tensor | None], previous_norm: float | None, scale: float
+    ) -> None:
+        """Set velocities (None for zeros), the last step's norm, and the scale, between two steps."""
+        self.previous_norm, self.scale = previous_norm, scale
         if self.correction.momentum:
             for velocity, value in zip(self.velocities, velocities, strict=True):
                 velocity.zero_() if value is None else velocity.copy_(value)
+
+    def rescale_(self, factor: float, scale: float) -> None:
+        """Multiply the velocities, which brings them to the present scale."""
+        self.scale = scale
+        for velocity in self.velocities:
+            velocity.mul_(factor)
 
 
 def _square(gradient: Tensor) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from sparsync.collectives import Reduced
 from sparsync.feedback.correction import Correction, Corrector
 from sparsync.feedback.residual import Growth, Residual
 from sparsync.feedback.schedule import Warmup
+from sparsync.feedback.shares import SharesState
 from sparsync.feedback.step import Consensus, Plan, Proposal, Use, channel_of
 from sparsync.monitoring import Measured, Monitor, Sink
 from sparsync.sparse import DenseVector, Vector
@@ -32,7 +33,15 @@ from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import together
 from sparsync.units import Unit
 
-__all__ = ["Reducer"]
+__all__ = ["Position", "Reducer"]
+
+
+class Position(NamedTuple):
+    """How far a reducer has come; equal on all ranks that exchange with each other."""
+
+    step: int  # the open one
+    skipped: int  # steps that were refused because of NaN or Inf
+    shares: SharesState
 
 
 @final
@@ -41,7 +50,8 @@ class Reducer:
 
     A step is: ``accumulate`` every gradient, ``exchange`` every unit, then ``commit`` or ``refuse``.
     ``xi_period`` is the number of steps between measurements of Assumption 1's xi (default: never),
-    ``consensus`` who else must agree to a step, ``sink`` who takes its numbers.
+    ``consensus`` who else must agree to a step, ``sink`` who takes its numbers.  ``changing``: ranks may
+    come and go, see ``regroup``.
     """
 
     def __init__(
@@ -55,21 +65,23 @@ class Reducer:
         xi_period: int | None = None,
         consensus: Consensus = Proposal.broken,
         sink: Sink | None = None,
+        *,
+        changing: bool = False,
     ) -> None:
         self.comm, self.units, self.algorithm = comm, list(units), algorithm
         self.correction, self.consensus = correction, consensus
         self.step = 0  # 0-based number of the open step
         self.skipped = 0  # steps that were refused because of NaN or Inf
         self.scale = 1.0  # by which gradients are multiplied, as by a GradScaler: see ``rescale_``
-        self.divisor: int | None = None  # of averages; None: the number of ranks
-        # gradients of the open step count as Inf, which reaches every total: all ranks will refuse it
-        self.overflows = False
+        self.overflows = False  # see ``overflow``
         self.residuals = [Residual(u.size, u.dtype, u.device) for u in units]
         self.corrector = Corrector(correction, units, comm.world_size) if correction else None
         parts = [algorithm.for_unit(unit) for unit in units]
         self.selectors = [selector for selector, _ in parts]
         self.collectives = [collective for _, collective in parts]
-        self.plan = Plan(self.units, density, warmup, shared=algorithm.shared)
+        self.plan = Plan(
+            self.units, density, warmup, shared=algorithm.shared, overwrites=not changing
+        )
         self.xi_period = xi_period
         self.monitor: Monitor | None = None
         if sink is not None or xi_period is not None:
@@ -101,6 +113,22 @@ class Reducer:
     def channel(self, use: int | Use) -> Communicator:
         """Return the channel of a unit, or of another exchange of a step."""
         return channel_of(self.comm, len(self.units), use)
+
+    def move_to(self, comm: Communicator) -> None:
+        """Exchange over another communicator of the same ranks, e.g. that of a new simulation."""
+        self.comm = comm
+
+    def resume(self, step: int, skipped: int) -> None:
+        """Count on from other numbers, as of a saved state; ``open`` then plans the step."""
+        self.step, self.skipped = step, skipped
+
+    def set_scale(self, scale: float) -> None:
+        """Note by how much gradients are multiplied; values that are held stay as they are."""
+        self.scale = scale
+
+    def overflow(self) -> None:
+        """Count gradients of the open step as Inf, which reaches every total: all ranks refuse it."""
+        self.overflows = True
 
     def accumulate(
         self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
@@ -199,10 +227,9 @@ class Reducer:
         probe = self.monitor.xi if self.monitor else None
         measured = probe.measure(self.step, totals, self.plan.quotas) if probe else None
         for unit, result in reduced.items():
-            ranks = self.divisor or self.comm.world_size
-            if ranks > 1 and self.algorithm.average:
+            if self.comm.world_size > 1 and self.algorithm.average:
                 # in place: ``delivered`` shares no memory with it, or is all that was accumulated
-                result.total.divide_(ranks)
+                result.total.divide_(self.comm.world_size)
             self.residuals[unit].retain(result.delivered)  # residual = accumulated - delivered
             for part in (unit, len(self.units) + unit):
                 self._settled[part] = (*self.selectors, *self.collectives)[part].state
@@ -231,19 +258,33 @@ class Reducer:
         self.open()
         self._committed = committed
 
-    def regroup(self) -> None:
-        """Plan the open step for other ranks; its accumulated gradients are exchanged again.
+    def regroup(self, position: Position | None = None) -> None:
+        """Go on with other ranks, of which the communicator tells already; for ranks that come and go.
+
+        This is the whole seam of ``elastic``, for a reducer that is ``changing``; nobody else calls it.
+        The accumulated gradients of the open step are exchanged again.  If the others are at another
+        ``position``, the open step is closed here and its gradients stay in the residuals, except those
+        that were undone (``Residual.restore``).
 
         Collectives forget their states, on all ranks: boundaries and global thresholds are those of the
         former ranks.  Selectors, which are local, go on.
         """
+        if position is not None:
+            for residual in self.residuals:
+                residual.keep()
+            self.resume(position.step, position.skipped)
+            self.plan.take(position.shares)
+            self.comm.ledger.begin_step(self.step)
         fresh = [self.algorithm.for_unit(unit)[1].state for unit in self.units]
         states = [*self._settled[: len(self.units)], *fresh]
         for part, state in zip([*self.selectors, *self.collectives], states, strict=True):
             part.state = state
-        if self.corrector:
-            self.corrector.world_size = self.comm.world_size
         self.open()
+
+    def take_notice(self) -> str:
+        """Return what the user is to be told, once."""
+        notice, self.notice = self.notice, ""
+        return notice
 
     def fail(self) -> None:
         """Tell the consensus, if others take part in it, that the exchange has failed here."""

@@ -20,7 +20,7 @@ from sparsync.errors import CommunicationError, ConfigurationError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.shares import SharesState
 from sparsync.state import Stateful, brief, fits
-from sparsync.transports.agree import agree, greatest
+from sparsync.transports.agree import agree, on_all_or_none, worst
 from sparsync.transports.communicator import Communicator
 from sparsync.units import Unit
 
@@ -180,10 +180,10 @@ def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = Fals
     for part, state in zip((*reducer.selectors, *reducer.collectives), parsed.parts, strict=True):
         part.state = state
     if reducer.corrector:
-        reducer.corrector.load(parsed.velocities, saved["previous_norm"])
-        reducer.corrector.scale = scale
-    reducer.step, reducer.skipped, reducer.scale = saved["step"], saved["skipped"], scale
-    reducer.plan.shares = parsed.shares
+        reducer.corrector.load(parsed.velocities, saved["previous_norm"], scale)
+    reducer.resume(saved["step"], saved["skipped"])
+    reducer.set_scale(scale)
+    reducer.plan.take(parsed.shares)
     reducer.open()
     # last, when residuals, velocities and keys are all of the saved scale
     if not keep_scale:
@@ -198,19 +198,11 @@ async def restore_reducer(
     All ranks call it, and all raise if one rank's state does not fit.  After a resharding, thresholds and
     boundaries start again.
     """
-    parsed: ParsedState | None = None
-    failure: Exception | None = None
-    try:
-        parsed = parse_state(reducer, state)
-    except Exception as error:
-        # raised once the others have heard of it: they wait in the allreduce that follows, and would
-        # change their own state otherwise
-        failure = error
-    failed = await greatest([reducer.comm], reducer.comm.rank + 1 if failure else 0, "agreement")
-    if failure is not None:
-        raise failure
-    if failed or parsed is None:
-        raise PeerError(f"the saved state of rank {failed - 1} does not fit; that rank says why")
+
+    def parse() -> ParsedState:
+        return parse_state(reducer, state)
+
+    parsed = await on_all_or_none([reducer.comm], parse, "load its saved state")
     await agree_state(reducer.comm, parsed)
     take_state(reducer, parsed, keep_scale=keep_scale)
 
@@ -224,19 +216,14 @@ async def _agree(
     try:
         await agree(comm, {f"the {what} of the saved state": step, **common})
     except CommunicationError as error:
-        # not raised yet: the other parts of this replica wait in the next allgather
+        # not raised yet: the other parts of this replica wait for this one's outcome
         failure = error
-    if parts is not None:
-        told = {
-            f"the {what} of the saved states of a replica's parts": step,
-            "whether the replicas of a part fit together": failure is None,
-        }
-        try:
-            await agree(parts, told)
-        except CommunicationError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
+    divided = [] if parts is None else [parts]
+    found = await worst(divided, int(failure is not None), str(failure or ""), "agreement")
+    if found.severity:
+        raise failure or PeerError(found.words)
+    for one in divided:
+        await agree(one, {f"the {what} of the saved states of a replica's parts": step})
 
 
 # ---- checks of a saved state ------------------------------------------------------------------------
@@ -410,18 +397,16 @@ def rescale_(reducer: Reducer, scale: float) -> None:
             part.state = _moved(part.state, factor, residual.accumulated.dtype)
     if overflowing:
         # ``_settled`` still has the states before: they return when the step is refused
-        reducer.overflows = True
+        reducer.overflow()
         return
     for residual in reducer.residuals:
         residual.scale_(factor)
     if reducer.corrector:
-        for velocity in reducer.corrector.velocities:
-            velocity.mul_(factor)
-        reducer.corrector.scale = scale
+        reducer.corrector.rescale_(factor, scale)
     if reducer.residuals:  # units that share have one dtype, so the first one's is theirs
         dtype = reducer.residuals[0].accumulated.dtype
-        reducer.plan.shares = _moved(reducer.plan.shares, factor, dtype)
-    reducer.scale = scale
+        reducer.plan.take(_moved(reducer.plan.shares, factor, dtype))
+    reducer.set_scale(scale)
     # plan again: the keys from which entries are collected have moved, and a refusal returns to these
     reducer.open()
 

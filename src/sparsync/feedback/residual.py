@@ -153,34 +153,14 @@ class Residual:
         delivered.subtract_from_(self.accumulated)
         self.empty = False
 
-    def after(self, delivered: Vector) -> Tensor:
-        """Return the residual that ``retain`` would leave; change nothing."""
-        if type(delivered) is DenseVector and delivered.values is self.accumulated:
-            return torch.zeros_like(self.accumulated)
-        rest = self.accumulated.clone()
-        delivered.subtract_from_(rest)
-        return rest
-
     def keep(self) -> None:
-        """Close the open step, of which nothing was delivered: ``residual = accumulated``."""
+        """Close the open step, of which nothing was delivered: ``residual = accumulated``.
+
+        For ``Reducer.regroup``, where the other ranks are at another step.
+        """
         # pieces were added to the buffer, so it is not empty any more
         self.empty = self.empty and not self._pieces
         self._close()
-
-    def add(self, where: slice, values: Tensor) -> None:
-        """Add mass that another rank did not deliver, between steps."""
-        if self.empty:
-            self.accumulated.zero_()
-        self.accumulated[where] += values
-        self.empty = False
-
-    def renew(self, buffer: Tensor | None = None) -> Tensor:
-        """Return the buffer, all of which was delivered, and go on with another one, between steps."""
-        delivered = self.accumulated
-        if buffer is None or buffer.shape != delivered.shape or buffer is delivered:
-            buffer = torch.empty_like(delivered)
-        self.accumulated = buffer
-        return delivered
 
     def restore(self) -> None:
         """Undo the open step, bit for bit; memory lent by gradients becomes zero."""

@@ -49,7 +49,7 @@ class Plan:
     """Decides for every step each unit's k, selector, collective, and which entries are collected.
 
     If ``shared``, the units divide k by where the largest entries lie, except in steps of a warm-up that
-    have another density.
+    have another density.  Dense steps sum in the memory of the accumulated gradient if it ``overwrites``.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Plan:
         warmup: Warmup | None,
         *,
         shared: bool,
+        overwrites: bool = True,
     ) -> None:
         self.density, self.warmup, self._all = density, warmup, units
         self.shares = self._next = SharesState(self._entries())  # of regular steps
         self._sharing = Sharing.among(units) if shared and len(units) > 1 else None
         self._dividing: Sharing | None = None  # in the open step
-        self.dense = Dense()
-        # the accumulated gradient, all of which is delivered: so no second vector of n elements is needed
-        self.dense.overwrites = True
+        # The accumulated gradient, all of which is delivered, is written over: so no second vector of n
+        # elements is needed, unless the same gradient may have to be exchanged again.
+        self.dense = Dense.overwriting() if overwrites else Dense()
         self.regular = False  # the open step has the density of regular steps
-        self.everything = False  # the next step to be opened is dense, whatever its density
         self.units: list[UnitPlan] = []  # in the open step
 
     @property
@@ -79,8 +79,6 @@ class Plan:
     def open(self, step: int, parts: Iterable[tuple[Selector, Collective]]) -> None:
         """Plan a step, once; the cost grows with the units, not with the parameters."""
         planned = self.warmup.density(step, self.density) if self.warmup else self.density
-        if self.everything:
-            planned = None
         quotas, sharing = self.shares.quotas, self._sharing
         self.regular = planned == self.density
         if planned is not None and not self.regular:
@@ -121,6 +119,10 @@ class Plan:
     def commit(self) -> None:
         """Go on to the next step's shares."""
         self.shares = self._next
+
+    def take(self, shares: SharesState) -> None:
+        """Take over shares, as those of other ranks, between ``commit`` and ``open``."""
+        self.shares = shares
 
     def _entries(self) -> tuple[int, ...]:
         """Return k of every unit, by the density alone."""

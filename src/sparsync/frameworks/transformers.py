@@ -59,7 +59,7 @@ class SparsyncCallback(TrainerCallback):
         # the argument of ``trainer.train()`` while that runs: a path, or True for the last checkpoint
         self._checkpoint: Any = None
         train = trainer.train
-        if hasattr(train, "sparsync"):
+        if hasattr(train, "sparsync_callback"):
             raise ConfigurationError(
                 "this trainer already has a SparsyncCallback; close() that one before making another"
             )
@@ -73,7 +73,7 @@ class SparsyncCallback(TrainerCallback):
             finally:
                 self._checkpoint, self._training = None, False
 
-        follow.sparsync = self  # type: ignore[attr-defined]
+        follow.sparsync_callback = self  # type: ignore[attr-defined]
         # no callback comes before an evaluation, so its loop is replaced as well
         evaluation_loop = trainer.evaluation_loop
 

@@ -151,6 +151,11 @@ class BucketStep(Step):
         self.waiting.append(bucket)
         return bucket.future
 
+    def drain(self) -> list[Bucket]:
+        """Return the buckets that wait, which are about to be accumulated."""
+        waiting, self.waiting = self.waiting, []
+        return waiting
+
     def check_complete(self) -> None:
         """Refuse a backward pass that has left out parameters."""
         # a unit that misses a parameter is never exchanged here, and peers would wait for it

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -20,13 +20,14 @@ from torch import Tensor
 from sparsync.errors import CommunicationError, PeerError
 from sparsync.feedback.step import Proposal
 from sparsync.sparse import DenseVector
+from sparsync.transports.agree import Outcome, worst
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 
 __all__ = ["PartsConsensus"]
 
-_NAME_BYTES: Final = 120  # of a parameter's name, in a message of fixed length
-# outcomes of a part's step: all finite; NaN or Inf in a total; its exchange raised an error
+# outcomes of a part's step: all finite; NaN or Inf in a total; its exchange raised an error, which is
+# worse, since that part has no total that could be applied
 _FINE, _BROKEN, _FAILED = 0, 1, 2
 
 
@@ -44,9 +45,9 @@ class PartsConsensus:
         used: names of the parameters that have a gradient, once a step is committed.
         came: of every replica of this part, whether it used any in the open step.
 
-    Cost: an allgather of 121 bytes per part and step.  With keys, one byte more per parameter, an
-    allgather of these bytes over the replicas, and one over the parts if some parameter was not used by
-    anybody.
+    Cost: that of ``worst`` over the parts, 9 bytes per part and step.  With keys, one byte more per
+    parameter, an allgather of these bytes over the replicas, and one over the parts if some parameter was
+    not used by anybody.
     """
 
     def __init__(self, parts: Communicator, keys: Mapping[str, int] | None = None) -> None:
@@ -84,19 +85,13 @@ class PartsConsensus:
         """
         # always a message, also when all is fine here: only the others know whether it is fine there
         broken = proposal.broken()
-        answers = self._ask(proposal.step, _FINE if broken is None else _BROKEN, broken or "")
-        outcomes = answers[:, 0].tolist()
-        if _FAILED in outcomes:  # before NaN: the failed part has no total that could be applied
+        found = self._ask(proposal.step, _FINE if broken is None else _BROKEN, broken or "")
+        if found.severity == _FAILED:
             raise PeerError(
-                f"rank {proposal.rank}, {proposal.place}: the exchange of part "
-                f"{outcomes.index(_FAILED)} of this replica failed, its own error says why; no part "
-                "applied the step"
+                f"rank {proposal.rank}, {proposal.place}: the exchange of part {found.rank} of this "
+                "replica failed, its own error says why; no part applied the step"
             )
-        if broken is None and _BROKEN in outcomes:
-            name = answers[outcomes.index(_BROKEN), 1 : 1 + _NAME_BYTES]
-            # "ignore": a long name may be cut within a character
-            broken = bytes(name.tolist()).rstrip(b"\0").decode(errors="ignore")
-        marks = answers[:, 1 + _NAME_BYTES :].bool().any(0)
+        broken, marks = found.words if found.severity else None, found.marks
         if broken is not None:  # nonfinite="propagate" makes every gradient NaN; else none is left
             marks = torch.ones_like(marks)
         # All parts have the same answers, so all take this branch or none: it sends another message.
@@ -116,17 +111,12 @@ class PartsConsensus:
 
     def on_any(self, here: bool) -> bool:
         """Tell whether ``here`` is true on this part or on any other."""
-        answers = self._ask(self.parts.ledger.step, _BROKEN if here else _FINE, "")
-        return bool((answers[:, 0] == _BROKEN).any())
+        return self._ask(self.parts.ledger.step, _BROKEN if here else _FINE, "").severity > _FINE
 
-    def _ask(self, step: int, outcome: int, name: str) -> Tensor:
-        """Return every part's outcome, name and marks, a row each."""
+    def _ask(self, step: int, outcome: int, name: str) -> Outcome:
         # the parts' communicator has a ledger of its own: errors and messages name the reducer's step
         self.parts.ledger.begin_step(step)
-        text = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-        head = torch.tensor([outcome, *text], dtype=torch.uint8)
-        mine = torch.cat([head, self._marks.to(torch.uint8)])
-        return torch.stack(run(self.parts.allgather(mine, "verdict")))
+        return run(worst([self.parts], outcome, name, "verdict", self._marks))
 
     def _named(self, marks: Tensor) -> set[str]:
         """Return the marked parameters that this part holds."""

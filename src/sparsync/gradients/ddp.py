@@ -26,7 +26,7 @@ from sparsync.gradients.buckets import Bucket, BucketStep, Places
 from sparsync.gradients.hierarchy import NodeReducer
 from sparsync.gradients.steps import GradientSync
 from sparsync.handle import CommHook, call_after_backward, weakly
-from sparsync.options import Monitoring, Options, say_on_rank_0
+from sparsync.options import Options, say_on_rank_0
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
@@ -61,7 +61,7 @@ def attach_ddp(model: Any, options: Options) -> DdpSync:
     except BaseException:
         groups.close()
         raise
-    sync = DdpSync(model, reducer, trained, options.monitoring, groups, nodes)
+    sync = DdpSync(model, reducer, trained, options, groups, nodes)
     # DDP itself sends rank 0's weights when it is built; weights loaded after that may differ, and equal
     # averages never make different replicas equal again
     try:
@@ -130,13 +130,13 @@ class DdpSync(GradientSync):
         model: DistributedDataParallel,
         reducer: Reducer,
         trained: Mapping[str, Tensor],
-        monitoring: Monitoring,
+        options: Options,
         groups: Groups,
         nodes: NodeReducer | None = None,
     ) -> None:
         ignored = model.parameters_to_ignore
         parts = (nodes.consensus, nodes.pieces, nodes) if nodes else ()
-        super().__init__(model.module, reducer, groups, monitoring, ignored, *parts)
+        super().__init__(model.module, reducer, groups, options, ignored, *parts)
         self._model, self._trained = weakref.ref(model), dict(trained)
         self._place: dict[Tensor, tuple[int, Slot]] = {
             trained[slot.name]: (i, slot)
@@ -292,7 +292,7 @@ class DdpSync(GradientSync):
 
     def _launch(self, this: BucketStep) -> list[int]:
         """Accumulate the waiting gradients; return the units that they complete."""
-        waiting, this.waiting = this.waiting, []
+        waiting = this.drain()
         if self.reducer.corrector and self._measures:
             self.reducer.corrector.measure(g for bucket in waiting for _, g in bucket.pairs())
         complete = []

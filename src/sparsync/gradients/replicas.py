@@ -140,7 +140,7 @@ class ReplicaSync(GradientSync):
         schedule: tuple[int, float] | None,
     ) -> None:
         pieces = {p.name: p.piece for p in shards if p.piece is not None}
-        super().__init__(model, reducer, groups, options.monitoring, (), consensus, pieces)
+        super().__init__(model, reducer, groups, options, (), consensus, pieces)
         self._fsdp, self._parts, self._overlap = fsdp, consensus, options.compression.overlap
         self._parameters = {p.name: p.parameter for p in shards}
         self._place = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.errors import CommunicationError, ConfigurationError, PeerError
-from sparsync.transports.agree import Divergence, divergences, heal_, texts_of
+from sparsync.transports.agree import Divergence, divergences, heal_, worst
 from sparsync.transports.communicator import Communicator
 from sparsync.units import local_of, replicated_tensors
 
@@ -127,21 +127,19 @@ async def check_replicas(
     """
     # An error is kept until the other parts have been told: they compare with peers of their own, find
     # nothing wrong there, and would train on, or wait for this rank in the next step.
-    said, failure = "", None
+    said, failure, comms = "", None, [] if parts is None else [parts]
     try:
         said = await _compare(sentinel, comm, tensors, place, comm.rank if rank is None else rank)
     except CommunicationError as error:
         failure = error
     try:
-        found = [] if parts is None else await _told(parts, failure, said)
+        severity = 2 if failure else int(said != "")
+        found = await worst(comms, severity, str(failure or said), "sentinel")
     except CommunicationError as error:  # the parts may be gone as well: the first error counts
         raise (failure or error) from None
-    if failure is not None:
-        raise failure
-    for text, fatal in found:
-        if fatal:
-            raise PeerError(text)
-    for text in dict.fromkeys([said, *(text for text, _ in found)]):
+    if found.severity > 1:
+        raise failure or PeerError(found.words)
+    for text in dict.fromkeys([said, found.words]):
         if text:
             warnings.warn(f"sparsync's sentinel, {text}", RuntimeWarning, stacklevel=2)
 
@@ -182,13 +180,3 @@ def _named(torn: Sequence[Divergence], called: Sequence[int], place: str) -> str
         for each in torn[:_NAMED]
     )
     return f"{place}: {shown}" + (f"; and {more} tensors more" if more > 0 else "")
-
-
-async def _told(
-    parts: Communicator, failure: CommunicationError | None, said: str
-) -> list[tuple[str, bool]]:
-    """Return the texts of the parts that found a difference, and whether each ends the training."""
-    # the first letter tells an error from a warning
-    text = f"!{failure}" if failure is not None else f".{said}" if said else ""
-    texts = await texts_of(parts, text, "sentinel")
-    return [(its[1:], its[0] == "!") for its in texts if its]

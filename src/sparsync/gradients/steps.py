@@ -32,7 +32,7 @@ from sparsync.fields import same
 from sparsync.gradients.runs import Run
 from sparsync.gradients.sentinel import check_replicas
 from sparsync.handle import Handle, Hook
-from sparsync.options import Monitoring
+from sparsync.options import Options
 from sparsync.sparse import Vector
 from sparsync.transports.agree import agree, on_all_or_none
 from sparsync.transports.driver import run
@@ -79,13 +79,13 @@ class GradientSync(Handle):
         model: nn.Module,
         reducer: Reducer,
         groups: Groups | ExitStack,
-        monitoring: Monitoring,
+        options: Options,
         ignored: Collection[str] = (),
         consensus: PartsConsensus | None = None,
         pieces: Mapping[str, Piece] | None = None,
         nodes: NodeReducer | None = None,
     ) -> None:
-        super().__init__(model, reducer, groups, monitoring, consensus, pieces)
+        super().__init__(model, reducer, groups, options, consensus, pieces)
         self._nodes, self._whole = nodes, nodes or reducer
         self._ignored = frozenset(ignored)
         self._opened = (-1, 0)  # the last step that was opened, and the bytes sent before
@@ -173,7 +173,7 @@ class GradientSync(Handle):
         If it raises, nothing was changed on any rank.
         """
         comms = self.communicators
-        parsed = on_all_or_none(comms, lambda: self.validate(state), "load its saved state")
+        parsed = run(on_all_or_none(comms, lambda: self.validate(state), "load its saved state"))
         run(agree_state(self.reducer.comm, parsed, parts=self._inner))
         self._discard()
         keep_scale, former = self._scaler is not None, reducer_state(self.reducer)
@@ -184,7 +184,7 @@ class GradientSync(Handle):
             )  # brought to it by the next step
 
         try:
-            on_all_or_none(comms, take, "take its saved state over")
+            run(on_all_or_none(comms, take, "take its saved state over"))
         except Exception:  # at this scale a residual would overflow, on some rank
             take_state(self.reducer, parse_state(self.reducer, former), keep_scale=True)
             raise
@@ -343,9 +343,9 @@ class GradientSync(Handle):
 
     def _tell(self) -> None:
         """Tell the user what the reducer of the lowest rank has noticed, once."""
-        if self.reducer.notice and self.reducer.comm.rank == 0:
-            say(self.reducer.notice)
-        self.reducer.notice = ""
+        notice = self.reducer.take_notice()
+        if notice and self.reducer.comm.rank == 0:
+            say(notice)
 
     def _end_step(self, *, alike: bool = False) -> None:
         """Compare replicas if it is time; on the training thread, when the engine has nothing to do.

@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from sparsync.transports.driver import Operation
 
-__all__ = ["Actor", "Host", "Reply"]
+__all__ = ["Actor", "Host", "HostsActors", "Reply"]
 
 Reply = Callable[[Any], None]  # ends a rank's wait for its actor, with a value; called once
 
@@ -24,8 +24,12 @@ Reply = Callable[[Any], None]  # ends a rank's wait for its actor, with a value;
 class Actor(ABC):
     """A state machine that a host runs: one call at a time, none of which may wait."""
 
-    host: Host  # set by the host before the first call
+    host: Host
     due: float | None = None  # when to call ``tick``, by the host's clock; None: not at all
+
+    def meet(self, host: Host) -> None:
+        """Take the host, which calls this before anything else."""
+        self.host = host
 
     @abstractmethod
     def receive(self, source: int, payload: Tensor) -> None:
@@ -69,3 +73,11 @@ class Host(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the actor."""
+
+
+@runtime_checkable
+class HostsActors(Protocol):
+    """A communicator that can run an actor next to each of its ranks, as model averaging needs it."""
+
+    def host(self, actor: Actor) -> Host:
+        """Run an actor next to this rank; all ranks call it together."""

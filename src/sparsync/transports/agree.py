@@ -6,31 +6,32 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparsync.errors import CheckpointError, PeerError, SparsyncError, first_line
 from sparsync.transports.communicator import Communicator, bytes_of
-from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
 
 __all__ = [
     "Divergence",
+    "Outcome",
     "agree",
     "check_equal_parameters",
     "digest",
     "divergences",
-    "greatest",
     "heal_",
     "on_all_or_none",
     "tell",
     "texts_of",
     "unequal_steps",
+    "worst",
 ]
 
 _TEXT_BYTES = 1 << 16  # of a fact's value, where ranks disagree and tell each other theirs
+_NO_MARKS = torch.zeros(0, dtype=torch.bool)
 _NAMED = 3  # other ranks whose values an error shows
 _SHOWN, _BEFORE = 240, 60  # characters shown of a value, and those before the first that differs
 _WORD = 8  # bytes
@@ -42,56 +43,85 @@ T = TypeVar("T")
 # ---- outcomes --------------------------------------------------------------------------------------
 
 
-async def greatest(comms: Sequence[Communicator], number: int, phase: str) -> int:
-    """Return the greatest of all ranks' numbers.
+class Outcome(NamedTuple):
+    """The worst of all ranks' outcomes; equal on all of them.
+
+    Attributes:
+        severity: 0 if all are fine.
+        rank: the rank whose outcome this is, by its place if the parts of a replica lie side by side.
+        words: the words that go with it, in printable characters alone.
+        marks: those that any rank has set.
+    """
+
+    severity: int
+    rank: int
+    words: str
+    marks: Tensor
+
+
+async def worst(
+    comms: Sequence[Communicator], severity: int, words: str, phase: str, marks: Tensor = _NO_MARKS
+) -> Outcome:
+    """Return the worst outcome of all ranks, each of which tells its own; of several, the first.
 
     Args:
         comms: the replicas of this part of a model and, if it is divided, the parts of this replica.
-        number: of this rank, 64 bits.
+        severity: of this rank's outcome: 0 if it is fine, at most 255.
+        words: to go with one that is not fine.
         phase: under which the messages are counted.
+        marks: flags to be joined, `[n]` with ``torch.bool``, as many on every rank.
 
-    Cost: an allreduce of 8 bytes in each group.
+    Cost: an allgather of 9 + n bytes in each group; where an outcome is not fine, that of ``texts_of`` as
+    well.
     """
+    place = 0
     for comm in comms:
-        mine = torch.tensor([number], dtype=torch.int64)
-        number = int(await comm.allreduce(mine, phase, op="max"))
-    return number
+        place = place * comm.world_size + comm.rank
+    for comm in comms:
+        head = torch.tensor([severity, *place.to_bytes(_WORD, "little")])
+        row = torch.cat([head, marks]).to(torch.uint8)
+        rows = torch.stack(await comm.allgather(row, phase))
+        # of outcomes that are equally bad ``argmax`` takes the first, so all ranks take the same
+        first = int(rows[:, 0].argmax())
+        severity, *at = rows[first, : 1 + _WORD].tolist()
+        place, marks = int.from_bytes(at, "little"), rows[:, 1 + _WORD :].amax(0)
+        if severity:  # on all ranks, so all of them join the exchange of words
+            words = (await texts_of(comm, words, phase))[first]
+    return Outcome(severity, place, words, marks.bool())
 
 
-def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T], what: str) -> T:
+async def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T], what: str) -> T:
     """Run an action on every rank; return this rank's result if it succeeded on all of them.
 
     Args:
-        comms: as in ``greatest``.
+        comms: as in ``worst``.
         action: it may raise anything; it must not communicate.
         what: the action in words, to follow "could not".
 
     Raises:
         SparsyncError: the action's own error on a rank where it failed; on the others a
-            ``CheckpointError`` that names such a rank.
+            ``CheckpointError`` that names such a rank, and says why.
 
-    Cost: that of ``greatest``.
+    Cost: that of ``worst``.
     """
     result: T | None = None
-    error: SparsyncError | None = None
+    error: Exception | None = None
+    words = ""
     try:
         result = action()
-    except SparsyncError as caught:
-        error = caught
     except Exception as caught:
-        error = CheckpointError(f"cannot {what}: {type(caught).__name__}: {first_line(caught)}")
-        error.__cause__ = caught
+        error, words = caught, first_line(caught)
+        if not isinstance(caught, SparsyncError):
+            words = f"{type(caught).__name__}: {words}"
+            error = CheckpointError(f"cannot {what}: {words}")
+            error.__cause__ = caught
     # the outcomes meet even if this rank has failed: a rank that raised at once would leave the others
-    # waiting in the allreduce.  One number tells both whether a rank failed and which: 0, or its place
-    # plus one
-    place = 0
-    for comm in comms:
-        place = place * comm.world_size + comm.rank
-    failed = run(greatest(comms, 0 if error is None else place + 1, "checkpoint"))
-    if failed and error is None:
-        error = CheckpointError(f"rank {failed - 1} could not {what}; it says why")
+    # waiting
+    failed = await worst(comms, int(error is not None), words, "checkpoint")
     if error is not None:
         raise error
+    if failed.severity:
+        raise CheckpointError(f"rank {failed.rank} could not {what}: {failed.words}")
     return result  # type: ignore[return-value]  # there was no error
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError
-from sparsync.transports.actors import Actor, Host
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Ledger, Raw, Several
 
@@ -126,6 +125,12 @@ class Communicator(ABC):
         twin.tag = tag
         return twin
 
+    def apart(self: C) -> C:
+        """Return a handle on this channel whose traffic is not booked here, and without companions."""
+        twin = copy.copy(self)
+        twin.ledger, twin.companions = Ledger(), {}
+        return twin
+
     def abort(self) -> None:
         """End the waits of other threads with an error, soon; only ``close`` is legal afterwards.
 
@@ -184,10 +189,6 @@ class Communicator(ABC):
     def work(self, nbytes: int, *, dense: bool = False) -> Operation:
         """Account for summing a message of ``nbytes``: virtual time in the simulator, else nothing."""
         return Finished()
-
-    def host(self, actor: Actor) -> Host:
-        """Run an actor next to this rank; all ranks call it together."""
-        raise ConfigurationError(f"{type(self).__name__} runs no actors; use zmq, torch or mpi")
 
     # ---- point to point ------------------------------------------------------------------------
 

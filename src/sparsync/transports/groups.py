@@ -83,7 +83,7 @@ class SoloHost(Host):
     rank, world_size = 0, 1
 
     def __init__(self, actor: Actor) -> None:
-        actor.host = self
+        actor.meet(self)
 
     def send(self, dest: int, payload: Tensor) -> None:
         """Never reached."""

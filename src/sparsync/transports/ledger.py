@@ -188,6 +188,10 @@ class Ledger:
             self._finished, self.phases = self.by_phase(), {}
         self.step = step
 
+    def within(self, local_step: int) -> None:
+        """Let errors and the headers of messages name this local step next to the exchange."""
+        self.local_step = local_step
+
     def place(self, step: int | None = None) -> str:
         """Return the present place in training, or that of ``step``, for errors: see ``place``."""
         return place(self.step if step is None else step, self.local_step)

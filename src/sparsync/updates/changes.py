@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import PeerError
-from sparsync.transports.agree import agree, digest, greatest
+from sparsync.transports.agree import agree, digest, worst
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 from sparsync.units import local_of
@@ -98,7 +98,8 @@ def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> 
     Raises:
         PeerError: on all ranks: they have loaded different weights, or only some of them have loaded any.
 
-    Cost: an allgather of 8 bytes, and another where a replica is divided; ``digest`` if ``loaded``.
+    Cost: an allgather of 8 bytes, that of ``worst`` where a replica is divided, and that of ``digest`` if
+    ``loaded``.
     """
     # Two rounds: replicas of this part compare weights, then all parts of this replica take the worst
     # outcome.  A part that raised after the first would leave the others waiting in the second.
@@ -107,12 +108,12 @@ def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> 
         run(agree(comms[0], {_LOADED: digest(own) if loaded else "none, but those of attach"}))
     except PeerError as error:
         failure = PeerError(f"{error}, or load them before attach")
-    worst = run(greatest(comms[1:], 2 if failure else int(loaded), "agreement"))
-    if worst > 1:
+    found = run(worst(comms[1:], 2 if failure else int(loaded), "", "agreement"))
+    if found.severity > 1:
         raise failure or PeerError(
             f"ranks with another part disagree on {_LOADED}; see their errors"
         )
-    return worst == 1
+    return found.severity == 1
 
 
 def _some_of(part: Tensor) -> Tensor:

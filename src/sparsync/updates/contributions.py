@@ -153,7 +153,7 @@ class Contributions:
     async def weigh_(self, exchange: Exchange, reducer: Reducer) -> None:
         """Give an exchange this rank's weight."""
         (its,) = await self.weigh([exchange.seen], reducer)
-        exchange.weight, exchange.ranks = its.weight, its.ranks
+        exchange.weigh(its.weight, its.ranks)
 
     async def weigh_all(self, reducer: Reducer) -> list[Weight]:
         """Return the weights of all fragments, and count from 0."""

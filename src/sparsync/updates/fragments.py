@@ -203,6 +203,39 @@ class Exchange:
     weight: float = 1.0
     ranks: float = 1.0
 
+    def replace(self) -> None:
+        """Let the new shared weights replace this rank's, whose local steps were from other ones."""
+        self.late, self.weights = False, None
+
+    def carry(self, carried: Awaitable[None] | None) -> Awaitable[None] | None:
+        """Keep the exchange to await, or None; return the one that was kept."""
+        before, self.carried = self.carried, carried
+        return before
+
+    def weigh(self, weight: float, ranks: float) -> None:
+        """Take the weight of this rank's update, before it is exchanged."""
+        self.weight, self.ranks = weight, ranks
+
+    def hold(self, scratch: Tensor) -> None:
+        """Keep memory until the exchange lands."""
+        self.scratch = scratch
+
+    def begin_with(self, weights: Tensor) -> None:
+        """Take this rank's weights at the begin of a late exchange."""
+        self.weights = weights
+
+    def step_to(self, shared: Tensor) -> None:
+        """Keep the new shared weights apart, in memory yet to be written, until the exchange lands."""
+        self.shared = shared
+
+    def end(self, change: Tensor | None, drift: float) -> None:
+        """Take the change of this rank's weights, which waits until a late exchange lands."""
+        self.weights, self.drift, self.done = change, drift, True
+
+    def refuse(self) -> None:
+        """End without a result."""
+        self.done = self.refused = True
+
     def state_dict(self) -> dict[str, Any]:
         """Return the fields that a loaded exchange needs to be applied."""
         # states are taken when exchanges are settled: nothing is carried any more, and memory is the

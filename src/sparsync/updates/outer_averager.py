@@ -151,18 +151,14 @@ class OuterAverager(Averager):
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return this rank's model after the exchanges that begin or end with this step."""
-        engine = self.engine
-        engine.steps = step
         with self._holding(vector):
-            await engine.advance(step)
+            await self.engine.advance(step)
             return self._weights.vector
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the shared weights plus all that was not delivered, or without it, if it holds NaN."""
-        engine = self.engine
-        engine.steps = step
         with self._holding(vector):
-            await engine.deliver()
+            await self.engine.deliver(step)
             return self._weights.vector
 
     @contextmanager
@@ -202,8 +198,7 @@ class OuterAverager(Averager):
         if self._loaded is not None:
             return dict(self._loaded)
         if self._engine is not None:
-            self._engine.steps = self.steps
-            return {**self._engine.state_dict(), **self._place()}
+            return {**self._engine.state_dict(), **self._place(), "steps": self.steps}
         begins = {"under_way": [], "sent": [], "contributions": Contributions().state_dict()}
         rule = self.settings.rule
         period = {} if rule is None else {"present_period": self.settings.first_period}
@@ -235,7 +230,7 @@ class OuterAverager(Averager):
             self.memory = self._engine.memory
         self._begun = False
         if self._binding is not None:
-            self._binding.initial = None  # all ranks compare the models that they have now
+            self._binding.forget_start()
 
     def _settings(self) -> dict[str, Any]:
         place = self.settings.place(self.settings.first_period)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
@@ -129,9 +129,8 @@ class OuterEngine(Stateful):
         self._note(0)
 
     def _note(self, step: int) -> None:
-        """Let errors and the headers of messages name the local step next to the exchange."""
         for ledger in self._ledgers:
-            ledger.local_step = step
+            ledger.within(step)
 
     def go_on_with(self, weights: Weights, carry: Carry) -> None:
         """Go on with other weights, as with a copy when a rank leaves while its program has the model."""
@@ -190,14 +189,14 @@ class OuterEngine(Stateful):
 
     def _begin(self, part: int, step: int, delay: int = 0, *, last: bool = False) -> None:
         """Begin the exchange of a fragment."""
-        exchange = Exchange(part, step + delay, delay > 0)
+        lr, seen, self._sent[part] = self.lr(), self.contributions.take(part), step
+        exchange = Exchange(part, step + delay, delay > 0, lr=lr, last=last, seen=seen)
         if exchange.late:  # the rank's steps go on
-            exchange.weights, span = self._row(exchange, 0), self.layout.fragments[part].span
+            began, span = self._row(exchange, 0), self.layout.fragments[part].span
             for place in self._runs(span):
-                exchange.weights[_within(span, place)] = self._weights.read(place)
-        exchange.lr, self._sent[part] = self.lr(), step
-        exchange.last, exchange.seen = last, self.contributions.take(part)
-        exchange.carried = self._carry(partial(self._exchange, exchange))
+                began[_within(span, place)] = self._weights.read(place)
+            exchange.begin_with(began)
+        exchange.carry(self._carry(partial(self._exchange, exchange)))
         self._under_way.append(exchange)
 
     async def conclude_with(self) -> None:
@@ -210,11 +209,22 @@ class OuterEngine(Stateful):
         """Count on from the others' local step, before which they have exchanged."""
         self.steps, self._sent = step, [step - 1] * len(self._sent)
 
-    def repeat(self, averages: Sequence[Tensor], momentum: float) -> None:
-        """Apply averages to the shared weights as others have; there is one fragment."""
-        exchange = Exchange(0, self.steps, late=False)
-        for unit, average in zip(self.layout.fragments[0].units, averages, strict=True):
-            self._apply(exchange, unit, DenseVector(average), momentum)
+    def catch_up(
+        self, memory: Mapping[str, Tensor], applied: Iterable[tuple[Sequence[Tensor], float]] = ()
+    ) -> None:
+        """Take over another rank's memory; apply averages to it, with their momentum, as others have.
+
+        There is one fragment.
+        """
+        self.memory, units = dict(memory), self.layout.fragments[0].units
+        for averages, momentum in applied:
+            exchange = Exchange(0, self.steps, late=False)
+            for unit, average in zip(units, averages, strict=True):
+                self._apply(exchange, unit, DenseVector(average), momentum)
+
+    def count(self) -> None:
+        """Count a local step."""
+        self.steps += 1
 
     async def land(self, step: float = math.inf) -> None:
         """Apply the exchanges under way that end by local step ``step``, in order."""
@@ -399,8 +409,7 @@ class OuterEngine(Stateful):
             await self._settle(exchange)
 
     async def _settle(self, exchange: Exchange) -> None:
-        carried, exchange.carried = exchange.carried, None
-        if carried is not None:
+        if (carried := exchange.carry(None)) is not None:
             await carried
         elif not exchange.done:
             await self._exchange(exchange)
@@ -418,21 +427,20 @@ class OuterEngine(Stateful):
         await self.contributions.weigh_(exchange, reducer)
         moves = [Moves(self, exchange, unit) for unit in fragment.units]
         try:
-            if distance is not None:
-                exchange.drift = await drift_of(distance, reducer)
+            drift = 0.0 if distance is None else await drift_of(distance, reducer)
             averages = await self._reduce(exchange, moves, fragment.units)
         except BaseException:
             reducer.refuse()
             raise
         if averages is None:
-            exchange.done = exchange.refused = True
+            exchange.refuse()
             return
         momentum = self.momentum_of(exchange)
+        if exchange.late:
+            exchange.step_to(self._row(exchange, 1))
         for unit, average in zip(fragment.units, averages, strict=True):
             self._apply(exchange, unit, average, momentum)
-        if exchange.late:
-            self._change(exchange)
-        exchange.done = True
+        exchange.end(self._change(exchange) if exchange.late else None, drift)
 
     def moved(self, exchange: Exchange, unit: int, start: int, stop: int) -> Tensor:
         """Return how far this rank has moved, as the exchange weighs it, on a run of a unit.
@@ -486,8 +494,6 @@ class OuterEngine(Stateful):
         span, like = self.layout.fragments[exchange.part].span, average.run(0, 0)
         if self.settings.dct:
             rotate_(average.values, self.settings.dct, back=True)
-        if exchange.late and exchange.shared is None:
-            exchange.shared = self._row(exchange, 1)
         for start, stop in runs(self.layout.units[unit].size, like):
             values = average.run(start, stop)
             for place, here in self.layout.places(unit, start, stop):
@@ -497,8 +503,8 @@ class OuterEngine(Stateful):
                 else:
                     exchange.shared[_within(span, place)] = stepped
 
-    def _change(self, exchange: Exchange) -> None:
-        """Turn a late exchange's weights at its begin into the change that is added to this rank's."""
+    def _change(self, exchange: Exchange) -> Tensor:
+        """Return the change that a late exchange adds to this rank's weights."""
         began, shared = exchange.weights, exchange.shared
         assert began is not None and shared is not None
         span, change = self.layout.fragments[exchange.part].span, self._row(exchange, 2)
@@ -508,7 +514,7 @@ class OuterEngine(Stateful):
             if self.settings.residual == "weights":
                 base = base.sub(self._withheld(place), alpha=shown_of(exchange.weight))
             torch.sub(base, began[here], out=change[here])
-        exchange.weights = change
+        return change
 
     def momentum_of(self, exchange: Exchange) -> float:
         """Return the outer momentum of an exchange."""
@@ -531,7 +537,8 @@ class OuterEngine(Stateful):
         """Return memory of a fragment's size, which other exchanges use later."""
         sizes = [fragment.span.stop - fragment.span.start for fragment in self.layout.fragments]
         if exchange.scratch is None:
-            exchange.scratch = self._scratch.take(self._weights_like, max(sizes))
+            exchange.hold(self._scratch.take(self._weights_like, max(sizes)))
+        assert exchange.scratch is not None
         return exchange.scratch[number, : sizes[exchange.part]]
 
     def _shared(self, place: slice) -> Tensor:

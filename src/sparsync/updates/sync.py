@@ -43,7 +43,6 @@ from sparsync.transports.agree import (
 )
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Operation, run
-from sparsync.transports.ledger import Ledger
 from sparsync.transports.process_group import Groups
 from sparsync.units import (
     check_same_parameters,
@@ -232,7 +231,7 @@ class UpdateSync(Handle):
         reduce: Reduce | None = None,
         weighs: bool | None = None,
     ) -> None:
-        super().__init__(module, reducer, groups, options.monitoring, consensus, pieces)
+        super().__init__(module, reducer, groups, options, consensus, pieces)
         self._weights = weights
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._seen: list[int] = []  # the parameters that trained when the model was last checked
@@ -320,7 +319,7 @@ class UpdateSync(Handle):
         # hook.  Prepended, so that it sees the weights before any other hook changes them.
         before = Hook(self._forward)
         handles: list[Any] = [(ddp or module).register_forward_pre_hook(before, prepend=True)]
-        self._weights.ranks = self.reducer.comm.world_size
+        self._weights.average_over(self.reducer.comm.world_size)
         for one in self.optimizers:
             handles += follow(one, weakly(self._before_step), weakly(self._after_step))
         handles += [Guard(self)] if self.optimizers else []
@@ -475,7 +474,7 @@ class UpdateSync(Handle):
         """Let steps be corrected for as many ranks as average noise away."""
         counted = self.outer.contributions
         if counted.weighs and counted.ranks:
-            self._weights.ranks = counted.ranks
+            self._weights.average_over(counted.ranks)
 
     def step(self) -> None:
         """Count a local step; begin and end exchanges.  The optimizer's hook calls it, if one was given.
@@ -502,7 +501,7 @@ class UpdateSync(Handle):
             self._weights.average_buffers()
             run(outer.advance(outer.steps))
         finally:
-            outer.steps += 1
+            outer.count()
             self._skipped.clear()
             self._changes.remember()
             self._count_for_node()
@@ -558,8 +557,7 @@ class UpdateSync(Handle):
     def _dense_seconds(self) -> float:
         """Estimate the seconds of an allreduce of all gradients from two small ones."""
         run(self.outer.settle())
-        size, channel = self.outer.layout.end, self.reducer.channel("weights")
-        channel.ledger = Ledger()  # of no step
+        size, channel = self.outer.layout.end, self.reducer.channel("weights").apart()
         # alpha from one element, beta from the difference; the least of three each, for anything else on
         # the machine only adds time
         best = []
@@ -704,7 +702,7 @@ class UpdateSync(Handle):
         self._check_own("load_state_dict()")
         run(self.outer.settle())
         comms = self.communicators
-        parsed = on_all_or_none(comms, lambda: self.validate(state), "load its saved state")
+        parsed = run(on_all_or_none(comms, lambda: self.validate(state), "load its saved state"))
         run(agree_state(self.reducer.comm, parsed, self.common(state), parts=self._inner))
         # Optimizers come first: any library may have written one, and its load may still fail.
         self._load_optimizers(comms, state)
@@ -725,7 +723,7 @@ class UpdateSync(Handle):
                 scaler.load_state_dict(state["scaler"])
 
         try:
-            on_all_or_none(comms, load, "load the saved states of its optimizers")
+            run(on_all_or_none(comms, load, "load the saved states of its optimizers"))
         except Exception:
             for one, its, groups in former:
                 one.state, one.param_groups = its, groups

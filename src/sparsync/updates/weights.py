@@ -94,7 +94,7 @@ class ModelWeights(Weights):
         self._like = tensors[0][1].new_empty(0) if tensors else torch.zeros(0)
         wide = any(tensor.dtype == torch.float64 for _, tensor in tensors)
         self.dtype = torch.float64 if wide else torch.float32
-        self.ranks = 1.0  # the number of ranks over which noise is averaged away; see ``Weight``
+        self.ranks = 1.0  # see ``average_over``
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors of which the vector consists, in order, with their names."""
@@ -120,6 +120,10 @@ class ModelWeights(Weights):
         """Return the names of what is exchanged, if these buffers are left out, not those of now."""
         left_out = self.left_out if left_out is None else left_out
         return [*self.trained, *(name for name in self.buffers if name not in left_out)]
+
+    def average_over(self, ranks: float) -> None:
+        """Let noise be averaged away by this number of ranks, see ``Weight``."""
+        self.ranks = ranks
 
     def leave_out(self, names: Collection[str]) -> None:
         """Leave these buffers out from now on, and no others."""

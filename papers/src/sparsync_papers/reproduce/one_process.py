@@ -149,7 +149,7 @@ class SimulatedTraining:
 
         async def program(comm: SimCommunicator) -> list[Vector]:
             reducer = self.reducers[comm.rank]
-            reducer.comm = comm
+            reducer.move_to(comm)
             return await reducer.reduce(gradients[comm.rank])
 
         simulation = simulate(program, self.ranks)

@@ -108,7 +108,7 @@ class Outcome:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Measured:
     """All steps of a row."""
 
@@ -188,7 +188,7 @@ class SimulatedRanks:
 
         async def program(comm: SimCommunicator) -> None:
             rank = self.ranks[comm.rank]
-            rank.reducer.comm = comm
+            rank.reducer.move_to(comm)
             await rank.reducer.reduce([rank.feed(keep=keep)])
 
         simulation: Simulation[Any] = simulate(program, self.case.ranks, links=self.case.links)
@@ -222,5 +222,4 @@ def measure_simulated(
     """Measure a row under the virtual clock; see ``measure``."""
     ranks = SimulatedRanks(case)
     measured = measure(ranks.outcome, "sim", pace, verified, advance)
-    measured.stages = ranks.stages
-    return measured
+    return replace(measured, stages=ranks.stages)

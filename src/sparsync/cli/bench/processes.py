@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, final
@@ -61,15 +62,13 @@ class Team:
             rank = WatchedReducer(case, comm)
             step = partial(self._step, rank)
             measured = measure(step, transport_of(comm), pace, verified, advance)
-            measured.stages = dict(comm.ledger.stages)
-            measured.add_seconds, measured.add_processor = self._time_of_add(case.size)
-        return measured
+            seconds, processor = self._time_of_add(case.size)
+            stages = dict(comm.ledger.stages)
+            return replace(measured, stages=stages, add_seconds=seconds, add_processor=processor)
 
     def _step(self, rank: WatchedReducer, in_full: bool, alone: bool) -> Outcome:
         """Do one step: as a whole, or with a fence before the exchange."""
-        seen = rank.seen
-        seen.fence = self.line.wait if alone else None
-        mine = rank.feed(keep=in_full)
+        seen, mine = rank.seen, rank.feed(keep=in_full, fence=self.line.wait if alone else None)
         ledger, before = rank.reducer.comm.ledger, local_traffic() or (0, 0)
         start = self.line.wait()
         run(rank.reducer.reduce([mine]))

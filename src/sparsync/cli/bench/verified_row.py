@@ -65,11 +65,18 @@ class _Watched(Collective):
 
     def __init__(self, inner: Collective) -> None:
         self.inner = inner
-        self.keep = True  # copies of the vectors: the reducer may overwrite its buffers
-        # called before the exchange, returns when it starts; None: it follows at once, not timed
-        self.fence: Callable[[], float] | None = None
+        self.watch(keep=True)
         self.started = self.ended = self.copying = 0.0  # copying: the seconds of the copies
         self.processor = 0.0  # seconds of the exchange, of all threads of this process
+
+    def watch(self, *, keep: bool, fence: Callable[[], float] | None = None) -> None:
+        """Prepare for the next call.
+
+        Args:
+            keep: copies of the vectors: the reducer may overwrite its buffers.
+            fence: called before the exchange, returns when it starts; None: it follows at once.
+        """
+        self.keep, self.fence = keep, fence
 
     @property
     def state(self) -> Any:
@@ -116,9 +123,9 @@ class WatchedReducer:
         self.reducer = Reducer(comm, [case.unit], watched, case.density)
         self._accumulated: Tensor | None = None
 
-    def feed(self, *, keep: bool) -> Tensor:
+    def feed(self, *, keep: bool, fence: Callable[[], float] | None = None) -> Tensor:
         """Return the step's gradient; ``keep`` the evidence of this step."""
-        self.seen.keep = keep
+        self.seen.watch(keep=keep, fence=fence)
         mine = self.case.draw(self.reducer.comm.rank, self.reducer.step)
         self._accumulated = mine + self._residual() if keep else None
         return mine

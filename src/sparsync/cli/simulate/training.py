@@ -196,7 +196,7 @@ class _Ranks:
     async def _program(self, comm: SimCommunicator) -> None:
         """Do a rank's step: the life of a gradient, with the time that it takes."""
         reducer, seconds = self.reducers[comm.rank], self._computation[comm.rank]
-        reducer.comm = comm
+        reducer.move_to(comm)
         parts, sizes = self.source.draw(comm.rank, reducer.step), self.source.sizes
         overlap, exchanges = self.contender.overlap, []
         await comm.compute(seconds * (1 - _BACKWARD) if overlap else seconds)

@@ -449,7 +449,8 @@ def _train(
 ) -> None:
     import sparsync
     from sparsync.elastic import make_manager  # torchft is needed for this command alone
-    from sparsync.elastic.attendance import ElasticHandle
+    from sparsync.elastic.gradients import ElasticSync
+    from sparsync.elastic.updates import ElasticUpdates
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
     workload = settings.make_workload()
@@ -473,7 +474,7 @@ def _train(
     exchange: Any = "updates" if isinstance(chosen, OuterStep) else "gradients"
     density = None if exchange == "updates" else settings.density
     sync = sparsync.attach(model, optimizers, chosen, density, exchange=exchange, elastic=manager)
-    assert isinstance(sync, ElasticHandle)
+    assert isinstance(sync, ElasticSync | ElasticUpdates)
     known, last_group = 0, 0
     while sync.steps < settings.steps:
         step = sync.steps

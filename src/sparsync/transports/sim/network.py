@@ -55,6 +55,10 @@ class SimOperation(Operation):
         self.entries = 0.0
         self.error: Exception | None = None
 
+    def end(self, result: Any) -> None:
+        """Be done, with a result."""
+        self.done, self.result = True, result
+
     def poll(self, seconds: float) -> bool:
         """Look without waiting: virtual time passes only while no coroutine runs."""
         if self.error is not None:
@@ -384,7 +388,7 @@ class Network(Generic[T]):
 
     def complete(self, operation: SimOperation, result: Any = None) -> None:
         """End an operation; the coroutine that awaits it goes on."""
-        operation.done, operation.result = True, result
+        operation.end(result)
         self._wake(operation)
 
     def _wake(self, operation: SimOperation) -> None:

@@ -166,7 +166,7 @@ class _SimHost(Host):
         self.rank, self.world_size = rank, network.world_size
         self._actor, self._network, self._tag = actor, network, tag
         self._planned: float | None = None
-        actor.host = self
+        actor.meet(self)
         network.serve(rank, tag, self._receive)
 
     @property

@@ -48,7 +48,7 @@ class ZmqHost(Host):
         self._waker = self._mesh.context.socket(zmq.PUSH)
         self._waker.connect(_WAKE)
         self._lock = threading.Lock()  # of the waker: a ZeroMQ socket is for one thread at a time
-        actor.host = self
+        actor.meet(self)
         self._thread = threading.Thread(target=self._work, name="sparsync-actor", daemon=True)
         self._thread.start()
         close_at_exit(self)

@@ -205,11 +205,7 @@ class Mesh:
                 link = known.pop(endpoints[peer], None) or Link(
                     self.context, peer, endpoints[peer], self.keys, *self._timeouts
                 )
-                # a link that lives on begins as a new one: the numbers of its messages start at 0 in
-                # each group
-                link.peer = peer
-                link.queue.clear()
-                link.sequences.clear()
+                link.begin(peer)
                 self.links[peer] = link
         finally:
             for link in (*closing, *known.values()):

@@ -153,6 +153,13 @@ class Link:
             self.close()  # a context with an open socket never ends
             raise
 
+    def begin(self, peer: int) -> None:
+        """Be the link to this rank of a new group."""
+        # one that lives on begins as a new one: the numbers of its messages start at 0 in each group
+        self.peer = peer
+        self.queue.clear()
+        self.sequences.clear()
+
     def close(self, linger: int = 0) -> None:
         """Close; in the background, drop messages that still wait after ``linger`` milliseconds."""
         self.socket.disable_monitor()

@@ -62,6 +62,9 @@ def test_one_rank_dominates():
         ("0us,2.5Gbit/s", 0.0, 3.2e-9),
         ("64kbit,1s", 1.0, 125e-6),
         ("1e9bit,100ns", 100e-9, 8e-9),
+        ("alpha=1.5us,beta=0.4ns/word", 1.5e-6, 0.1e-9),
+        ("beta = 2ns/byte, alpha=0s", 0.0, 2e-9),
+        ("alpha=1ms,1gbit", 1e-3, 8e-9),
     ],
 )
 def test_networks_are_read(text, alpha, beta):
@@ -80,6 +83,11 @@ def test_networks_are_read(text, alpha, beta):
         ("", "cannot read ''"),
         ("-1gbit,50us", "cannot read '-1gbit'"),
         ("0gbit,50us", "moves nothing"),
+        ("alpha=1us,beta=1ns", "cannot read 'beta=1ns'"),
+        ("alpha=1us,beta=1ns/bit", "cannot read 'beta=1ns/bit'"),
+        ("alpha=1us/word,beta=1ns/word", "cannot read 'alpha=1us/word'"),
+        ("beta=1gbit,1us", "cannot read 'beta=1gbit'"),
+        ("alpha=1us,2us", "cannot read '2us'"),
     ],
 )
 def test_bad_networks_are_refused(text, said):

@@ -77,3 +77,53 @@ def test_a_file_that_no_doctor_wrote_is_refused(command, tmp_path):
         assert code == 2 and err.startswith("error: ") and "achine" in err
     path.write_bytes(b"\xff\xfe\x00")
     assert "not text" in command("plan", *SMALL, "--machine", path)[2]
+
+
+# ---- several world sizes, and the paper's model ------------------------------------------------------
+
+
+def test_several_world_sizes_are_a_column_and_a_plan_each(command):
+    given = ["--model-size", 133547324, "--network", "10gbit,20us"]
+    code, out, err = command("plan", "--ranks", "16,64,256", *given)
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert ["collective", "P", "=", "16", "P", "=", "64", "P", "=", "256"] in rows
+    assert [row[0] for row in rows if row[:1] == ["budgeted"]] == ["budgeted"] * 4
+    assert all(f"P = {p}: budgeted wins here: " in out for p in (16, 64, 256))
+    made = json.loads(command("plan", "--ranks", "16,64,256", *given, "--json", "-")[1])
+    alone = json.loads(command("plan", "--ranks", 64, *given, "--json", "-")[1])
+    assert [one["ranks"] for one in made] == [16, 64, 256] and made[1] == alone
+
+
+def test_a_collective_over_the_budget_has_a_dash(command):
+    given = ["--model-size", 10**6, "--network", "1gbit,1us", "--density", 0.01]
+    out = command("plan", "--ranks", "2,64", *given, "--budget", 150_000)[1]
+    [first, *_] = [line.split() for line in out.splitlines() if line.startswith("allgather ")]
+    assert first[-1] == "-" and first[1] != "-"
+
+
+def test_the_papers_model_is_table_1_on_my_alpha_and_beta(command):
+    """Equation 3 at P = 64 by hand, and TopkA's and gTopk's rows."""
+    given = ["--model-size", 10**8, "--density", 0.01, "--network", "alpha=1.5us,beta=0.4ns/word"]
+    code, out, err = command("plan", "--model", "paper", "--ranks", "16,64", *given)
+    assert (code, err) == (0, "")
+    assert "alpha = 1.5 µs per message, beta = 0.4 ns per word of 4 bytes" in " ".join(out.split())
+    assert "fastest in the worst case: P = 16: Ok-Topk, P = 64: Ok-Topk" in out
+    line = ["plan", "--model", "paper", "--ranks", "16,64", *given, "--json", "-"]
+    rows = json.loads(command(*line)[1])
+    assert [row["published"] for row in rows[:6]] == [
+        *("Dense", "TopkA", "TopkDSA", "gTopk", "Gaussiank", "Ok-Topk")
+    ]
+    [row] = [row for row in rows if (row["collective"], row["ranks"]) == ("oktopk", 64)]
+    assert (row["latency"], row["messages"]) == ("2 P + 2 log P", 140)
+    most = 140 * 1.5e-6 + 6 * 10**6 * 63 / 64 * 0.4e-9
+    assert row["seconds"][1] == pytest.approx(most) and row["words"][1] == 6 * 10**6 * 63 / 64
+    named = json.loads(command(*line, "--algorithm", "TopkA,gTopk")[1])
+    assert named == [row for row in rows if row["published"] in ("TopkA", "gTopk")]
+
+
+def test_one_rank_sends_nothing_in_the_papers_model(command):
+    line = ["plan", "--model", "paper", "--ranks", 1, "--model-size", 100, "--network", "1gbit,1us"]
+    assert "one rank has nobody to exchange with" in command(*line)[1]
+    rows = json.loads(command(*line, "--json", "-")[1])
+    assert all(row["seconds"] == [0, 0] and row["messages"] == 0 for row in rows)

@@ -50,3 +50,29 @@ def test_recorded_gradients_tell_the_size(command, tmp_path):
     assert code == 0 and "3,000 elements" in out
     code, _, err = command("simulate", "--inputs", tmp_path / "g.pt", "--model-size", 7)
     assert code == 2 and "has 3000 elements" in err
+
+
+def test_several_world_sizes_are_a_column_each(command, tmp_path):
+    given = ("--model-size", 20_000, "--steps", 1, "--algorithm", "oktopk,D-PSGD")
+    code, out, err = command("simulate", "--ranks", "2,4,2", *given)
+    assert (code, err) == (0, "")
+    heads = [line.split() for line in out.splitlines() if "P = 2" in line]
+    assert heads == [["algorithm", "P", "=", "2", "P", "=", "4"]] * 5
+    for word in ("Dense ", "DenseOvlp ", "oktopk ", "dpsgd ", "2, 4 ranks", "speed-up"):
+        assert word in out
+    rows = json.loads(command("simulate", "--ranks", "2,4", *given, "--json")[1])
+    alone = json.loads(command("simulate", "--ranks", 4, *given, "--json")[1])
+    for row in (*rows, *alone):
+        row.pop("wall_seconds")
+    assert [(row["algorithm"], row["ranks"]) for row in rows[:5]] == [
+        *(("Dense", 2), ("DenseOvlp", 2), ("oktopk", 2), ("dpsgd", 2), ("Dense", 4))
+    ]
+    assert rows[4:] == alone
+    pytest.importorskip("matplotlib")
+    line = ("simulate", "--ranks", "2,4", *given, "--plot", tmp_path / "ranks.png")
+    assert command(*line)[0] == 0 and (tmp_path / "ranks.png").stat().st_size > 1000
+
+
+def test_a_straggler_must_be_a_rank_of_every_world(command):
+    code, _, err = command("simulate", "--ranks", "4,2", "--straggler", "3:2")
+    assert code == 2 and "straggler is 3:2; give RANK:FACTOR with a rank in [0, 2)" in err

@@ -183,3 +183,65 @@ def test_what_is_no_gradient_is_refused(tmp_path, content):
     path.write_bytes(content) if content else torch.save({"a": torch.ones(2)}, path)
     with pytest.raises(ConfigurationError, match=r"recorded.pt'.*give a"):
         load_gradients(path)
+
+
+# ---- schemes that average models -------------------------------------------------------------------
+
+
+def test_an_average_of_all_models_takes_the_time_of_dense():
+    dense, allreduce = (alone(name, ranks=4) for name in ("dense", "allreduce"))
+    assert allreduce.algorithm == "allreduce" and len(allreduce.steps) == 1
+    assert allreduce.mean("seconds") == pytest.approx(dense.mean("seconds"), rel=1e-3)
+    assert allreduce.mean("bytes_sent") == pytest.approx(dense.mean("bytes_sent"), rel=1e-3)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+def test_a_scheme_runs_for_whole_periods(warmup):
+    """Local SGD with a period of 3: a third of a step's traffic and time, wherever it begins."""
+    dense = alone("dense", ranks=4)
+    local = alone("local:period=3", ranks=4, steps=2, warmup=warmup)
+    assert local.algorithm == "local:period=3" and len(local.steps) == 3
+    for field in ("seconds", "bytes_sent", "bytes_received"):
+        assert local.mean(field) == pytest.approx(dense.mean(field) / 3, rel=1e-3), field
+
+
+def test_a_scheme_on_a_part_of_the_model_takes_as_long():
+    whole, part = (
+        alone("wagma:group_size=2", ranks=4, scale=scale, compute=0.01) for scale in (1.0, 16.0)
+    )
+    assert part.scale == 16.0
+    assert part.mean("seconds") == pytest.approx(whole.mean("seconds"), rel=0.01)
+    assert part.mean("bytes_sent") == pytest.approx(whole.mean("bytes_sent"), rel=0.01)
+
+
+def test_wagma_waits_less_for_random_late_ranks_than_local_sgd_does():
+    given = {"ranks": 8, "compute": 0.1, "spread": 0.05, "steps": 20, "warmup": 0}
+    local, wagma = (alone(name, **given) for name in ("local:period=1", "WAGMA-SGD"))
+    assert wagma.algorithm == "wagma"
+    assert wagma.mean("seconds") < 0.95 * local.mean("seconds")
+    assert wagma.mean("seconds_computation") == local.mean("seconds_computation")
+    for row in (local, wagma):
+        parts = ("computation", "selection", "packing", "communication")
+        assert sum(row.mean(f"seconds_{part}") for part in parts) == pytest.approx(
+            row.mean("seconds")
+        )
+
+
+def test_a_sparse_outer_step_sends_its_entries_and_pays_for_packing_them():
+    row = alone("qsparse-local:period=2,density=0.01", ranks=4, machine=Machine())
+    sent = row.mean("bytes_sent") * 2
+    assert 0.5 * 3 * 8 * K < sent < 2.5 * 3 * 8 * K  # of coo, from three others
+    assert row.mean("seconds_packing") > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("local:period=0", "period is 0; give at least 1"),
+        ("wagma:nothing=1", "nothing"),
+        ("no-such-scheme", "unknown algorithm 'no-such-scheme'"),
+    ],
+)
+def test_bad_schemes_are_refused_before_anything_runs(name, said):
+    with pytest.raises(ConfigurationError, match=said):
+        settings((name,))

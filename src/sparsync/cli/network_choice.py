@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 from sparsync.cli.lab import Lab, ensure_privileges
 from sparsync.cli.lab_links import MOST_RANKS, parse_links
 from sparsync.cli.launch import launch
+from sparsync.collectives.costs import WORD_BYTES
 from sparsync.errors import ConfigurationError, require
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.launchers import detect
@@ -43,14 +45,16 @@ _UNITS = MappingProxyType(
     }
 )
 _BITS_PER_BYTE = 8
+_PER = MappingProxyType({"byte": 1, "word": WORD_BYTES})  # bytes
 USUAL_NETWORK = "1gbit,50us"  # that sim simulates
 
 
 def parse_network(text: str) -> Links:
-    """Read a bandwidth and a latency, in either order.
+    """Read a bandwidth and a latency, in either order; or alpha and beta, as papers give them.
 
     Args:
-        text: e.g. "100mbit,1ms"; units bit, kbit, mbit, gbit (per second) and ns, us, ms, s.
+        text: e.g. "100mbit,1ms", or "alpha=1ms,beta=320ns/word"; units bit, kbit, mbit, gbit (per
+            second) and ns, us, ms, s, for beta per byte or per word of 4 bytes.
 
     Raises:
         ConfigurationError: says which part is not understood, or which one is missing.
@@ -59,20 +63,38 @@ def parse_network(text: str) -> Links:
         >>> links = parse_network("1gbit,50us")
         >>> links.alpha, links.beta
         (5e-05, 8e-09)
+        >>> parse_network("alpha=50us,beta=32ns/word") == links
+        True
     """
-    example = 'write a bandwidth and a latency, e.g. "1gbit,50us"'
-    found: dict[str, tuple[float, float]] = {}
+    example = 'write a bandwidth and a latency, e.g. "1gbit,50us", or "alpha=50us,beta=32ns/word"'
+    found: dict[str, float] = {}
     for part in text.lower().split(","):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]+)(?:/s)?", part.strip())
-        kind = next((kind for kind in _UNITS if match and match[2] in _UNITS[kind]), "")
-        if match is None or not kind or kind in found:
+        kind, seconds = _link_part(part.strip())
+        if not kind or kind in found:
             raise ConfigurationError(f"network {text!r}: cannot read {part!r}; {example}")
-        found[kind] = float(match[1]), _UNITS[kind][match[2]]
+        found[kind] = seconds
     for kind in _UNITS:
         require(kind in found, f"network {text!r} has no {kind}; {example}")
-    (rate, bits), (latency, per_second) = found["bandwidth"], found["latency"]
-    require(rate > 0, f"network {text!r}: a bandwidth of 0 moves nothing; {example}")
-    return Links(alpha=latency / per_second, beta=_BITS_PER_BYTE / (rate * bits))
+    moves = found["bandwidth"] < math.inf
+    require(moves, f"network {text!r}: a bandwidth of 0 moves nothing; {example}")
+    return Links(alpha=found["latency"], beta=found["bandwidth"])
+
+
+def _link_part(part: str) -> tuple[str, float]:
+    """Return "latency" and seconds per message, "bandwidth" and seconds per byte, or "" and 0."""
+    number = r"(\d+(?:\.\d+)?(?:e-?\d+)?)"
+    match = re.fullmatch(rf"(?:(alpha|beta)\s*=\s*)?{number}\s*([a-z]+)(?:/([a-z]+))?", part)
+    if match is None:
+        return "", 0.0
+    name, value, unit, per = match[1], float(match[2]), match[3], match[4]
+    bits, in_a_second = _UNITS["bandwidth"].get(unit), _UNITS["latency"].get(unit)
+    if name is None and bits is not None and per in (None, "s"):
+        return "bandwidth", _BITS_PER_BYTE / (value * bits) if value else math.inf
+    if name != "beta" and in_a_second is not None and per is None:
+        return "latency", value / in_a_second
+    if name == "beta" and in_a_second is not None and per in _PER:
+        return "bandwidth", value / in_a_second / _PER[per]
+    return "", 0.0
 
 
 def parse_seconds(text: str, option: str) -> float:

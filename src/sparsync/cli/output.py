@@ -68,6 +68,22 @@ class Columns:
         heads = [head for head in rows[0] if any(row[head] != "-" for row in rows)]
         return Columns(heads, [[row[head] for head in heads] for row in rows], title)
 
+    @staticmethod
+    def by_ranks(
+        first: str, cells: Mapping[tuple[str, int], str], title: str | None = None
+    ) -> Columns:
+        """Make a table with a row per name and a column per world size, of cells by both.
+
+        Example:
+            >>> table = Columns.by_ranks("scheme", {("a", 2): "1 s", ("a", 4): "2 s", ("b", 4): "3 s"})
+            >>> table.heads, table.rows
+            (['scheme', 'P = 2', 'P = 4'], [['a', '1 s', '2 s'], ['b', '-', '3 s']])
+        """
+        names = dict.fromkeys(name for name, _ in cells)
+        ranks = dict.fromkeys(p for _, p in cells)
+        rows = [[name, *(cells.get((name, p), "-") for p in ranks)] for name in names]
+        return Columns([first, *(f"P = {p:,}" for p in ranks)], rows, title)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield one table, or as many as the width of the terminal needs."""
         if self.title is not None:

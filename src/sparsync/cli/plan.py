@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,15 +12,16 @@ from rich.console import Console, Group
 from rich.text import Text
 from typer import Option
 
-from sparsync.algorithm import Algorithm
-from sparsync.cli.flags import option
+from sparsync.algorithm import Algorithm, check_density
+from sparsync.cli.flags import numbers, option
 from sparsync.cli.named_algorithms import OPTIONS_HELP, algorithm_of, labels
 from sparsync.cli.network_choice import parse_network, parse_seconds
 from sparsync.cli.output import Columns, check_outputs, format_ratio, to_json, write_json
-from sparsync.cli.values import Bounds, Bytes, InputFile, Seconds, read_text
+from sparsync.cli.published_costs import published_rows, show_published
+from sparsync.cli.values import Bounds, Bytes, InputFile, Seconds, check, read_text, within
 from sparsync.collectives.costs import WORD_BYTES
 from sparsync.cost.machine import Machine
-from sparsync.cost.planner import Plan, plan
+from sparsync.cost.planner import DEFAULT_DENSITY, Plan, Prediction, entries_at, plan
 from sparsync.cost.wording import (
     format_bandwidth,
     format_bytes,
@@ -29,6 +30,7 @@ from sparsync.cost.wording import (
 )
 from sparsync.errors import ConfigurationError, require
 from sparsync.presets import PRESETS, candidates
+from sparsync.published.oktopk.table_1 import TABLE_1
 
 __all__ = [
     "Compute",
@@ -61,7 +63,7 @@ MachineFile = Annotated[
 
 
 def command(
-    ranks: Annotated[ManyRanks, option("World size.")],
+    ranks: Annotated[str, option("World size; several, with commas.")],
     model_size: Annotated[ModelSize, option("Trained elements: parameters of the model.")],
     density: Annotated[
         float | None, option("k / n to exchange.", "0.01, or what the budget allows")
@@ -80,6 +82,9 @@ def command(
     all_: Annotated[
         bool, Option("--all", help="Every collective, also those that quantise.")
     ] = False,
+    model: Annotated[
+        str, option("full, or paper: Ok-Topk's Table 1, of alpha and beta alone.")
+    ] = "full",
     json: Annotated[
         Path | None, option("Write the plan here; -: to standard output, alone.")
     ] = None,
@@ -93,26 +98,56 @@ def command(
     alone = json == Path("-")
     if not alone:
         check_outputs(json)
-    made = plan(
-        model_size,
-        ranks,
-        here,
-        candidates(planned=not all_) if algorithm is None else _named(algorithm),
-        density=density,
-        budget_bytes=budget,
-        compute=compute,
-    )
-    if alone:
-        sys.stdout.write(to_json(as_json(made)))
+    worlds = numbers("ranks", ranks, int)
+    within("ranks", worlds, ManyRanks)
+    check("model", repr(model), model in ("full", "paper"), "full or paper")
+    content: Any
+    if model == "paper":
+        given = {"--compute": compute, "--budget": budget, "--all": all_ or None}
+        beyond = ", ".join(name for name, value in given.items() if value is not None)
+        require(not beyond, f"the paper's model knows no {beyond}; omit it, or --model paper")
+        k = entries_at(DEFAULT_DENSITY if density is None else check_density(density), model_size)
+        content = published_rows(model_size, k, worlds, here, _in_table_1(algorithm))
+        shown = show_published(content, here)
     else:
-        write_json(json, as_json(made))
-        Console().print(_shown(made, here, model_size, ranks), highlight=False)
+        competing = candidates(planned=not all_) if algorithm is None else _named(algorithm)
+        plans = {
+            p: plan(
+                model_size,
+                p,
+                here,
+                competing,
+                density=density,
+                budget_bytes=budget,
+                compute=compute,
+            )
+            for p in worlds
+        }
+        made = [{"ranks": p, **as_json(one)} for p, one in plans.items()]
+        content = made if len(made) > 1 else made[0]
+        shown = _over_ranks(plans, here, model_size)
+    if alone:
+        sys.stdout.write(to_json(content))
+    else:
+        write_json(json, content)
+        Console().print(shown, highlight=False)
 
 
 def _named(text: str) -> list[Algorithm]:
     """Return the algorithms of a list, under names that show their options."""
     found = dict.fromkeys(labels(text, PRESETS))  # two names may mean one row
     return [replace(algorithm_of(label), name=label) for label in found]
+
+
+def _in_table_1(text: str | None) -> list[str]:
+    """Return the rows of Ok-Topk's Table 1 that a list names; None: all."""
+    if text is None:
+        return list(TABLE_1)
+    found = list(dict.fromkeys(labels(text, PRESETS)))
+    missing = ", ".join(name for name in found if name not in TABLE_1)
+    known = ", ".join(TABLE_1)
+    require(not missing, f"the paper's Table 1 has no {missing}; choose among {known}")
+    return found
 
 
 def as_json(made: Plan) -> dict[str, Any]:
@@ -166,13 +201,45 @@ def machine_of(file: Path | None, network: str | None, rtt: str | None) -> Machi
     return replace(machine, alpha=alone + way, distance=way)
 
 
+def _over_ranks(plans: Mapping[int, Plan], machine: Machine, size: int) -> Group:
+    """Show one plan, or a column per world size."""
+    if len(plans) == 1:
+        [(ranks, made)] = plans.items()
+        return _shown(made, machine, size, ranks)
+    tables = []
+    views: Mapping[str, Callable[[Plan, Prediction], str]] = {
+        "time per step": lambda _, entry: format_seconds(entry.seconds),
+        "speed-up over dense": lambda made, entry: format_ratio(_speedup(made, entry)),
+        "volume of the busiest rank": lambda _, entry: format_bytes(entry.bytes_sent),
+        "messages": lambda _, entry: f"{entry.messages:.0f}",
+    }
+    for title, cell in views.items():
+        cells = {
+            (entry.collective, p): cell(made, entry)
+            for p, made in plans.items()
+            for entry in made.table
+        }
+        tables.append(Columns.by_ranks("collective", cells, f"\n{title}"))
+    entries = dict.fromkeys(f"{made.k:,}" for made in plans.values())
+    title = f"n = {size:,}, k = {', '.join(entries)}, {_links(machine)}"
+    why = "\n".join(f"P = {p:,}: {made.why}" for p, made in plans.items())
+    return Group(Text(title), *tables, Text(f"\n{why}"))
+
+
+def _links(machine: Machine) -> str:
+    rate = format_bandwidth(1 / machine.beta) if machine.beta else "any bandwidth"
+    return f"{rate}, {format_seconds(machine.alpha)} per message"
+
+
+def _speedup(made: Plan, entry: Prediction) -> float | None:
+    return made.dense.seconds / entry.seconds if entry.seconds else None
+
+
 def _shown(made: Plan, machine: Machine, size: int, ranks: int) -> Group:
     """Show the ranked table, the break-even points and the sentence."""
-    rate = format_bandwidth(1 / machine.beta) if machine.beta else "any bandwidth"
     part = f" ({format_percent(made.k / size)})" if size else ""
     title = Text(
-        f"{ranks} rank{'s' if ranks > 1 else ''}, n = {size:,}, k = {made.k:,}{part}, {rate}, "
-        f"{format_seconds(machine.alpha)} per message"
+        f"{ranks} rank{'s' if ranks > 1 else ''}, n = {size:,}, k = {made.k:,}{part}, {_links(machine)}"
     )
     if ranks == 1 or size == 0:
         return Group(title, Text(made.why))
@@ -180,7 +247,6 @@ def _shown(made: Plan, machine: Machine, size: int, ranks: int) -> Group:
     rows = []
     for entry in made.table:
         words, bound = entry.bytes_sent / WORD_BYTES, entry.lower_bound_words
-        speedup = made.dense.seconds / entry.seconds if entry.seconds else None
         rows.append(
             {
                 "collective": entry.collective,
@@ -188,7 +254,7 @@ def _shown(made: Plan, machine: Machine, size: int, ranks: int) -> Group:
                 "select": format_seconds(entry.seconds_selection),
                 "exchange": format_seconds(entry.seconds_exchange),
                 "hidden": format_seconds(entry.seconds_hidden) if hidden else "-",
-                "speed-up": format_ratio(speedup),
+                "speed-up": format_ratio(_speedup(made, entry)),
                 "volume": format_bytes(entry.bytes_sent),
                 "messages": f"{entry.messages:.0f}",
                 "over bound": format_ratio(words / bound if bound else None),

@@ -45,11 +45,13 @@ from sparsync.selection import Everything
 __all__ = [
     "BACKWARD",
     "BUCKET_BYTES",
+    "DEFAULT_DENSITY",
     "EXCHANGE_PASSES",
     "STEP_PASSES",
     "Plan",
     "Prediction",
     "bound_words",
+    "entries_at",
     "plan",
     "predict",
     "seconds_of_updates",
@@ -57,7 +59,7 @@ __all__ = [
 
 # compared with all candidates, whether or not it is one of them
 _DENSE = Algorithm("dense", Everything, Dense, source="Ok-Topk, Table 1, Dense")
-_DEFAULT_DENSITY = 0.01
+DEFAULT_DENSITY = 0.01
 BUCKET_BYTES = 25 * 2**20  # of gradients that dense exchanges at once, as PyTorch's DDP
 BACKWARD = 2 / 3  # of a pass: two matrix products per layer, where forward has one
 # passes over the model, each as long as adding it to another one: what updates take besides their
@@ -138,6 +140,11 @@ def seconds_of_updates(
     made = predict(algorithm, size=size, k=size, world_size=world_size, machine=machine)
     whole = WORD_BYTES * size * machine.gamma
     return STEP_PASSES * whole + (made.seconds + EXCHANGE_PASSES * whole) / period
+
+
+def entries_at(density: float, size: int) -> int:
+    """Return the k of a density, at least 1 where there are elements, as ``Unit.entries`` does."""
+    return min(size, max(1, round(density * size)))
 
 
 def bound_words(result: Result, job: Job) -> float:
@@ -237,16 +244,13 @@ def plan(
         )
         return max(fitting, min(1, size))
 
-    def entries_of(part: float) -> int:
-        return min(size, max(1, round(part * size)))  # as ``Unit.entries`` does
-
     if k is None and density is None and budget_bytes is not None:
         # of those that fit nearly as many entries as the best: all of these shall compete
         counts = [most_entries(c, budget_bytes) for c in candidates if c.result != "whole"]
         most_of_all = max(counts, default=size)
         k = min((count for count in counts if count >= _NEARLY * most_of_all), default=most_of_all)
     elif k is None:
-        k = entries_of(_DEFAULT_DENSITY if density is None else density)
+        k = entries_at(DEFAULT_DENSITY if density is None else density, size)
     k = entries = min(k, size)
     made = [predicted(candidate, k) for candidate in candidates]
     fitting = [p for p in made if budget_bytes is None or p.bytes_sent <= budget_bytes]
@@ -272,7 +276,7 @@ def plan(
         bandwidth = _break_even(
             lambda rate: sparse_wins(entries, replace(machine, beta=1 / rate)), _SLOWEST, _FASTEST
         )
-        most = _break_even(lambda part: sparse_wins(entries_of(part), machine), 1 / size, 1.0)
+        most = _break_even(lambda part: sparse_wins(entries_at(part, size), machine), 1 / size, 1.0)
     why = _why(table, dense, bandwidth, most, world_size if size else 0)
     return Plan(table[0].collective, why, bandwidth, most, k, dense, table)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,15 +12,16 @@ from rich.console import Console, Group
 from rich.text import Text
 from typer import Option
 
-from sparsync.cli.flags import Plot, option, takes
+from sparsync.averaging.schemes import SCHEMES
+from sparsync.cli.flags import Plot, numbers, option, takes
 from sparsync.cli.named_algorithms import OPTIONS_HELP, labels
 from sparsync.cli.network_choice import parse_network
 from sparsync.cli.output import Columns, check_outputs, drawing, format_ratio, progress, to_json
 from sparsync.cli.plan import read_machine
 from sparsync.cli.simulate.gradient_sources import load_gradients
-from sparsync.cli.simulate.settings import SimulationSettings
+from sparsync.cli.simulate.settings import Scheme, SimulationSettings
 from sparsync.cli.simulate.training import SimulatedRow, SimulatedStep, simulate_training
-from sparsync.cli.values import Elements, InputFile, Ranks, check
+from sparsync.cli.values import Elements, InputFile, Ranks, check, within
 from sparsync.cost.machine import Machine
 from sparsync.cost.wording import format_bytes, format_seconds
 from sparsync.errors import ConfigurationError
@@ -37,8 +38,13 @@ _MEANS = tuple(f.name for f in fields(SimulatedStep) if f.name not in ("phases",
 @takes(SimulationSettings)
 def command(
     algorithm: Annotated[
-        str, option(f"With commas: {', '.join(sorted(PRESETS))}. {OPTIONS_HELP}")
+        str,
+        option(
+            f"With commas: {', '.join(sorted(PRESETS))}; or schemes that average models: "
+            f"{', '.join(SCHEMES)}. {OPTIONS_HELP}"
+        ),
     ] = "oktopk,budgeted",
+    ranks: Annotated[str, option("World size; several, with commas.")] = "32",
     model_size: Annotated[
         Elements | None, option("Elements of the model.", "133547324, or the recorded ones'")
     ] = None,
@@ -75,8 +81,11 @@ def command(
     """
     measured = None if machine is None else read_machine(machine)
     seconds, spread = _compute(compute)
-    settings = SimulationSettings(
-        labels(algorithm, PRESETS),
+    worlds = numbers("ranks", ranks, int)
+    within("ranks", worlds, Ranks)
+    first = SimulationSettings(
+        labels(algorithm, PRESETS, SCHEMES),
+        ranks=worlds[0],
         model_size=_model_size(model_size, fields["inputs"]),
         links=_topology(network, measured, ports, nodes, inner_network),
         compute=seconds,
@@ -85,16 +94,18 @@ def command(
         machine=measured or Machine(),
         **fields,
     )
+    settings = [replace(first, ranks=p) for p in dict.fromkeys(worlds)]
     check_outputs(plot=plot)
     with progress() as row:
-        rows = simulate_training(settings, row)
+        rows = [one for its in settings for one in simulate_training(its, row)]
     if plot is not None:
         _write_plot(rows, plot)
     if json:
         entries = [{**asdict(row), **{name: row.mean(name) for name in _MEANS}} for row in rows]
         sys.stdout.write(to_json(entries))
     else:
-        Console().print(_tables(rows, settings), highlight=False)
+        shown = _tables(rows, first) if len(settings) == 1 else _over_ranks(rows, settings)
+        Console().print(shown, highlight=False)
 
 
 # ---- options ---------------------------------------------------------------------------------------
@@ -186,25 +197,61 @@ def _tables(rows: Sequence[SimulatedRow], settings: SimulationSettings) -> Group
     return Group(Columns.of(steps), caption, Columns.of(phases) if phases else Text())
 
 
+def _over_ranks(rows: Sequence[SimulatedRow], settings: Sequence[SimulationSettings]) -> Group:
+    """Show a column per world size."""
+    base = {row.ranks: row.mean("seconds") for row in rows if row.algorithm == "Dense"}
+    views: Mapping[str, Callable[[SimulatedRow], str]] = {
+        "time per step": lambda row: format_seconds(row.mean("seconds")),
+        "speed-up": lambda row: format_ratio(
+            base[row.ranks] / row.mean("seconds")
+            if base.get(row.ranks) and row.mean("seconds")
+            else None
+        ),
+        "network": lambda row: format_seconds(max(row.mean("seconds_communication"), 0.0)),
+        "sent": lambda row: format_bytes(row.mean("bytes_sent")),
+        "messages": lambda row: f"{row.mean('messages'):,.0f}",
+    }
+    tables = [
+        Columns.by_ranks(
+            "algorithm", {(row.algorithm, row.ranks): cell(row) for row in rows}, f"{title}"
+        )
+        for title, cell in views.items()
+    ]
+    parts = [part for table in tables for part in (table, Text())]
+    return Group(*parts, Text(_caption(rows, settings[0])))
+
+
 def _caption(rows: Sequence[SimulatedRow], settings: SimulationSettings) -> str:
     """Describe the simulation, and its scale where none was given."""
+    ranks = ", ".join(dict.fromkeys(str(row.ranks) for row in rows))
     lines = [
-        f"{settings.ranks} ranks, {settings.model_size:,} elements, density {settings.density:g}, "
+        f"{ranks} ranks, {settings.model_size:,} elements, density {settings.density:g}, "
         f"inputs {settings.inputs}; virtual seconds, parts are means over ranks",
         "network: communication, and waiting for others, where no work hides it",
         "sent, received: through the busiest port; below, of the last step's phases",
     ]
+    averaged = [one.name for one in settings.contenders() if isinstance(one, Scheme)]
+    if averaged:
+        lines.append(f"{', '.join(averaged)}: means over whole periods of steps")
     if settings.scale is None and any(row.scale > 1 for row in rows):
-        chosen = ", ".join(f"{row.algorithm} {row.scale:.3g}" for row in rows)
-        lines.append(f"scale chosen by memory: {chosen}")
-    bucketed = ", ".join(f"{row.algorithm} {row.buckets}" for row in rows if row.buckets > 1)
+        scales = {
+            row.algorithm: max(r.scale for r in rows if r.algorithm == row.algorithm)
+            for row in rows
+        }
+        chosen = ", ".join(f"{name} {scale:.3g}" for name, scale in scales.items())
+        most = "" if ranks == str(settings.ranks) else ", at most"
+        lines.append(f"scale chosen by memory{most}: {chosen}")
+    bucketed = dict.fromkeys(f"{row.algorithm} {row.buckets}" for row in rows if row.buckets > 1)
     if bucketed:
-        lines.append(f"buckets: {bucketed}")
+        lines.append(f"buckets: {', '.join(bucketed)}")
     return "\n".join(lines)
 
 
 def _write_plot(rows: Sequence[SimulatedRow], path: Path) -> None:
-    """Draw one bar per algorithm, of the parts of its step, readable in grey."""
+    """Draw one bar per algorithm, of the parts of its step, readable in grey; or a line over P."""
+    if len({row.ranks for row in rows}) > 1:
+        _write_lines(rows, path)
+        return
     bottom = [0.0] * len(rows)
     title = f"{rows[0].ranks} simulated ranks"
     with drawing(path, (1.6 + 0.9 * len(rows), 4.2), title) as axis:
@@ -215,4 +262,17 @@ def _write_plot(rows: Sequence[SimulatedRow], path: Path) -> None:
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
         axis.set_ylabel("seconds per step (virtual)")
         axis.tick_params(axis="x", rotation=30)
+        axis.legend(frameon=False)
+
+
+def _write_lines(rows: Sequence[SimulatedRow], path: Path) -> None:
+    """Draw the time per step over the world sizes, a line per algorithm."""
+    with drawing(path, (6.4, 4.2), "simulated ranks") as axis:
+        for number, name in enumerate(dict.fromkeys(row.algorithm for row in rows)):
+            its = sorted((row.ranks, row.mean("seconds")) for row in rows if row.algorithm == name)
+            axis.plot(*zip(*its, strict=True), marker="osv^Dx+*"[number % 8], label=name)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("ranks P")
+        axis.set_ylabel("seconds per step (virtual)")
         axis.legend(frameon=False)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from typer import Option
 
 from sparsync.algorithm import Algorithm, check_density
+from sparsync.averaging.averager import Averager
+from sparsync.averaging.schemes import SCHEMES
 from sparsync.cli.bench.inputs import INPUTS
 from sparsync.cli.flags import option
 from sparsync.cli.named_algorithms import algorithm_of, named
@@ -31,7 +35,7 @@ from sparsync.presets import PRESETS, resolve
 from sparsync.selection import Everything
 from sparsync.transports.sim import Links, Topology
 
-__all__ = ["SPREAD", "Contender", "SimulationSettings"]
+__all__ = ["SPREAD", "Contender", "Scheme", "SimulationSettings"]
 
 SPREAD = "spread"  # the sparse input: its ranks hold 2 k elements each, whatever n is
 Buckets = Annotated[int, Bounds(1, 1000)]  # each takes the steps of an exchange of its own
@@ -54,11 +58,20 @@ class Contender:
 
 
 @dataclass(frozen=True)
+class Scheme:
+    """One row: models that are averaged, each trained alone."""
+
+    name: str
+    make: Callable[[], Averager]  # for one rank
+
+
+@dataclass(frozen=True)
 class SimulationSettings:
     """A training step of some algorithms on virtual ranks; fields with a help are options."""
 
+    # presets, and schemes of averaging by name
     algorithms: tuple[str | Algorithm, ...] = ("oktopk", "budgeted")
-    ranks: Annotated[Ranks, option("World size.")] = 32
+    ranks: Ranks = 32  # world size
     model_size: Elements = 133_547_324  # number of elements n; BERT's (Ok-Topk, Table 2)
     density: Annotated[float, option("k / n in (0, 1].")] = 0.01
     links: Topology = field(default_factory=lambda: Links(alpha=20e-6, beta=0.8e-9))
@@ -95,8 +108,10 @@ class SimulationSettings:
     memory: float = 2e9  # bytes that the virtual ranks may take together, about
 
     def __post_init__(self) -> None:
-        for given in self.algorithms:
-            algorithm_of(given)
+        # unknown names, and options that do not fit, are refused here
+        for one in self.contenders():
+            if isinstance(one, Scheme):
+                one.make()
         check_fields(self)
         check_density(self.density)
         good = self.scale is None or 1 <= self.scale <= self.model_size
@@ -111,20 +126,25 @@ class SimulationSettings:
             expected = f"RANK:FACTOR with a rank in [0, {self.ranks}) and a factor >= 1"
             check("straggler", f"{rank}:{factor:g}", good, expected)
 
-    def contenders(self) -> list[Contender]:
+    def contenders(self) -> list[Contender | Scheme]:
         """Return one row per algorithm, the baselines first."""
         ddp = max(math.ceil(self.model_size / _BUCKET_ELEMENTS), 1)
         own = self.buckets or (ddp if self.overlap else 1)
-        rows = []
+        rows: list[Contender | Scheme] = []
         if self.baselines:
             rows = [
                 Contender("Dense", resolve("dense")),
                 Contender("DenseOvlp", resolve("dense"), ddp, overlap=True),
             ]
         for given in self.algorithms:
-            name = given.name if isinstance(given, Algorithm) else named(given, PRESETS).label
-            twice = name == "dense" and (own, self.overlap) in ((1, False), (ddp, True))
-            if self.baselines and twice:  # as "Dense" or "DenseOvlp"
+            if isinstance(given, Algorithm):
+                rows.append(Contender(given.name, given, own, self.overlap))
                 continue
-            rows.append(Contender(name, algorithm_of(given), own, self.overlap))
+            found = named(given, PRESETS, SCHEMES)
+            if found.name not in PRESETS:
+                rows.append(Scheme(found.label, partial(SCHEMES[found.name], **found.options)))
+                continue
+            twice = found.label == "dense" and (own, self.overlap) in ((1, False), (ddp, True))
+            if not (self.baselines and twice):  # as "Dense" or "DenseOvlp"
+                rows.append(Contender(found.label, algorithm_of(given), own, self.overlap))
         return rows

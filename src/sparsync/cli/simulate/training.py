@@ -14,13 +14,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import fmean
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsync.cli.launch import on_one_thread
+from sparsync.cli.simulate.averages import simulate_averaging
 from sparsync.cli.simulate.gradient_sources import gradients, placed
-from sparsync.cli.simulate.settings import SPREAD, Contender, SimulationSettings
+from sparsync.cli.simulate.settings import SPREAD, Contender, Scheme, SimulationSettings
 from sparsync.feedback.reducer import Reducer
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.ledger import Framing, Several
@@ -51,7 +53,7 @@ class SimulatedStep:
     seconds_communication: float  # the rest: the network and waits, where no work hides them
     bytes_sent: float  # the most through any port
     bytes_received: float
-    messages: int  # the most that any rank sent
+    messages: float  # the most that any rank sent
     # the most of any port: messages, bytes and seconds each way
     phases: dict[str, dict[str, float]]
     ports: dict[str, dict[str, list[float]]]  # of ranks, then nodes: bytes, busy seconds each way
@@ -99,20 +101,51 @@ def simulate_training(
     for contender in settings.contenders():
         with on_one_thread(), show(contender.name) as advance:
             begun = time.perf_counter()
-            ranks = _Ranks(contender, settings, advance)
-            steps = [ranks.step() for _ in range(settings.warmup + settings.steps)]
+            if isinstance(contender, Scheme):
+                scale, steps = _averaged(contender, settings, advance)
+            else:
+                ranks = _Ranks(contender, settings, advance)
+                scale = ranks.scale
+                all_ = [ranks.step() for _ in range(settings.warmup + settings.steps)]
+                steps = all_[settings.warmup :]
             rows.append(
                 SimulatedRow(
                     contender.name,
                     settings.ranks,
-                    ranks.scale,
-                    contender.buckets,
-                    contender.overlap,
+                    scale,
+                    1 if isinstance(contender, Scheme) else contender.buckets,
+                    isinstance(contender, Contender) and contender.overlap,
                     time.perf_counter() - begun,
-                    steps[settings.warmup :],
+                    steps,
                 )
             )
     return rows
+
+
+def _averaged(
+    scheme: Scheme, settings: SimulationSettings, advance: Callable[[int], None]
+) -> tuple[float, list[SimulatedStep]]:
+    """Return the scale and the steps of a scheme; what its ports carried is a mean over all steps."""
+    run = simulate_averaging(scheme, settings, weigher, advance)
+    ports, phases = _traffic(run.simulation, run.scale, run.steps)
+    messages = max(ledger.total().messages_sent for ledger in run.simulation.ledgers) / run.steps
+    selection = run.stages["select"]
+    packing = run.stages["pack"] + run.stages["unpack"]
+    return run.scale, [
+        SimulatedStep(
+            seconds,
+            computation,
+            selection,
+            packing,
+            seconds - computation - selection - packing,
+            max(ports["send"]["bytes"]),
+            max(ports["receive"]["bytes"]),
+            messages,
+            phases,
+            ports,
+        )
+        for seconds, computation in zip(run.seconds, run.computation, strict=True)
+    ]
 
 
 class _Ranks:
@@ -190,21 +223,7 @@ def _summary(simulation: Simulation[None], computation: list[float]) -> Simulate
     work = [fmean(of.get(name, 0.0) for of in stages) for name in ("select", "pack", "unpack")]
     selection, packing = work[0], work[1] + work[2]
     rest = simulation.seconds - fmean(computation) - selection - packing
-    ports: dict[str, dict[str, list[float]]] = {}
-    phases: dict[str, dict[str, float]] = {}
-    for way, of in (("send", simulation.sending), ("receive", simulation.receiving)):
-        ports[way] = {
-            "bytes": [port.nbytes for port in of.values()],
-            "busy_seconds": [port.seconds for port in of.values()],
-        }
-        for name, usage in (phase for port in of.values() for phase in port.phases.items()):
-            most = phases.setdefault(name, {})
-            for key, value in (
-                ("messages", usage.messages),
-                (f"bytes_{way}", usage.nbytes),
-                (f"seconds_{way}", usage.seconds),
-            ):
-                most[key] = max(most.get(key, 0.0), value)
+    ports, phases = _traffic(simulation)
     return SimulatedStep(
         simulation.seconds,
         fmean(computation),
@@ -217,6 +236,34 @@ def _summary(simulation: Simulation[None], computation: list[float]) -> Simulate
         phases,
         ports,
     )
+
+
+def _traffic(
+    simulation: Simulation[Any], scale: float = 1.0, steps: int = 1
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
+    """Return bytes and busy seconds of all ports per step, and the most of any port by phase.
+
+    Args:
+        simulation: of one or more steps.
+        scale: how many times a byte counts.
+        steps: how many there were.
+    """
+    ports: dict[str, dict[str, list[float]]] = {}
+    phases: dict[str, dict[str, float]] = {}
+    for way, of in (("send", simulation.sending), ("receive", simulation.receiving)):
+        ports[way] = {
+            "bytes": [port.nbytes * scale / steps for port in of.values()],
+            "busy_seconds": [port.seconds / steps for port in of.values()],
+        }
+        for name, usage in (phase for port in of.values() for phase in port.phases.items()):
+            most = phases.setdefault(name, {})
+            for key, value in (
+                ("messages", usage.messages / steps),
+                (f"bytes_{way}", usage.nbytes * scale / steps),
+                (f"seconds_{way}", usage.seconds / steps),
+            ):
+                most[key] = max(most.get(key, 0.0), value)
+    return ports, phases
 
 
 # ---- the scale -------------------------------------------------------------------------------------

@@ -1,0 +1,159 @@
+"""Simulated averaging: a scheme's own code on virtual ranks, step after step without a common start.
+
+A model of n elements is simulated by n / C of them on links that are C times slower: every byte counts C
+times, those of headers as well.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from sparsync.averaging.averager import Averager
+from sparsync.cli.simulate.settings import Scheme, SimulationSettings
+from sparsync.transports.ledger import Framing
+from sparsync.transports.sim import (
+    Prices,
+    Route,
+    SimCommunicator,
+    Simulation,
+    Topology,
+    Weight,
+    simulate,
+)
+
+__all__ = ["AveragedRun", "scheme_scale", "simulate_averaging"]
+
+_COPIES = 13  # of its n / C elements that a rank has at most: in memories, results and messages
+_ELEMENT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class AveragedRun:
+    """The run of a scheme.
+
+    Attributes:
+        scale: C.
+        seconds: of each step that is reported, the mean over ranks.
+        computation: of each of them, the mean over ranks.
+        simulation: all steps, those before as well; ports have the bytes of n / C elements.
+        stages: seconds of work per step, the mean over ranks, by stage.
+        steps: all of them.
+    """
+
+    scale: float
+    seconds: list[float]
+    computation: list[float]
+    simulation: Simulation[list[float]]
+    stages: Mapping[str, float]
+    steps: int
+
+
+def scheme_scale(settings: SimulationSettings) -> float:
+    """Return the smallest C with which the virtual ranks fit ``settings.memory``."""
+    held = settings.memory / (settings.ranks * _COPIES * _ELEMENT_BYTES)
+    return max(settings.model_size / held, 1.0)
+
+
+def simulate_averaging(
+    scheme: Scheme,
+    settings: SimulationSettings,
+    weigher: Callable[[float], Callable[[Tensor, Framing], Weight]],
+    advance: Callable[[int], None],
+) -> AveragedRun:
+    """Run a scheme from a model that all ranks share, for whole periods of it.
+
+    Args:
+        scheme: the row.
+        settings: its ``steps`` and ``warmup`` are rounded up to whole periods of the scheme.
+        weigher: tells how many entries a message stands for, by the scale.
+        advance: is called whenever a rank ends a step.
+    """
+    ranks = settings.ranks
+    scale = settings.scale or scheme_scale(settings)
+    size = max(round(settings.model_size / scale), 1)
+    period = _period(scheme.make())
+    # whole periods, or a step's share of a global average would depend on where the run begins and ends
+    before, reported = (-(-n // period) * period for n in (settings.warmup, settings.steps))
+    steps = before + reported
+    pace, slower = random.Random(settings.seed), dict(settings.stragglers)
+    # as of the rows of gradients: the same steps of the same ranks are late
+    work = [
+        [
+            max(pace.gauss(settings.compute, settings.spread), 0.0) * slower.get(rank, 1.0)
+            for rank in range(ranks)
+        ]
+        for _ in range(steps)
+    ]
+
+    async def program(comm: SimCommunicator) -> list[float]:
+        averager, vector, ends = scheme.make(), torch.zeros(size), [0.0]
+        generator = torch.Generator().manual_seed(settings.seed + comm.rank)
+        update = torch.randn(size, generator=generator)
+        await averager.begin(comm, vector, 0)
+        for step in range(steps):
+            await comm.compute(work[step][comm.rank])
+            if averager.is_due(step):
+                vector = await averager.average(comm, vector + update, step)
+            ends.append(comm.now)
+            advance(ranks * steps)
+        return ends
+
+    weigh, machine = weigher(scale), settings.machine
+
+    def entries_only(payload: Tensor, framing: Framing) -> Weight:
+        return Weight(payload.numel(), weigh(payload, framing).entries)
+
+    simulation = simulate(
+        program,
+        ranks,
+        links=_Slower(settings.links, scale),
+        prices=Prices(
+            entries_only,
+            encode=machine.encode,
+            decode=machine.decode,
+            gamma=machine.gamma * scale,
+        ),
+    )
+    means = [fmean(ends) for ends in zip(*simulation.results, strict=True)]
+    stages = {
+        stage: fmean(ledger.stages.get(stage, 0.0) for ledger in simulation.ledgers) / steps
+        for stage in ("select", "pack", "unpack")
+    }
+    seconds = [end - start for start, end in pairwise(means)]
+    return AveragedRun(
+        scale,
+        seconds[before:],
+        [fmean(step) for step in work[before:]],
+        simulation,
+        stages,
+        steps,
+    )
+
+
+def _period(averager: Averager) -> int:
+    """Return the steps after which a scheme has done all that it does: 1, or its period."""
+    own: Any = getattr(averager, "settings", averager)
+    periods = (getattr(own, name, None) for name in ("period", "sync_period"))
+    return next((period for period in periods if isinstance(period, int)), 1)
+
+
+@final
+class _Slower(Topology):
+    """Links on which every byte takes ``factor`` times as long."""
+
+    def __init__(self, links: Topology, factor: float) -> None:
+        self.links, self.factor = links, factor
+        self.gamma, self.ports = links.gamma * factor, links.ports
+
+    def route(self, source: int, dest: int) -> Route:
+        """Return the route with its beta multiplied."""
+        route = self.links.route(source, dest)
+        return route._replace(beta=route.beta * self.factor)

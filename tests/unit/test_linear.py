@@ -13,8 +13,14 @@ from scipy.sparse import csr_matrix
 
 from sparsync import ConfigurationError, simulate
 from sparsync.errors import PeerError
-from sparsync.published.sparcml.linear.problem import LOSSES, LazyWeights, Products, soft
-from sparsync.published.sparcml.linear.solvers import SCHEDULES, Scd
+from sparsync.published.sparcml.linear.problem import (
+    LOSSES,
+    AdaptiveWeights,
+    LazyWeights,
+    Products,
+    soft,
+)
+from sparsync.published.sparcml.linear.solvers import SCHEDULES, Scd, Sgd
 from sparsync.published.sparcml.presets import EXCHANGES
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.groups import SoloCommunicator
@@ -69,6 +75,60 @@ def test_lazy_steps_equal_dense_ones(steps, l1, l2, smallest_scale):
         assert lazy.intercept == pytest.approx(intercept)
 
 
+@given(
+    steps=st.lists(
+        st.lists(st.floats(-2, 2), min_size=5, max_size=5),
+        min_size=1,
+        max_size=30,
+    ),
+    lr=st.floats(0.01, 3),
+    l1=st.sampled_from([0.0, 0.01, 0.3]),
+    l2=st.sampled_from([0.0, 0.1, 0.95, 2.0]),
+)
+def test_adaptive_steps_equal_dense_ones(steps, lr, l1, l2):
+    """Proximal AdaGrad; weights that no gradient reaches decay and shrink all the same."""
+    dense, squares = np.zeros(4), np.zeros(5)
+    intercept = 0.0
+    adaptive = AdaptiveWeights(4, np.dtype(np.float64), l1=l1, l2=l2)
+    for numbers in steps:
+        gradient = np.where(np.abs(numbers) < 1, 0, numbers)
+        adaptive.apply_(SparseVector.from_dense(torch.from_numpy(gradient)), lr)
+        squares += gradient**2
+        rates = np.where(squares > 0, lr / np.sqrt(np.where(squares > 0, squares, 1)), 0)
+        moved = np.maximum(1 - rates[:4] * l2, 0) * dense - rates[:4] * gradient[:-1]
+        dense = soft(moved, rates[:4] * l1)
+        intercept -= rates[4] * gradient[-1]
+        np.testing.assert_allclose(adaptive.to_dense(), dense, atol=1e-9)
+        np.testing.assert_allclose(adaptive.at(np.array([2, 0])), dense[[2, 0]], atol=1e-9)
+        assert adaptive.intercept == pytest.approx(intercept)
+
+
+def test_the_usual_rate_does_not_depend_on_the_units_of_the_features():
+    scores = []
+    for scale in (1.0, 1000.0):
+        data = DATA[0] * scale, DATA[1]
+        _, weights, intercept, _ = train(lambda c, p: Sgd(c, p), [data], 4)
+        scores.append(data[0] @ weights + intercept)
+    np.testing.assert_allclose(*scores, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rows", "world_size", "batch", "steps"), [(60, 1, 1, 60), (1200, 3, 4, 100), (900, 3, 3, 100)]
+)
+def test_a_small_data_set_has_at_least_a_hundred_steps_an_epoch(rows, world_size, batch, steps):
+    data = make_data(rows)
+
+    async def program(comm):
+        solver = Sgd(comm, make_problem(shares(data, world_size)[comm.rank]))
+        await solver.start()
+        return solver.batch_size, solver.epoch_steps
+
+    assert simulate(program, world_size).results == [(batch, steps)] * world_size
+    large = Sgd(SoloCommunicator(), make_problem(DATA))
+    large.rows = [10**6]
+    assert (large.batch_size, large.epoch_steps) == (1000, 1000)
+
+
 def test_schedules():
     divisors = {name: [divisor(t) for t in (0, 1, 3)] for name, divisor in SCHEDULES.items()}
     assert divisors["constant"] == [1, 1, 1]
@@ -100,9 +160,10 @@ def test_products_on_threads_are_the_same_products(monkeypatch):
 # ---- sgd ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("schedule", ["adagrad", "1/t"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("model", sorted(LOSSES))
-def test_ranks_do_what_one_rank_does_with_the_united_batch(world_size, model):
+def test_ranks_do_what_one_rank_does_with_the_united_batch(world_size, model, schedule):
     batch, parts = 4, shares(DATA, world_size)
     united = []  # rows in the order in which the ranks use them together
     for turn in range(-(-max(len(labels) for _, labels in parts) // batch)):
@@ -113,7 +174,8 @@ def test_ranks_do_what_one_rank_does_with_the_united_batch(world_size, model):
     penalty = {"l2": 0.01, "l1": 0.002}
 
     def solver(batch_size):
-        return lambda comm, problem: sgd(comm, problem, batch_size=batch_size, shuffle=False)
+        options = {"batch_size": batch_size, "shuffle": False, "schedule": schedule}
+        return lambda comm, problem: sgd(comm, problem, **options)
 
     many = train(solver(batch), parts, model=model, **penalty)
     one = train(solver(batch * world_size), [alone], model=model, **penalty)
@@ -122,11 +184,12 @@ def test_ranks_do_what_one_rank_does_with_the_united_batch(world_size, model):
     assert many[2] == pytest.approx(one[2], rel=1e-8)
 
 
+@pytest.mark.parametrize("schedule", ["adagrad", "constant"])
 @pytest.mark.parametrize("exchange", sorted(set(EXCHANGES) - {"dense"}))
-def test_a_sparse_exchange_has_the_dense_ones_loss_curve(exchange):
+def test_a_sparse_exchange_has_the_dense_ones_loss_curve(exchange, schedule):
     def curve(name):
         return train(
-            lambda comm, problem: sgd(comm, problem, name, batch_size=5),
+            lambda comm, problem: sgd(comm, problem, name, batch_size=5, schedule=schedule),
             shares(DATA, 3),
             dtype=np.float32,
             l2=0.01,
@@ -172,6 +235,7 @@ def test_totals_are_applied_exactly_that_many_steps_late(staleness):
         slopes = labels[rows] * LOSSES["logistic"].slope(margins) / 10
         models.append(models[-1] - lr * features[rows].T @ slopes)
     options = {"batch_size": 10, "shuffle": False, "staleness": staleness, "lr": lr}
+    options["schedule"] = "constant"
     late = train(lambda c, p: sgd(c, p, **options), [DATA], 1, intercept=False)
     np.testing.assert_allclose(late[1], models[-1], atol=1e-12)
     parts = shares(DATA, 3)
@@ -201,7 +265,7 @@ def test_ranks_that_disagree_are_named():
     ("make", "said"),
     [
         (lambda: make_problem(DATA, l1=-1), "l1 is -1"),
-        (lambda: alone(sgd, schedule="cosine"), "unknown schedule 'cosine'; choose one of const"),
+        (lambda: alone(sgd, schedule="cosine"), "unknown schedule 'cosine'; choose one of adagrad"),
         (lambda: alone(sgd, lr=0), "lr is 0"),
         (lambda: Products(0), "threads is 0"),
         (lambda: make_problem((DATA[0], DATA[1][1:])), "60 rows have 59 labels"),

@@ -72,14 +72,24 @@ class LinearSettings:
     lab: Lab = None
     epochs: Annotated[Steps, option("Passes over the rows; with scd over the coordinates.")] = 5
     steps: Annotated[Steps | None, option("Most steps of an epoch.", "a whole pass")] = None
-    batch_size: Annotated[Elements, Option("--batch", help="Rows per rank and step of sgd.")] = 1000
+    batch_size: Annotated[
+        Elements | None,
+        Option(
+            "--batch",
+            help="Rows per rank and step of sgd.",
+            show_default="1,000, or fewer for 100 steps an epoch",
+        ),
+    ] = None
     coordinates: Annotated[Elements, option("Per rank and step of scd.")] = 100
     lr: Annotated[
-        Positive | None, option("First learning rate of sgd.", "1 / a bound of the curvature")
+        Positive | None, option("First learning rate of sgd.", "by the length of the rows")
     ] = None
     schedule: Annotated[
-        str, option("Of the learning rate: constant, 1/t, 1/sqrt(t), step; t in epochs.")
-    ] = "constant"
+        str,
+        option(
+            "Of the rate: adagrad, a weight's own; constant, 1/t, 1/sqrt(t), step; t in epochs."
+        ),
+    ] = "adagrad"
     l1: Annotated[Rates, option("L1 penalty; makes weights exactly zero.")] = 0.0
     l2: Annotated[Rates, option("L2 penalty.")] = 0.0
     staleness: Staleness = 0  # steps by which a gradient is applied late; 0: synchronous

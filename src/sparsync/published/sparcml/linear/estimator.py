@@ -71,7 +71,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         batch_size: int = 32,
         coordinates: int = 100,
         lr: float | None = None,
-        schedule: str = "1/sqrt(t)",
+        schedule: str = "adagrad",
         fit_intercept: bool = True,
         exchange: str = "split-allgather",
         threads: int = 1,

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -68,10 +67,6 @@ class Calibration:
             return []
         limit = factor * median(link.beta for link in self.links)
         return sorted((k for k in self.links if k.beta > limit), key=lambda k: -k.beta)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain numbers, as JSON takes them."""
-        return asdict(self)
 
 
 async def calibrate(

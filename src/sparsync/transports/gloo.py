@@ -15,7 +15,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from sparsync.errors import DeadlineError, PeerError
+from sparsync.errors import DeadlineError, PeerError, first_line
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing
@@ -184,7 +184,7 @@ class _Call(Operation):
         except RuntimeError as error:
             # gloo has no class for a timeout: its texts have "Timed out", "timed out" or "timeout" in
             # them
-            line = str(error).splitlines()[0].partition(". This is ")[0]
+            line = first_line(error).partition(". This is ")[0]
             late = "imed out" in line or "timeout" in line
             raise (DeadlineError if late else PeerError)(
                 f"{self._where} failed: the peer is gone, broke off, or needs more than "

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from sparsync.errors import ConfigurationError, DeadlineError
+from sparsync.errors import ConfigurationError, DeadlineError, first_line
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import run
 from sparsync.transports.mpi import MpiCommunicator
@@ -176,7 +176,7 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise DeadlineError(
             f"rank {here.rank} of {here.world_size} ({here.launcher}) did not meet the others within "
-            f"{timeout:g} s ({str(error).splitlines()[0]}); were all started by one command?"
+            f"{timeout:g} s ({first_line(error)}); were all started by one command?"
         ) from error
     return here
 

@@ -12,7 +12,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError, DeadlineError, PeerError
+from sparsync.errors import ConfigurationError, DeadlineError, PeerError, first_line
 from sparsync.transports.actors import Actor, Host
 from sparsync.transports.communicator import Communicator, ReduceOp, check_timeout
 from sparsync.transports.driver import Finished, Operation, run
@@ -37,9 +37,8 @@ def load_mpi() -> Any:
     try:
         return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError, OSError) as error:
-        why = str(error).partition("\n")[0]
         raise ConfigurationError(
-            f"transport 'mpi' needs mpi4py and an MPI library ({why}); "
+            f"transport 'mpi' needs mpi4py and an MPI library ({first_line(error)}); "
             "pip install 'sparsync[mpi]' brings both, and mpiexec"
         ) from error
 
@@ -374,8 +373,9 @@ class _Request(Operation):
                 f"{self._place} is longer than it can be here; do the ranks disagree on size, k, codec "
                 "or version?"
             )
-        first_line = (str(error) or "no message").splitlines()[0]
-        return PeerError(f"{self._place} failed: the peer is gone or broke off ({first_line})")
+        return PeerError(
+            f"{self._place} failed: the peer is gone or broke off ({first_line(error)})"
+        )
 
     @property
     def _place(self) -> str:

@@ -19,7 +19,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from sparsync.errors import ConfigurationError, DeadlineError, PeerError
+from sparsync.errors import ConfigurationError, DeadlineError, PeerError, first_line
 from sparsync.transports.agree import tell
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
@@ -113,7 +113,7 @@ def meet(
     except RuntimeError as error:
         raise PeerError(
             f"{where}: the store does not answer, and the process that serves it may be gone "
-            f"({str(error).splitlines()[0]})"
+            f"({first_line(error)})"
         ) from error
     if rank == 0:  # the store would end with this process, before others have read it
         wait(read)

@@ -178,7 +178,7 @@ def as_json(found: Examination) -> dict[str, Any]:
     """Return plain numbers; ``Machine.from_json`` reads its "machine"."""
     first, *_ = found.facts
     return {
-        **found.calibration.as_dict(),
+        **asdict(found.calibration),
         "checks": [asdict(check) for check in found.checks],
         "versions": {"sparsync": first.sparsync, "torch": first.torch, "python": first.python},
         "transport": found.transport,

@@ -336,7 +336,8 @@ load it into an averager, and here a state of a handle that exchanges updates
     other = next((its for name, its in STATE_KINDS.items() if same(given, name)), None)
     cure = f"load a state of {STATE_KINDS[kind]}"
     elsewhere = f"load it into {other}, and here a state of {STATE_KINDS[kind]}"
-    # one after the other: another kind has another content, and another version perhaps other fields
+    # The order matters: a state of another kind, or of a later version, may have other fields, and is
+    # refused for what it is.
     envelope: dict[str, Kind] = {"kind": Exactly(kind)}
     check_saved(state, Fields(envelope, more=object), "state", elsewhere if other else cure)
     envelope["version"] = Number(STATE_VERSION, STATE_VERSION, whole=True)

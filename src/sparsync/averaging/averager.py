@@ -296,7 +296,8 @@ class Averager(Stateful):
         """Return the content of a saved state that fits, as far as this rank alone can tell."""
         content = opened(state, "averager")
         self._check_left_out(content.get("left_out"))
-        # first the place: another scheme has other fields
+        # The place comes before the fields, so that the state of another scheme is refused as such, and
+        # not for the first field that it lacks.
         place = {name: Exactly(value) for name, value in self._place().items()}
         check_saved(content, Fields(place, more=object), "state", _CURE)
         check_saved(content, Fields({**place, **self.kinds(content)}), "state", _CURE)

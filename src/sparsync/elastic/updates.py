@@ -499,7 +499,7 @@ class ElasticUpdates(UpdateSync):
     def _opened(self, raw: bytearray) -> dict[str, Any]:
         """Return the content of a copy that another rank has made."""
         optimizers = Each((Mapping,) * len(self.outer.optimizers))
-        # without momentum before its first exchange, here or there
+        # there is no momentum before the first exchange, so a donor may have one that this rank lacks
         memory = Fields({"shared": like(self.outer.memory["shared"])}, {"momentum": Tensor})
         content = Fields({"memory": memory, "optimizers": optimizers})
         return opened(unpacked(raw), "elastic updates", content)

@@ -41,7 +41,7 @@ __all__ = [
 _CURE: Final = "load a state that state_dict() returned"
 _SHOWN: Final = 60  # characters of a text
 _MAGNITUDES = ("key", "threshold_key")  # fields of states that are keys of magnitudes
-_NAME: Final = "state['reducer']"  # its place in every kind of saved state
+_NAME: Final = "state['reducer']"  # where it lies in saved states, for errors
 _COUNT: Final = Number(0, whole=True)
 # The fields of a saved state.  All are checked before anything is changed; the states of selectors and
 # collectives check themselves (``Stateful.parsed_state``).

@@ -691,7 +691,8 @@ class UpdateSync(Handle):
             ConfigurationError: names the first field that does not.
         """
         content = opened(state, "updates")
-        # first the settings: others have other fields
+        # The settings come first, so that a state of others is refused as such, and not for the first
+        # field that it lacks.
         check_saved(content, Fields(self.outer.place(), more=object), "state", _CURE)
         check_saved(content, Fields(self.kinds(content)), "state", _CURE)
         return parse_state(self.reducer, content["reducer"])

@@ -117,7 +117,7 @@ class Communicator(ABC):
         """
         if not 0 <= tag < self.tags:
             raise ConfigurationError(
-                f"channel {tag} does not exist; give a tag in [0, {self.tags})"
+                f"channel {tag} does not exist; this transport has tags from 0 to {self.tags - 1}"
             )
         # shallow: links, ledger, companions and ``aborted`` are shared, so that traffic is counted in one
         # place and an abort ends the waits on all channels

@@ -73,10 +73,11 @@ def test_the_lab_counts_what_crosses_its_links():
 
 @pytest.mark.slow
 def test_the_command_under_a_launcher(tmp_path):
-    options = ["--transport", "torch", "--collectives", "oktopk", "--size", "5000", "--steps", "2"]
+    collective = ["--collectives", "Ok-Topk:cap=2"]
+    options = ["--transport", "torch", *collective, "--size", "5000", "--steps", "2"]
     written = ["--json", f"{tmp_path}/b.json"]
     out = run_well(*torchrun(2), "-m", "sparsync", "bench", *options, *written)
     # only rank 0 prints: three tables
-    assert sum("oktopk" in line for line in out.splitlines()) == 3
+    assert sum("oktopk:cap=2" in line for line in out.splitlines()) == 3
     (row,) = json.loads((tmp_path / "b.json").read_text())
     assert (row["ranks"], row["transport"], row["wrong"]) == (2, "torch", 0)

@@ -24,14 +24,15 @@ SMALL = ("--layers", "1", "--width", "64")
 
 def test_algorithms_are_compared(tmp_path):
     pytest.importorskip("matplotlib")
-    options = ["--algorithm", "dense,oktopk,updates", "--ranks", "2", "--steps", "3"]
+    label = "oktopk:threshold_period=2,window=none"
+    options = ["--algorithm", f"dense,{label},updates", "--ranks", "2", "--steps", "3"]
     options += ["--optimizer", "adamw"]
     files = ["--json", f"{tmp_path}/new/t.json", "--plot", f"{tmp_path}/new/loss.png"]
     out = run_well("-m", "sparsync", "train", *options, *SMALL, *files)
     assert "dense" in out and "oktopk" in out and "bit-identical" in out
 
     dense, sparse, updates = json.loads((tmp_path / "new" / "t.json").read_text())
-    assert [dense["algorithm"], sparse["algorithm"]] == ["dense", "oktopk"]
+    assert [dense["algorithm"], sparse["algorithm"]] == ["dense", label]
     assert dense["loss"][0] == sparse["loss"][0]  # same weights, same data
     assert dense["loss"][2] != sparse["loss"][2]
     assert dense["bytes_sent_per_step_max"] == dense_bytes_per_step(dense["parameters"], 2)
@@ -154,11 +155,13 @@ def test_an_interrupt_ends_all():
 
 @pytest.mark.slow
 def test_schemes_average_models_and_ranks_are_delayed(tmp_path):
-    options = ["--algorithm", "dense,allreduce,local", "--period", "2", "--workload", "digits"]
+    algorithms = "Dense,Allreduce-SGD,Local SGD:period=2"
+    options = ["--algorithm", algorithms, "--workload", "digits"]
     more = ["--ranks", "2", "--steps", "5", "--delay", "persistent:1:0.2"]
     out = run_well("-m", "sparsync", "train", *options, *more, "--json", f"{tmp_path}/t.json")
     assert "delay persistent:1:0.2" in out and "bit-identical" in out
-    dense, every, local = json.loads((tmp_path / "t.json").read_text())
+    dense, every, local = results = json.loads((tmp_path / "t.json").read_text())
+    assert [r["algorithm"] for r in results] == ["dense", "allreduce", "local:period=2"]
     assert dense["options"] is None
     assert every["options"] == {"buffers": "average"}
     assert local["options"] == {"buffers": "average", "period": 2}

@@ -31,8 +31,8 @@ from sparsync.wire import CODECS, Codec
 __all__ = ["OPTIONS_HELP", "Named", "algorithm_of", "labels", "named", "read_option"]
 
 OPTIONS_HELP: Final = (
-    "Names as papers spell them are known as well; options follow a colon, as "
-    "NAME:OPTION=VALUE,OPTION=VALUE."
+    "Or a paper's name for it, in any spelling. Options follow a colon: NAME:OPTION=VALUE,OPTION=VALUE; "
+    "a wrong one lists all."
 )
 
 # what a value may be, and a function that reads it or raises ValueError

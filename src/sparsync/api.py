@@ -168,7 +168,7 @@ def iallreduce(
 def allgather(vector: Any, comm: Any) -> list[Vector]:
     """Collect every rank's vector, in rank order; every rank calls it.
 
-    Nothing is summed: for parts of one vector that lie apart, ``sparsync.sparse.fold`` or, where they
+    Nothing is summed: for parts of one vector that lie apart, ``sparsync.reduction.fold`` or, where they
     ascend from rank to rank, ``SparseVector.join`` makes it of the list.
 
     Args:

@@ -19,7 +19,7 @@ def test_real_ranks_have_the_losses_of_virtual_ones(tmp_path):
     dump_svmlight_file(*make_data(300), str(tmp_path / "rows.svm"))
     options = {"data": str(tmp_path / "rows.svm"), "ranks": 2, "epochs": 2, "batch_size": 20}
     options |= {"exchanges": ("split-allgather", "dense"), "l2": 1e-3, "staleness": 2}
-    virtual = train_linear(LinearSettings(**options))
+    virtual = train_linear(LinearSettings(**options, transport="sim"))
     real = train_linear(LinearSettings(**options, transport="torch"))
     assert real[0].objective == virtual[0].objective  # in the background, but exactly 2 steps late
     assert real[0].accuracy == virtual[0].accuracy

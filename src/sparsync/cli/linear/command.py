@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +16,8 @@ from sparsync.cli.linear.settings import LinearSettings
 from sparsync.cli.named_algorithms import OPTIONS_HELP, labels
 from sparsync.cli.network_choice import USUAL_NETWORK, parse_network
 from sparsync.cli.output import check_outputs, write_json
-from sparsync.cli.values import check
+from sparsync.cli.values import Only, Readable, check
+from sparsync.console import say
 from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS
 from sparsync.published.sparcml.presets import DECIDED, EXCHANGES
@@ -33,9 +36,8 @@ def train_linear(settings: LinearSettings) -> list[LinearResult] | None:
     """Train once per exchange; None on the other ranks of a launcher.
 
     Example:
-        >>> settings = LinearSettings(
-        ...     ranks=2, rows=200, dimensions=5_000, epochs=2, exchanges=("ring", "dense")
-        ... )
+        >>> small = {"ranks": 2, "rows": 200, "dimensions": 5_000, "epochs": 2}
+        >>> settings = LinearSettings(transport="sim", exchanges=("ring", "dense"), **small)
         >>> ring, dense = train_linear(settings)
         >>> ring.objective[2] < ring.objective[0], ring.objective_difference < 1e-5
         (True, True)
@@ -66,6 +68,16 @@ def command(
     staleness: Annotated[
         int | None, option("async: gradients are applied this many steps late.", "1")
     ] = None,
+    predict: Annotated[
+        Path | None,
+        Readable(),
+        option("Train nothing: predict the labels of --data by the model in this file."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        Only(("predict",)),
+        option("Write the predicted labels to this file, one a line.", "standard output"),
+    ] = None,
     json: Json = None,
     **fields: Any,
 ) -> None:
@@ -74,6 +86,12 @@ def command(
     Messages are as sparse as the data are; nothing is dropped, so the losses are those of the
     dense exchange (--compare dense).  Starts local ranks, or runs inside a launcher's.
     """
+    if predict is not None:
+        training = {"exchange": exchange, "compare": compare, "aggregation": aggregation}
+        _predict(
+            predict, out, json, {**fields, **training, "network": network, "staleness": staleness}
+        )
+        return
     check("aggregation", aggregation, aggregation in ("sync", "async"), "sync or async")
     if aggregation == "sync" and staleness:
         raise ConfigurationError(
@@ -91,6 +109,7 @@ def command(
     settings.connection().refuse_network(network)
     if leads():
         check_outputs(json)
+        check_outputs(settings.save)
     settings.connection().prepare()
     results = train_linear(settings)
     if results is None:
@@ -99,3 +118,27 @@ def command(
     Console().print(tables(results), highlight=False)
     if not all(result.replicas_equal for result in results):
         raise typer.Exit(1)
+
+
+def _predict(model: Path, out: Path | None, json: Path | None, given: dict[str, Any]) -> None:
+    """Predict in this process, and write a label a line."""
+    settings = LinearSettings(data=given["data"], cache=given["cache"])
+    usual = {**vars(settings), "aggregation": "sync", "network": USUAL_NETWORK, "staleness": None}
+    for name, value in given.items():
+        if name not in ("data", "cache", "ranks", "timeout") and value != usual.get(name):
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} is for training; omit it, or --predict"
+            )
+    check_outputs(json)
+    check_outputs(out)
+    from sparsync.cli.linear.rank import predict  # SciPy: only where it is used
+
+    labels, accuracy = predict(settings.data, model, settings.cache)
+    text = "".join(f"{label:g}\n" for label in labels.tolist())
+    if out is None:
+        sys.stdout.write(text)
+    else:
+        out.write_text(text, "utf-8")
+    write_json(json, {"rows": len(labels), "accuracy": accuracy})
+    right = "" if accuracy is None else f", {100 * accuracy:.2f} % of them as --data has them"
+    say(f"{len(labels):,} labels{right}")

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from sparsync.cli.launch import StartLine, gather
 from sparsync.cli.linear.report import LinearResult
 from sparsync.cli.linear.settings import TRIGRAMS, LinearSettings
 from sparsync.cli.network_choice import transport_of
 from sparsync.cli.output import Bar, progress
-from sparsync.published.sparcml.linear.data import Shard, load_shard, row_range
+from sparsync.published.sparcml.linear.data import Shard, load_rows, load_shard, row_range
+from sparsync.published.sparcml.linear.model_file import LinearModel
 from sparsync.published.sparcml.linear.problem import Problem, Products
 from sparsync.published.sparcml.linear.solvers import Meter, Scd, Solver
 from sparsync.published.sparcml.linear.trigrams import URL_DIMENSIONS, trigram_shard
@@ -23,7 +26,7 @@ from sparsync.transports.agree import digest
 from sparsync.transports.driver import Engine, run
 from sparsync.transports.sim import SimCommunicator, simulate
 
-__all__ = ["simulate_all", "train_all"]
+__all__ = ["predict", "simulate_all", "train_all"]
 
 
 @dataclass
@@ -62,7 +65,9 @@ def simulate_all(settings: LinearSettings) -> list[LinearResult]:
                         comm, training, name, products=products, meter=meter
                     )
                     # one rank's steps stand for all
-                    return await _train(settings, solver, held_out, None if comm.rank else bar)
+                    report = await _train(settings, solver, held_out, None if comm.rank else bar)
+                    _save(settings, name, solver, whole)
+                    return report
 
                 reports = simulate(program, settings.ranks, links=settings.links).results
             results.append(_result(settings, name, "sim", reports, one_clock=True))
@@ -91,10 +96,24 @@ def train_all(settings: LinearSettings) -> list[LinearResult]:
                     comm, training, name, engine, products=products, meter=meter
                 )
                 report = run(_train(settings, solver, held_out, bar))
+                _save(settings, name, solver, shard)
                 transport = transport_of(comm)
             everyone = gather(report, [_Report])
             results.append(_result(settings, name, transport, everyone, line.one_machine))
     return results
+
+
+def predict(
+    data: str, model: Path, cache: Path | None = None
+) -> tuple[NDArray[np.float64], float | None]:
+    """Return the label of every row by a saved model, and the accuracy if the labels are there."""
+    trained = LinearModel.load(model)
+    if data == TRIGRAMS:
+        shard = trigram_shard(dimensions=len(trained.weights))
+        rows, labels = shard.features, shard.labels
+    else:
+        rows, labels = load_rows(data, base=trained.base, cache=cache)
+    return trained.predict(rows), trained.accuracy(rows, labels)
 
 
 # ---- rows -------------------------------------------------------------------------------------------
@@ -172,6 +191,14 @@ async def _train(
     at_end = np.append(weights.to_dense(), np.float64(weights.intercept))
     report.digest = digest(torch.from_numpy(at_end))
     return report
+
+
+def _save(settings: LinearSettings, exchange: str, solver: Solver, shard: Shard) -> None:
+    """Write the model of the first exchange, once: all are lossless, and all ranks have the same bits."""
+    if settings.save is None or solver.comm.rank or exchange != settings.exchanges[0]:
+        return
+    meaning = {"labels": shard.known, "positive": shard.positive, "base": shard.base}
+    LinearModel.of(solver.weights, **meaning).save(settings.save)
 
 
 # ---- all ranks ------------------------------------------------------------------------------------

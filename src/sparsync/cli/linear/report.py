@@ -115,10 +115,12 @@ def _caption(results: Sequence[LinearResult]) -> str:
     carriers = "/".join(sorted({result.transport for result in results}))
     place = f", links of {first.links}" if first.links else ""
     late = f", gradients {first.staleness} steps late" if first.staleness else ""
+    ranks = f"{first.ranks} ranks over {carriers}{place}"
+    if first.transport == "sim":
+        ranks = f"{first.ranks} virtual ranks in one process"
     lines = [
-        f"{first.model} by {first.solver}, {first.data}: {first.rows:,} rows, "
-        f"{first.dimensions:,} weights",
-        f"{first.ranks} ranks over {carriers}{place}; {first.steps} steps per epoch{late}",
+        f"{ranks}; {first.model} by {first.solver}, {first.data}",
+        f"{first.rows:,} rows, {first.dimensions:,} weights, {first.steps} steps per epoch{late}",
         f"ratios are to dense; sent: by the rank that sends most; accuracy on {first.accuracy_on}",
     ]
     if first.solver == "scd":

@@ -13,7 +13,6 @@ from typer import Option
 from sparsync.cli.flags import (
     Lab,
     Timeout,
-    TransportOrSim,
     numbers,
     option,
     ranks_option,
@@ -54,6 +53,11 @@ Columns = Annotated[int, Bounds(1, 2**31 - 1)]  # SciPy's indices have 32 bits
 Threads = Annotated[int, Bounds(1, 1024)]
 Staleness = Annotated[int, Bounds(0, 1000)]  # each step under way holds a gradient
 _DATA = f"An svmlight file (also .gz, .bz2), or {TRIGRAMS}: those of Python's own library."
+_TRANSPORT = (
+    "Of real ranks: torch (gloo), zmq, mpi (by mpiexec), or auto: the library's default.  sim: virtual "
+    "ranks and clock, in this process."
+)
+_SAVE = "Write the trained model to this file (.npz), for --predict."
 _POSITIVE = "The class +1: labels of the file, with commas; a package of the trigrams."
 
 
@@ -67,7 +71,7 @@ class LinearSettings:
     # by which the same training is repeated: names, or with options
     exchanges: tuple[str, ...] = ("split-allgather",)
     ranks: Annotated[Ranks, ranks_option(4)] = 4
-    transport: TransportOrSim = None
+    transport: Annotated[str, option(_TRANSPORT)] = "auto"
     links: Links = field(default_factory=Links)  # the simulated network
     lab: Lab = None
     epochs: Annotated[Steps, option("Passes over the rows; with scd over the coordinates.")] = 5
@@ -110,6 +114,7 @@ class LinearSettings:
         Warmup, option("Of this many rows one is held out, for the accuracy; 0: none.")
     ] = 10
     seed: Annotated[Seed, option("Of the order of rows or coordinates.")] = 0
+    save: Annotated[Path | None, option(_SAVE)] = None
     timeout: Timeout = 300.0
 
     def __post_init__(self) -> None:

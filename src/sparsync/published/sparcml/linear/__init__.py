@@ -2,7 +2,7 @@
 
 ::
 
-    load_shard --> Shard --> Problem --> Sgd | Scd --> weights
+    load_shard --> Shard --> Problem --> Sgd | Scd --> weights --> LinearModel --> predictions
                                             |
                      a sparse gradient, or sparse updates, through a lossless collective
 
@@ -21,7 +21,8 @@ if None in (importlib.util.find_spec("scipy"), importlib.util.find_spec("sklearn
         "linear models on sparse data need scipy and scikit-learn: pip install 'sparsync[linear]'"
     )
 
-from sparsync.published.sparcml.linear.data import Shard, load_shard
+from sparsync.published.sparcml.linear.data import Shard, load_rows, load_shard
+from sparsync.published.sparcml.linear.model_file import LinearModel
 from sparsync.published.sparcml.linear.problem import Problem
 from sparsync.published.sparcml.linear.solvers import Evaluation, Scd, Sgd
 from sparsync.published.sparcml.linear.trigrams import trigram_shard
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Evaluation",
+    "LinearModel",
     "Problem",
     "Scd",
     "Sgd",
     "Shard",
     "SparseLinearClassifier",
+    "load_rows",
     "load_shard",
     "trigram_shard",
 ]

@@ -21,7 +21,7 @@ from scipy import sparse  # type: ignore[import-untyped, unused-ignore]
 
 from sparsync.errors import ConfigurationError, require
 
-__all__ = ["Shard", "load_shard", "row_range"]
+__all__ = ["Shard", "load_rows", "load_shard", "row_range"]
 
 _FORMAT = 2  # of the cache; raised whenever older blocks would be read wrongly
 
@@ -34,6 +34,9 @@ class Shard:
     labels: np.ndarray  # `[rows]` with ``float32``, each -1 or +1
     rows_total: int  # of the whole data set, over all ranks
     first_row: int
+    known: tuple[float, ...] = (-1.0, 1.0)  # labels of the file, ascending
+    positive: tuple[float, ...] = (1.0,)  # those of them that are +1 here
+    base: int = 0  # the file's number of the first column
 
 
 def row_range(rows: int, *, rank: int, world_size: int) -> tuple[int, int]:
@@ -95,45 +98,80 @@ def load_shard(
         (array([[3., 0., 0., 0.]], dtype=float32), array([-1.], dtype=float32), 3, 2)
     """
     row_range(0, rank=rank, world_size=world_size)  # refuses a wrong rank before any work
-    with _Blocks(Path(source), cache) as blocks:
-        spans, labels = blocks.complete(rank, world_size)
+    features, labels, first, base = _load(Path(source), rank, world_size, dimensions, cache, None)
+    known, chosen = _positive(labels, positive, Path(source))
+    signs = np.where(np.isin(labels, chosen), 1, -1).astype(np.float32)
+    mine = signs[first : first + features.shape[0]]
+    return Shard(features, mine, len(signs), first, tuple(known), tuple(chosen), base)
+
+
+def load_rows(
+    source: str | Path, *, base: int, cache: Path | None = None
+) -> tuple[sparse.csr_matrix, np.ndarray]:
+    """Load all rows of a file, and their labels as they stand there, to predict by a model.
+
+    Args:
+        source: as in ``load_shard``.
+        base: number of the file's first column, as the training's file had it: 0 or 1.
+        cache: as in ``load_shard``.
+
+    Raises:
+        ConfigurationError: the text is malformed, or has a column before the first one.
+    """
+    features, labels, _, _ = _load(Path(source), 0, 1, None, cache, base)
+    return features, labels
+
+
+def _load(
+    path: Path,
+    rank: int,
+    world_size: int,
+    dimensions: int | None,
+    cache: Path | None,
+    base: int | None,
+) -> tuple[sparse.csr_matrix, np.ndarray, int, int]:
+    """Return a rank's rows, all labels, the number of the first row, and that of the first column."""
+    with _Blocks(path, cache) as blocks:
+        spans, found = blocks.complete(rank, world_size)
         lowest, highest = min(low for low, _ in spans), max(high for _, high in spans)
-        base = min(lowest, 1)  # the first column is 0 if it occurs anywhere (scikit-learn's rule)
+        if base is None:
+            base = min(
+                lowest, 1
+            )  # the first column is 0 if it occurs anywhere (scikit-learn's rule)
         width = max(highest - base + 1, 1) if dimensions is None else dimensions
         require(width >= 1, f"dimensions {width}; expected at least 1")
         last = base + width - 1
-        fault = f"{source} has indices from {lowest} to {highest}; expected {base} to {last}"
-        require(highest <= last, fault)
-        signs = _signs(np.concatenate(labels), positive, blocks.path)
-        first, stop = row_range(len(signs), rank=rank, world_size=world_size)
+        fault = f"{path} has indices from {lowest} to {highest}; expected {base} to {last}"
+        require(base <= lowest and highest <= last, fault)
+        labels = np.concatenate(found)
+        first, stop = row_range(len(labels), rank=rank, world_size=world_size)
         parts = [sparse.csr_matrix((0, width), dtype=np.float32)]
-        starts = np.cumsum([0, *map(len, labels)]).tolist()
+        starts = np.cumsum([0, *map(len, found)]).tolist()
         for block, (start, end) in enumerate(pairwise(starts)):
             low, high = max(first, start), min(stop, end)
             if low < high:
                 values, indices, indptr = blocks.read(block, "values", "indices", "indptr")
                 rows = sparse.csr_matrix((values, indices - base, indptr), (end - start, width))
                 parts.append(rows[low - start : high - start])
-    return Shard(sparse.vstack(parts, format="csr"), signs[first:stop], len(signs), first)
+    return sparse.vstack(parts, format="csr"), labels, first, base
 
 
-def _signs(
+def _positive(
     labels: np.ndarray, positive: float | Collection[float] | None, path: Path
-) -> np.ndarray:
-    """Decide which labels are +1."""
+) -> tuple[list[float], list[float]]:
+    """Return the labels that there are, and those of them that are +1."""
     known = np.unique(labels).tolist()
     listed = ", ".join(f"{label:g}" for label in known[:10])
     listed += f", ... ({len(known):,} in all)" if len(known) > 10 else ""
     if positive is None:
         fault = f"{path} has more than two labels: {listed}; say with positive=... which are +1"
         require(len(known) <= 2, fault)
-        chosen = known[-1:] if len(known) == 2 or known[0] > 0 else []
-    else:
-        given = positive if isinstance(positive, Collection) else [positive]
-        chosen = [float(label) for label in given]
-        fault = f"positive={positive} is not among the labels of {path}; choose from {listed}"
-        require(bool(chosen) and {*chosen} <= {*known}, fault)
-    return np.where(np.isin(labels, chosen), 1, -1).astype(np.float32)
+        return known, known[-1:] if len(known) == 2 or known[0] > 0 else []
+    given = positive if isinstance(positive, Collection) else [positive]
+    chosen = [float(label) for label in given]
+    fault = f"positive={positive} is not among the labels of {path}; choose from {listed}"
+    require(bool(chosen) and {*chosen} <= {*known}, fault)
+    return known, chosen
 
 
 @final

@@ -198,8 +198,8 @@ def test_an_empty_model_is_legal(make):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (partial(Dpsgd, mixing_steps=0), "mixing_steps is 0; give at least 1"),
-        (partial(Sgp, neighbours=0), "0 neighbours per step; give at least 1"),
+        (partial(Dpsgd, mixing_steps=0), "mixing_steps is 0; give a whole number, at least 1"),
+        (partial(Sgp, neighbours=0), "neighbours is 0; give a whole number, at least 1"),
     ],
 )
 def test_arguments_that_cannot_work(make, message):

@@ -237,7 +237,7 @@ def test_a_sparse_outer_step_sends_its_entries_and_pays_for_packing_them():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("local:period=0", "period is 0; give at least 1"),
+        ("local:period=0", "period is 0; give a whole number, at least 1"),
         ("wagma:nothing=1", "nothing"),
         ("no-such-scheme", "unknown algorithm 'no-such-scheme'"),
     ],

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
 from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
-from sparsync.transports.actors import Actor, Host
 from sparsync.transports.communicator import Communicator, ReduceOp, check_timeout
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Parts
-from sparsync.transports.mpi import MpiCommunicator
 from sparsync.transports.rendezvous import convene, place_of_gloo, store_of
+
+if TYPE_CHECKING:
+    from sparsync.transports.actors import Actor, Host
 
 __all__ = [
     "NEVER",
@@ -69,6 +70,8 @@ def connect_group(
     if transport == "torch" or world_size == 1:
         return over_torch
     if transport == "mpi":
+        from sparsync.transports.mpi import MpiCommunicator  # most jobs have no MPI
+
         return MpiCommunicator.over(over_torch, timeout=timeout)
     # imported here: groups over gloo and MPI need no pyzmq
     from sparsync.transports.zmq import ZmqCommunicator

@@ -205,7 +205,9 @@ class OuterAverager(Averager):
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: those of every averager, of the exchanges, and residual norms."""
         here = {"period": self.engine.period, "drift": self.engine.drift}
-        return {**reducer_stats(self.reducer, self.steps), **here, **super().stats()}
+        # applied to vectors, as in a simulation, it has no steps of its own
+        own = {} if self._binding is None else super().stats()
+        return {**reducer_stats(self.reducer, self.steps), **here, **own}
 
     def _count(self, comm: Communicator) -> None:
         """Count the exchanges that this step has ended; with a delay they began ``delay`` steps ago."""

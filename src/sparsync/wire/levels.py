@@ -102,6 +102,7 @@ class LloydMax(Codec[DenseVector]):
 
     def written(self, values: Tensor) -> Tensor:
         """Return the message of ``values``, without decoding it."""
+        self.start(DenseVector(values))  # refuses what is no vector
         payload = self.blank(values.numel(), values)
         self.write_(payload, 0, values)
         return payload

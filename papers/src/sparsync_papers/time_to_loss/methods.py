@@ -256,7 +256,11 @@ def plan_loss(
         ratio = steps_ratio(method.recipe, optimizer, world_size, steps)
         before = method.start * (dense - seconds)
         until = Ratio(
-            *(before + steps * seconds * more for more in (ratio.mean, ratio.low, ratio.high))
+            *(
+                # a head start may be longer than a very short training
+                max(before + steps * seconds * more, 0.0)
+                for more in (ratio.mean, ratio.low, ratio.high)
+            )
         )
         period = method.recipe.period
         found.append(Outlook(name, method.way, period, use, ratio, seconds, nbytes, until))

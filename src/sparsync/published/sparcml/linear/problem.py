@@ -225,6 +225,10 @@ class AdaptiveWeights(Weights):
         self._steps, self._lr = 0, 0.0
         self._seen = np.zeros(size if self.l1 or self.l2 else 0, np.int64)  # steps taken
 
+    def measure_by(self, length: float) -> None:
+        """Take ``length`` as the length of a row, from the next step on."""
+        self.length = length
+
     def at(self, indices: Integers | slice) -> Floats:
         """Return the weights of these indices, `[len(indices)]`."""
         values: Floats = self._values[indices]

@@ -341,7 +341,8 @@ class Sgd(Solver):
         mean = total / max(rows, 1)
         bound = (problem.loss.curvature or 1.0) * (mean + problem.intercept) + problem.l2
         if isinstance(weights, AdaptiveWeights):
-            weights.length, bound = math.sqrt(mean) or 1.0, 1.0
+            weights.measure_by(math.sqrt(mean) or 1.0)
+            bound = 1.0
         self.lr = self.lr or (1 / bound if bound else 1.0)
 
     async def epoch(self, epoch: int, advance: Callable[[int], None] = lambda steps: None) -> None:

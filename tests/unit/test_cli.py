@@ -67,7 +67,7 @@ BAD_INPUT = {
         (["--algorithm", "wagma:tau=8"], "wagma has no option tau (did you mean sync_period?)"),
         (["--period", "2"], "period is 2, but none of budgeted has it"),
         (["--algorithm", "local", "--period", "0"], "period is 0; give at least 1"),
-        (["--algorithm", "sgp:neighbours=0"], "0 neighbours per step; give at least 1"),
+        (["--algorithm", "sgp:neighbours=0"], "neighbours is 0; give a whole number, at least 1"),
         (["--algorithm", "quantised:bits=7"], "7"),
         (["--algorithm", "fp16:bits=7"], "fp16 has no option bits; it has none"),
         (["--elastic", "--algorithm", "D-PSGD"], "dpsgd averages models"),

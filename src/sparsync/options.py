@@ -23,7 +23,6 @@ from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.step import Consensus, Proposal
 from sparsync.gradients.sentinel import Sentinel
 from sparsync.monitoring import sink_of
-from sparsync.presets import PRESETS
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import run
@@ -241,6 +240,8 @@ class Options:
         if share <= 0.5:
             return
         part = sum(unit.size for unit in units if unit.dense) / sum(unit.size for unit in units)
+        from sparsync.presets import PRESETS  # ``import sparsync`` brings no table of algorithms
+
         own = PRESETS.get(self.algorithm.name)
         option = "compress_thd=, or " if own and "compress_thd" in own.options else ""
         tell(

@@ -91,8 +91,8 @@ class SparseVector:
             >>> SparseVector.merge([a, b]).to_dense().tolist()
             [5.0, 0.0, 2.0]
         """
-        # in rank order, whatever arrived first: float addition is not associative, and all ranks need
-        # equal bits
+        # in the order given, whatever arrived first: float addition is not associative, and a sum needs
+        # the same bits on every run
         if len(parts) == 1 and within is None:
             return parts[0]
         streams, size = [(p.indices, p.values) for p in parts], parts[0].size

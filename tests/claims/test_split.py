@@ -3,13 +3,15 @@
 from itertools import pairwise
 
 import pytest
+import torch
 
 from sparsync.cli.bench.inputs import Draw, gradient
 from sparsync.published.oktopk import allreduce as forms
 from sparsync.published.oktopk import oktopk
-from sparsync.published.oktopk.regions import schedule, split_reduce
+from sparsync.published.oktopk.regions import Writer, schedule, split_reduce
 from sparsync.selection import Exact
-from sparsync.sparse import even_boundaries
+from sparsync.sparse import SparseVector, even_boundaries
+from sparsync.testing.cases import within
 from sparsync.transports.sim import Links, simulate
 from sparsync.wire import Coo
 
@@ -70,63 +72,108 @@ def test_rotated_destinations_are_distinct_in_every_turn(world_size):
         ]
 
 
-def split_times(world_size, *, window, rotate, gamma=0.0):
-    """When each rank has its region reduced, and how many bytes it reduced."""
+def splits(world_size, kind="uniform", *, buckets, rotate=True, gamma=0.0):
+    """Every rank's entries, its region as reduced, and the time at which it was."""
     k, size = k_for(world_size), 32 * k_for(world_size)
     boundaries = even_boundaries(size, world_size)
     selected = [
-        Exact().select(gradient("uniform", Draw(size, world_size, rank, 0, 0)), k, 0)
+        Exact().select(gradient(kind, Draw(size, world_size, rank, 0, 0)), k, 0)
         for rank in range(world_size)
     ]
 
     async def program(comm):
-        await split_reduce(
-            comm, selected[comm.rank], boundaries, Coo(), most=k, window=window, rotate=rotate
+        mine = selected[comm.rank]
+        writer = Writer(Coo(), comm, mine)
+        share = await split_reduce(
+            comm, mine, boundaries, writer, most=k, buckets=buckets, rotate=rotate
         )
-        return comm.now
+        return share.region, comm.now
 
     links = Links(alpha=50e-6, beta=8e-9, gamma=gamma)
-    return simulate(program, world_size, links=links).results
+    regions, times = zip(*simulate(program, world_size, links=links).results, strict=True)
+    pieces = [mine.split(boundaries) for mine in selected]
+    return pieces, regions, times
 
 
-@pytest.mark.parametrize("window", [1, 4])
-def test_rotation_removes_endpoint_hotspot(window):
+def split_times(world_size, kind="uniform", **options):
+    return splits(world_size, kind, **options)[2]
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 99])
+def test_rotation_removes_endpoint_hotspot(buckets):
     """ "All workers send data to worker i at step i, which may lead to endpoint congestion."
 
-    Single-ported ranks, 50 us and 1 Gbit/s, uniform input: 1.7 to 2.4 times faster rotated; more
-    with more ranks.
+    Single-ported ranks, 50 us and 1 Gbit/s, uniform input: faster rotated, and more so with more ranks.
+    With as many buckets as messages, of which two are in flight, 2.2 times on 32 ranks.
     """
     gains = []
     for world_size in (8, 16, 32):
-        rotated = max(split_times(world_size, window=window, rotate=True))
-        congested = max(split_times(world_size, window=window, rotate=False))
+        rotated = max(split_times(world_size, buckets=buckets, rotate=True))
+        congested = max(split_times(world_size, buckets=buckets, rotate=False))
         gains.append(congested / rotated)
-    assert gains[0] > 1.6
+    assert gains[0] > 1.5
     assert all(after > before for before, after in pairwise(gains))
     assert gains[-1] < 3
 
 
-def test_windows_overlap_reduction_with_communication():
+@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_regions_are_folded_in_the_order_of_the_turns(world_size, rotate):
+    """Own share, then those of r - 1, r - 2, ...; unrotated those of 0, 1, 2, ...: bit for bit.
+
+    It is the sum in rank order up to rounding, and does not depend on the number of buckets.
+    """
+    for kind in ("uniform", "overlapping"):
+        runs = [
+            splits(world_size, kind, buckets=buckets, rotate=rotate, gamma=2e-9)
+            for buckets in (1, 2, 3, 99)
+        ]
+        for rank, region in enumerate(runs[0][1]):
+            shares = [pieces[rank] for pieces in runs[0][0]]
+            turns = [source for _, source in schedule(rank, world_size, rotate=rotate)]
+            expected = SparseVector.merge([shares[source] for source in (rank, *turns)])
+            same_bits(region, expected)
+            for _, others, _ in runs[1:]:
+                same_bits(others[rank], expected)
+            in_rank_order = SparseVector.merge(shares).to_dense()
+            scale = torch.stack([share.to_dense() for share in shares]).abs().sum(0)
+            assert within(expected.to_dense() - in_rank_order, scale, world_size)
+
+
+def same_bits(one, other):
+    assert torch.equal(one.indices, other.indices)
+    assert torch.equal(one.values.view(torch.int32), other.values.view(torch.int32))
+
+
+COSTLY = 2e-9  # seconds per byte reduced: six times the C++ kernel's
+
+
+@pytest.mark.parametrize("kind", ["uniform", "overlapping"])
+@pytest.mark.parametrize("world_size", [16, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gamma", [0.0, 0.3e-9, COSTLY])
+def test_two_buckets_are_never_slower_than_none(gamma, world_size, kind):
+    without = max(split_times(world_size, kind, buckets=1, gamma=gamma))
+    bucketed = max(split_times(world_size, kind, buckets=2, gamma=gamma))
+    assert bucketed <= without * (1 + 1e-9)
+    if gamma == COSTLY and kind == "overlapping":
+        assert bucketed < 0.95 * without
+
+
+def test_buckets_overlap_reduction_with_communication():
     """ "Communications in the current bucket can be overlapped with the local reduction of the previous."
 
-    gamma = 2 ns per byte reduced.  Sums are left folds in rank order, whatever arrives first: rank r
-    has ranks 0 to r folded by the time that the rest arrives, so it hides up to (r + 1) / P of its
-    work and the last rank nothing.  With one window of everything nobody hides any but the own share.
+    The same on all ranks: the shares of a rank's first bucket are the first in its fold.  Where supports
+    overlap, the sum of a bucket has few entries, and reading it once more costs little.
     """
-    world_size, gamma = 16, 2e-9
+    world_size = 16
 
-    def exposed(window):
+    def exposed(buckets):
         """Seconds that the reduction adds to each rank's time."""
-        still = split_times(world_size, window=window, rotate=True)
-        working = split_times(world_size, window=window, rotate=True, gamma=gamma)
+        still = split_times(world_size, "overlapping", buckets=buckets)
+        working = split_times(world_size, "overlapping", buckets=buckets, gamma=COSTLY)
         return [b - a for a, b in zip(still, working, strict=True)]
 
-    everything = exposed(window=None)
-    windows = exposed(window=4)
-    hidden = [1 - w / e for w, e in zip(windows[1:], everything[1:], strict=True)]
-    assert sum(hidden) / len(hidden) > 0.3
-    assert max(hidden) > 0.75
-    assert hidden[-1] == pytest.approx(0, abs=0.02)
-    assert [round(h, 1) for h in hidden[:11]] == pytest.approx(
-        [(r + 1) / world_size for r in range(1, 12)], abs=0.1
-    )
+    everything, bucketed = exposed(buckets=1), exposed(buckets=2)
+    hidden = [1 - w / e for w, e in zip(bucketed, everything, strict=True)]
+    assert min(hidden) > 0.15
+    assert max(hidden) < 0.35

@@ -89,8 +89,8 @@ COLLECTIVES = {
     "oktopk, as published": partial(OkTopk, **PUBLISHED),
     "oktopk, allgathered threshold, cap": partial(OkTopk, global_threshold="allgather"),
     "oktopk, periods of 2": partial(OkTopk, repartition_period=2, threshold_period=2, **PUBLISHED),
-    "oktopk, no rotation, one at a time": partial(OkTopk, rotate=False, window=1),
-    "oktopk, all at once": partial(OkTopk, window=None),
+    "oktopk, no rotation, a bucket per message": partial(OkTopk, rotate=False, buckets=99),
+    "oktopk, one bucket": partial(OkTopk, buckets=1),
     "oktopk, even regions": partial(OkTopk, balanced_split=False),
     "oktopk, never balanced": partial(OkTopk, balance=False),
     "oktopk, always balanced": partial(OkTopk, balance_trigger=1.0),
@@ -116,7 +116,14 @@ ALGORITHMS = {
     "budgeted, int8": variant("budgeted", codec=Packed("int8")),
     "halving, int8": variant("halving", codec=Packed("int8")),
     "sparcml, error kept": variant("sparcml", keep_error=True),
-    "sparcml, reduced": variant("sparcml", quantize="reduced"),
+    **{
+        f"sparcml, reduced, {bits} bits, buckets of {block}": variant(
+            "sparcml", quantize="reduced", bits=bits, quantization_block=block
+        )
+        for bits in (2, 4)
+        for block in (512, 1024)
+    },
+    "sparcml, reduced, error kept": variant("sparcml", quantize="reduced", keep_error=True),
     "sparcml, not quantised": variant("sparcml", bits=None),
     "redsync, search": variant("redsync", thsd2=0),
     "redsync-quantized, as published": variant(
@@ -127,6 +134,11 @@ ALGORITHMS = {
     "oktopk, allgathered threshold, cap": variant(
         "oktopk", global_threshold="allgather", balanced_split=False, threshold_period=2
     ),
+    "oktopk, bf16": variant("oktopk", codec=Packed()),
+    "oktopk, int8": variant("oktopk", codec=Packed("int8")),
+    "oktopk, qsgd": variant("oktopk", codec=SparseQsgd(4, scale="max"), keep_error=False),
+    "oktopk, qsgd, 2 bits, shrunk": variant("oktopk", codec=SparseQsgd(2, shrink=True)),
+    "oktopk-paper, int8": variant("oktopk-paper", codec=Packed("int8")),
     "oktopk, exact selection": Algorithm("oktopk-exact", Exact, OkTopk),
 }
 
@@ -165,6 +177,16 @@ ROUNDING_COLLECTIVES = {
     "quantised, 3 bits, blocks of 7": partial(Quantised, 3, 7),
     "quantised, 8 bits, blocks of 8": partial(Quantised, 8, 8),
     "quantised, 16 bits": partial(Quantised, 16, 64),
+    "oktopk, bf16": partial(OkTopk, Packed()),
+    "oktopk, int8": partial(OkTopk, Packed("int8")),
+    "oktopk, int8, error lost": partial(OkTopk, Packed("int8"), keep_error=False),
+    "oktopk, int8, always balanced": partial(OkTopk, Packed("int8"), balance_trigger=1.0),
+    "oktopk, int8, as published": partial(OkTopk, Packed("int8"), **PUBLISHED),
+    "oktopk, qsgd": partial(OkTopk, SparseQsgd(4, scale="max"), keep_error=False),
+    "oktopk, qsgd, always balanced": partial(
+        OkTopk, SparseQsgd(4), keep_error=False, balance_trigger=1.0
+    ),
+    "oktopk, qsgd, shrunk": partial(OkTopk, SparseQsgd(2, shrink=True)),
     "gtopk, qsgd": partial(GTopk, SparseQsgd(4, shrink=True)),
     "recursive-doubling, bf16": partial(RecursiveDoubling, StreamCodec(Packed())),
     "split-allgather, bf16": partial(split_allgather, StreamCodec(Packed())),
@@ -172,6 +194,12 @@ ROUNDING_COLLECTIVES = {
     "dynamic, qsgd": partial(Dynamic, StreamCodec(dense=Qsgd(8)), always_dense=True),
     "ring, bf16": partial(Ring, StreamCodec(Packed())),
     "dynamic, local qsgd": partial(Dynamic, cap=None, local=SparseQsgd(4), keep_error=False),
+    "dynamic, qsgd, error lost": partial(
+        Dynamic, StreamCodec(dense=Qsgd(2)), always_dense=True, keep_error=False
+    ),
+    "dynamic, local and reduced qsgd": partial(
+        Dynamic, StreamCodec(dense=Qsgd(4)), local=SparseQsgd(4), cap=None, keep_error=False
+    ),
 }
 
 ROWS = {

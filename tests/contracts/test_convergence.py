@@ -13,7 +13,12 @@ from .table import ALGORITHMS
 # As published, thresholds are reused for 32 steps because statistics change slowly.  In this toy they
 # do not (it converges within a few periods), and the stale thresholds let residuals pile up.
 PRESETS = {name: row for name, row in ALGORITHMS.items() if "," not in name}
-ROWS = {**PRESETS, "oktopk-paper": oktopk_paper(threshold_period=4)}
+QUANTISED = ("oktopk, int8", "oktopk, qsgd", "sparcml, reduced, 4 bits, buckets of 1024")
+ROWS = {
+    **PRESETS,
+    **{name: ALGORITHMS[name] for name in QUANTISED},
+    "oktopk-paper": oktopk_paper(threshold_period=4),
+}
 
 FIRST = ("oktopk", "budgeted")  # the others are slow tests
 

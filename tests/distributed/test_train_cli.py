@@ -24,7 +24,7 @@ SMALL = ("--layers", "1", "--width", "64")
 
 def test_algorithms_are_compared(tmp_path):
     pytest.importorskip("matplotlib")
-    label = "oktopk:threshold_period=2,window=none"
+    label = "oktopk:threshold_period=2,buckets=1"
     options = ["--algorithm", f"dense,{label},updates", "--ranks", "2", "--steps", "3"]
     options += ["--optimizer", "adamw"]
     files = ["--json", f"{tmp_path}/new/t.json", "--plot", f"{tmp_path}/new/loss.png"]

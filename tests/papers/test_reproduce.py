@@ -158,6 +158,15 @@ def test_names_or_all_are_needed(arguments):
         command(**arguments)
 
 
+def test_steps_are_for_trainings_that_take_them():
+    assert Settings(quick=True, steps=7).steps_or(256, 4) == 7
+    assert (Settings().steps_or(256, 4), Settings(quick=True).steps_or(256, 4)) == (256, 4)
+    with pytest.raises(
+        ConfigurationError, match="for oktopk-fig6, oktopk-fig5, not for sparcml-fig7"
+    ):
+        command(names=["oktopk-fig6", "sparcml-fig7"], steps=5)
+
+
 def test_settings_choose_and_count():
     counted = []
     settings = Settings(quick=True, advance=counted.append)

@@ -211,8 +211,8 @@ def test_options_of_exchanges_are_those_that_solvers_leave_open(name):
 
 
 def test_options_reach_what_they_are_options_of():
-    collective = algorithm_of("Ok-Topk:threshold_period=7,cap=2,window=none").make_collective()
-    assert (collective.threshold_period, collective.cap, collective.window) == (7, 2.0, None)
+    collective = algorithm_of("Ok-Topk:threshold_period=7,cap=none,buckets=3").make_collective()
+    assert (collective.threshold_period, collective.cap, collective.buckets) == (7, None, 3)
     assert algorithm_of("budgeted:codec=packed-fp32").make_collective().codec.values == "fp32"
     outer = attached_as("DiLoCo:period=100,nesterov=false,momentum=none")
     assert isinstance(outer, OuterStep)

@@ -18,16 +18,16 @@ def test_oktopk_paper_is_as_published():
     collective = resolve("oktopk-paper").make_collective()
     assert (collective.boundaries, collective.global_threshold) == ("average", "allgather")
     assert (collective.repartition_period, collective.threshold_period) == (64, 32)
-    assert (collective.window, collective.balance_trigger, collective.cap) == (4, 4.0, None)
+    assert (collective.buckets, collective.balance_trigger, collective.cap) == (2, 4.0, None)
     assert resolve("oktopk-paper").make_selector().cap is None
 
 
 def test_options_reach_selector_and_collective():
-    algorithm = resolve("oktopk", threshold_period=7, cap=2.0, window=None, rotate=False)
+    algorithm = resolve("oktopk", threshold_period=7, cap=2.0, buckets=1, rotate=False)
     selector, collective = algorithm.make_selector(), algorithm.make_collective()
     assert (selector.threshold_period, collective.threshold_period) == (7, 7)
     assert (selector.cap, collective.cap) == (2.0, 2.0)
-    assert (collective.window, collective.rotate) == (None, False)
+    assert (collective.buckets, collective.rotate) == (1, False)
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
@@ -40,7 +40,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
     ("name", "options", "says"),
     [
         ("dense", {"cap": 1.0}, "dense has no option cap; it has none"),
-        ("allgather", {"window": 1}, "allgather has no option window; it has cap, codec"),
+        ("allgather", {"buckets": 1}, "allgather has no option buckets; it has cap, codec"),
         (
             "oktopk",
             {"treshold_period": 9},
@@ -51,7 +51,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
             {"tau": 9},
             r"tau \(did you mean repartition_period\?\)",
         ),  # as the paper calls it
-        ("oktopk", {"window": 0}, "window is 0; give at least 1"),
+        ("oktopk", {"buckets": 0}, "buckets is 0; give at least 1"),
         ("oktopk", {"threshold_period": 0}, "threshold_period is 0"),
         ("oktopk", {"repartition_period": 0}, "repartition_period is 0"),
         ("oktopk", {"cap": -1.0}, "cap is -1.0"),

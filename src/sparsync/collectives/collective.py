@@ -55,7 +55,7 @@ class Collective(Stateful):
         result: the kind of total, which decides the lower bound that the cost is compared with.
         by_runs: whether it reads a dense vector by ``DenseVector.run`` alone, never as a whole.
         order: of the float additions.  "rank": the total is, bit for bit, the left fold in rank order
-            of the delivered vectors; "tree": another order, fixed by the number of ranks.
+            of the delivered vectors; "tree": another order, the same on every run.
     """
 
     result: Result = "sum"

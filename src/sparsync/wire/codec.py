@@ -165,6 +165,11 @@ class Codec(ABC, Generic[V]):
         """Tell whether values of ``dtype`` arrive as they are."""
         return self.exact
 
+    @property
+    def contractive(self) -> bool:
+        """``E |x - Q(x)|^2 < |x|^2`` for every x that is not zero, as error feedback needs."""
+        return True
+
     # ---- sizes ----
 
     def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:

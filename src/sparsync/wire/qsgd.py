@@ -68,7 +68,7 @@ class _Quantised(Codec[V]):
 
     @property
     def contractive(self) -> bool:
-        """``E |x - Q(x)|^2 < |x|^2`` for every x that is not zero, as error feedback needs."""
+        """Whether ``omega`` of a whole block is below 1, or ``shrink`` makes the error that small."""
         return self.shrink or self.omega(self.block) < 1
 
     def omega(self, length: int) -> float:

@@ -44,6 +44,7 @@ class Settings:
 
     seed: int = 0  # of models, data and inputs
     quick: bool = False  # scaled down until it takes seconds: a test of the code, not of the paper
+    steps: int | None = None  # of every training; None: the artifact's own number
     # called after every piece of work with the number of all pieces
     advance: Callable[[int | None], None] = _nothing
 
@@ -55,6 +56,10 @@ class Settings:
             (4,)
         """
         return quick if self.quick else whole
+
+    def steps_or(self, whole: int, quick: int) -> int:
+        """Return the number of steps that was asked for, or else what ``pick`` returns."""
+        return self.steps or self.pick(whole, quick)
 
     def track(self, pieces: Iterable[T]) -> Iterator[T]:
         """Yield the pieces and report progress after each."""
@@ -124,6 +129,7 @@ class Artifact:
     minutes: float  # that a run takes on two cores, about
     run: Run  # runs it
     own_progress: bool = False  # the code that it runs shows progress of its own
+    trains: bool = False  # for as many steps as ``Settings.steps`` says
 
     @property
     def paper(self) -> str:
@@ -132,7 +138,12 @@ class Artifact:
 
 
 def artifact(
-    name: str, conclusion: str, *, minutes: float, own_progress: bool = False
+    name: str,
+    conclusion: str,
+    *,
+    minutes: float,
+    own_progress: bool = False,
+    trains: bool = False,
 ) -> Callable[[Run], Artifact]:
     """Make an artifact of the function that runs it, whose docstring is the title.
 
@@ -148,7 +159,8 @@ def artifact(
 
     def make(run: Run) -> Artifact:
         title = (run.__doc__ or "").removesuffix(".")
-        return Artifact(name, title[:1].lower() + title[1:], conclusion, minutes, run, own_progress)
+        title = title[:1].lower() + title[1:]
+        return Artifact(name, title, conclusion, minutes, run, own_progress, trains)
 
     return make
 

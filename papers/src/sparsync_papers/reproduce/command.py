@@ -28,6 +28,9 @@ _Quick = Annotated[
     bool, typer.Option("--quick", help="Scaled down to seconds: tries the code, not the paper.")
 ]
 _Seed = Annotated[Seed, typer.Option(help="Of models, data and inputs.")]
+_Steps = Annotated[
+    int | None, typer.Option(min=1, help="Of every training, in place of the artifact's number.")
+]
 
 
 def command(
@@ -37,6 +40,7 @@ def command(
     out: _Out = None,
     quick: _Quick = False,
     seed: _Seed = 0,
+    steps: _Steps = None,
 ) -> None:
     """Reproduce tables and figures of the papers: their figures, this run's, and what differs.
 
@@ -49,6 +53,12 @@ def command(
     if bool(names) == all_:
         raise ConfigurationError("give names or --all, one of both; --list shows the names")
     wanted = list(ARTIFACTS) if all_ else [find(name) for name in names or ()]
+    fixed = [artifact.name for artifact in wanted if steps is not None and not artifact.trains]
+    if fixed:
+        takers = ", ".join(artifact.name for artifact in ARTIFACTS if artifact.trains)
+        raise ConfigurationError(
+            f"--steps is for {takers}, not for {', '.join(fixed)}; leave it out there"
+        )
     if out is not None:
         make_folder(out, "--out")
 
@@ -60,7 +70,9 @@ def command(
         for path in write_files(finished, out) if out is not None else ():
             tell(path)
 
-    finished = reproduce(wanted, seed=seed, quick=quick, draw=out is not None, after=show)
+    finished = reproduce(
+        wanted, seed=seed, quick=quick, steps=steps, draw=out is not None, after=show
+    )
     if all_ and out is not None:
         path = out / "index.md"
         path.write_text(page(finished, UNAVAILABLE), encoding="utf-8")
@@ -76,6 +88,7 @@ def reproduce(
     *,
     seed: int = 0,
     quick: bool = False,
+    steps: int | None = None,
     draw: bool = False,
     after: Callable[[Finished], None] = lambda finished: None,
 ) -> list[Finished]:
@@ -84,7 +97,7 @@ def reproduce(
     torch.set_num_threads(1)  # virtual ranks take turns
     try:
         for artifact in artifacts:
-            done.append(_run(artifact, seed, quick=quick, draw=draw))
+            done.append(_run(artifact, seed, quick=quick, steps=steps, draw=draw))
             after(done[-1])
     finally:
         torch.set_num_threads(threads)
@@ -108,12 +121,12 @@ def find(name: str, artifacts: tuple[Artifact, ...] = ARTIFACTS) -> Artifact:
     raise ConfigurationError(f"unknown artifact {name!r}{near}; --list shows the names")
 
 
-def _run(artifact: Artifact, seed: int, *, quick: bool, draw: bool) -> Finished:
+def _run(artifact: Artifact, seed: int, *, quick: bool, steps: int | None, draw: bool) -> Finished:
     started = time.perf_counter()
     outcome, error, picture = None, "", None
     with progress(shown=not artifact.own_progress) as row, row(artifact.name) as bar:
         try:
-            outcome = artifact.run(Settings(seed, quick, bar))
+            outcome = artifact.run(Settings(seed, quick, steps, bar))
             picture = png(outcome.panels) if draw and outcome.panels else None
         except Exception as failure:  # whatever it is, the others are run
             outcome, error = None, f"{type(failure).__name__}: {failure}".splitlines()[0]

@@ -8,7 +8,7 @@ import torch
 
 from sparsync import kernels
 from sparsync.published.oktopk.allreduce import averaged_cuts_cost
-from sparsync.published.oktopk.regions import balance_and_allgatherv, split_reduce
+from sparsync.published.oktopk.regions import Writer, balance_and_allgatherv, split_reduce
 from sparsync.sparse import SparseVector, Vector, even_boundaries
 from sparsync.transports.sim import Links, SimCommunicator, Simulation, simulate
 from sparsync.wire import Coo
@@ -36,7 +36,8 @@ def _split_seconds(selected: Sequence[SparseVector], boundaries: Sequence[int]) 
 
     async def program(comm: SimCommunicator) -> None:
         mine = selected[comm.rank]
-        await split_reduce(comm, mine, boundaries, Coo(), most=most, window=4, rotate=True)
+        writer = Writer(Coo(), comm, mine)
+        await split_reduce(comm, mine, boundaries, writer, most=most, buckets=2, rotate=True)
 
     slower = Links(ARIES.alpha, ARIES.beta * _BERT_OVER_THIS)
     return simulate(program, len(selected), links=slower).seconds
@@ -63,7 +64,7 @@ def gathered(
         if balance:
             boundaries = [width * rank for rank in range(comm.world_size + 1)]
             return await balance_and_allgatherv(
-                comm, kept, counts, boundaries, Coo(), balance_trigger=_TRIGGER
+                comm, kept, counts, boundaries, Writer(Coo(), comm, kept), balance_trigger=_TRIGGER
             )
         lengths = [Coo().nbytes(count, width) for count in counts]
         payload = Coo().encode(kept).payload

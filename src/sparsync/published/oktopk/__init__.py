@@ -27,7 +27,7 @@ line 8: split_and_reduce                      ``regions.split_reduce``, phase "s
 the worker in charge of a region              the region's owner: rank i of region i
 naive reduce (Figure 7a)                      ``balanced_split=False``
 destination rotation (Figure 2b)              ``rotate=``, ``regions.schedule``
-bucketing (3.1.1)                             ``window=``: messages in flight in each direction
+bucketing (3.1.1)                             ``buckets=``: 2
 lines 9-12: global_th, all_reduced_topk       ``global_threshold="allgather"``
 line 13: balance_and_allgatherv               ``regions.balance_and_allgatherv``
 data balancing (3.1.2)                        ``balance=``, ``regions.balance_plan``
@@ -42,6 +42,7 @@ xi, Assumption 1                              ``Monitoring(xi_period=)``, ``spar
                                               of recorded vectors ``assumption_1.xi``
 Theorem 4.1                                   ``sparsync.published.sparcml.sgd_bounds.theorem_c_4``
 fill-in (section 5.2)                         ``benchmarks/fill_in.md``; presets "allgather", "topkdsa"
+quantization, "orthogonal" (section 2)        ``codec=``, a wire format that rounds; ``keep_error=``
 COO format                                    ``sparsync.wire.Coo``
 alpha, beta (per word)                        ``sparsync.cost.machine.Machine``: beta is per byte
 Equations 1, 2 and 3                          ``split_cost``, ``gather_cost``, ``equation_3`` in
@@ -66,6 +67,19 @@ As published, with BERT's period::
     algorithm = sparsync.presets.resolve("oktopk-paper", threshold_period=128)
     sync = sparsync.attach(ddp_model, optimizer, algorithm, density=0.01)
 
+With quantised values, in 0.4 (bfloat16) to 0.2 (QSGD, 2 bits) of the bytes of coo.  QSGD is unbiased as
+in SparCML, with an error that is lost and reported (``stats()["lost_norm"]``)::
+
+    from sparsync.wire import Packed, SparseQsgd
+
+    for options in (
+        {"codec": Packed("bf16")},
+        {"codec": Packed("int8")},
+        {"codec": SparseQsgd(4, scale="max"), "keep_error": False},
+        {"codec": SparseQsgd(2, shrink=True)},  # the error is kept, and the values shrunk for it
+    ):
+        quantised = sparsync.presets.resolve("oktopk", **options)
+
 One vector, without a model::
 
     reduced = sparsync.allreduce(torch.randn(10_000), sparsync.connect(), k=100, algorithm="oktopk")
@@ -85,14 +99,21 @@ Differs from the paper
   a circulant graph, with as many rounds and words.
 * **The residual holds gradients**, not gradients times the learning rate (Algorithm 2, line 4): a hook
   of DDP sees gradients, and so the residual keeps its meaning when the rate changes.
-* **Sums are left folds in rank order**, whatever arrives first, so that all ranks and all transports
-  have the same bits.
+* **Sums are left folds in the order of the turns**: a region's owner r adds the shares of r - 1, r - 2,
+  ... to its own, whatever arrives first.  So all ranks, runs and transports have the same bits.
+* **The next bucket leaves before the present one has arrived**, so that buckets cost no latency; and a
+  bucket is reduced early only where the owner would wait otherwise, since every reduction reads the sum
+  so far once more.
 * **An allgatherv of uneven counts runs on a ring**, which sends nothing twice; dissemination would send
   a large block up to log P times.
 * **An overfull rank hands over all of its entries** when balancing, and gets none back: it knows them
   already.
 * **Indices are relative to their region**, so that 32 bits suffice for any n; a message has a header of
   8 bytes.
+* **Values may be rounded** (``codec=``): entries on the way to a region's owner, its sums on the way to
+  all, and sums that were handed over when balancing once more.  The rank that rounds keeps the error.
+  It must be smaller than the vector: that of QSGD is not, and is lost with ``keep_error=False``, or
+  shrunk.  Thresholds are found from exact sums.
 
 "oktopk" alone:
 
@@ -127,6 +148,7 @@ Figures
 
 * ``docs/results.md``: times on real links, against dense and this project's "budgeted".
 * ``benchmarks/oktopk_volume.md``: words per k over P and inputs.
+* ``benchmarks/ablations.md``: rotation, bucketing and both kinds of balancing, each without the others.
 * ``benchmarks/threshold-period.md``: how long a threshold is good for.
 * ``benchmarks/xi.md``: xi over values and densities.
 * ``benchmarks/convergence-sgd.md``: loss at equal steps.

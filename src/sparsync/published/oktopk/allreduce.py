@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.collectives.collective import Collective, Reduced, capped, check_cap, most_entries
+from sparsync.collectives.collective import (
+    Collective,
+    Reduced,
+    capped,
+    check_cap,
+    less,
+    most_entries,
+)
 from sparsync.collectives.costs import (
     COUNT_BYTES,
     ENTRY_BYTES,
@@ -73,7 +80,10 @@ class OkTopk(Collective):
     delivered = selected entries whose index is in the total (14).
 
     Args:
-        codec: wire format; must be exact (default: coo).
+        codec: wire format (default: coo).  Of one that rounds, entries are rounded on their way to a
+            region's owner, and the owner's sums on their way to all.
+        keep_error: the rank that rounds keeps the error, of a contractive codec; False: it is lost, and
+            reported.
         repartition_period: tau in steps (paper: 64).
         repartition_trigger: cut again on the next step when a region held more than this multiple of
             the mean (1.5 keeps the words received in phase 2 below 3k); None: never early,
@@ -84,8 +94,8 @@ class OkTopk(Collective):
         global_threshold: "histogram" (exactly k, every step) or "allgather" (as published: exact
             every ``threshold_period`` steps at up to 2 min(kP, n) words, reused in between).
         cap: at most ``cap * k`` entries are taken, locally and globally; None: any number.
-        window: messages in flight per direction while splitting (the paper's buckets, section 3.1.1,
-            which names no number); None: all.
+        buckets: of messages while splitting; one is reduced while the next is in flight (section 3.1.1,
+            which names no number).  1: no bucketing.
         rotate: rotate destinations (Figure 2b).
         balanced_split: False cuts even regions (the "naive reduce" of Figure 7a).
         balance: False never balances before the allgatherv (Figure 7b).
@@ -115,18 +125,20 @@ class OkTopk(Collective):
     """
 
     result: Result = "top-k"
+    order = "tree"
 
     def __init__(
         self,
         codec: Codec[SparseVector] | None = None,
         *,
+        keep_error: bool = True,
         repartition_period: int = 64,
         repartition_trigger: float | None = 1.5,
         threshold_period: int = 32,
         boundaries: Literal["histogram", "average"] = "histogram",
         global_threshold: Literal["histogram", "allgather"] = "histogram",
         cap: float | None = 1.0,
-        window: int | None = 4,
+        buckets: int = 2,
         rotate: bool = True,
         balanced_split: bool = True,
         balance: bool = True,
@@ -142,18 +154,23 @@ class OkTopk(Collective):
             ("repartition_period", repartition_period),
             ("repartition_trigger", repartition_trigger),
             ("threshold_period", threshold_period),
-            ("window", window),
+            ("buckets", buckets),
             ("balance_trigger", balance_trigger),
         ):
             fits = number is None or number >= 1
             require(fits, f"OkTopk: {name} is {number}; give at least 1")
         check_cap(cap, "OkTopk")
         self.codec = codec or Coo()
-        require(self.codec.exact, "OkTopk: the codec rounds values; use an exact one, as coo")
+        require(
+            self.codec.contractive or not keep_error,
+            f"OkTopk: the error of {self.codec!r} may exceed the vector, and would explode if kept; give "
+            "keep_error=False, or a codec with shrink=True",
+        )
+        self.keep_error = keep_error
         self.repartition_period, self.threshold_period = repartition_period, threshold_period
         self.boundaries, self.global_threshold, self.cap = boundaries, global_threshold, cap
         self.repartition_trigger = repartition_trigger
-        self.window, self.rotate, self.balanced_split = window, rotate, balanced_split
+        self.buckets, self.rotate, self.balanced_split = buckets, rotate, balanced_split
         self.balance_trigger = balance_trigger if balance else None
         self.state = OkTopkState()
 
@@ -170,7 +187,8 @@ class OkTopk(Collective):
             3.62
         """
         k, world_size, share = round(job.k), job.world_size, job.share
-        cost = split_cost(job.k, world_size) + gather_cost(job.k, world_size)
+        message = self.codec.nbytes(round(job.k / world_size), -(-job.size // world_size))
+        cost = split_cost(job.k, world_size, message) + gather_cost(job.k, world_size, message)
         encoded, decoded = job.k, 2 * job.k * share + _PASSES * job.k
         if self.global_threshold == "histogram":
             cost += histogram_cost(k, world_size) + counts_cost(3, world_size)
@@ -201,13 +219,14 @@ class OkTopk(Collective):
         # 19 k (measured), and Equations 1 to 3 are about k.
         mine = capped(selected, k, self.cap)
         boundaries = await self._agree_on_boundaries(comm, mine, k, step)
+        writer = regions.Writer(self.codec, comm, mine, step)
         share = await regions.split_reduce(
             comm,
             mine,
             boundaries,
-            self.codec,
+            writer,
             most=most_entries(k, self.cap, mine.size),
-            window=self.window,
+            buckets=self.buckets,
             rotate=self.rotate,
         )
         if self.global_threshold == "histogram":
@@ -221,7 +240,7 @@ class OkTopk(Collective):
             share.region.top(kept.counts[comm.rank]),
             kept.counts,
             boundaries,
-            self.codec,
+            writer,
             balance_trigger=self.balance_trigger,
         )
         # The paper cuts every 64 steps, as supports change slowly.  When they jump, one owner may receive
@@ -230,7 +249,13 @@ class OkTopk(Collective):
         crowded = trigger is not None and regions.is_crowded(kept.loads, trigger)
         self.state = OkTopkState(None if crowded else tuple(boundaries), kept.threshold_key)
         # line 14: the intersection of local and global indices; the rest stays in the residual
-        return Reduced(total, mine.restrict(total.indices))
+        delivered = mine.restrict(total.indices)
+        if not writer.errors:
+            return Reduced(total, delivered)
+        error = SparseVector.merge(writer.errors, within=total.indices)
+        if self.keep_error:
+            return Reduced(total, less(delivered, [error]))
+        return Reduced(total, delivered, error)
 
     async def _agree_on_boundaries(
         self, comm: Communicator, selected: SparseVector, k: int, step: int
@@ -331,13 +356,15 @@ class OkTopk(Collective):
 
         Up to 2 min(k P, n) words, which Equation 3 leaves out.
         """
-        encoded = self.codec.encode(region)
+        # rounded sums would tie, and many more than k would reach the k-th
+        codec = self.codec if self.codec.is_exact(region.values.dtype) else Coo()
+        encoded = codec.encode(region)
         length = torch.tensor([encoded.payload.numel()])
         lengths = [int(t) for t in await comm.allgather(length, "sizes")]
-        framing = MessageFraming(self.codec)
+        framing = MessageFraming(codec)
         messages = await comm.allgatherv(encoded.payload, lengths, "threshold", framing)
         everyone = [
-            self.codec.decode(message, stop - start).values.to(region.values.device)
+            codec.decode(message, stop - start).values.to(region.values.device)
             for message, (start, stop) in zip(messages, pairwise(boundaries), strict=True)
         ]
         values = torch.cat(everyone)
@@ -384,7 +411,7 @@ class _Kept(NamedTuple):
     loads: Sequence[int] = ()
 
 
-# ---- closed forms of the phases, entries in coo, and bounds of the whole (Equations 1 to 3) ---------
+# ---- closed forms of the phases, and bounds of the whole (Equations 1 to 3) -------------------------
 
 
 def bound_words(k: float, world_size: int, *, exchangeable: bool) -> float:
@@ -422,26 +449,30 @@ def equation_3(k: float, world_size: int) -> Cost:
     return Cost(2 * world_size + 2 * (world_size - 1).bit_length(), WORD_BYTES * words)
 
 
-def split_cost(k: float, world_size: int) -> Cost:
+def split_cost(k: float, world_size: int, message: float | None = None) -> Cost:
     """Split and reduce, Equation 1: ``(P - 1) alpha + 2 k (P - 1) / P beta``, and P - 1 headers.
 
-    Supposes regions that hold equally many of every rank's entries.
+    Supposes regions that hold equally many of every rank's entries.  ``message``: bytes of k / P entries;
+    None: as coo.
     """
-    peers = world_size - 1
-    nbytes = peers * (HEADER_BYTES + ENTRY_BYTES * k / world_size)
-    return Cost(peers, nbytes, together=max(peers - 1, 0))
+    peers, message = world_size - 1, _share_bytes(k, world_size) if message is None else message
+    return Cost(peers, peers * message, together=max(peers - 1, 0))
 
 
-def gather_cost(k: float, world_size: int) -> Cost:
+def gather_cost(k: float, world_size: int, message: float | None = None) -> Cost:
     """Balance and allgatherv, Equation 2: at most ``(P + 2 log P) alpha + 4 k (P - 1) / P beta``.
 
-    Here of even counts: an allgatherv of ``2 k (P - 1) / P`` words.
+    Here of even counts: an allgatherv of ``2 k (P - 1) / P`` words.  ``message``: as for ``split_cost``.
 
     Example:
         >>> gather_cost(1000, 8).words
         1764.0
     """
-    return allgatherv(HEADER_BYTES + ENTRY_BYTES * k / world_size, world_size)
+    return allgatherv(_share_bytes(k, world_size) if message is None else message, world_size)
+
+
+def _share_bytes(k: float, world_size: int) -> float:
+    return HEADER_BYTES + ENTRY_BYTES * k / world_size
 
 
 def histogram_cost(k: int, world_size: int) -> Cost:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from sparsync.collectives.collective import rounded_off
 from sparsync.sparse import SparseVector, even_boundaries
 from sparsync.transports.communicator import Communicator, rounds
 from sparsync.transports.driver import Operation
@@ -25,6 +26,7 @@ __all__ = [
     "REFINING_BINS",
     "Bracket",
     "Share",
+    "Writer",
     "balance_and_allgatherv",
     "balance_plan",
     "balanced_counts",
@@ -179,6 +181,57 @@ def _narrowed(
     return _find(position, base, edges[first : last + 1], ends[first : last + 1])
 
 
+# ---- messages ---------------------------------------------------------------------------------------
+
+
+@final
+class Writer:
+    """Writes this rank's messages of one call, and collects the errors of a codec that rounds.
+
+    Args:
+        codec: wire format.
+        comm: the group.
+        like: any vector of the size and dtype of the whole.
+        step: 0-based, for codecs that draw random numbers.
+
+    Attributes:
+        errors: given less decoded, of every message, as parts of the whole; none of an exact codec.
+    """
+
+    def __init__(
+        self, codec: Codec[SparseVector], comm: Communicator, like: SparseVector, step: int = 0
+    ) -> None:
+        self.codec, self.framing = codec, MessageFraming(codec)
+        self.exact = codec.is_exact(like.values.dtype)
+        self.errors: list[SparseVector] = []
+        self._size, self._step = like.size, step
+        self._source, self._ranks = comm.rank, comm.world_size
+
+    def write(self, region: SparseVector, start: int) -> Tensor:
+        """Return the message of a region that begins at ``start`` of the whole vector."""
+        if self.exact:
+            return self.codec.encode(region).payload
+        encoded = self.codec.seeded(self._source, self._step).encode(region)
+        # another source for the next message: QSGD is unbiased over draws that differ
+        self._source += self._ranks
+        error = rounded_off(region, encoded.decoded)
+        self.errors.append(error.embed(start, self._size))
+        return encoded.payload
+
+    def write_regions(
+        self, vector: SparseVector, boundaries: Sequence[int], own: int
+    ) -> tuple[list[Tensor], SparseVector]:
+        """Return a message per region, an empty one for ``own``, and its entries, not rounded."""
+        if self.exact:
+            return encode_regions(self.codec, vector, boundaries, own)
+        parts, none = vector.split(boundaries), torch.empty(0, dtype=torch.uint8)
+        messages = [
+            none if region == own else self.write(part, boundaries[region])
+            for region, part in enumerate(parts)
+        ]
+        return messages, parts[own]
+
+
 # ---- split and reduce -------------------------------------------------------------------------------
 
 
@@ -214,78 +267,68 @@ async def split_reduce(
     comm: Communicator,
     selected: SparseVector,
     boundaries: Sequence[int],
-    codec: Codec[SparseVector],
+    writer: Writer,
     *,
     most: int,
-    window: int | None,
+    buckets: int,
     rotate: bool,
 ) -> Share:
     """Send each region's entries to its owner; return the sum of this rank's region.
 
-    Sums are left folds in rank order whatever arrives first, the own share at its rank's place.  A
-    window is folded once all lower ranks' shares are there, while the next one is in flight.
+    Sums are left folds in the order of the turns, the own share first: rotated, rank r adds the shares
+    of r - 1, r - 2, ..., whatever arrives first.  A bucket of turns is reduced while the next one is in
+    flight (section 3.1.1); where that has arrived already, both are reduced at once.
 
     Args:
         comm: the group.
         selected: this rank's entries.
         boundaries: P + 1 ascending cuts of ``[0, size)``; rank r owns ``[b[r], b[r + 1])``.
-        codec: an exact wire format.
+        writer: of this rank's messages.
         most: the largest number of entries that any rank may have selected.
-        window: messages in flight in each direction; None for all at once.
+        buckets: into which the turns are divided, at most; 1: all shares are reduced at the end.
         rotate: as for ``schedule``.
 
-    Cost: P - 1 messages; at most 2 ``most`` words sent.
+    Cost: P - 1 messages; at most 2 ``most`` words sent; two buckets in flight.
     """
-    phase, framing = "split", MessageFraming(codec)
+    phase, codec, framing = "split", writer.codec, writer.framing
     with comm.stage("pack"):
-        payloads, mine = encode_regions(codec, selected, boundaries, comm.rank)
+        payloads, mine = writer.write_regions(selected, boundaries, comm.rank)
     capacity = codec.nbytes(min(most, mine.size), mine.size, mine.values.dtype)
-    folded = _Fold(codec, comm.rank, mine)
     turns = list(schedule(comm.rank, comm.world_size, rotate=rotate))
-    width = window or max(len(turns), 1)
-    for first in range(0, len(turns), width):
-        flight: list[tuple[int, Operation, Operation]] = []
-        # section 3.1.1: start a window (the paper's bucket), reduce the one before it meanwhile
+    width = max(-(-len(turns) // buckets), 1)
+
+    sending: list[Operation] = []
+
+    def start(first: int) -> list[Operation]:
+        receiving = []
         for dest, source in turns[first : first + width]:
-            receiving = comm.irecv(source, capacity, phase, framing)
-            flight.append((source, receiving, comm.isend(payloads[dest], dest, phase, framing)))
+            receiving.append(comm.irecv(source, capacity, phase, framing))
+            sending.append(comm.isend(payloads[dest], dest, phase, framing))
+        return receiving
+
+    # In the order of the turns, not of arrival: float addition is not associative, and the simulator,
+    # gloo and ZeroMQ have to agree bit for bit.  It is not the ranks' order either: rank P - 1 would wait
+    # for its last turn but one before it could add the share of rank 0.
+    region, load, flight, arrived = mine, mine.nnz, start(0), []
+    for first in range(0, len(turns), width):
+        # The next bucket leaves before this one has arrived.  The paper starts it after that, which costs
+        # the latency once per bucket: more than the overlap gains where messages are short.
+        ahead = start(first + width)
+        arrived += [await receiving for receiving in flight]
+        flight = ahead
+        # Reducing early reads the sum so far once more: that pays only while a rank would wait anyway.
+        if sum(receiving.poll(0.0) for receiving in flight) > len(flight) // 2:
+            continue
         with comm.stage("unpack"):
-            await comm.work(folded.proceed())  # shares of earlier windows
-        for source, receiving, sending in flight:
-            folded.arrived[source] = await receiving
-            await sending
-    with comm.stage("unpack"):
-        await comm.work(folded.proceed())
-    return Share(folded.vectors[0], folded.load)
-
-
-class _Fold:
-    """The left fold, in rank order, of the shares that have arrived."""
-
-    # Rank order, not arrival: float addition is not associative, and the simulator, gloo and ZeroMQ have
-    # to agree bit for bit.
-
-    def __init__(self, codec: Codec[SparseVector], rank: int, mine: SparseVector) -> None:
-        self.codec, self.mine = codec, mine
-        self.arrived: dict[int, SparseVector | Tensor] = {rank: mine}
-        self.vectors: list[SparseVector] = []  # one, once there is any
-        self.next = self.load = 0
-
-    def proceed(self) -> int:
-        """Fold as far as the next rank's share has arrived; return the bytes reduced."""
-        ready, entries = [], 0
-        while self.next in self.arrived:
-            share = self.arrived.pop(self.next)
-            # counted before they are merged: the work and the bytes of this owner
-            entries += (
-                self.codec.read_header(share).entries if isinstance(share, Tensor) else share.nnz
-            )
-            ready.append(share)
-            self.next += 1
-        if ready:
-            self.vectors = [sum_messages(self.codec, [*self.vectors, *ready], self.mine)]
-        self.load += entries
-        return entries * (self.mine.indices.itemsize + self.mine.values.itemsize)
+            entries = sum(codec.read_header(message).entries for message in arrived)
+            nbytes = mine.indices.itemsize + mine.values.itemsize
+            await comm.work((region.nnz + entries) * nbytes)
+            region = sum_messages(codec, [region, *arrived], mine)
+        load += entries
+        arrived = []
+    for operation in sending:
+        await operation
+    return Share(region, load)
 
 
 # ---- balance and allgatherv -------------------------------------------------------------------------
@@ -383,7 +426,7 @@ async def balance_and_allgatherv(
     kept: SparseVector,
     counts: Sequence[int],
     boundaries: Sequence[int],
-    codec: Codec[SparseVector],
+    writer: Writer,
     *,
     balance_trigger: float | None,
 ) -> SparseVector:
@@ -398,24 +441,24 @@ async def balance_and_allgatherv(
     at most 2k words.  After balancing, m ranks hold none: the others send each of them their share
     (m messages, 2k m / (P - m) words more), so that a rank that handed over 2k words forwards nothing.
     """
-    size, total = boundaries[-1], sum(counts)
+    size, total, codec = boundaries[-1], sum(counts), writer.codec
     mine = kept.embed(boundaries[comm.rank], size)
     places, holding = list(pairwise(boundaries)), list(range(comm.world_size))
     if balance_trigger is not None and max(counts) * len(counts) > balance_trigger * total:
         holding = holders(counts, balance_trigger)
         targets = balanced_counts(counts, holding)
-        mine = await _balance(comm, mine, counts, targets, boundaries, codec)
+        mine = await _balance(comm, mine, counts, targets, boundaries, writer)
         places = spans(counts, targets, boundaries)
         counts = targets
     start, stop = places[comm.rank]
     with comm.stage("pack"):
         shifted = SparseVector(mine.indices - start, mine.values, stop - start)
-        payload = codec.encode(shifted).payload
+        payload = writer.write(shifted, start)
     lengths = [
         codec.nbytes(count, high - low, kept.values.dtype)
         for count, (low, high) in zip(counts, places, strict=True)
     ]
-    messages = await _allgatherv(comm, payload, lengths, holding, MessageFraming(codec))
+    messages = await _allgatherv(comm, payload, lengths, holding, writer.framing)
     with comm.stage("unpack"):
         return join_messages(codec, messages, [places[rank] for rank in holding], mine)
 
@@ -454,11 +497,11 @@ async def _balance(
     counts: Sequence[int],
     targets: Sequence[int],
     boundaries: Sequence[int],
-    codec: Codec[SparseVector],
+    writer: Writer,
 ) -> SparseVector:
     """Hand entries over until rank j holds ``targets[j]``; order is kept, so pieces just join."""
     # messages of entries of one region each: their indices are relative to it, and all know its width
-    framing, phase = MessageFraming(codec), "balance"
+    codec, framing, phase = writer.codec, writer.framing, "balance"
     pieces = {comm.rank: mine.keep(slice(0, 0))}
     receiving: dict[int, Operation] = {}
     sending: list[Operation] = []
@@ -470,7 +513,7 @@ async def _balance(
                 pieces[source] = part
                 continue
             relative = SparseVector(part.indices - base, part.values, width)
-            sending.append(comm.isend(codec.encode(relative).payload, dest, phase, framing))
+            sending.append(comm.isend(writer.write(relative, base), dest, phase, framing))
         elif dest == comm.rank:
             capacity = codec.nbytes(count, width, mine.values.dtype)
             receiving[source] = comm.irecv(source, capacity, phase, framing)

@@ -40,6 +40,7 @@ TopK, k of every 512 elements (8.3)           ``sparsync.selection.Blockwise``, 
 Q, QSGD (section 6)                           ``sparsync.wire.Qsgd``; of sparse vectors ``SparseQsgd``
 bucket of B entries, scaling factor           ``quantization_block=`` and ``scale=`` of "sparcml";
                                               ``block=`` and ``scale=`` of the codecs
+2, 4 and 8 bits per entry (section 6)         ``bits=``
 low precision in the second half of DSAR      ``quantize="reduced"``; ``StreamCodec(dense=Qsgd(...))``
 non-blocking operations (section 7)           ``sparsync.iallreduce``
 MPI-OPT (sections 7 and 8.2)                  ``sparsync.published.sparcml.linear``
@@ -73,6 +74,13 @@ With the settings of an experiment of section 8::
 
     sync = sparsync.attach(ddp_model, optimizer, **SPARCML_SETTINGS["cifar-10"])
 
+Section 6: the dense half of DSAR in 2 bits, buckets of 512 entries::
+
+    algorithm = sparsync.presets.resolve(
+        "sparcml", quantize="reduced", bits=2, quantization_block=512
+    )
+    sync = sparsync.attach(ddp_model, optimizer, algorithm, density=16 / 512)
+
 On virtual ranks, by the paper's names (in any case) or this library's, with options after a colon::
 
     sparsync bench --collectives SSAR_Recursive_double,SSAR_Split_allgather,DSAR_Split_allgather --ranks 8
@@ -102,10 +110,9 @@ Differs from the paper
   **or the dense half of DSAR** (``quantize="reduced"``), as section 6 does.
 * **The quantiser draws reproducibly** (seed, rank, step).  Its scale is the largest magnitude of a block
   ("max"), as in QSGD's experiments; ``scale="l2"`` is QSGD's analysis.  The paper does not say which.
-* **The error of quantising** is lost, as in Algorithm 1, and reported (``stats()["lost_norm"]``).  With
-  ``keep_error=True`` it stays in the residual, and decoded values are shrunk so that it cannot explode.
-* **The error of quantising a reduced sum** (``quantize="reduced"``) is kept by the region's owner.  So
-  that it cannot explode, blocks have 256 entries there and not 1024.
+* **The error of quantising** is lost, as published, and reported (``stats()["lost_norm"]``): that of
+  selected values by their sender, that of a reduced sum by the region's owner.  With ``keep_error=True``
+  that rank's residual keeps it, and decoded values are shrunk so that it cannot explode.
 * **The residual holds gradients**, not gradients times the learning rate.
 * **MPI-OPT**: an intercept, which is not penalised; asynchronous steps are late by a fixed number, so
   that a run can be repeated; SCD says how a rank learns the derivative at others' rows, which the paper

@@ -170,15 +170,15 @@ class Dynamic(StreamCollective):
     otherwise dense; its header says which.  The total is dense if any region was.
 
     Args:
-        codec: wire format; its dense part may quantise (``StreamCodec(dense=...)``).  The sender keeps
-            the error of rounding an entry, the owner that of rounding a sum.  Default: coo; dense where
-            that is shorter.
+        codec: wire format; its dense part may quantise (``StreamCodec(dense=...)``).  Default: coo; dense
+            where that is shorter.
         op: as for ``StreamCollective``.
         cap: likewise.
         always_dense: regions travel dense, however few their entries (as published).
         local: codec of the messages to owners, which rounds the own share as well (Q in SparCML's
             Algorithm 1).  Default: ``codec``.
-        keep_error: the sender keeps the rounding error of ``local``; False: it is lost, as published.
+        keep_error: the sender keeps the error of rounding an entry, the owner of a region that of
+            rounding its sums; False: both are lost, as published.
 
     Cost: P - 1 + ceil(log2 P) messages.  Dense:
     ``L2 + (P - 1) / P N beta_d <= T <= L2 + k beta_s + (P - 1) / P N beta_d`` with
@@ -293,14 +293,14 @@ class Dynamic(StreamCollective):
         self, call: Call, pieces: Sequence[SparseVector], boundaries: Sequence[int]
     ) -> tuple[list[Tensor], SparseVector]:
         """Return a message per region, and the own region, rounded as far as the others' are."""
-        codec, lose = self.local or call.codec, self.local is not None and not self.keep_error
+        codec = self.local or call.codec
         payloads, own = [], pieces[call.comm.rank]
         for dest, (piece, start) in enumerate(zip(pieces, boundaries, strict=False)):
             if dest == call.comm.rank and self.local is None:
                 # the own share does not travel, so nothing forces it to be rounded; Algorithm 1 does so
                 payloads.append(torch.empty(0, dtype=torch.uint8))
                 continue
-            encoded = call.encode(piece, dest, start=start, codec=codec, lose=lose)
+            encoded = call.encode(piece, dest, start=start, codec=codec)
             payloads.append(encoded.payload)
             if dest == call.comm.rank and isinstance(encoded.decoded, SparseVector):
                 own = encoded.decoded

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsync.algorithm import Algorithm
 from sparsync.collectives.costs import Job
-from sparsync.errors import ConfigurationError, require
+from sparsync.errors import require
 from sparsync.published.sparcml.collectives import Dynamic
 from sparsync.selection import Blockwise
 from sparsync.wire import Qsgd, SparseQsgd, StreamCodec
@@ -42,7 +42,7 @@ def sparcml(
     quantize: Literal["local", "reduced"] = "local",
     keep_error: bool = False,
     scale: Literal["l2", "max"] = "max",
-    quantization_block: int | None = None,
+    quantization_block: int = 1024,
     block: int = _BLOCK,
     seed: int = 0,
 ) -> Algorithm:
@@ -57,25 +57,20 @@ def sparcml(
         bits: of a quantised value; None: no quantisation (ATIS, Hansards).
         quantize: "local": the selected entries (Q in Algorithm 1); "reduced": sums that become dense on
             the way, in the second half of the dynamic collective (section 6).
-        keep_error: keep the local quantisation error in the residual.  QSGD is unbiased but not
-            contractive, and its error fed back explodes: True shrinks the decoded values by
-            ``1 / (1 + omega)``, which makes it contractive.  False, as published: the error is lost, and
-            reported.
+        keep_error: keep the quantisation error in the residual of the rank that quantises: of the sender,
+            or with "reduced" of a region's owner.  QSGD is unbiased but not contractive, and its error
+            fed back explodes: True shrinks the decoded values by ``1 / (1 + omega)``, which makes it
+            contractive.  False, as published: the error is lost, and reported.
         scale: of a quantisation block: "max" or "l2" (the paper does not say; QSGD proves its bounds for
             "l2" and uses "max" in its experiments, whose noise is several times smaller).
-        quantization_block: entries that share a scale.  Default: 1024 for "local" (section 6); 256 for
-            "reduced", where 4 bits are still contractive on every input (1024 are not).
+        quantization_block: entries that share a scale, SparCML's bucket (section 6: "in the order of
+            1024").
         block: consecutive elements of which ``density * block`` are selected (section 8.3: 512).
         seed: of the random rounding.
-
-    Raises:
-        ConfigurationError: "reduced" with a quantiser whose kept error would explode.
     """
     require(quantize in ("local", "reduced"), f"quantize is {quantize!r}; choose local or reduced")
-    shrink = keep_error if quantize == "local" else False
-    quantization_block = quantization_block or (1024 if quantize == "local" else 256)
     arguments: dict[str, Any] = {
-        "bits": bits, "block": quantization_block, "scale": scale, "shrink": shrink, "seed": seed
+        "bits": bits, "block": quantization_block, "scale": scale, "shrink": keep_error, "seed": seed
     }  # fmt: skip
 
     def make() -> Dynamic:
@@ -83,14 +78,7 @@ def sparcml(
             return Dynamic(cap=None)
         if quantize == "local":
             return Dynamic(cap=None, local=SparseQsgd(**arguments), keep_error=keep_error)
-        rounding = Qsgd(**arguments)
-        if not rounding.contractive:
-            raise ConfigurationError(
-                f"sparcml: {bits} bits over blocks of {quantization_block} with scale '{scale}' are "
-                "not contractive, and the error of a reduced sum is kept: it would explode; use "
-                "more bits, smaller quantization blocks or scale='max'"
-            )
-        return Dynamic(StreamCodec(dense=rounding), cap=None)
+        return Dynamic(StreamCodec(dense=Qsgd(**arguments)), cap=None, keep_error=keep_error)
 
     def calls(job: Job) -> tuple[int, Job]:
         """Take the whole job as one layer, every block of which gives equally many entries."""

@@ -35,7 +35,12 @@ class StreamCollective(Collective):
 
     Raises:
         ConfigurationError: unknown operation; a cap that is not positive, or not of a sum.
+
+    Attributes:
+        keep_error: the rank that rounds keeps the error; False: no rank does, and it is reported as lost.
     """
+
+    keep_error = True
 
     def __init__(
         self,
@@ -106,10 +111,8 @@ class Call:
         self.codec, self.operation = collective.codec, collective.operation
         self.size, self.dtype = mine.size, mine.values.dtype
         self.framing = MessageFraming(self.codec)
-        self.exact = self.codec.is_exact(self.dtype)
-        # rounding errors, given less decoded: those that this rank keeps, and those that no rank keeps
-        self._rounded: list[SparseVector] = []
-        self._lost: list[SparseVector] = []
+        self.exact, self.keep_error = self.codec.is_exact(self.dtype), collective.keep_error
+        self._errors: list[SparseVector] = []  # of this rank's rounding: given less decoded
 
     def encode(
         self,
@@ -120,18 +123,16 @@ class Call:
         start: int = 0,
         keep: bool = True,
         codec: StreamCodec | None = None,
-        lose: bool = False,
     ) -> Encoded[Vector]:
-        """Encode; the rounding error stays with this rank.
+        """Encode; this rank answers for the rounding error.
 
         Args:
             vector: a region of the whole vector, from ``start`` on.
             turn: different for all messages of one source, for codecs that draw random numbers.
             source: the rank whose random numbers are used (default: this one).
             start: of the region.
-            keep: False where another rank encodes the same and keeps the rounding error.
+            keep: False where another rank encodes the same and answers for the rounding error.
             codec: another than the call's.
-            lose: the rounding error is kept by no rank, and reported as lost.
         """
         # A seed of its own for every message of a step: QSGD is unbiased over its draws, and rounding
         # twice with equal draws would have another expectation.
@@ -141,9 +142,9 @@ class Call:
             seeded = codec.seeded(source + turn * self.comm.world_size, self.step)
             encoded = seeded.encode(vector)
         if keep and not codec.is_exact(self.dtype):
-            # as an error of the whole vector: ``reduced`` subtracts it from ``delivered``
+            # as an error of the whole vector: ``reduced`` subtracts it from ``delivered``, or reports it
             error = _difference(vector, encoded.decoded).embed(start, self.size)
-            (self._lost if lose else self._rounded).append(error)
+            self._errors.append(error)
         return encoded
 
     def decode(self, message: Tensor, size: int, codec: StreamCodec | None = None) -> Vector:
@@ -262,17 +263,19 @@ class Call:
     def reduced(self, total: Vector) -> Reduced:
         """Return the result: this rank delivered its share as it arrived, and keeps its rounding errors.
 
+        Where nobody keeps them, its whole share counts as delivered, and the errors as lost.
         The caller may scale the total in place, so it shares no memory with ``delivered``.
         """
         mine = self.mine
         if total.values.untyped_storage().data_ptr() == mine.values.untyped_storage().data_ptr():
             total = replace(total, values=total.values.clone())
-        if self._rounded:
-            if isinstance(mine, DenseVector):
-                mine = SparseVector.from_dense(mine.values)
-            mine = less(mine, self._rounded)
-        # pieces were encoded in the order of their regions, so joining them keeps indices ascending
-        return Reduced(total, mine, SparseVector.join(self._lost) if self._lost else None)
+        if not self._errors:
+            return Reduced(total, mine)
+        if not self.keep_error:
+            return Reduced(total, mine, SparseVector.merge(self._errors))
+        if isinstance(mine, DenseVector):
+            mine = SparseVector.from_dense(mine.values)
+        return Reduced(total, less(mine, self._errors))
 
 
 def _difference(one: Vector, other: Vector) -> SparseVector:

@@ -89,7 +89,7 @@ def test_a_list_is_divided_into_algorithms_and_options(text, expected):
         ),
         (
             "oktopk:capp=1",
-            ", threshold_period (a whole number or auto), window (a whole number or none)",
+            ", rotate (true or false), threshold_period (a whole number or auto)",
         ),
         ("oktopk-paper:tau=8", "oktopk-paper has no option tau (did you mean repartition_period?)"),
         (

@@ -591,12 +591,14 @@ class UpdateSync(Handle):
         # restored even if the block raises: a step on the shared weights would lose this rank's own
         with self._swap:
             outside, before = self._own, self._weights.read(_EVERYTHING)
+            self._weights.reshard()
             self._weights.write(_EVERYTHING, self.outer.memory["shared"])
             self._own = before if outside is None else outside
         try:
             yield
         finally:
             with self._swap:
+                self._weights.reshard()  # an evaluation has left whole parameters, which are stale
                 self._weights.write(_EVERYTHING, before)
                 self._own = outside
                 self._changes.remember()

@@ -108,7 +108,7 @@ def test_catching_up_repeats_steps_bit_for_bit(server, sparse):
         if step == 8:
             break
         if step >= 4:
-            rates[step] = rates_of([optimizer])
+            rates[step] = [(0, one) for one in rates_of([optimizer])]
         optimizer.step()
     while not catch_up.done:
         pass

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sparsync.errors import WireFormatError
 from sparsync.kernels import magnitude_keys, normal_levels, packing
 from sparsync.kernels import reference as spec
+from sparsync.kernels.keys import key_range
 from tests.fresh import run_python
 
 from .strategies import dense_tensors, palette
@@ -74,7 +75,7 @@ few = settings(max_examples=20)  # the interpreter takes milliseconds for a laun
 # around one block, and several of which the last is not full
 SIZES = [0, 1, triton.BLOCK, 2 * triton.BLOCK + 900]
 BIG = SIZES[-1]
-LARGEST_KEY, _ = spec.key_range(torch.float32)
+LARGEST_KEY, _ = key_range(torch.float32)
 
 
 def vectors(n):

@@ -88,8 +88,7 @@ class PartsConsensus:
         found = self._ask(proposal.step, _FINE if broken is None else _BROKEN, broken or "")
         if found.severity == _FAILED:
             raise PeerError(
-                f"rank {proposal.rank}, {proposal.place}: the exchange of part {found.rank} of this "
-                "replica failed, its own error says why; no part applied the step"
+                f"rank {proposal.rank}, {proposal.place}: {_failure(found)}; no part applied the step"
             )
         broken, marks = found.words if found.severity else None, found.marks
         if broken is not None:  # nonfinite="propagate" makes every gradient NaN; else none is left
@@ -110,8 +109,15 @@ class PartsConsensus:
             self._ask(step, _FAILED, "")
 
     def on_any(self, here: bool) -> bool:
-        """Tell whether ``here`` is true on this part or on any other."""
-        return self._ask(self.parts.ledger.step, _BROKEN if here else _FINE, "").severity > _FINE
+        """Tell whether ``here`` is true on this part or on any other.
+
+        Raises:
+            PeerError: another part failed, and has called ``fail`` where it would have asked.
+        """
+        found = self._ask(self.parts.ledger.step, _BROKEN if here else _FINE, "")
+        if found.severity == _FAILED:
+            raise PeerError(_failure(found))
+        return found.severity > _FINE
 
     def _ask(self, step: int, outcome: int, name: str) -> Outcome:
         # the parts' communicator has a ledger of its own: errors and messages name the reducer's step
@@ -136,3 +142,7 @@ class PartsConsensus:
                 if bool(values.any()):
                     found.add(slot.name)
         return torch.tensor([name in found for name in self._names], dtype=torch.bool)
+
+
+def _failure(found: Outcome) -> str:
+    return f"the exchange of part {found.rank} of this replica failed, its own error says why"

@@ -279,11 +279,16 @@ class OuterEngine(Stateful):
 
         Raises:
             PeerError: ranks have not done the same number of local steps; nothing more was exchanged.
+                Or another part of this replica failed; this part's changes are delivered.
         """
         await self.land()
         finite = await self._meet(self.steps if step is None else step)
         reducer, shared = self.reducer, self.memory["shared"]
-        weights = await self.contributions.weigh_all(reducer)
+        try:
+            weights = await self.contributions.weigh_all(reducer)
+        except BaseException:
+            reducer.fail()
+            raise
         # Where NaN or Inf is in the weights of any rank, or of another part of this replica, nothing is
         # delivered, and residuals stay.
         finite = not self._on_any_part(not finite)
@@ -303,6 +308,10 @@ class OuterEngine(Stateful):
         self._weights.reshard()
         for place in self._runs(slice(0, shared.numel())):
             self._weights.write(place, shared[place])
+        # A part that failed half way says so here.  What it has delivered is cleared from its residuals, so
+        # it may deliver again, and this part's changes stay.
+        if finite:
+            self._on_any_part(False)
 
     def _missing(self, place: slice, weights: Sequence[Weight]) -> Tensor:
         """Return what the shared weights lack of this rank's, on a part of the vector."""

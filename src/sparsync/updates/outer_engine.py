@@ -308,8 +308,8 @@ class OuterEngine(Stateful):
         self._weights.reshard()
         for place in self._runs(slice(0, shared.numel())):
             self._weights.write(place, shared[place])
-        # A part that failed half way says so here.  What it has delivered is cleared from its residuals, so
-        # it may deliver again, and this part's changes stay.
+        # A part that failed half way says so here.  What it has delivered is cleared from its residuals,
+        # so it may deliver again, and this part's changes stay.
         if finite:
             self._on_any_part(False)
 

@@ -14,7 +14,7 @@ from sparsync.cli.output import Columns, drawing, format_ratio
 from sparsync.cli.train.results import TrainResult, smoothed
 from sparsync.cli.workloads import workload_class
 from sparsync.cost.wording import format_bytes, format_seconds
-from sparsync.presets import preset
+from sparsync.presets import PRESETS
 
 __all__ = ["comparison", "write_plot"]
 
@@ -121,7 +121,8 @@ def _caption(results: Sequence[TrainResult]) -> str:
 
 def _rule(result: TrainResult) -> str:
     """Name the option that decides which layers are too small to compress, if there is one."""
-    small = "compress_thd" in preset(result.algorithm).options
+    name, _, _ = result.algorithm.partition(":")  # its own options follow
+    small = name in PRESETS and "compress_thd" in PRESETS[name].options
     return ", being small (compress_thd)" if small else ""
 
 

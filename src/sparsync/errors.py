@@ -16,7 +16,10 @@
 
 import pickle
 import re
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import fields
+from numbers import Integral, Real
+from typing import Any, Final
 
 __all__ = [
     "CheckpointError",
@@ -29,6 +32,8 @@ __all__ = [
     "PeerError",
     "SparsyncError",
     "WireFormatError",
+    "check_fields",
+    "check_numbers",
     "first_line",
     "require",
 ]
@@ -97,3 +102,40 @@ def require(fits: bool, message: str) -> None:
     """Raise a ``ConfigurationError`` with this message, unless the argument ``fits``."""
     if not fits:
         raise ConfigurationError(message)
+
+
+def check_numbers(owner: str, types: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse what is no number for the arguments whose type is one; their ranges are the owner's.
+
+    Args:
+        owner: the function or class, for the message.
+        types: annotations by argument, as types or as text; arguments of other types are passed over.
+        given: values by argument.
+
+    Example:
+        >>> check_numbers("Correction", {"clip": "float | None"}, {"clip": True})
+        Traceback (most recent call last):
+            ...
+        sparsync.errors.ConfigurationError: Correction: clip is True; give a number, or None
+    """
+    for name, value in given.items():
+        annotation = types.get(name)
+        text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", None)
+        kinds = {part.strip() for part in (text or str(annotation)).split("|")}
+        if kinds - {"None"} not in ({"int"}, {"float"}) or (value is None and "None" in kinds):
+            continue
+        # a bool is an int to Python: True would be a period of 1; NaN passes comparisons that refuse
+        number = isinstance(value, Integral if "int" in kinds else Real) and not isinstance(
+            value, bool
+        )
+        expected = "a whole number" if "int" in kinds else "a number"
+        require(
+            number and value == value,
+            f"{owner}: {name} is {value!r}; give {expected}{', or None' * ('None' in kinds)}",
+        )
+
+
+def check_fields(settings: Any) -> None:
+    """Hold the fields of a dataclass to their types, where these are numbers (``check_numbers``)."""
+    types = {field.name: field.type for field in fields(settings)}
+    check_numbers(type(settings).__name__, types, {name: getattr(settings, name) for name in types})

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sparsync.algorithm import LARGE, Algorithm, default_density
 from sparsync.console import say
-from sparsync.errors import ConfigurationError, require
+from sparsync.errors import ConfigurationError, check_fields, require
 from sparsync.feedback.agreed_setup import agree_on_reducer
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.reducer import Reducer
@@ -32,7 +32,8 @@ from sparsync.transports.process_group import (
     check_transport,
     connect_group,
 )
-from sparsync.units import Unit, output_parameters, plan_units
+from sparsync.transports.rendezvous import check_ports
+from sparsync.units import Unit, check_unit_bytes, output_parameters, plan_units
 
 __all__ = [
     "Compress",
@@ -80,11 +81,15 @@ class Compression:
     schedule: Any = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.compress is not None and not callable(self.compress):
             raise ConfigurationError(
                 f"compress is {self.compress!r}; give a function of a parameter's name and tensor that "
                 "returns False for a parameter that is to be exchanged dense"
             )
+        check_unit_bytes(self.unit_bytes)
+        several = isinstance(self.warmup_densities, Sequence)
+        require(several, f"warmup_densities is {self.warmup_densities!r}; give a list of fractions")
         self.warmup()
 
     def warmup(self) -> Warmup | None:
@@ -126,6 +131,7 @@ class Transport:
         check_timeout(self.timeout)
         check_timeout(self.connect_timeout, "connect_timeout")
         check_transport(self.name, self.sockets)
+        check_ports(self.port_range)
 
     @property
     def waits(self) -> dict[str, float]:
@@ -165,6 +171,9 @@ class Monitoring:
     xi_period: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        sparse = self.xi_period is None or self.xi_period >= 1
+        require(sparse, f"xi_period is {self.xi_period}; give a number of steps >= 1, or None")
         known = self.nonfinite in (None, "raise", "skip", "propagate")
         require(known, f"nonfinite is {self.nonfinite!r}; choose one of raise, skip, propagate")
         # None is a sentinel as well: replicas are then compared at ``attach`` alone

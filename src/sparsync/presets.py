@@ -15,7 +15,7 @@ from typing import Any, Final
 from sparsync.algorithm import Algorithm, Preset, row
 from sparsync.collectives import Allgather, Budgeted, Dense, Halving, Quantised
 from sparsync.cost.machine import Machine
-from sparsync.errors import ConfigurationError, require
+from sparsync.errors import ConfigurationError, check_numbers, require
 from sparsync.names import no_option
 from sparsync.selection import Everything, Exact
 from sparsync.tables import Table, unknown
@@ -57,6 +57,8 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
     found = preset(algorithm)
     if others := sorted(set(options) - set(found.options)):
         raise no_option(algorithm, others, found.options, found.text)
+    kinds = {name: parameter.annotation for name, parameter in found.options.items()}
+    check_numbers(str(algorithm), kinds, options)
     try:
         made = found.make(**options)
         made.make_selector(), made.make_collective()  # bad values fail here, not in the first step

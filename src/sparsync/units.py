@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 
 __all__ = [
     "Piece",
     "Slot",
     "Unit",
+    "check_unit_bytes",
     "check_same_parameters",
     "check_stepped_later",
     "flatten",
@@ -88,6 +89,12 @@ class Unit:
         return self.size if self.dense else min(self.size, max(1, round(density * self.size)))
 
 
+def check_unit_bytes(size: int | None, name: str = "unit_bytes") -> None:
+    """Refuse a size of units that is none."""
+    whole = size is None or (type(size) is int and size >= 1)
+    require(whole, f"{name} is {size!r}; give a whole number of at least 1, or None")
+
+
 def plan_units(
     parameters: Iterable[tuple[str, Tensor]],
     unit_bytes: int | None = None,
@@ -109,10 +116,7 @@ def plan_units(
         >>> [[s.name for s in u.slots] for u in plan_units([("a", a), ("b", b)], unit_bytes=16)]
         [['a'], ['b']]
     """
-    if unit_bytes is not None and (not isinstance(unit_bytes, int) or unit_bytes < 1):
-        raise ConfigurationError(
-            f"unit_bytes is {unit_bytes!r}; give a whole number of at least 1, or None"
-        )
+    check_unit_bytes(unit_bytes)
     units: list[Unit] = []
     open_runs: dict[tuple[torch.dtype, torch.device, bool, bool], list[Slot]] = {}
     for name, tensor in parameters:

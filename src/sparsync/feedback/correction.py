@@ -18,7 +18,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError, require
+from sparsync.errors import ConfigurationError, check_fields, require
 from sparsync.sparse import SparseVector, Vector
 from sparsync.units import Unit
 
@@ -64,13 +64,14 @@ class Correction:
     clip_norm: Literal["this", "previous"] = "this"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         momentum, decay, clip = self.momentum, self.weight_decay, self.clip
         require(0 <= momentum < 1, f"momentum is {momentum}; give a factor in [0, 1)")
         require(
             momentum > 0 or not self.nesterov,
             "nesterov=True needs a momentum > 0, as torch.optim.SGD does",
         )
-        require(decay >= 0, f"weight_decay is {decay}; give a factor >= 0")
+        require(0 <= decay < math.inf, f"weight_decay is {decay}; give a factor >= 0")
         require(clip is None or clip > 0, f"clip is {clip}; give a norm > 0, or None")
         require(
             self.clip_norm in ("this", "previous"),

@@ -37,8 +37,9 @@ class Warmup:
     def __post_init__(self) -> None:
         whole = type(self.steps) is int and self.steps >= 0
         require(whole, f"warmup_steps is {self.steps!r}; give a whole number >= 0")
+        given = all(isinstance(density, int | float) for density in self.densities)
         require(
-            all(0 < density <= 1 for density in self.densities),
+            given and all(0 < density <= 1 for density in self.densities),
             f"warmup_densities are {self.densities}; give fractions in (0, 1], e.g. {DGC_RAMP}",
         )
         require(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsync.errors import require
+from sparsync.errors import check_fields, require
 from sparsync.feedback.reducer import Reducer
 
 __all__ = ["AdaptivePeriod", "drift_of", "followed", "share_of", "warm_exchanges"]
@@ -50,13 +50,13 @@ class AdaptivePeriod:
     most: int = 32
 
     def __post_init__(self) -> None:
+        check_fields(self)
         require(
             0 < self.drift < math.inf,
             f"AdaptivePeriod: drift is {self.drift!r}; give a share of the weights > 0, e.g. 0.02",
         )
-        whole = type(self.least) is int and type(self.most) is int
         require(
-            whole and 1 <= self.least <= self.most,
+            1 <= self.least <= self.most,
             f"AdaptivePeriod: least {self.least!r}, most {self.most!r}; give whole numbers of steps, "
             "1 <= least <= most",
         )

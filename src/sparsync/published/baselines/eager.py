@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.averager import Accompanied, Staleness
-from sparsync.errors import require
+from sparsync.errors import check_numbers, require
 from sparsync.published.wagma.agents import Agent, Answer, Round, Rounds, round_of, step_of
 from sparsync.transports.communicator import Communicator
 
@@ -60,6 +60,7 @@ class EagerSgd(Accompanied):
         **binding: Any,
     ) -> None:
         require(quorum in ("solo", "majority"), f"quorum is {quorum!r}; choose solo or majority")
+        check_numbers(type(self).__name__, {"seed": "int"}, {"seed": seed})
         self.quorum, self.seed = quorum, seed
         super().__init__(model, **binding)
 

@@ -19,6 +19,7 @@ from sparsync.averaging.averager import (
     at_least_1,
     mean,
 )
+from sparsync.errors import check_numbers
 from sparsync.transports.actors import Reply
 from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.ledger import Raw
@@ -241,6 +242,7 @@ class AdPsgd(Accompanied):
     """
 
     def __init__(self, model: nn.Module | None = None, *, seed: int = 0, **binding: Any) -> None:
+        check_numbers("AdPsgd", {"seed": "int"}, {"seed": seed})
         self.seed = seed
         super().__init__(model, **binding)
 

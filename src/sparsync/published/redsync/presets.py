@@ -7,9 +7,11 @@ from dataclasses import replace
 from sparsync.algorithm import Algorithm
 from sparsync.collectives import Allgather
 from sparsync.collectives.costs import WORD_BYTES, Job
+from sparsync.errors import require
 from sparsync.published.redsync.selectors import BySize, Layered, OneSigned
 from sparsync.published.redsync.sign_mean import SignMean
 from sparsync.sparse import SparseVector
+from sparsync.units import check_unit_bytes
 from sparsync.wire.codec import Codec
 
 __all__ = ["redsync", "redsync_quantized"]
@@ -47,6 +49,8 @@ def redsync(
         codec: wire format (default: coo, 32-bit indices and the values as they are).
         fusion_bytes: gradients that travel in one message (Horovod's tensor fusion).
     """
+    require(compress_thd >= 0, f"compress_thd is {compress_thd}; give bytes >= 0")
+    check_unit_bytes(fusion_bytes, "fusion_bytes")
     return Algorithm(
         "redsync",
         lambda: Layered(lambda: BySize(0, thsd1 or 0, thsd2, reuse_period, cap)),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from sparsync.averaging.averager import Accompanied, Staleness, at_least_1
 from sparsync.console import say
-from sparsync.errors import require
+from sparsync.errors import check_numbers, require
 from sparsync.published.wagma.agents import Agent, Answer, Round, Rounds, round_of, step_of
 from sparsync.sparse import DenseVector
 from sparsync.transports.communicator import Communicator, bytes_of
@@ -133,6 +133,7 @@ class Wagma(Accompanied):
         known = grouping in get_args(Grouping)
         require(known, f"grouping is {grouping!r}; choose wait-avoiding or synchronous")
         require(values in CODECS, f"values is {values!r}; choose {', '.join(CODECS)}")
+        check_numbers("Wagma", {"deadline": "float | None"}, {"deadline": deadline})
         positive = deadline is None or 0 < deadline < inf
         require(positive, f"deadline is {deadline}; give seconds > 0, or None")
         self.group_size, self.sync_period, self.grouping = group_size, sync_period, grouping

@@ -248,7 +248,7 @@ def test_where_nothing_is_exchanged_dense_is_the_answer():
     ("options", "words"),
     [
         ({"optimizer": "adam"}, "optimizer is adam; give one of adamw, muon, sgd"),
-        ({"steps": 0}, "steps is 0; give the steps that dense takes, > 0"),
+        ({"steps": 0}, "steps is 0; give the steps that dense takes, >= 1"),
         ({"compute": math.inf}, "compute is inf; give seconds >= 0"),
         ({"size": -1}, "size is -1"),
         ({"ranks": 0}, "world_size is 0; give at least 1 rank"),

@@ -85,14 +85,15 @@ def test_sparse_exchanges_of_trigrams_send_a_tenth(tmp_path):
 
 @pytest.mark.slow
 def test_sgd_reaches_scds_accuracy_of_trigrams_at_its_defaults():
-    """In equal epochs; 95.98 and 95.96 % of 4,905 rows, whose standard error is 0.28 %."""
+    """In equal epochs; some 96 % of 5,000 held-out rows, so the standard error is 0.28 %."""
     sgd, scd = (
         linear.train_linear(LinearSettings(transport="sim", solver=solver, exchanges=(exchange,)))[
             0
         ]
         for solver, exchange in (("sgd", "split-allgather"), ("scd", "allgather"))
     )
-    assert sgd.rows == scd.rows == 44_147 and scd.accuracy[-1] > 0.955
+    # how many depends on the Python whose sources they are
+    assert sgd.rows == scd.rows > 20_000 and scd.accuracy[-1] > 0.955
     assert sgd.accuracy[-1] > scd.accuracy[-1] - 0.003
 
 

@@ -231,7 +231,7 @@ def plan_loss(
         ("size", size, size >= 0, "at least 0 elements"),
         ("world_size", world_size, world_size >= 1, "at least 1 rank"),
         ("optimizer", optimizer, optimizer in known, f"one of {', '.join(known)}"),
-        ("steps", steps, 0 < steps < math.inf, "the steps that dense takes, > 0"),
+        ("steps", steps, 1 <= steps < math.inf, "the steps that dense takes, >= 1"),
         ("compute", compute, 0 <= compute < math.inf, "seconds >= 0"),
     ):
         require(good, f"time to a loss: {name} is {value}; give {expected}")

@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from types import MappingProxyType
 from typing import Any, Final, Generic, TypeVar, final
 
+from sparsync.console import say
 from sparsync.errors import ConfigurationError
 from sparsync.names import fold, suggestion
 
@@ -41,6 +43,7 @@ class Table(Mapping[str, V], Generic[V]):
     A room declares ``ROWS[kind][name]``; another package declares an entry point ``name`` of the group
     ``sparsync.<kind>``.  Rooms and packages are imported when a name is looked up that the axis does not
     have itself, or when all are listed: training with the defaults imports no paper's room.
+    A package's row whose name exists already is left out of the list, which is said once.
 
     Args:
         kind: "algorithms", "schemes", "codecs", "selectors" or "aliases".
@@ -49,8 +52,7 @@ class Table(Mapping[str, V], Generic[V]):
         wanted: the kind of object that an entry point should name, for the error message.
 
     Raises:
-        ConfigurationError: an entry point names another kind of object, or (when all are listed) takes a
-            name that exists.
+        ConfigurationError: an entry point names another kind of object, or two packages declare the name.
         KeyError: there is no row of that name.
     """
 
@@ -79,13 +81,21 @@ class Table(Mapping[str, V], Generic[V]):
 
     def __iter__(self) -> Iterator[str]:
         yield from (name for name, _ in [*self._own.values(), *self._rooms.values()])
-        known = {*self._own, *self._rooms}
-        for point in sorted(_points(self.group), key=lambda point: point.name):
+        points = sorted(_points(self.group), key=lambda point: point.name)
+        names = Counter(fold(point.name) for point in points)
+        for point in points:
             folded = fold(point.name)
-            if folded in known or (self is not ALIASES and point.name in ALIASES):
-                raise self._error(point, "a name that exists already")
-            known.add(folded)
-            yield point.name
+            # one package's mistake must not stop the commands of everybody who has it installed
+            if (
+                folded in self._own
+                or folded in self._rooms
+                or (self is not ALIASES and point.name in ALIASES)
+            ):
+                _leave_out(str(self._error(point, "a name that exists already")))
+            elif names[folded] > 1:
+                _leave_out(str(self._error(point, "a name that another package has taken")))
+            else:
+                yield point.name
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -123,10 +133,16 @@ class Table(Mapping[str, V], Generic[V]):
         return row
 
     def _error(self, point: EntryPoint, found: str) -> ConfigurationError:
+        package = f" of package {point.dist.name!r}" if point.dist else ""
         return ConfigurationError(
-            f"entry point {point.name!r} = {point.value!r} of group {self.group!r} is {found}; name "
-            f"{self._wanted}, under a new name"
+            f"entry point {point.name!r} = {point.value!r} of group {self.group!r}{package} is {found}; "
+            f"name {self._wanted}, under a new name"
         )
+
+
+@functools.cache  # once per process, however often a table is listed
+def _leave_out(why: str) -> None:
+    say(f"left out: {why}")
 
 
 def _points(group: str) -> EntryPoints:

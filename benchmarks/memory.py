@@ -1,6 +1,10 @@
 """Peak memory of a training process: DDP with ``attach`` over plain DDP.
 
     python benchmarks/memory.py        (Linux; 5 minutes; writes benchmarks/memory.md)
+    python benchmarks/memory.py --gpt  (14 GB, 3 minutes; writes benchmarks/memory_gpt.md)
+
+The first measures algorithms with SGD on linear layers of 21 M parameters; ``--gpt`` the defaults, with
+AdamW and with SGD, on a GPT of 124 M.
 
 Each figure comes from fresh processes.  They train a tiny model first, which pays for imports, threads
 and sockets, then a large one; what counts is the kernel's peak (VmHWM) less what was in use between.
@@ -16,34 +20,47 @@ import argparse
 import ctypes
 import os
 import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from sparsync.cli.launch import launch
 
+HERE = Path(__file__).parent
 RANKS = (2, 4)
-CASES = {
-    "budgeted": ("budgeted", {}),
-    "halving": ("halving", {}),
-    "oktopk": ("oktopk", {}),
-    "budgeted, dense warm-up steps": (
-        "budgeted",
-        {"compression": sparsync.Compression(warmup_steps=9)},
-    ),
+CASES: dict[str, dict[str, Any]] = {
+    "budgeted": {"algorithm": "budgeted"},
+    "halving": {"algorithm": "halving"},
+    "oktopk": {"algorithm": "oktopk"},
+    "budgeted, dense warm-up steps": {
+        "algorithm": "budgeted",
+        "compression": sparsync.Compression(warmup_steps=9),
+    },
 }
 FIXED = 1 << 20  # bytes
 MALLOC = {"glibc's default": None, "fixed": FIXED}
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 WIDTH, LAYERS = 2048, 5  # 21 M parameters
+GPT_WIDTH, GPT_LAYERS, VOCABULARY, TOKENS = 768, 12, 50257, 64
 TINY = 64
 DENSITY = 0.01
 STEPS = 5  # DDP makes its buckets anew in the second
 WORD_BYTES = 4
 MIB = 1 << 20
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": partial(torch.optim.AdamW, lr=1e-3),
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+}
 
 
 def status_bytes(field: str) -> int:
@@ -55,54 +72,93 @@ def status_bytes(field: str) -> int:
 
 
 def elements(width: int) -> int:
-    """Return n of the model."""
+    """Return n of the linear layers."""
     return LAYERS * width * (width + 1)
 
 
-def train(width: int, algorithm: str | None, options: dict, attached: dict) -> None:
-    """Train a model of large linear layers for a few steps, and forget it."""
-    torch.manual_seed(0)
-    layers = [
-        layer for _ in range(LAYERS) for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())
-    ]
-    ddp = DistributedDataParallel(torch.nn.Sequential(*layers), **options)
-    sync = None
-    if algorithm is not None:
-        sync = sparsync.attach(
-            ddp,
-            algorithm=algorithm,
-            density=DENSITY,
-            transport=sparsync.Transport(timeout=60),
-            **attached,
+def linear_layers(width: int) -> nn.Module:
+    """Build large linear layers."""
+    return nn.Sequential(
+        *(layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU()))
+    )
+
+
+class Gpt(nn.Module):
+    """GPT-2's shapes, of torch's own layers: 124 M parameters at a width of 768."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY if width > TINY else 1000, width)
+        self.positions = nn.Parameter(torch.zeros(1024, width))
+        layer = nn.TransformerEncoderLayer(width, width // 32, 4 * width, 0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(
+            layer, GPT_LAYERS if width > TINY else 1, enable_nested_tensor=False
         )
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits, by the embedding's own weights."""
+        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        return self.layers(x, mask, is_causal=True) @ self.embedding.weight.T
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a process trains; ``attached`` are the arguments of ``attach``, None is plain DDP."""
+
+    model: Callable[[int], nn.Module] = linear_layers
+    width: int = WIDTH
+    optimizer: Callable[..., torch.optim.Optimizer] = OPTIMIZERS["SGD"]
+    ddp: dict[str, Any] = field(default_factory=dict)
+    attached: dict[str, Any] | None = None
+    malloc: int | None = None
+
+
+def step_of(model: nn.Module, generator: torch.Generator) -> Tensor:
+    """Return a loss on random data; few of them, so that activations take little."""
+    inner = model.module
+    if isinstance(inner, Gpt):
+        most = inner.embedding.num_embeddings
+        tokens = torch.randint(most, (1, TOKENS), generator=generator)
+        return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    width = inner[0].in_features
+    return model(torch.randn(4, width, generator=generator)).pow(2).mean()
+
+
+def train(width: int, case: Case) -> None:
+    """Train a model for a few steps, and forget it."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(case.model(width), **case.ddp)
+    optimizer = case.optimizer(ddp.parameters())
+    sync = None
+    if case.attached is not None:
+        transport = sparsync.Transport(timeout=60)
+        sync = sparsync.attach(ddp, optimizer, transport=transport, **case.attached)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
         optimizer.zero_grad()
-        ddp(torch.randn(4, width, generator=generator)).pow(2).mean().backward()
+        step_of(ddp, generator).backward()
         optimizer.step()
     if sync is not None:
         sync.close()
 
 
-def peak(algorithm: str | None, options: dict, attached: dict, malloc: int | None) -> int:
+def peak(case: Case) -> int:
     """Return the bytes that the large model took at the worst moment, the most of all ranks."""
     # not by an environment variable: ranks are forked from a process that has read it already
-    if malloc is not None and ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, malloc) != 1:
-        raise OSError(f"mallopt(M_MMAP_THRESHOLD, {malloc}) failed; run with glibc")
-    train(TINY, algorithm, options, attached)
+    if case.malloc is not None and ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, case.malloc) != 1:
+        raise OSError(f"mallopt(M_MMAP_THRESHOLD, {case.malloc}) failed; run with glibc")
+    train(TINY, case)
     before = status_bytes("VmRSS")
-    train(WIDTH, algorithm, options, attached)
+    train(case.width, case)
     most = torch.tensor(status_bytes("VmHWM") - before)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 
 
-def measure(
-    world_size: int, algorithm: str | None, options: dict, attached: dict, malloc: int | None
-) -> int:
-    """Return ``peak`` of fresh processes; algorithm None is plain DDP."""
-    return launch(peak, world_size, algorithm, options, attached, malloc, timeout=60.0)
+def measure(world_size: int, case: Case) -> int:
+    """Return ``peak`` of fresh processes."""
+    return launch(peak, world_size, case, timeout=600.0)
 
 
 def row(world_size: int, view: bool, malloc: str, case: str, extra: int, plain: int) -> str:
@@ -117,13 +173,29 @@ def row(world_size: int, view: bool, malloc: str, case: str, extra: int, plain: 
 
 def main() -> None:
     """Measure and write the table."""
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--gpt", action="store_true", help="the defaults, on a GPT of 124 M parameters"
+    )
+    if parser.parse_args().gpt:
+        defaults()
+    else:
+        algorithms()
+
+
+def machine() -> str:
+    """Return where it was measured, for the head of a table."""
+    return f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
+
+
+def algorithms() -> None:
+    """Measure algorithms on linear layers."""
     n = elements(WIDTH)
     lines = [
         "# Peak memory over plain DDP",
         "",
-        f"`python benchmarks/memory.py` on {os.cpu_count()} cores, {platform.machine()}, torch "
-        f"{torch.__version__}; n = {n:,} float32 ({n * WORD_BYTES / MIB:.0f} MiB), k = {DENSITY:.0%}, "
+        f"`python benchmarks/memory.py` on {machine()}; n = {n:,} float32 "
+        f"({n * WORD_BYTES / MIB:.0f} MiB), k = {DENSITY:.0%}, "
         f"SGD, {STEPS} steps, the most of all ranks.",
         "",
         "| P | bucket view | malloc | algorithm | over DDP / residual | rest / 4 (k + n / P) bytes "
@@ -132,14 +204,39 @@ def main() -> None:
     ]
     for world_size in RANKS:
         for view in (False, True):
-            options = {"gradient_as_bucket_view": view}
             for name, malloc in MALLOC.items():
-                plain = measure(world_size, None, options, {}, malloc)
-                for case, (algorithm, attached) in CASES.items():
-                    extra = measure(world_size, algorithm, options, attached, malloc) - plain
-                    lines.append(row(world_size, view, name, case, extra, plain))
+                plain = Case(ddp={"gradient_as_bucket_view": view}, malloc=malloc)
+                least = measure(world_size, plain)
+                for label, given in CASES.items():
+                    attached = replace(plain, attached={"density": DENSITY, **given})
+                    extra = measure(world_size, attached) - least
+                    lines.append(row(world_size, view, name, label, extra, least))
                     print(lines[-1], flush=True)
-    (Path(__file__).parent / "memory.md").write_text("\n".join(lines) + "\n")
+    (HERE / "memory.md").write_text("\n".join(lines) + "\n")
+
+
+def defaults() -> None:
+    """Measure the defaults on a GPT."""
+    with torch.device("meta"):
+        n = sum(parameter.numel() for parameter in Gpt(GPT_WIDTH).parameters())
+    lines = [
+        "# Peak memory of the defaults",
+        "",
+        f"`python benchmarks/memory.py --gpt` on {machine()}; a GPT of {n:,} float32 parameters, "
+        f"{STEPS} steps, the most of all ranks, in floats per parameter.  Plain DDP holds the weights, "
+        "the gradients twice (its buckets) and the optimizer's state.",
+        "",
+        "| P | optimizer | malloc | plain DDP | attached | over plain DDP |",
+        "|---:|---|---|---:|---:|---:|",
+    ]
+    for optimizer, make in OPTIMIZERS.items():
+        for name, malloc in MALLOC.items():
+            plain = Case(Gpt, GPT_WIDTH, make, malloc=malloc)
+            least, most = (measure(2, one) for one in (plain, replace(plain, attached={})))
+            shown = (f"{x / n / WORD_BYTES:.2f}" for x in (least, most, most - least))
+            lines.append(f"| 2 | {optimizer} | {name} | {' | '.join(shown)} |")
+            print(lines[-1], flush=True)
+    (HERE / "memory_gpt.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -185,6 +185,11 @@ def attach(
         raise ConfigurationError(
             "elastic= is for plain modules, whole on every rank; omit replicate="
         )
+    if given.offload is not None and (outer is None or elastic is not None):
+        raise ConfigurationError(
+            "Compression(offload=...) is for exchanges of updates by the ranks that attach, without "
+            "elastic=: the others read the whole residual, on the model's device; omit it"
+        )
     if outer is not None:
         options = Options(outer.chosen, outer.density, None, given, carried, watched, decided)
         if elastic is not None:

@@ -69,6 +69,9 @@ class Compression:
         warmup_densities: densities of the warm-up, each for an equal part of it (``DGC_RAMP``).
         overlap: exchange a unit as soon as its gradients are complete.  False, without DDP: as soon as
             all gradients are; needed if FSDP2 modules run several times per forward pass.
+        offload: of updates, where the model is on an accelerator: True keeps the shared weights, the
+            residual and the outer momentum in host memory, False on the device.  None: the residual
+            alone is in host memory; all of it if the device has no room for them.
         schedule: of a pipeline: the schedule of ``torch.distributed.pipelining`` that runs this stage.
     """
 
@@ -78,6 +81,7 @@ class Compression:
     warmup_steps: int = 0
     warmup_densities: Sequence[float] = ()
     overlap: bool = True
+    offload: bool | None = None
     schedule: Any = None
 
     def __post_init__(self) -> None:
@@ -88,6 +92,10 @@ class Compression:
                 "returns False for a parameter that is to be exchanged dense"
             )
         check_unit_bytes(self.unit_bytes)
+        known = self.offload in (None, True, False)
+        require(
+            known, f"offload is {self.offload!r}; give True, False, or None to let attach decide"
+        )
         several = isinstance(self.warmup_densities, Sequence)
         require(several, f"warmup_densities is {self.warmup_densities!r}; give a list of fractions")
         self.warmup()
@@ -327,12 +335,14 @@ class Options:
         group: dist.ProcessGroup,
         units: Sequence[Unit],
         consensus: Consensus = Proposal.broken,
+        *,
+        on_host: bool = False,
         **agreed: object,
     ) -> Reducer:
         """Connect the ranks of a group of its own, which agree on everything, and build their reducer.
 
-        ``consensus`` asks the ranks that hold other parts of this replica; ``agreed`` are further
-        settings that must be equal.
+        ``consensus`` asks the ranks that hold other parts of this replica; ``on_host``: residuals are in
+        host memory; ``agreed`` are further settings that must be equal.
         """
         assert self.density is not None, "for_size comes first"
         watched, comm = self.monitoring, self.connect(group)
@@ -347,6 +357,7 @@ class Options:
                 watched.xi_period,
                 consensus,
                 None if watched.log is None else sink_of(watched.log, comm.rank),
+                on_host=on_host,
             )
             self.tell_of_dense(units, comm.world_size, say_on_rank_0)
             agree_on_reducer(

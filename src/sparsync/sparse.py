@@ -24,6 +24,7 @@ __all__ = [
     "SparseVector",
     "Vector",
     "even_boundaries",
+    "host_memory",
     "run_length",
     "runs",
 ]
@@ -288,6 +289,13 @@ def runs(size: int, like: Tensor, most: int | None = None) -> Iterator[tuple[int
     step = most or run_length(like)
     for start in range(0, size, step):
         yield start, min(start + step, size)
+
+
+def host_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros in host memory, pinned where ``device`` is a GPU, for copies of runs."""
+    # from pageable memory a copy takes several times as long
+    pinned = device.type == "cuda" and torch.cuda.is_available()
+    return torch.zeros(size, dtype=dtype, pin_memory=pinned)
 
 
 def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:

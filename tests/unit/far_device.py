@@ -5,6 +5,8 @@ memory of the device from Python.  It computes on the CPU, and knows nothing of 
 """
 
 import threading
+import weakref
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
@@ -15,11 +17,43 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from sparsync import kernels
 
-__all__ = ["FAR", "far", "far_device"]
+__all__ = ["FAR", "Memory", "far", "far_device", "memory"]
 
 FAR = torch.device("cuda", 0)
 # what copies between devices, by name
 _CROSSING = ("copy_", "_to_copy")
+
+
+class Memory:
+    """The bytes of the device that tensors hold, and the most that they held since ``reset``."""
+
+    def __init__(self):
+        self._holders, self._lock = Counter(), threading.RLock()  # tensors by storage
+        self.now = self.most = 0
+
+    def reset(self):
+        """Forget the most so far."""
+        self.most = self.now
+
+    def hold(self, far, near):
+        """Count a tensor's storage while the tensor lives."""
+        storage = near.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        weakref.finalize(far, self._release, key, size)
+        with self._lock:
+            self._holders[key] += 1
+            self.now += size * (self._holders[key] == 1)
+            self.most = max(self.most, self.now)
+
+    def _release(self, key, size):
+        with self._lock:
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                self.now -= size
+
+
+memory = Memory()
 
 
 class _Far(Tensor):
@@ -36,6 +70,7 @@ class _Far(Tensor):
             device="meta",  # of the device itself, torch would ask its driver
         )
         far.near = near
+        memory.hold(far, near)
         return far
 
     @classmethod
@@ -107,6 +142,8 @@ def _compute(function, args, kwargs):
     crosses = name in _CROSSING or (name.startswith("index") and isinstance(args[0], _Far))
     if there and here and not crosses:
         raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+    if kwargs.get("pin_memory"):  # for which a driver is asked
+        kwargs = {**kwargs, "pin_memory": False}
     asked = kwargs.get("device")
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -116,7 +153,8 @@ def _compute(function, args, kwargs):
     result = function(*near_args, **near_kwargs)
     if not moves:
         return result
-    by_memory = {id(x.near): x for x in there}  # in place: the same tensor comes back
+    # in place: the same tensor comes back
+    by_memory = {id(x.near): x for x in there} | {id(x): x for x in here}
     return tree_map_only(
         Tensor, lambda x: by_memory[id(x)] if id(x) in by_memory else _Far(x), result
     )

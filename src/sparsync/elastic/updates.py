@@ -394,7 +394,7 @@ class ElasticUpdates(UpdateSync):
         """
         # kernels of the training thread may still write to the weights, on a stream that is not this
         # one's
-        device = self.outer.memory["shared"].device
+        device = self._weights.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         with self._swap:

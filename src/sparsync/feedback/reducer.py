@@ -51,7 +51,8 @@ class Reducer:
     A step is: ``accumulate`` every gradient, ``exchange`` every unit, then ``commit`` or ``refuse``.
     ``xi_period`` is the number of steps between measurements of Assumption 1's xi (default: never),
     ``consensus`` who else must agree to a step, ``sink`` who takes its numbers.  ``changing``: ranks may
-    come and go, see ``regroup``.
+    come and go, see ``regroup``.  ``on_host``: residuals that are
+    read by runs are in host memory.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Reducer:
         sink: Sink | None = None,
         *,
         changing: bool = False,
+        on_host: bool = False,
     ) -> None:
         self.comm, self.units, self.algorithm = comm, list(units), algorithm
         self.correction, self.consensus, self._changing = correction, consensus, changing
@@ -74,11 +76,14 @@ class Reducer:
         self.skipped = 0  # steps that were refused because of NaN or Inf
         self.scale = 1.0  # by which gradients are multiplied, as by a GradScaler: see ``rescale_``
         self.overflows = False  # see ``overflow``
-        self.residuals = [Residual(u.size, u.dtype, u.device) for u in units]
         self.corrector = Corrector(correction, units, comm.world_size) if correction else None
         parts = [algorithm.for_unit(unit) for unit in units]
         self.selectors = [selector for selector, _ in parts]
         self.collectives = [collective for _, collective in parts]
+        self.residuals = [
+            Residual(u.size, u.dtype, u.device, on_host=on_host and collective.by_runs)
+            for u, collective in zip(units, self.collectives, strict=True)
+        ]
         self.plan = Plan(
             self.units, density, warmup, shared=algorithm.shared, overwrites=not changing
         )

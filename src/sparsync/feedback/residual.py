@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.sparse import DenseVector, SparseVector, Vector, runs
+from sparsync.sparse import DenseVector, SparseVector, Vector, host_memory, runs
 
 __all__ = ["Growth", "Residual"]
 
@@ -40,12 +40,18 @@ class Residual:
 
     Memory: n elements, and while a step is open 8 bytes per entry that was collected and one more
     copy of 16-bit gradients.  A gradient that is there by runs alone (``accumulate_later``) takes none.
+    With ``on_host`` all of it is in host memory, and runs are copied to ``device`` and back.
     """
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, size: int, dtype: torch.dtype, device: torch.device, *, on_host: bool = False
+    ) -> None:
         wide = torch.promote_types(dtype, torch.float32)
         # [n] the residual, plus the gradients that the open step has accumulated so far
-        self.accumulated = torch.zeros(size, dtype=wide, device=device)
+        if on_host:
+            self.accumulated = host_memory(size, wide, device)
+        else:
+            self.accumulated = torch.zeros(size, dtype=wide, device=device)
         # The residual before the open step is zero: nothing to keep or to undo.  The buffer may then hold
         # anything, such as the total of a dense step, and is written over by the next gradients.
         self.empty = True
@@ -74,8 +80,9 @@ class Residual:
         # Collecting costs next to nothing in a pass that reads every element anyway; a selector would
         # need another pass over n elements.
         here = self.accumulated[start : start + gradient.numel()]
-        # of 16 bits: a wide copy, which holds the undo, for which theirs has no room
-        gradient = gradient.to(here.dtype)
+        # of 16 bits: a wide copy, which holds the undo, for which theirs has no room.  Of another device:
+        # the residual is in host memory, where all of this unit is then exchanged
+        gradient = gradient.to(here.device, here.dtype)
         key, limit = None if self._found is None else key, limit - self._count
         if self.empty:
             here.copy_(gradient)

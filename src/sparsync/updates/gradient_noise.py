@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsync.errors import require
 from sparsync.fields import Common, Fields, Kind, Number, Values
 from sparsync.kernels import backend_of, native
+from sparsync.sparse import run_length
 from sparsync.units import flatten, is_finite, local_of, unflatten
 from sparsync.updates.step_length import of_own_length
 
@@ -377,11 +378,12 @@ def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Mo
     dense = all(tensor.is_contiguous() for tensor in tensors)
     if dense and backend_of(*tensors) is native:
         native.lengthen_(first, second, weights, numbers)
-    elif dense and weights.is_cpu:
-        # in runs: the temporaries of a whole large tensor would be fresh memory, whose pages the system
-        # clears, which takes longer than the arithmetic
-        runs = (torch.split(tensor.view(-1), _RUN) for tensor in tensors)
-        for one, other, run in zip(*runs, strict=True):
+    elif dense:
+        # in runs: on a CPU the temporaries of a whole large tensor would be fresh memory, whose pages the
+        # system clears, which takes longer than the arithmetic; on a device they may not fit
+        most = _RUN if weights.is_cpu else run_length(weights)
+        parts = (torch.split(tensor.view(-1), most) for tensor in tensors)
+        for one, other, run in zip(*parts, strict=True):
             _lengthen_plainly(one, other, run, numbers)
     else:
         _lengthen_plainly(first, second, weights, numbers)

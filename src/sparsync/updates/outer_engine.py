@@ -21,7 +21,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.reducer_state import ParsedState, reducer_state, take_state
 from sparsync.feedback.step import Use
 from sparsync.fields import Common, Exactly, Kind, Number
-from sparsync.sparse import DenseVector, Vector, runs
+from sparsync.sparse import DenseVector, Vector, host_memory, runs
 from sparsync.state import Stateful
 from sparsync.transports.agree import unequal_steps
 from sparsync.transports.driver import together
@@ -75,6 +75,8 @@ class OuterEngine(Stateful):
         on_any_part: tells whether something is so on another part of this replica.
         weighs: whether ranks weigh their updates; None: it turns out in the first exchange.
         ledgers: further ones whose errors name the local step.
+        on_host: ``memory`` and late exchanges are in host memory, and runs are copied to the weights'
+            device and back.
 
     Attributes:
         steps: local steps done.
@@ -98,6 +100,7 @@ class OuterEngine(Stateful):
         on_any_part: Callable[[bool], bool] = alone,
         weighs: bool | None = False,
         ledgers: Sequence[Ledger] = (),
+        on_host: bool = False,
     ) -> None:
         self.settings, self.layout, self.reducer = settings, layout, reducer
         self.optimizers = list(optimizers)
@@ -105,14 +108,15 @@ class OuterEngine(Stateful):
         self._reduce = reduce or self._by_reducer
         self._on_any_part, self._ledgers = on_any_part, [*ledgers, reducer.comm.ledger]
         self.steps, self.period, self.drift = 0, settings.first_period, 0.0
-        self.memory = {"shared": weights.read(slice(0, None))}
+        self._weights_like = weights.read(slice(0, 0))
+        self._memory_like = self._weights_like.cpu() if on_host else self._weights_like
+        self.memory = {"shared": self.read()}
         self.state = OuterState()
         self.contributions = Contributions(weighs=weighs)
         self.contributions.plan(len(layout.fragments))
         self._sent = [-1] * len(layout.fragments)  # the last step after which each was exchanged
         self._under_way: list[Exchange] = []
         self._scratch = Scratch()
-        self._weights_like = weights.read(slice(0, 0))
         self._part_of = {
             unit: part for part, one in enumerate(layout.fragments) for unit in one.units
         }
@@ -135,10 +139,27 @@ class OuterEngine(Stateful):
 
     def begin_again(self, shared: Tensor) -> None:
         """Begin from other weights, equal on all ranks: nothing waits, and nothing is under way."""
-        self.memory, self.state = {"shared": shared}, OuterState()
+        self.memory, self.state = {"shared": shared.to(self._memory_like.device)}, OuterState()
         self._under_way.clear()
         for residual in self.reducer.residuals:
             residual.load(None)
+
+    def read(self) -> Tensor:
+        """Return this rank's weights, copied run by run to where the memory is."""
+        size = max((one.span.stop for one in self.layout.fragments), default=0)
+        if self._memory_like.device == self._weights_like.device or not size:
+            return self._weights.read(slice(0, None)).to(self._memory_like.device)
+        made = host_memory(size, self._weights_like.dtype, self._weights_like.device)
+        for place in self._runs(slice(0, size)):
+            made[place] = self._weights.read(place)
+        return made
+
+    def write(self, values: Tensor) -> None:
+        """Replace this rank's weights by values that are where the memory is."""
+        # at once where nothing is copied: inside a node each call gathers
+        most = values.numel() if values.device == self._weights_like.device else None
+        for place in self._runs(slice(0, values.numel()), most):
+            self._weights.write(place, values[place])
 
     def begins_last(self, step: int) -> bool:
         """Tell whether the last fragment, which has the buffers, is sent after local step ``step``."""
@@ -386,7 +407,8 @@ class OuterEngine(Stateful):
         if parsed is not None:
             take_state(self.reducer, parsed)
         self.steps = int(state["steps"])
-        self.memory = {name: vector.clone() for name, vector in state["memory"].items()}
+        home = self._memory_like.device
+        self.memory = {name: one.to(home, copy=True) for name, one in state["memory"].items()}
         self._under_way = [Exchange(**saved) for saved in state["under_way"]]
         self._sent = list(state["sent"])
         self.contributions.load_state_dict(state["contributions"])
@@ -445,7 +467,9 @@ class OuterEngine(Stateful):
         for place, here in self.layout.places(unit, start, stop):
             began, late = self._began(place), exchange.weights
             made[here] = began.sub_(
-                self._weights.read(place) if late is None else late[_within(span, place)]
+                self._weights.read(place)
+                if late is None
+                else late[_within(span, place)].to(began.device)
             )
         if exchange.weight != 1:  # saves the pass, in the usual case that nobody counts
             made.mul_(exchange.weight)
@@ -467,7 +491,8 @@ class OuterEngine(Stateful):
             if reducer.accumulates_later(unit) and not self.settings.dct:
                 reducer.accumulate_later(unit, its.run)
             else:
-                whole[unit] = its.whole()
+                # a copy, where the residual is in host memory: there all of the unit is exchanged
+                whole[unit] = its.whole().to(reducer.residuals[unit].accumulated.device)
                 reducer.accumulate(unit, 0, whole[unit])
         try:
             averages = await reducer.exchange_all(units)
@@ -487,7 +512,7 @@ class OuterEngine(Stateful):
         if self.settings.dct:
             rotate_(average.values, self.settings.dct, back=True)
         for start, stop in runs(self.layout.units[unit].size, like):
-            values = average.run(start, stop)
+            values = average.run(start, stop).to(self._weights_like.device)
             for place, here in self.layout.places(unit, start, stop):
                 stepped = self._stepped(values[here], place, momentum, exchange.lr)
                 if exchange.shared is None:
@@ -504,7 +529,8 @@ class OuterEngine(Stateful):
             here = _within(span, place)
             base = shared[here]
             if self.settings.residual == "weights":
-                base = base.sub(self._withheld(place), alpha=shown_of(exchange.weight))
+                withheld = self._withheld(place).to(base.device)
+                base = base.sub(withheld, alpha=shown_of(exchange.weight))
             torch.sub(base, began[here], out=change[here])
         return change
 
@@ -529,7 +555,7 @@ class OuterEngine(Stateful):
         """Return memory of a fragment's size, which other exchanges use later."""
         sizes = [fragment.span.stop - fragment.span.start for fragment in self.layout.fragments]
         if exchange.scratch is None:
-            exchange.hold(self._scratch.take(self._weights_like, max(sizes)))
+            exchange.hold(self._scratch.take(self._memory_like, max(sizes)))
         assert exchange.scratch is not None
         return exchange.scratch[number, : sizes[exchange.part]]
 

@@ -64,6 +64,7 @@ from sparsync.updates.changes import Changes, begin_together
 from sparsync.updates.family import OUTER_SETTINGS
 from sparsync.updates.fragments import Begin, Layout
 from sparsync.updates.gradient_noise import correct, noise_of
+from sparsync.updates.offload import offloaded
 from sparsync.updates.outer_engine import OuterEngine, Reduce, alone
 from sparsync.updates.outer_step import OuterStep
 from sparsync.updates.rank_state import (
@@ -163,10 +164,12 @@ def attach_updates(
         if consensus is not None and consensus.parts.world_size > 1:
             facts = {**outer.described(), "fragments of each part": len(layout.fragments)}
             run(agree(consensus.parts, facts))
+        offload = offloaded(options.compression.offload, outer, layout, weights, optimizers)
         reducer = options.reducer(
             groups.make(ranks),
             layout.units,
             consensus or Proposal.broken,
+            on_host=offload.residual,
             outer=outer.described(),
             advises=advises,
             rates=[[group.get("lr") for group in one.param_groups] for one in optimizers],
@@ -190,6 +193,7 @@ def attach_updates(
             consensus,
             pieces,
             advises=advises,
+            on_host=offload.shared,
         )
     except BaseException:
         groups.close()
@@ -239,6 +243,7 @@ class UpdateSync(Handle):
         advises: bool = False,
         reduce: Reduce | None = None,
         weighs: bool | None = None,
+        on_host: bool = False,
     ) -> None:
         super().__init__(module, reducer, groups, options, consensus, pieces)
         self._weights = weights
@@ -274,6 +279,7 @@ class UpdateSync(Handle):
             on_any_part=consensus.on_any if parts > 1 else alone,
             weighs=weighs if self._countable else False,
             ledgers=[] if consensus is None else [consensus.parts.ledger],
+            on_host=on_host,
         )
 
     @property
@@ -296,7 +302,7 @@ class UpdateSync(Handle):
 
         On a GPU it uses this thread's stream, which has read the weights and will write them.
         """
-        device = self.outer.memory["shared"].device
+        device = self._weights.device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
         def job() -> float:
@@ -372,7 +378,7 @@ class UpdateSync(Handle):
         if not self._begins:
             return
         self._begins, outer = False, self.outer
-        own, shared = self._weights.read(_EVERYTHING), outer.memory["shared"]
+        own, shared = outer.read(), outer.memory["shared"]
         end = outer.layout.end
         if not self._begin_together(self._loaded(own), own[:end]):
             return
@@ -429,7 +435,7 @@ class UpdateSync(Handle):
         elif self._begins:  # ``step`` is too late: it comes after theirs
             self._begins = False
             require(
-                not self._loaded(self._weights.read(_EVERYTHING)),
+                not self._loaded(self.outer.read()),
                 "weights were loaded after attach; load them before, or give attach the optimizer",
             )
         trained = self._weights.trained.values()
@@ -590,16 +596,16 @@ class UpdateSync(Handle):
         """Put the shared weights into the model, to evaluate or save them; restore this rank's after."""
         # restored even if the block raises: a step on the shared weights would lose this rank's own
         with self._swap:
-            outside, before = self._own, self._weights.read(_EVERYTHING)
+            outside, before = self._own, self.outer.read()
             self._weights.reshard()
-            self._weights.write(_EVERYTHING, self.outer.memory["shared"])
+            self.outer.write(self.outer.memory["shared"])
             self._own = before if outside is None else outside
         try:
             yield
         finally:
             with self._swap:
                 self._weights.reshard()  # an evaluation has left whole parameters, which are stale
-                self._weights.write(_EVERYTHING, before)
+                self.outer.write(before)
                 self._own = outside
                 self._changes.remember()
 

@@ -116,6 +116,16 @@ class ModelWeights(Weights):
         named = self._tensors()[len(self.trained) :]
         return {name: -(-t.numel() // self._divisor) for name, t in named if t.numel()}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._like.device
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a parameter."""
+        return self._like.itemsize
+
     def exchanged(self, left_out: Collection[str] | None = None) -> list[str]:
         """Return the names of what is exchanged, if these buffers are left out, not those of now."""
         left_out = self.left_out if left_out is None else left_out
@@ -234,7 +244,7 @@ class ModelWeights(Weights):
         if self.noise is not None and any(name == _SAMPLES for name, *_ in self._within(span)):
             values = self.noise.values
             # inside a node ``shared`` has only this rank's runs
-            own = shared[shared.numel() - -(-values.numel() // self._divisor) :]
+            own = shared[shared.numel() - -(-values.numel() // self._divisor) :].to(values.device)
             whole = own if self.node is None else self.node.gathered(own).flatten()
             values.copy_(whole[: values.numel()].view_as(values))
             self.noise.measure()

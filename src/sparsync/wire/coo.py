@@ -111,7 +111,7 @@ class Whole(Codec[DenseVector]):
 
     def blank(self, size: int, like: Tensor) -> Tensor:
         """Return a message of ``size`` elements, with the dtype and device of ``like``, to be written."""
-        start = self.start(DenseVector(like.new_empty(size, device="meta")))
+        start = self.start(DenseVector(like.new_empty(1).expand(size)))  # of no memory
         return self.message(start, like.new_empty(size, dtype=self.dtype or like.dtype))
 
     def write_(self, payload: Tensor, start: int, values: Tensor) -> None:

@@ -1,0 +1,81 @@
+"""Where the memory of exchanged updates is: on the accelerator, or in host memory.
+
+Beside the model, a rank keeps the shared weights and the residual, a float per parameter each, and an
+outer momentum if there is one.  An exchange reads and writes each of them once, in runs, so on the host
+they cost two copies over the bus per exchange and no device memory that grows with the model, except for
+messages of a few bits per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from sparsync.console import say
+from sparsync.errors import require
+from sparsync.updates.fragments import Layout
+from sparsync.updates.outer_step import OuterStep
+from sparsync.updates.weights import ModelWeights
+
+__all__ = ["Offload", "free_bytes", "offloaded"]
+
+_WORD: Final = 4  # bytes of an element of the shared weights
+_STATE: Final = 8  # bytes per parameter of Adam's moments, which most optimizers do not exceed
+
+
+class Offload(NamedTuple):
+    """What is kept in host memory."""
+
+    residual: bool
+    shared: bool  # and the outer momentum, and the vectors of a late exchange
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the memory of a device that tensors can still take; None if it is unknown."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    # reserved by torch's allocator and not in use
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def offloaded(
+    asked: bool | None,
+    settings: OuterStep,
+    layout: Layout,
+    weights: ModelWeights,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Offload:
+    """Decide what is kept in host memory; see ``Compression(offload=)``.
+
+    Raises:
+        ConfigurationError: host memory was asked for, and the algorithm selects entries, for which it
+            reads the whole residual.
+    """
+    device = weights.device
+    by_runs = not settings.dct and all(
+        unit.dense or settings.chosen.for_unit(unit)[1].by_runs for unit in layout.units
+    )
+    require(
+        by_runs or not asked,
+        f"offload=True is not for {settings.chosen.name}, which reads the whole residual at once; omit "
+        "it, or choose algorithm='quantised'",
+    )
+    if device.type == "cpu" or not by_runs or asked is False:
+        return Offload(residual=False, shared=False)
+    if asked:
+        return Offload(residual=True, shared=True)
+    free, size = free_bytes(device), layout.end
+    # what training itself still takes: gradients, and the optimizers' states after their first step
+    expected = size * weights.itemsize
+    expected += size * _STATE * (not any(one.state for one in optimizers))
+    lacks = free is not None and free < size * _WORD + expected
+    if lacks and free is not None:
+        say(
+            f"{device} has {free / 1e9:.3g} GB left, and the shared weights of {size:,} parameters would "
+            f"take {size * _WORD / 1e9:.3g}: they are kept in host memory (Compression(offload=) "
+            "decides otherwise)"
+        )
+    return Offload(residual=True, shared=lacks)

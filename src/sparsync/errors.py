@@ -32,7 +32,7 @@ __all__ = [
     "PeerError",
     "SparsyncError",
     "WireFormatError",
-    "check_fields",
+    "check_number_fields",
     "check_numbers",
     "first_line",
     "require",
@@ -135,7 +135,7 @@ def check_numbers(owner: str, types: Mapping[str, Any], given: Mapping[str, Any]
         )
 
 
-def check_fields(settings: Any) -> None:
+def check_number_fields(settings: Any) -> None:
     """Hold the fields of a dataclass to their types, where these are numbers (``check_numbers``)."""
     types = {field.name: field.type for field in fields(settings)}
     check_numbers(type(settings).__name__, types, {name: getattr(settings, name) for name in types})

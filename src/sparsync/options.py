@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sparsync.algorithm import LARGE, Algorithm, default_density
 from sparsync.console import say
-from sparsync.errors import ConfigurationError, check_fields, require
+from sparsync.errors import ConfigurationError, check_number_fields, require
 from sparsync.feedback.agreed_setup import agree_on_reducer
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.reducer import Reducer
@@ -85,7 +85,7 @@ class Compression:
     schedule: Any = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_number_fields(self)
         if self.compress is not None and not callable(self.compress):
             raise ConfigurationError(
                 f"compress is {self.compress!r}; give a function of a parameter's name and tensor that "
@@ -179,7 +179,7 @@ class Monitoring:
     xi_period: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_number_fields(self)
         sparse = self.xi_period is None or self.xi_period >= 1
         require(sparse, f"xi_period is {self.xi_period}; give a number of steps >= 1, or None")
         known = self.nonfinite in (None, "raise", "skip", "propagate")

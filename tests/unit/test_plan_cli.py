@@ -127,3 +127,24 @@ def test_one_rank_sends_nothing_in_the_papers_model(command):
     assert "one rank has nobody to exchange with" in command(*line)[1]
     rows = json.loads(command(*line, "--json", "-")[1])
     assert all(row["seconds"] == [0, 0] and row["messages"] == 0 for row in rows)
+
+
+def test_the_memory_of_a_rank_needs_no_network(command):
+    code, out, err = command("plan", "--model-size", "7e9", "--optimizer", "adamw", "--json", "-")
+    found = {one["name"]: one for one in json.loads(out)["memory"]}
+    assert (code, err) == (0, "")
+    assert found["training itself"] == {"name": "training itself", "device": 140 * 10**9, "host": 0}
+    # a float per parameter on the device and one on the host; offloaded, both are on the host
+    assert found["updates"]["host"] == 28 * 10**9 < found["updates"]["device"] < 30 * 10**9
+    offloaded = found["updates, offload=True"]
+    assert offloaded["device"] < 0.15 * 28 * 10**9 and offloaded["host"] == 56 * 10**9
+
+
+def test_memory_stands_below_a_plan_and_other_optimizers_are_refused(command):
+    given = ["plan", "--model-size", "1e9", "--network", "1gbit,50us"]
+    code, out, _ = command(*given, "--optimizer", "sgd")
+    assert code == 0 and "budgeted wins here" in out and "+ gradients      4.12 GB" in out
+    code, _, err = command(*given, "--optimizer", "adam")
+    assert code == 2 and "choose one of sgd, sgd-momentum, adamw, muon" in err
+    code, _, err = command("plan", "--model-size", "7.5", "--network", "1gbit,50us")
+    assert code == 2 and "'7.5' is no whole number" in err

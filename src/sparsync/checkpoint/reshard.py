@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, require
-from sparsync.feedback.reducer_state import check_fields
+from sparsync.feedback.reducer_state import check_number_fields
 from sparsync.fields import Fields, opened, sealed
 from sparsync.state import fits
 from sparsync.units import Piece, is_finite
@@ -124,7 +124,7 @@ def _contents(states: Sequence[State], kind: str, fields: Iterable[str]) -> list
             "the model"
         )
     for one in contents:
-        check_fields(one["reducer"])
+        check_number_fields(one["reducer"])
     return contents
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
+from decimal import Decimal
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
-from typer import Option
+from typer import BadParameter, Option
 
 from sparsync.cli.lab_links import describe_links
 from sparsync.cli.launch import launched_ranks
@@ -35,7 +37,10 @@ __all__ = [
     "option",
     "ranks_option",
     "takes",
+    "whole",
 ]
+
+_LONGEST = 30  # digits of a whole number
 
 T = TypeVar("T")
 
@@ -69,6 +74,23 @@ Plot = Annotated[Path | None, Option(help="Draw them in this file (.png, .pdf or
 def option(text: str, default: str | bool = True) -> Any:
     """Declare an option by its help; ``default`` is shown there in place of the value."""
     return Option(help=text, show_default=default)
+
+
+def whole(text: str) -> int:
+    """Return the whole number that a text means, also as ``7e9``.
+
+    Example:
+        >>> whole("7e9"), whole("1_000"), whole("1.5e3")
+        (7000000000, 1000, 1500)
+    """
+    try:
+        return int(text)
+    except ValueError:
+        with suppress(ArithmeticError):  # "nan", "1e999999999", or no number at all
+            found = Decimal(text)
+            if found.adjusted() < _LONGEST and found == found.to_integral_value():
+                return int(found)
+        raise BadParameter(f"{text!r} is no whole number") from None
 
 
 def ranks_option(default: int) -> Any:

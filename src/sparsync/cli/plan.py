@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 from rich.console import Console, Group
 from rich.text import Text
 from typer import Option
 
 from sparsync.algorithm import Algorithm, check_density
-from sparsync.cli.flags import numbers, option
+from sparsync.cli.flags import numbers, option, whole
 from sparsync.cli.named_algorithms import OPTIONS_HELP, algorithm_of, labels
 from sparsync.cli.network_choice import parse_network, parse_seconds
 from sparsync.cli.output import Columns, check_outputs, format_ratio, to_json, write_json
@@ -21,6 +21,7 @@ from sparsync.cli.published_costs import published_rows, show_published
 from sparsync.cli.values import Bounds, Bytes, InputFile, Seconds, check, read_text, within
 from sparsync.collectives.costs import WORD_BYTES
 from sparsync.cost.machine import Machine
+from sparsync.cost.memory import Footprint, Optimizer, footprints
 from sparsync.cost.planner import DEFAULT_DENSITY, Plan, Prediction, entries_at, plan
 from sparsync.cost.wording import (
     format_bandwidth,
@@ -63,8 +64,11 @@ MachineFile = Annotated[
 
 
 def command(
-    ranks: Annotated[str, option("World size; several, with commas.")],
-    model_size: Annotated[ModelSize, option("Trained elements: parameters of the model.")],
+    model_size: Annotated[
+        ModelSize,
+        Option(help="Trained elements, e.g. 7e9: parameters of the model.", parser=whole),
+    ],
+    ranks: Annotated[str, option("World size; several, with commas.")] = "8",
     density: Annotated[
         float | None, option("k / n to exchange.", "0.01, or what the budget allows")
     ] = None,
@@ -82,6 +86,9 @@ def command(
     all_: Annotated[
         bool, Option("--all", help="Every collective, also those that quantise.")
     ] = False,
+    optimizer: Annotated[
+        str | None, option(f"Also tell the memory of a rank: {', '.join(get_args(Optimizer))}.")
+    ] = None,
     model: Annotated[
         str, option("full, or paper: Ok-Topk's Table 1, of alpha and beta alone.")
     ] = "full",
@@ -91,9 +98,9 @@ def command(
 ) -> None:
     """Predict which collective is fastest, and from which bandwidth and density on dense is.
 
-    Times are those of the busiest rank for one step: selection and exchange.  Nothing is run.
+    Times are those of the busiest rank for one step: selection and exchange.  With --optimizer, also the
+    memory of a rank; without a network, that alone.  Nothing is run.
     """
-    here = machine_of(machine, network, rtt)
     require(not (all_ and algorithm), "--all and --algorithm; choose one of them")
     alone = json == Path("-")
     if not alone:
@@ -102,14 +109,25 @@ def command(
     within("ranks", worlds, ManyRanks)
     check("model", repr(model), model in ("full", "paper"), "full or paper")
     content: Any
-    if model == "paper":
-        given = {"--compute": compute, "--budget": budget, "--all": all_ or None}
+    if optimizer is not None and (network, machine, rtt, model) == (None, None, None, "full"):
+        density = DEFAULT_DENSITY if density is None else check_density(density)
+        uses = footprints(model_size, entries_at(density, model_size), cast("Optimizer", optimizer))
+        content, shown = {"memory": [asdict(use) for use in uses]}, Group(*_memory(uses, optimizer))
+    elif model == "paper":
+        here = machine_of(machine, network, rtt)
+        given = {
+            "--compute": compute,
+            "--budget": budget,
+            "--all": all_ or None,
+            "--optimizer": optimizer,
+        }
         beyond = ", ".join(name for name, value in given.items() if value is not None)
         require(not beyond, f"the paper's model knows no {beyond}; omit it, or --model paper")
         k = entries_at(DEFAULT_DENSITY if density is None else check_density(density), model_size)
         content = published_rows(model_size, k, worlds, here, _in_table_1(algorithm))
         shown = show_published(content, here)
     else:
+        here = machine_of(machine, network, rtt)
         competing = candidates(planned=not all_) if algorithm is None else _named(algorithm)
         plans = {
             p: plan(
@@ -124,8 +142,13 @@ def command(
             for p in worlds
         }
         made = [{"ranks": p, **as_json(one)} for p, one in plans.items()]
-        content = made if len(made) > 1 else made[0]
         shown = _over_ranks(plans, here, model_size)
+        if optimizer is not None:
+            k = max(one.k for one in plans.values())
+            uses = footprints(model_size, k, cast("Optimizer", optimizer))
+            made = [{**one, "memory": [asdict(use) for use in uses]} for one in made]
+            shown = Group(shown, *_memory(uses, optimizer))
+        content = made if len(made) > 1 else made[0]
     if alone:
         sys.stdout.write(to_json(content))
     else:
@@ -270,6 +293,26 @@ def _shown(made: Plan, machine: Machine, size: int, ranks: int) -> Group:
         made.why,
     ]
     return Group(title, Text(), Columns.of(rows), Text("\n" + "\n".join(lines)))
+
+
+def _memory(uses: Sequence[Footprint], optimizer: str) -> list[Any]:
+    """Show the memory of a rank: training itself, then what each way to attach adds."""
+    rows = [
+        {
+            "memory of a rank": f"+ {use.name}" if at else use.name,
+            "device": format_bytes(use.device),
+            "host": format_bytes(use.host) if use.host else "-",
+        }
+        for at, use in enumerate(uses)
+    ]
+    lines = [
+        f"{optimizer} in float32, without activations; a model on the CPU has it all in host memory"
+    ]
+    if any(use.host for use in uses):
+        lines.append(
+            "offload: of Compression(offload=); the default keeps the residual in host memory"
+        )
+    return [Text(), Columns.of(rows), Text("\n" + "\n".join(lines))]
 
 
 def _limit(value: float | None, what: str, write: Callable[[float], str]) -> str:

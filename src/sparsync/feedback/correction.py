@@ -18,7 +18,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError, check_fields, require
+from sparsync.errors import ConfigurationError, check_number_fields, require
 from sparsync.sparse import SparseVector, Vector
 from sparsync.units import Unit
 
@@ -64,7 +64,7 @@ class Correction:
     clip_norm: Literal["this", "previous"] = "this"
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_number_fields(self)
         momentum, decay, clip = self.momentum, self.weight_decay, self.clip
         require(0 <= momentum < 1, f"momentum is {momentum}; give a factor in [0, 1)")
         require(

@@ -29,7 +29,7 @@ from sparsync.units import Unit
 __all__ = [
     "ParsedState",
     "agree_state",
-    "check_fields",
+    "check_number_fields",
     "parse_state",
     "reducer_state",
     "rescale_",
@@ -134,7 +134,7 @@ def parse_state(reducer: Reducer, state: Mapping[str, Any]) -> ParsedState:
         ConfigurationError: the state is of another algorithm, rank, world size or set of units, holds
             NaN or Inf, or is not a state at all.
     """
-    check_fields(state)
+    check_number_fields(state)
     _check_setup(reducer, state)
     residuals, velocities = (
         [_saved_values(state, what, unit) for unit in reducer.units]
@@ -233,7 +233,7 @@ async def _agree(
 # ---- checks of a saved state ------------------------------------------------------------------------
 
 
-def check_fields(state: object) -> None:
+def check_number_fields(state: object) -> None:
     """Refuse a value that is no reducer's state: a field is missing, unknown, or of another type."""
     # a file may hold anything, so nothing is read of it before its type is known
     check_saved(state, _FIELDS, _NAME, _CURE)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from sparsync.errors import CommunicationError, ConfigurationError, PeerError, check_fields
+from sparsync.errors import CommunicationError, ConfigurationError, PeerError, check_number_fields
 from sparsync.transports.agree import Divergence, divergences, heal_, worst
 from sparsync.transports.communicator import Communicator
 from sparsync.units import local_of, replicated_tensors
@@ -51,7 +51,7 @@ class Sentinel:
     optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_number_fields(self)
         if self.period < 1:
             raise ConfigurationError(
                 f"Sentinel: period is {self.period!r}; give a whole number of steps >= 1"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsync.algorithm import Algorithm, check_density
 from sparsync.collectives import Changing
-from sparsync.errors import check_fields, require
+from sparsync.errors import check_number_fields, require
 from sparsync.feedback.schedule import Warmup
 from sparsync.presets import resolve
 from sparsync.updates.fragments import Layout
@@ -110,7 +110,7 @@ class OuterStep:
 
     def __post_init__(self) -> None:
         # every argument is checked here, on each rank by itself: nothing has been sent yet
-        check_fields(self)
+        check_number_fields(self)
         period, given = self.period, vars(self)
         first = period.least if isinstance(period, AdaptivePeriod) else period
         counted = first is None or (type(first) is int and first >= 1)

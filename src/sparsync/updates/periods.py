@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsync.errors import check_fields, require
+from sparsync.errors import check_number_fields, require
 from sparsync.feedback.reducer import Reducer
 
 __all__ = ["AdaptivePeriod", "drift_of", "followed", "share_of", "warm_exchanges"]
@@ -50,7 +50,7 @@ class AdaptivePeriod:
     most: int = 32
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_number_fields(self)
         require(
             0 < self.drift < math.inf,
             f"AdaptivePeriod: drift is {self.drift!r}; give a share of the weights > 0, e.g. 0.02",

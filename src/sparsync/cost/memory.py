@@ -1,0 +1,71 @@
+"""The memory that a rank needs, before anything runs: training itself, and what ``attach`` adds.
+
+Counted in bytes per parameter.  Training holds the weights, the gradients, DDP's buckets, and the
+optimizer's state.  To it are added::
+
+    gradients   the residual, n words, and 12 bytes for each of k entries
+    updates     the shared weights and the residual, n words each, and an exchange's messages: of bits per
+                element, sent and received in two rounds
+
+Measured on a GPT of 124 million parameters (``benchmarks/memory_gpt.md``) gradients take 1.1 words and
+updates 2.0 to 2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from sparsync.collectives.costs import WORD_BYTES
+from sparsync.errors import require
+
+__all__ = ["Footprint", "Optimizer", "footprints"]
+
+Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
+
+# words per parameter of the optimizer's state; Muon keeps a momentum of its matrices
+_STATES: Final = {"sgd": 0, "sgd-momentum": 1, "adamw": 2, "muon": 1}
+_REPLICA: Final = 3  # weights, gradients, DDP's buckets
+_ENTRY: Final = 12  # bytes of a selected entry: its index, its value, its place in a message
+_BITS: Final = 1 + 16 / 256  # of an update, with its block's share of a scale, and each way
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one rank: of the accelerator (or of the host, if the model is there), and of the host."""
+
+    name: str
+    device: int
+    host: int
+
+
+def footprints(size: int, k: int, optimizer: Optimizer) -> list[Footprint]:
+    """Return what training takes by itself, then what each way to attach adds to it.
+
+    Args:
+        size: trained parameters, in float32.
+        k: entries of a gradient that are exchanged.
+        optimizer: "sgd", "sgd-momentum", "adamw" or "muon".
+
+    Raises:
+        ConfigurationError: another optimizer.
+
+    Example:
+        >>> for one in footprints(10**9, 10**7, "adamw")[:2]:
+        ...     print(one.name, one.device / 1e9, one.host / 1e9)
+        training itself 20.0 0.0
+        updates 4.265625 4.0
+    """
+    known = get_args(Optimizer)
+    require(optimizer in known, f"optimizer is {optimizer!r}; choose one of {', '.join(known)}")
+    vector = WORD_BYTES * size
+    messages = int(size * _BITS / 8 * 2)
+    training = Footprint("training itself", (_REPLICA + _STATES[optimizer]) * vector, 0)
+    if optimizer.startswith("sgd"):
+        return [training, Footprint("gradients", vector + _ENTRY * k, 0)]
+    return [
+        training,
+        Footprint("updates", vector + messages, vector),
+        Footprint("updates, offload=True", messages, 2 * vector),
+        Footprint("updates, offload=False", 2 * vector + messages, 0),
+    ]

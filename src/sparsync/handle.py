@@ -27,7 +27,7 @@ from sparsync.units import Piece
 if TYPE_CHECKING:  # only divided replicas need it
     from sparsync.gradients.consensus import PartsConsensus
 
-__all__ = ["CommHook", "Handle", "Hook", "call_after_backward", "weakly"]
+__all__ = ["CommHook", "Handle", "Hook", "call_after_backward", "make_engine", "weakly"]
 
 
 class Handle(ABC):
@@ -41,6 +41,7 @@ class Handle(ABC):
     Args:
         model: the plain module.
         reducer: accumulates and exchanges.
+        engine: the thread of the model's exchanges (``make_engine``).
         groups: the process groups that were opened for this model.
         options: of ``attach``: NaN and Inf, GradScaler, sentinel, logs.
         consensus: of a divided replica: asks the ranks that hold its other parts.
@@ -55,26 +56,22 @@ class Handle(ABC):
         self,
         model: nn.Module,
         reducer: Reducer,
+        engine: Engine,
         groups: Groups | ExitStack,
         options: Options,
         consensus: PartsConsensus | None = None,
         pieces: Mapping[str, Piece] | None = None,
     ) -> None:
-        self.reducer, self._plain = reducer, weakref.ref(model)
-        self._consensus, self._pieces = consensus, dict(pieces or {})
+        self.reducer, self._engine, self._plain = reducer, engine, weakref.ref(model)
+        self._pieces = dict(pieces or {})
         self._inner = None if consensus is None else consensus.parts
         watched, self.decided = options.monitoring, options.decided
         self._scaler, self._sentinel = watched.scaler, watched.sentinel
         self._nonfinite = watched.policy
-        self._before: tuple[int, Traffic] | None = None  # steps and bytes before the first one here
         self.on_close = ExitStack()
-        comms: list[Abortable] = [reducer.comm]
-        comms += [] if self._inner is None else [self._inner]
-        comms += [groups] if isinstance(groups, Groups) else []
-        self._engine = Engine(reducer.algorithm.name, comms)
         # runs when the model is collected or the process exits.  Finalizers run in the reverse order of
         # their creation, so the engine ends before the transport
-        self._end = weakref.finalize(self, _end, self._engine, reducer.comm, groups)
+        self._end = weakref.finalize(self, _end, engine, reducer.comm, groups)
 
     @property
     def communicators(self) -> list[Communicator]:
@@ -125,9 +122,13 @@ class Handle(ABC):
 
     # ---- numbers and state -------------------------------------------------------------------------
 
+    @abstractmethod
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms."""
-        stats = reducer_stats(self.reducer, self.steps, self._before)
+
+    def _numbers(self, before: tuple[int, Traffic] | None) -> dict[str, Any]:
+        """Return the numbers of both kinds; ``before``: steps and bytes before the first step here."""
+        stats = reducer_stats(self.reducer, self.steps, before)
         return {**stats, "choices": [self.decided]} if self.decided else stats
 
     @abstractmethod
@@ -164,6 +165,16 @@ class Handle(ABC):
         if error is not None:
             self._engine.end()  # others may not come to the exchange under way
         self.close()
+
+
+def make_engine(
+    reducer: Reducer, groups: Groups | ExitStack, consensus: PartsConsensus | None = None
+) -> Engine:
+    """Start the thread of a model's exchanges; to break them off, it aborts all that they use."""
+    comms: list[Abortable] = [reducer.comm]
+    comms += [] if consensus is None else [consensus.parts]
+    comms += [groups] if isinstance(groups, Groups) else []
+    return Engine(reducer.algorithm.name, comms)
 
 
 def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None:
@@ -229,23 +240,26 @@ class CommHook:
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
         self.model: Any = None if model is None else weakref.ref(model)
-        self.sync: Any = None
+        self.sync: Handle | None = None
+        self.on_bucket: Any = None
 
     @staticmethod
-    def taken(model: DistributedDataParallel, sync: Any) -> CommHook:
-        """Let a model's buckets go to ``sync.on_bucket``."""
+    def taken(
+        model: DistributedDataParallel, sync: Handle, on_bucket: Callable[[Any], Any]
+    ) -> CommHook:
+        """Let a model's buckets go to ``on_bucket``; by this hook the model keeps its handle."""
         hook = CommHook.closed_of(model)
         if hook is None:
             hook = CommHook(model)
             model.register_comm_hook(hook, _on_bucket)
         # no longer a ``_Closed`` list: from now on a copy of the model is refused
         model._comm_hooks = list(model._comm_hooks)
-        hook.sync = sync
+        hook.sync, hook.on_bucket = sync, on_bucket
         return hook
 
     def release(self) -> None:
         """Let go of the handle; copies of the model that are made from now on have no hook."""
-        self.sync = None
+        self.sync = self.on_bucket = None
         if (model := self.model()) is not None:
             model._comm_hooks = _Closed(model._comm_hooks)
 
@@ -284,4 +298,4 @@ class _Closed(list[Any]):
 def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]
     if hook.sync is None:
         return allreduce_hook(hook.model().process_group, bucket)
-    return hook.sync.on_bucket(bucket)
+    return hook.on_bucket(bucket)

@@ -130,7 +130,7 @@ def test_memory_for_weights_that_decay_is_made_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "zeros_like", lambda x, **how: like.append(x) or zeros_like(x, **how))
         train(ddp, range(1, 3))
-    assert not {id(x) for x in like} & {id(flat) for flat in sync._nodes._flat}
+    assert not {id(x) for x in like} & {id(flat) for flat in sync._steps.nodes._flat}
     sync.close()
 
 
@@ -434,14 +434,14 @@ def test_a_node_that_has_lost_a_rank_is_asked_no_more():
     """The driver throws the error into the coroutine; later units do not wait for it again."""
     ddp, sync = on_nodes()
     train(ddp, range(1))
-    started, node = [], sync._nodes.node
+    started, node = [], sync._steps.nodes.node
     node.under_way = lambda *given: started.append(given) or Failing()
     with refused("the other rank is gone", error=PeerError):
-        sync._engine.submit(sync._nodes.exchange(0)).result()
-    sync._engine.submit(sync._nodes.follow(1)).result()
+        sync._engine.submit(sync._steps.nodes.exchange(0)).result()
+    sync._engine.submit(sync._steps.nodes.follow(1)).result()
     del node.under_way
     assert len(started) == 1
-    sync._engine.submit(sync._nodes.refuse).result()
+    sync._engine.submit(sync._steps.nodes.refuse).result()
     train(ddp, range(1, 3))
     assert same_everywhere(flat(ddp))
     sync.close()

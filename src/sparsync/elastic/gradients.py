@@ -7,15 +7,16 @@ those of the step before, or an exchange breaks off, they call the roll (``membe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from sparsync.console import say
+from sparsync.elastic import handles
 from sparsync.elastic.attendance import Attendance, check_options, summing
 from sparsync.elastic.catch_up import Taken, keep_gradients, load_copy, make_copy, rates_of, repeat
 from sparsync.elastic.group import group_of
@@ -28,20 +29,19 @@ from sparsync.errors import (
 )
 from sparsync.feedback.agreed_setup import weights_digest
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.reducer_state import rescale_
 from sparsync.gradients.consensus import PartsConsensus
-from sparsync.gradients.replicas import ReplicaStep, ReplicaSync
-from sparsync.gradients.runs import Run
-from sparsync.gradients.shards import Fsdp, Shard, shards_of
-from sparsync.gradients.steps import Step
-from sparsync.handle import Hook, weakly
+from sparsync.gradients.replicas import ParameterSource, ReplicaStep
+from sparsync.gradients.shards import Fsdp, shards_of
+from sparsync.gradients.steps import GradientSteps, Ranks, Step
+from sparsync.gradients.sync import GradientSync, Source
+from sparsync.handle import make_engine, weakly
 from sparsync.monitoring import sink_of
 from sparsync.options import Options
 from sparsync.sparse import Vector
-from sparsync.transports.driver import run, together
+from sparsync.transports.driver import Engine, run, together
 from sparsync.transports.groups import SoloCommunicator
 
-__all__ = ["ElasticSync", "attach_elastic"]
+__all__ = ["ElasticSync", "PresentRanks", "attach_elastic"]
 
 
 def attach_elastic(
@@ -77,104 +77,45 @@ def attach_elastic(
         None if watched.log is None else sink_of(watched.log, 0),
         changing=True,
     )
-    return ElasticSync(
-        model, reducer, shards, consensus, options, manager, optimizers, "".join(said)
+    engine = make_engine(reducer, ExitStack(), consensus)
+    weights = [shard.parameter for shard in shards]
+    ranks = PresentRanks(
+        model, weights, reducer, engine, consensus, options, manager, optimizers, "".join(said)
     )
+    steps = GradientSteps(model, reducer, engine, options, consensus=consensus, ranks=ranks)
+    overlap = options.compression.overlap
+    # the roll compares the weights
+    source = ParameterSource(
+        model, steps, consensus, shards, Fsdp(model), overlap=overlap, compares=False
+    )
+    return ElasticSync(model, steps, source, options, ranks)
 
 
 @final
-class ElasticSync(ReplicaSync):
+class ElasticSync(GradientSync):
     """The handle of a model whose gradients are exchanged by ranks that come and go.
 
-    ``said`` is a line for the user, once per job.  ``membership`` does what is elastic about it, and
-    ``attendance`` is this rank's part in quorums.
+    ``membership`` does what is elastic about it, and ``attendance`` is this rank's part in quorums.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        reducer: Reducer,
-        shards: Sequence[Shard],
-        consensus: PartsConsensus,
+        steps: GradientSteps,
+        source: Source,
         options: Options,
-        manager: Any,
-        optimizers: Sequence[torch.optim.Optimizer],
-        said: str,
+        ranks: PresentRanks,
     ) -> None:
-        super().__init__(model, reducer, shards, Fsdp(model), consensus, ExitStack(), options, None)
-        self._optimizers, self._said = list(optimizers), said
-        parameters, its = list(self._parameters.values()), self._optimizers
-        self.attendance = Attendance(
-            manager,
-            reducer,
-            lambda: weights_digest(parameters),
-            lambda: rates_of(its),
-            average=options.algorithm.average,
-            nonfinite=self._nonfinite,
-        )
-        scaled = "its residual has the scale of a GradScaler, which goes on with its own steps"
-        self.membership = Membership(
-            self.attendance,
-            self._engine,
-            weakly(self._take_part),
-            "" if self._scaler is None else scaled,
-        )
+        super().__init__(model, steps, source, ExitStack(), options)
+        self._ranks, self.membership, self.attendance = ranks, ranks.membership, ranks.attendance
         self.on_close.callback(self.membership.close)
-        self._compared = True  # the roll compares the weights
-        self._missed = self._exchanged = False
-        self._taken: Taken = {}  # since a copy was offered
-        # of autograd: the backward pass that found that this rank has left
-        self._last_task: int | None = None
-        self._follow(model)
-
-    def _follow(self, model: nn.Module) -> None:
-        """Watch forward passes and optimizers until ``close``."""
-        # weakly: the model holds its hooks, and the handle goes with the model
-        me = weakref.ref(self)
-
-        def before_forward(_module: Any, _inputs: Any) -> None:
-            if (sync := me()) is not None and torch.is_grad_enabled():
-                sync.membership.watch()
-                sync.membership.ask()
-
-        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (sync := me()) is not None:
-                sync._before_step(optimizer)
-
-        handles: list[Any] = [model.register_forward_pre_hook(Hook(before_forward))]
-        handles += [one.register_step_pre_hook(Hook(before_step)) for one in self._optimizers]
-        for handle in handles:
+        for handle in ranks.watch():
             self.on_close.callback(handle.remove)
 
     # ---- for the user ------------------------------------------------------------------------------
 
-    @property
-    def left(self) -> bool:
-        """Whether this rank has left; its program is to end."""
-        return self.membership.left
-
-    @property
-    def last_step(self) -> tuple[int, int, bool]:
-        """The last step's group, its number of contributors, and whether this rank was one."""
-        return self.attendance.last_step
-
-    def carry(self, **named: Any) -> None:
-        """Name further objects whose states a rank that joins takes over, as ``scheduler=scheduler``.
-
-        They have ``state_dict()`` and ``load_state_dict()``; states are small (64 MiB in all), and of
-        plain values and tensors.
-
-        Raises:
-            ConfigurationError: an object without one of these.
-        """
-        self.membership.carry(**named)
-
-    def leave(self) -> None:
-        """Leave with the next two steps, of which the first deals the residual to others.
-
-        SIGTERM calls it, and ends the process when this rank has ``left``.
-        """
-        self.membership.leave()
+    left, last_step = property(handles.left), property(handles.last_step)
+    carry, leave = handles.carry, handles.leave
 
     def stats(self) -> dict[str, Any]:
         """Return plain numbers; "elastic" has the present members, changes, and lost residuals."""
@@ -182,98 +123,144 @@ class ElasticSync(ReplicaSync):
 
     def finish(self) -> None:
         """Wait until all ranks have applied the last step; call it after the last one."""
+        self._ranks.part()
+
+
+@final
+class PresentRanks(Ranks):
+    """The ranks of the present quorum, which agree on every step until a group has all of it.
+
+    Args:
+        model: the plain module, whole on every rank.
+        weights: the parameters that are exchanged.
+        reducer: of a ``summing`` algorithm, and ``changing``.
+        engine: the handle's.
+        parts: of a replica that is not divided.
+        options: of ``attach``.
+        manager: torchft's.
+        optimizers: apply the averages; a rank that joins takes their states over.
+        said: a line for the user, once per job.
+
+    Attributes:
+        attendance: this rank's part in quorums.
+        membership: lets this rank leave.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Sequence[Tensor],
+        reducer: Reducer,
+        engine: Engine,
+        parts: PartsConsensus,
+        options: Options,
+        manager: Any,
+        optimizers: Sequence[torch.optim.Optimizer],
+        said: str,
+    ) -> None:
+        its, watched = list(optimizers), options.monitoring
+        self._plain, self._weights, self._optimizers = weakref.ref(model), weights, its
+        self._reducer, self._engine, self._parts = reducer, engine, parts
+        self._policy, self._said = watched.policy, said
+        self.attendance = Attendance(
+            manager,
+            reducer,
+            lambda: weights_digest(weights),
+            lambda: rates_of(its),
+            average=options.algorithm.average,
+            nonfinite=watched.policy,
+        )
+        scaled = "its residual has the scale of a GradScaler, which goes on with its own steps"
+        self.membership = Membership(
+            self.attendance,
+            engine,
+            weakly(self._take_part),
+            "" if watched.scaler is None else scaled,
+        )
+        self._missed = self._exchanged = False
+        self._position = 0, 0  # steps that were made and skipped before the open one
+        self._taken: Taken = {}  # since a copy was offered
+        # of autograd: the backward pass that found that this rank has left
+        self._last_task: int | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is not behind: gradients at old weights do not count."""
+        return self.attendance.members.counts
+
+    def watch(self) -> list[Any]:
+        """Watch forward passes and optimizers; return what ends that by ``remove()``."""
+        model = self._model()
+        # weakly: the model holds its hooks, and the handle goes with the model
+        hooks: list[Any] = [model.register_forward_pre_hook(weakly(self._before_forward))]
+        before = weakly(self._before_step)
+        return hooks + [one.register_step_pre_hook(before) for one in self._optimizers]
+
+    def _model(self) -> nn.Module:
         model = self._plain()
         assert model is not None
+        return model
 
-        def copy() -> memoryview:
-            return make_copy(model, self._optimizers)
-
-        # the waiting is the engine thread's, which owns the sockets; the weights are this one's to write
-        with self.membership.turns.step(), self.reducer.comm.ledger.outside_steps():
-            taken = self._engine.submit(lambda: self.attendance.end(copy)).result()
-        if taken is not None:
-            load_copy(taken, model, self._optimizers)
+    def _before_forward(self, _module: Any, _inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self.membership.watch()
+            self.membership.ask()
 
     # ---- a step ------------------------------------------------------------------------------------
 
-    def on_gradient(self, parameter: Tensor) -> None:
-        """Count a gradient; drop those of the backward pass that finds that this rank has left."""
-        # one pass is dropped without an error, so that a program may read ``sync.left`` after its step;
-        # another one is refused by ``Membership.check_here``
-        if self._paused or self._open is not None or not self._is_late():
-            super().on_gradient(parameter)
-        else:
-            parameter.grad = None  # every optimizer passes over it
+    def begin(self, *, again: bool) -> bool:
+        """Wait for the quorum; False in the backward pass that finds that this rank has left.
+
+        Ranks that have broken a step off meet again in any case, so ``again`` makes no difference.
+        """
+        # before the first gradient is accumulated: whether this rank's gradients count, and by which plan
+        # entries are collected, are the group's to say
+        self.membership.turns.take()
+        if self._is_late():
+            self.membership.turns.end()
+            return False
+        self.membership.check_here()
+        self._engine.submit(self.attendance.ready).result()
+        return True
 
     def _is_late(self) -> bool:
-        """Wait while this rank leaves; tell whether it has, and the program does not know yet."""
-        self.membership.turns.take()
+        """Tell whether this rank has left, and the program does not know yet."""
+        # one pass is dropped without an error, so that a program may read ``sync.left`` after its step;
+        # another one is refused by ``Membership.check_here``
         if not self.membership.gone:
             return False
-        self.membership.turns.end()
-        # the same private number by which ``ReplicaSync`` tells backward passes apart: PyTorch has no
+        # the same private number by which ``ParameterSource`` tells backward passes apart: PyTorch has no
         # other
         task = torch._C._current_graph_task_id()
         if self._last_task is None:
             self._last_task = task
         return task == self._last_task
 
-    def _begin_step(self) -> None:
-        """Wait for the quorum before the first gradient is accumulated."""
-        # before: whether this rank's gradients count, and by which plan entries are collected, are the
-        # group's to say
-        self.membership.turns.take()
-        try:
-            self.membership.check_here()
-            if self._before is None:
-                self._before = self.reducer.step, self.reducer.comm.ledger.set_up()
-            self._engine.submit(self.attendance.ready).result()
-            if self._scaler is not None:
-                rescale_(self.reducer, self._scaler.get_scale())
-        except BaseException:
-            self.membership.turns.end()
-            raise
-
-    def _discard(self) -> None:
-        super()._discard()
-        self.membership.turns.end()
-
-    def _accumulate(self, run: Run, gradient: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Accumulate; zeros while this rank is behind, since gradients at old weights do not count."""
-        if not self.attendance.members.counts:
-            gradient.zero_()
-        super()._accumulate(run, gradient, parameters)
-
-    def _finish(self, this: Step) -> None:
-        """Exchange and commit, then go on to the next step with the ranks that are there."""
-        step, skipped = self.reducer.step, self.reducer.skipped
-        self._exchanged = False
-        try:
-            super()._finish(this)
-        finally:
-            # not after a missed step: the roll has brought the reducer to the others' step already
-            if self._exchanged:
-                self.attendance.close(step, applied=self.reducer.skipped == skipped)
-
-    def _averages(self, this: Step) -> list[Vector] | None:
+    def averages(self, this: Step) -> list[Vector] | None:
         """Exchange until a group has all of the step, then commit; None: others did without this rank."""
-        came = this.came if isinstance(this, ReplicaStep) else ()
+        assert isinstance(this, ReplicaStep)
+        return self._averages(this.jobs, this.came)
+
+    def _averages(
+        self, jobs: Sequence[Future[None]] = (), came: Collection[str] = ()
+    ) -> list[Vector] | None:
+        reducer, self._exchanged = self._reducer, False
+        self._position = reducer.step, reducer.skipped
 
         async def attempt() -> None:
-            reducer = self.reducer
-            # In the order in which ``ReplicaSync._close`` starts its jobs: a rank that has just joined
-            # makes its first attempt by these, in the same group.
+            # In the order in which ``ParameterSource`` starts its jobs: a rank that has just joined makes
+            # its first attempt by these, in the same group.
             units = [reducer.exchange(unit) for unit in range(len(reducer.units))]
             used = self._parts.share_used(reducer.channel("used"), came)
             await together([*units, used, reducer.share()])
             await self._agree()
 
         try:
-            for job in this.jobs:
+            for job in jobs:
                 job.result()
             # the jobs have exchanged all units but not voted; without jobs (``_take_part``) nothing is
             # done
-            run(self._agree() if this.jobs else attempt())
+            run(self._agree() if jobs else attempt())
         except CommunicationError as error:
             # missed: the roll has closed this step here, with its gradients in the residual, and there
             # are no further ones before the next backward pass
@@ -283,51 +270,67 @@ class ElasticSync(ReplicaSync):
         self._exchanged = True
         # a rank without gradients, as one that leaves in the others' steps, is no contributor
         self.attendance.members.count_only(self._parts.came)
-        return self.attendance.commit(propagate_nonfinite=self._nonfinite == "propagate")
+        return self.attendance.commit(propagate_nonfinite=self._policy == "propagate")
+
+    def finished(self) -> None:
+        """Go on to the next step with the ranks that are there."""
+        # not after a missed step: the roll has brought the reducer to the others' step already
+        if self._exchanged:
+            step, skipped = self._position
+            self.attendance.close(step, applied=self._reducer.skipped == skipped)
+        if self.attendance.members.behind:
+            self._reducer.take_notice()  # a rank that joins has nothing to say that is new
 
     def _take_part(self) -> None:
         """Do the others' steps without training until this rank has left; on the engine's thread."""
-        while not self.left:
+        reducer = self._reducer
+        while not self.membership.left:
             self.attendance.ready()
             # zeros: entries are selected from its residual as ever, until that is dealt
-            for unit, its in enumerate(self.reducer.units):
+            for unit, its in enumerate(reducer.units):
                 zeros = torch.zeros(its.size, dtype=its.dtype, device=its.device)
-                self.reducer.accumulate(unit, 0, zeros)
-            with suppress(NonFiniteGradientError):
-                self._finish(_OthersStep(self.reducer.units))
+                reducer.accumulate(unit, 0, zeros)
+            try:
+                self._averages()  # for the others to apply
+            except NonFiniteGradientError:
+                reducer.skip()
+            except BaseException:
+                reducer.refuse()
+                raise
+            finally:
+                self.finished()
 
     async def _agree(self) -> None:
-        model = self._plain()
-        assert model is not None
         # the training thread waits for this step, so nobody writes to the weights that are copied
-        self.attendance.offer(lambda: make_copy(model, self._optimizers))
+        self.attendance.offer(self._copy)
         await self.attendance.agree(self._told)
+
+    def _copy(self) -> memoryview:
+        return make_copy(self._model(), self._optimizers)
 
     def _told(self) -> dict[str, Any]:
         """Return the optimizers' steps since the copy was made, and the states to take over."""
-        present = rates_of(self._optimizers)
-        mine = {"taken": self._taken, "present": present, "weights": self._weights()}
+        present, weights = rates_of(self._optimizers), weights_digest(self._weights)
+        mine = {"taken": self._taken, "present": present, "weights": weights}
         return {**self.membership.told(), **mine}
 
-    def _settle(self, this: Step, finished: Future[None]) -> bool:
-        """Wait for the averages; if this rank has caught up, bring its weights to where they apply."""
-        try:
-            return self._settle_here(super()._settle(this, finished))
-        finally:
-            self.membership.turns.end()
-
-    def _settle_here(self, settled: bool) -> bool:
+    def settled(self, applies: bool) -> bool:
+        """Bring this rank's weights to where the averages apply, if it has caught up."""
+        if applies:
+            # every process comes by itself: the first step tells which rank is to say it
+            said, self._said = self._said, ""
+            if said and not self.attendance.members.behind and self._reducer.comm.rank == 0:
+                say(said)
         if (arrival := self.attendance.arrival()) is not None:
             extras, catch_up = arrival
             # the step that has just been exchanged: its average is written to the gradients, and the
             # program's own ``optimizer.step()`` applies it
-            model, step = self._plain(), self.reducer.step - 1
-            assert model is not None
-            repeat(catch_up, step, extras["taken"], model, self._optimizers)
+            step = self._reducer.step - 1
+            repeat(catch_up, step, extras["taken"], self._model(), self._optimizers)
             self._taken.clear()  # the optimizers' hooks have noted the repeated steps as well
             self.membership.take_over(extras, self._optimizers)
-            if self._weights() != extras["weights"]:
-                place = self.reducer.comm.ledger.place(step)
+            if weights_digest(self._weights) != extras["weights"]:
+                place = self._reducer.comm.ledger.place(step)
                 raise PeerError(
                     f"{place}: this rank has repeated the others' steps, and its weights are not theirs; "
                     "between backward() and the optimizer's step, do the same on all ranks, and to "
@@ -335,23 +338,17 @@ class ElasticSync(ReplicaSync):
                 )
         self.membership.end_of_leaving()
         missed, self._missed = self._missed, False
-        return settled and not missed and not self.left
+        return applies and not missed and not self.membership.left
 
-    def _tell(self) -> None:
-        """Pass on the notice of the lowest rank; one that joins has nothing to say that is new."""
-        # every process comes by itself: the first step tells which rank is to say it
-        said, self._said = self._said, ""
-        if self.attendance.members.behind:
-            self.reducer.take_notice()
-        elif said and self.reducer.comm.rank == 0:
-            say(said)
-        super()._tell()
+    def end(self) -> None:
+        """Let this rank leave between steps."""
+        self.membership.turns.end()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Keep the gradients of this step if this rank catches up, or its rates for one that does."""
         number = next(i for i, one in enumerate(self._optimizers) if one is optimizer)
         # the commit has counted the step already that this optimizer applies
-        step, attendance = self.reducer.step - 1, self.attendance
+        step, attendance = self._reducer.step - 1, self.attendance
         if attendance.catch_up is not None and attendance.members.behind:
             keep_gradients(attendance.catch_up, step, number, optimizer)
         elif not attendance.offered:
@@ -360,13 +357,10 @@ class ElasticSync(ReplicaSync):
             (groups,) = rates_of([optimizer])
             self._taken.setdefault(step, []).append((number, groups))
 
-    def _weights(self) -> str:
-        return weights_digest(self._parameters.values())
-
-
-@final
-class _OthersStep(Step):
-    """A step in which this rank has no gradients, and applies no averages."""
-
-    def write(self, averages: Sequence[Vector]) -> None:
-        """Leave the gradients alone."""
+    def part(self) -> None:
+        """Wait until all have applied the last step; a rank that is behind takes the others' weights."""
+        # the waiting is the engine thread's, which owns the sockets; the weights are this one's to write
+        with self.membership.turns.step(), self._reducer.comm.ledger.outside_steps():
+            taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()
+        if taken is not None:
+            load_copy(taken, self._model(), self._optimizers)

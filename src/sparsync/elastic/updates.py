@@ -17,6 +17,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from sparsync.elastic import handles
 from sparsync.elastic.attendance import Attendance, check_options, summing
 from sparsync.elastic.catch_up import Rates, rates_of
 from sparsync.elastic.group import group_of
@@ -193,33 +194,8 @@ class ElasticUpdates(UpdateSync):
 
     # ---- for the user ------------------------------------------------------------------------------
 
-    @property
-    def left(self) -> bool:
-        """Whether this rank has left; its program is to end."""
-        return self.membership.left
-
-    @property
-    def last_step(self) -> tuple[int, int, bool]:
-        """The last step's group, its number of contributors, and whether this rank was one."""
-        return self.attendance.last_step
-
-    def carry(self, **named: Any) -> None:
-        """Name further objects whose states a rank that joins takes over, as ``scheduler=scheduler``.
-
-        They have ``state_dict()`` and ``load_state_dict()``; states are small (64 MiB in all), and of
-        plain values and tensors.
-
-        Raises:
-            ConfigurationError: an object without one of these.
-        """
-        self.membership.carry(**named)
-
-    def leave(self) -> None:
-        """Leave with the next two exchanges, of which the first deals the residual to others.
-
-        SIGTERM calls it, and ends the process when this rank has ``left``.
-        """
-        self.membership.leave()
+    left, last_step = property(handles.left), property(handles.last_step)
+    carry, leave = handles.carry, handles.leave
 
     def stats(self) -> dict[str, Any]:
         """Return plain numbers; "elastic" has the present members, changes, and lost residuals."""

@@ -21,11 +21,11 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.errors import ConfigurationError
-from sparsync.feedback.reducer import Reducer
 from sparsync.gradients.buckets import Bucket, BucketStep, Places
 from sparsync.gradients.hierarchy import NodeReducer
-from sparsync.gradients.steps import GradientSync
-from sparsync.handle import CommHook, call_after_backward, weakly
+from sparsync.gradients.steps import GradientSteps
+from sparsync.gradients.sync import GradientSync, Source
+from sparsync.handle import CommHook, Handle, call_after_backward, make_engine, weakly
 from sparsync.options import Options, say_on_rank_0
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.driver import run
@@ -38,10 +38,10 @@ from sparsync.units import (
     training,
 )
 
-__all__ = ["CommHook", "DdpSync", "attach_ddp", "check_ddp"]
+__all__ = ["BucketSource", "attach_ddp", "check_ddp"]
 
 
-def attach_ddp(model: Any, options: Options) -> DdpSync:
+def attach_ddp(model: Any, options: Options) -> GradientSync:
     """Exchange the gradients of a DDP model; see ``attach``."""
     check_ddp(model)
     trained = {
@@ -58,10 +58,15 @@ def attach_ddp(model: Any, options: Options) -> DdpSync:
         if options.transport.hierarchy is not None:
             nodes = NodeReducer(options, ranks, units, groups)
         reducer = nodes.reducer if nodes else options.reducer(groups.make(ranks), units)
+        consensus = nodes.consensus if nodes else None
+        engine, ignored = make_engine(reducer, groups, consensus), model.parameters_to_ignore
+        steps = GradientSteps(model.module, reducer, engine, options, ignored, consensus, nodes)
+        source = BucketSource(model, trained, steps)
     except BaseException:
         groups.close()
         raise
-    sync = DdpSync(model, reducer, trained, options, groups, nodes)
+    pieces = nodes.pieces if nodes else None
+    sync = GradientSync(model.module, steps, source, groups, options, pieces)
     # DDP itself sends rank 0's weights when it is built; weights loaded after that may differ, and equal
     # averages never make different replicas equal again
     try:
@@ -117,8 +122,8 @@ def _check_not_nested(model: DistributedDataParallel) -> None:
 
 
 @final
-class DdpSync(GradientSync):
-    """The handle of a DDP model.
+class BucketSource(Source):
+    """Brings the gradients of DDP's buckets.
 
     DDP knows only the parameters that it was built with, and exchanges once per forward pass.  Any other
     gradient would stay on its rank, and replicas would drift apart silently: so the model is checked on
@@ -128,46 +133,45 @@ class DdpSync(GradientSync):
     def __init__(
         self,
         model: DistributedDataParallel,
-        reducer: Reducer,
         trained: Mapping[str, Tensor],
-        options: Options,
-        groups: Groups,
-        nodes: NodeReducer | None = None,
+        steps: GradientSteps,
     ) -> None:
-        ignored = model.parameters_to_ignore
-        parts = (nodes.consensus, nodes.pieces, nodes) if nodes else ()
-        super().__init__(model.module, reducer, groups, options, ignored, *parts)
-        self._model, self._trained = weakref.ref(model), dict(trained)
+        self._model, self._trained, self._steps = weakref.ref(model), dict(trained), steps
         self._place: dict[Tensor, tuple[int, Slot]] = {
             trained[slot.name]: (i, slot)
-            for i, unit in enumerate(self._whole.units)
+            for i, unit in enumerate(steps.units)
             for slot in unit.slots
         }
-        self._open = BucketStep(self._whole.units)
+        self._open = BucketStep(steps.units)
         self._places: dict[int, Places] = {}  # by number of the bucket
         self._seen: list[int] = []  # the parameters that trained when the model was last checked
         self._exchanged = False  # the last backward pass was exchanged, with no forward pass since
         self._begun = 0  # backward passes that were exchanged, or whose exchange has begun
-        self._watch(model)
-        self.on_close.callback(CommHook.taken(model, self).release)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return DDP's own context, in which gradients add up on this rank."""
         model = self._model()
         return nullcontext() if model is None else model.no_sync()
 
+    def discard(self) -> None:
+        """Undo what a broken backward pass has begun."""
+        self._steps.discard()
+
     # ---- gradients that DDP's hook would not see -----------------------------------------------
 
-    def _watch(self, model: DistributedDataParallel) -> None:
-        """Check all parameters on every forward pass, and every gradient, until ``close``."""
-        # weakly: the model keeps the handle, and hooks that kept it as well would be a cycle
+    def watch(self, sync: Handle) -> None:
+        """Check all parameters on every forward pass, and every gradient; take DDP's buckets."""
+        model = self._model()
+        assert model is not None
+        # weakly: the model keeps the handle by the communication hook, and a parameter may outlive it
         handles: list[Any] = [model.register_forward_pre_hook(weakly(self._check_model))]
-        check = weakly(self._check_gradient)  # a parameter may outlive its model
+        check = weakly(self._check_gradient)
         for parameter in self._trained.values():
             handles.append(parameter.register_post_accumulate_grad_hook(check))  # type: ignore[no-untyped-call]
         for handle in handles:
-            self.on_close.callback(handle.remove)
-        self._refuse_averages([model], self._trained.values())
+            sync.on_close.callback(handle.remove)
+        self._steps.refuse_averages([model], self._trained.values(), sync.on_close)
+        sync.on_close.callback(CommHook.taken(model, sync, self.on_bucket).release)
 
     def _check_model(self, *_forward: Any) -> None:
         """Refuse a model that is no longer the one that was attached; name a parameter that differs."""
@@ -182,7 +186,9 @@ class DdpSync(GradientSync):
             # functional_call shows other tensors for one call; gradients reach the parameters through
             # them, and are exchanged, or belong to tensors of the caller
             return
-        check_same_parameters(model.module, self._trained.values(), alone=self._ignored)
+        check_same_parameters(
+            model.module, self._trained.values(), alone=model.parameters_to_ignore
+        )
         self._seen = seen
         if model.find_unused_parameters:
             return  # DDP treats frozen or removed parameters as unused and does not wait for them
@@ -231,7 +237,7 @@ class DdpSync(GradientSync):
 
     def _check_join(self) -> None:
         """Refuse settings that ``join()`` makes wrong; on all ranks alike, done or not."""
-        model, correction = self._model(), self.reducer.correction
+        model, correction = self._model(), self._steps.reducer.correction
         if model is None or not model._join_config.enable:
             return
         if not model._divide_by_initial_world_size:
@@ -253,26 +259,26 @@ class DdpSync(GradientSync):
         # and the division into buckets is equal on all ranks (rank 0's).  So units are completed, and
         # their exchanges submitted, in one order everywhere, without which ranks would deadlock.
         if bucket.index() == 0:
-            self._open = BucketStep(self._whole.units)
+            self._open = BucketStep(self._steps.units)
             self._exchanged = False  # also where the hook is called before any gradient has come
             self._begun += 1
-            self._begin_step()
+            self._steps.begin()
             self._check_join()
-        this = self._open
+        this, steps = self._open, self._steps
         future = this.take(Bucket(bucket.buffer(), self._places_of(bucket)))
         # a clip by the norm of all gradients needs all of them before the first is accumulated: then
         # nothing overlaps with the backward pass
-        complete = self._launch(this) if bucket.is_last() or not self._measures else []
+        complete = self._accumulate(this) if bucket.is_last() or not steps.measures else []
         # autograd's thread has queued the accumulation on its stream; the engine's thread uses another
-        self._wait_for_gpu()
+        steps.wait_for_gpu()
         for unit in complete:
-            this.jobs.append(self._engine.submit(self._exchange(this, unit)))
+            steps.launch(this, unit)
         if bucket.is_last():
             this.check_complete()
             # a coroutine after those of all units; then a callable, which the engine starts only when
             # every coroutine before it has ended
-            this.jobs.append(self._engine.submit(self._share(this)))
-            finished = self._engine.submit(lambda: self._close_buckets(this))
+            this.jobs.append(steps.engine.submit(self._share(this)))
+            finished = steps.engine.submit(lambda: self._finish(this))
             if not call_after_backward(lambda: self._after(this, finished)):
                 # Under join(), a rank that has no more batches calls the hook outside of backward(): its
                 # residual is still delivered, and it may wait here, for autograd waits for nothing
@@ -286,19 +292,20 @@ class DdpSync(GradientSync):
         """
         parameters, known = bucket.parameters(), self._places.get(bucket.index())
         if known is None or known.identities != [id(parameter) for parameter in parameters]:
-            known = Places(parameters, self._place, joined=self._joins)
+            known = Places(parameters, self._place, joined=self._steps.joins)
             self._places[bucket.index()] = known
         return known
 
-    def _launch(self, this: BucketStep) -> list[int]:
+    def _accumulate(self, this: BucketStep) -> list[int]:
         """Accumulate the waiting gradients; return the units that they complete."""
         waiting = this.drain()
-        if self.reducer.corrector and self._measures:
-            self.reducer.corrector.measure(g for bucket in waiting for _, g in bucket.pairs())
+        corrector = self._steps.reducer.corrector
+        if corrector and self._steps.measures:
+            corrector.measure(g for bucket in waiting for _, g in bucket.pairs())
         complete = []
         for bucket in waiting:
             for its, gradient in bucket.flat():
-                self._accumulate(its, gradient, bucket.parameters(its))
+                self._steps.accumulate(its, gradient, bucket.parameters(its))
                 this.accumulated[its.unit] += len(its.members)
                 if this.accumulated[its.unit] == len(this.units[its.unit].slots):
                     complete.append(its.unit)
@@ -306,13 +313,13 @@ class DdpSync(GradientSync):
 
     async def _share(self, this: BucketStep) -> None:
         if not this.failed:  # peers may be gone: each further wait would last until its deadline
-            await self.reducer.share()
+            await self._steps.reducer.share()
 
-    def _close_buckets(self, this: BucketStep) -> None:
+    def _finish(self, this: BucketStep) -> None:
         # DDP waits for every future without a deadline, so all are completed, with values, in any case;
         # the error itself comes out of ``_after``, and so out of backward()
         try:
-            self._finish(this)
+            self._steps.finish(this)
         except BaseException:
             this.zero_()
             raise
@@ -324,7 +331,7 @@ class DdpSync(GradientSync):
     def _after(self, this: BucketStep, finished: Future[None]) -> None:
         self._exchanged = True
         try:
-            if not self._settle(this, finished):
+            if not self._steps.settle(this, finished):
                 # None, not zeros: with zeros an optimizer would still step, by momentum and weight decay
                 for parameter in self._place:
                     parameter.grad = None
@@ -336,7 +343,7 @@ class DdpSync(GradientSync):
             # DDP rebuilds its buckets at the next forward pass: their old memory must not be held until
             # then
             this.buckets.clear()
-        self._end_step(alike=True)
+        self._steps.compare(alike=True)
 
 
 def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:

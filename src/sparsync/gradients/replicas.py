@@ -8,10 +8,12 @@ apply it, and the averages go back into ``parameter.grad``.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -19,7 +21,6 @@ from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError
 from sparsync.exclusive import check_outside_ddp
-from sparsync.feedback.reducer import Reducer
 from sparsync.gradients.consensus import PartsConsensus
 from sparsync.gradients.runs import Run, parts_of, runs_of, write_part
 from sparsync.gradients.shards import (
@@ -31,8 +32,9 @@ from sparsync.gradients.shards import (
     ranks_of,
     shards_of,
 )
-from sparsync.gradients.steps import GradientSync, Step
-from sparsync.handle import Hook, call_after_backward, weakly
+from sparsync.gradients.steps import GradientSteps, Step
+from sparsync.gradients.sync import GradientSync, Source
+from sparsync.handle import Handle, Hook, call_after_backward, make_engine, weakly
 from sparsync.options import Options, say_on_rank_0
 from sparsync.sparse import Vector
 from sparsync.transports import driver
@@ -41,10 +43,10 @@ from sparsync.transports.communicator import Communicator
 from sparsync.transports.process_group import Groups
 from sparsync.units import Unit, check_same_parameters, local_of
 
-__all__ = ["ReplicaStep", "ReplicaSync", "attach_replicas"]
+__all__ = ["ParameterSource", "ReplicaStep", "attach_replicas"]
 
 
-def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> ReplicaSync:
+def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> GradientSync:
     """Exchange gradients between the replicas of this rank's part of a model; see ``attach``."""
     schedule = options.compression.schedule
     passes = _microbatches(schedule)
@@ -61,10 +63,15 @@ def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> Repli
         reducer = options.reducer(
             groups.make(ranks), units, consensus, scheduled=schedule is not None
         )
+        engine = make_engine(reducer, groups, consensus)
+        steps = GradientSteps(model, reducer, engine, options, consensus=consensus)
+        overlap = options.compression.overlap
+        source = ParameterSource(model, steps, consensus, shards, fsdp, passes, overlap=overlap)
     except BaseException:
         groups.close()
         raise
-    return ReplicaSync(model, reducer, shards, fsdp, consensus, groups, options, passes)
+    pieces = {p.name: p.piece for p in shards if p.piece is not None}
+    return GradientSync(model, steps, source, groups, options, pieces)
 
 
 def _microbatches(schedule: Any) -> tuple[int, float] | None:
@@ -122,35 +129,45 @@ def _units(options: Options, model: nn.Module, shards: Sequence[Shard]) -> list[
     return units
 
 
-class ReplicaSync(GradientSync):
-    """The handle of a model without DDP; the model keeps it, as a DDP model keeps its own.
+@final
+class ParameterSource(Source):
+    """Brings the gradients of single parameters, of a model without DDP.
 
-    ``schedule`` has, for a pipeline, the backward passes per step and the factor on its gradients.
+    Args:
+        model: the plain module.
+        steps: take them.
+        parts: agrees with the ranks that hold other parts of this replica.
+        shards: the parameters that are exchanged.
+        fsdp: of the model.
+        schedule: of a pipeline, the backward passes per step and the factor on its gradients.
+        overlap: exchange units while others are in their backward pass.
+        compares: see that replicas begin with equal weights.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        reducer: Reducer,
+        steps: GradientSteps,
+        parts: PartsConsensus,
         shards: Sequence[Shard],
         fsdp: Fsdp,
-        consensus: PartsConsensus,
-        groups: Groups | ExitStack,
-        options: Options,
-        schedule: tuple[int, float] | None,
+        schedule: tuple[int, float] | None = None,
+        *,
+        overlap: bool = True,
+        compares: bool = True,
     ) -> None:
-        pieces = {p.name: p.piece for p in shards if p.piece is not None}
-        super().__init__(model, reducer, groups, options, (), consensus, pieces)
-        self._fsdp, self._parts, self._overlap = fsdp, consensus, options.compression.overlap
+        self._model, self._steps, self._parts, self._fsdp = weakref.ref(model), steps, parts, fsdp
+        self._overlap = overlap
+        self._compared = not compares  # replicas' weights were, before the first step is committed
         self._parameters = {p.name: p.parameter for p in shards}
         self._place = {
             self._parameters[slot.name]: (i, slot)
-            for i, unit in enumerate(reducer.units)
+            for i, unit in enumerate(steps.units)
             for slot in unit.slots
         }
         self._runs = [
-            runs_of([(i, slot) for slot in unit.slots], joined=self._joins)
-            for i, unit in enumerate(reducer.units)
+            runs_of([(i, slot) for slot in unit.slots], joined=steps.joins)
+            for i, unit in enumerate(steps.units)
         ]
         self._scheduled = schedule is not None
         passes, self._scale = schedule or (1, 1.0)
@@ -158,29 +175,28 @@ class ReplicaSync(GradientSync):
         # only (torch.distributed.pipelining.stage), so the hook of a shard is called once per step
         self._passes = {p.parameter: 1 if fsdp.manages(p.parameter) else passes for p in shards}
         self._paused = False
-        self._compared = False  # whether replicas' weights were, before the first step is committed
         self._open: ReplicaStep | None = None
-        # weakly: a parameter must not keep the handle, which keeps the parameter
+
+    def watch(self, sync: Handle) -> None:
+        """Check the model on every forward pass, and count gradients, until the handle is closed."""
+        model = self._model()
+        assert model is not None
+        # weakly: a parameter must not keep this source, which keeps the parameter
         hook = weakly(self.on_gradient)
         handles = [p.register_post_accumulate_grad_hook(hook) for p in self._place]  # type: ignore[no-untyped-call]
         # a ModuleList or ModuleDict is never called itself, so its hooks would never run
         several = isinstance(model, nn.ModuleList | nn.ModuleDict)
         modules = list(model.children()) if several else [model]
         # not weakly: by this hook the model keeps the handle, which nobody else need do
-        check = Hook(self._check_model)
+        check = Hook(partial(self._check_model, sync))
         handles += [module.register_forward_pre_hook(check) for module in modules]
         for handle in handles:
-            self.on_close.callback(handle.remove)
-        self._refuse_averages(modules, self._place)
-
-    # ---- for the user --------------------------------------------------------------------------
+            sync.on_close.callback(handle.remove)
+        self._steps.refuse_averages(modules, self._place, sync.on_close)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients add up on this rank; the next backward pass outside exchanges their sum.
-
-        FSDP2 modules still sum over shards; ``set_requires_gradient_sync(False)`` saves that as well.
-        """
+        """Let gradients add up on this rank."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -188,20 +204,12 @@ class ReplicaSync(GradientSync):
             self._paused = before
 
     def step(self) -> None:
-        """Close the step of a pipeline: call it after ``schedule.step()``, before the optimizer.
-
-        Begins the exchanges that have not begun, waits for all, and puts averages into
-        ``parameter.grad``.
-
-        Raises:
-            NonFiniteGradientError: NaN or Inf on some rank of some stage; no rank applied anything.
-            CommunicationError: a peer is gone, or took longer than the timeout.
-        """
+        """Close the step of a pipeline, whose backward passes cannot tell which is the last."""
         if not self._scheduled:
             super().step()
         self._close()
 
-    def _check_model(self, model: nn.Module, _inputs: Any) -> None:
+    def _check_model(self, _kept: Handle, model: nn.Module, _inputs: Any) -> None:
         """Refuse parameters that came after attach, whose gradients would stay on this replica."""
         check_outside_ddp(model)
         check_same_parameters(model, self._place, self._fsdp.check_same(self._place))
@@ -214,6 +222,9 @@ class ReplicaSync(GradientSync):
         if not self._fsdp.admits(parameter) or self._paused:
             return
         this = self._present_step()
+        if this is None:
+            parameter.grad = None  # every optimizer passes over it
+            return
         unit, slot = self._place[parameter]
         if unit not in this.order:  # its gradients were taken out: this one would stay on this rank
             if self._scheduled:
@@ -228,21 +239,22 @@ class ReplicaSync(GradientSync):
             this.ready[unit] += 1
         # Only the first of ``order`` may start, complete or not: gradients come in different orders on
         # different ranks (graphs depend on data), exchanges must not.
-        if self._overlap and not self._measures:
+        if self._overlap and not self._steps.measures:
             while this.order and this.ready[first := this.order[0]] == len(this.units[first].slots):
                 self._launch(this, self._scale)
 
-    def _present_step(self) -> ReplicaStep:
-        """Return the open step, or open one."""
+    def _present_step(self) -> ReplicaStep | None:
+        """Return the open step, or open one; None: this rank takes no further steps."""
         # A step is one backward pass, told by autograd's number for it, which only torch._C shows; in a
         # pipeline it is all backward passes until ``step()``.
         task = -1 if self._scheduled else torch._C._current_graph_task_id()
         if self._open is not None and self._open.task != task:
             # the backward pass of the open step broke off, or goes on around this one (checkpointing)
-            self._discard()
+            self.discard()
         if self._open is None:
-            self._begin_step()
-            self._open = ReplicaStep(self.reducer.units, self._runs, task)
+            if not self._steps.begin():
+                return None
+            self._open = ReplicaStep(self._steps.units, self._runs, task)
             if not self._scheduled and not call_after_backward(self._close_outermost):
                 raise self._broken(
                     "gradients came outside of backward(), as in a pipeline of FSDP2 modules; attach "
@@ -262,12 +274,13 @@ class ReplicaSync(GradientSync):
 
     def _broken(self, why: str) -> ConfigurationError:
         """Discard the open step; return the error that says why."""
-        self._discard()
+        self.discard()
         return ConfigurationError(why)
 
-    def _discard(self) -> None:
+    def discard(self) -> None:
+        """Undo what a broken backward pass has begun."""
         self._open = None
-        super()._discard()
+        self._steps.discard()
 
     def _launch(self, this: ReplicaStep, scale: float) -> None:
         """Take, scale and accumulate the gradients of the first unit in order; submit its exchange."""
@@ -283,50 +296,51 @@ class ReplicaSync(GradientSync):
             # 1-D and strided, as a user may set .grad, ``reshape`` alone would leave it
             own = [gradients[number].reshape(-1).contiguous() for number in its.members]
             gradient = own[0] if len(own) == 1 else torch.cat(own)
-            self._accumulate(its, gradient, [parameters[number] for number in its.members])
+            self._steps.accumulate(its, gradient, [parameters[number] for number in its.members])
         # accumulated on autograd's stream; the engine's thread uses another
-        self._wait_for_gpu()
-        this.jobs.append(self._engine.submit(self._exchange(this, unit)))
+        self._steps.wait_for_gpu()
+        self._steps.launch(this, unit)
 
     # ---- the end of the step -----------------------------------------------------------------------
 
     def _close(self) -> None:
         # A rank whose stage got no gradient takes part all the same, with zeros: others wait for it, and
         # its residual is delivered.
+        steps, reducer, engine = self._steps, self._steps.reducer, self._steps.engine
         if self._open is None:
-            self._begin_step()
-        this = self._open or ReplicaStep(self.reducer.units, self._runs, -1)
+            steps.begin()
+        this = self._open or ReplicaStep(steps.units, self._runs, -1)
         self._open = None
-        if self.reducer.corrector and self._measures:
+        if reducer.corrector and steps.measures:
             grads = [p.grad for p in self._place if p.grad is not None]
-            self.reducer.corrector.measure(map(local_of, grads))
+            reducer.corrector.measure(map(local_of, grads))
         while this.order:
             self._launch(this, 1.0)  # the schedule has scaled gradients still in ``parameter.grad``
         # jobs start in one order on all ranks: units, then the rest, in the order of these lines
         if not self._compared:
-            this.jobs.append(self._engine.submit(self._check_first_weights()))
-        used = self._parts.share_used(self.reducer.channel("used"), this.came)
-        this.jobs.append(self._engine.submit(used))
-        this.jobs.append(self._engine.submit(self.reducer.share()))
+            this.jobs.append(engine.submit(self._check_first_weights()))
+        used = self._parts.share_used(reducer.channel("used"), this.came)
+        this.jobs.append(engine.submit(used))
+        this.jobs.append(engine.submit(reducer.share()))
         # A gradient goes back where any rank used the parameter: None on one replica and zeros on another
         # would let weight decay move only the latter.  If the step was refused all stay None, and every
         # optimizer passes over them.
         try:
-            if self._settle(this, self._engine.submit(lambda: self._finish(this))):
+            if steps.settle(this, engine.submit(lambda: steps.finish(this))):
                 for name in this.taken.keys() & self._parts.used:
                     self._parameters[name].grad = this.taken[name]
         finally:
             this.taken.clear()
             this.gradients.clear()
-        self._end_step()
+        steps.compare()
 
     async def _check_first_weights(self) -> None:
         """Refuse replicas that began with different weights: DDP would have sent rank 0's."""
-        self._compared = True
+        self._compared, reducer = True, self._steps.reducer
         # a handle that was loaded goes on from a later step
-        if not self.reducer.step + self.reducer.skipped:
+        if not reducer.step + reducer.skipped:
             named = [(name, local_of(weights)) for name, weights in self._parameters.items()]
-            await check_equal_parameters(self.reducer.channel("weights"), named)
+            await check_equal_parameters(reducer.channel("weights"), named)
 
 
 @final

@@ -1,14 +1,18 @@
-"""The steps of gradients: begin, accumulate, exchange, commit, and write averages where they belong."""
+"""The steps of gradients: begin, accumulate, exchange, commit, and write averages where they belong.
+
+``GradientSteps`` is the same for all models.  A ``Source`` (``gradients/sync.py``) brings gradients and
+calls it.  The ``Ranks`` that exchange them are those of ``attach``, or come and go
+(``elastic/gradients.py``).
+"""
 
 from __future__ import annotations
 
-import copy
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
@@ -18,31 +22,23 @@ from torch.utils._pytree import tree_leaves
 from sparsync.console import say
 from sparsync.errors import CommunicationError, ConfigurationError, NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
-from sparsync.feedback.reducer_state import (
-    ParsedState,
-    agree_state,
-    parse_state,
-    reducer_state,
-    rescale_,
-    take_state,
-)
+from sparsync.feedback.reducer_state import rescale_
 from sparsync.feedback.step import channel_of
-from sparsync.fields import Exactly, Fields, opened, sealed
 from sparsync.gradients.runs import Run
 from sparsync.gradients.sentinel import check_replicas
-from sparsync.handle import Handle, Hook
+from sparsync.handle import Hook
 from sparsync.options import Options
 from sparsync.sparse import Vector
-from sparsync.transports.agree import agree, on_all_or_none
-from sparsync.transports.driver import run
-from sparsync.transports.process_group import Groups
-from sparsync.units import Piece, Unit, local_of
+from sparsync.transports.agree import agree
+from sparsync.transports.driver import Engine, run
+from sparsync.transports.ledger import Traffic
+from sparsync.units import Unit, local_of
 
 if TYPE_CHECKING:  # neither is needed without parts
     from sparsync.gradients.consensus import PartsConsensus
     from sparsync.gradients.hierarchy import NodeReducer
 
-__all__ = ["GradientSync", "Step"]
+__all__ = ["AllRanks", "GradientSteps", "Ranks", "Step"]
 
 
 class Step(ABC):
@@ -66,143 +62,285 @@ class Step(ABC):
         """Write the averages of all units into the gradients."""
 
 
-class GradientSync(Handle):
-    """The handle of a model whose gradients are exchanged on every step.
+class Ranks(ABC):
+    """The ranks that exchange a step."""
+
+    @property
+    @abstractmethod
+    def counts(self) -> bool:
+        """Whether this rank's gradients are in the averages; else they count as zeros."""
+
+    @abstractmethod
+    def begin(self, *, again: bool) -> bool:
+        """Come together before the first gradient is accumulated; False: this rank has left.
+
+        ``again``: the step broke off after its exchange had begun.
+        """
+
+    @abstractmethod
+    def averages(self, this: Step) -> list[Vector] | None:
+        """Wait for all jobs of a step, and commit; None: it was committed without this rank.
+
+        On the engine's thread, as ``finished``.
+        """
+
+    @abstractmethod
+    def finished(self) -> None:
+        """Go on to the next step: the averages are written, or the step was refused."""
+
+    @abstractmethod
+    def settled(self, applies: bool) -> bool:
+        """Return, on the training thread, whether the optimizer is to apply the averages here."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Note that no step is open any more, whatever has become of it."""
+
+
+@final
+class AllRanks(Ranks):
+    """Those that have called ``attach`` together; ``whole`` commits their steps."""
+
+    def __init__(self, reducer: Reducer, whole: Reducer | NodeReducer, policy: str) -> None:
+        self._reducer, self._whole, self._policy = reducer, whole, policy
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's gradients are in the averages: always."""
+        return True
+
+    def begin(self, *, again: bool) -> bool:
+        """Begin a step again only if all ranks do.
+
+        The messages of one that still waits for the first attempt would be taken for those of the second.
+        """
+        reducer = self._reducer
+        if again:
+            try:
+                run(agree(reducer.channel("retry"), {"the step that is begun again": reducer.step}))
+            except CommunicationError as error:
+                raise type(error)(
+                    f"rank {dist.get_rank()} begins {reducer.place} again, which broke off after its "
+                    f"exchange had begun, but other ranks do not: {error}; when backward() raises on "
+                    "some ranks only, restart all of them"
+                ) from error
+        return True
+
+    def averages(self, this: Step) -> list[Vector]:
+        """Wait for all jobs of a step, and commit."""
+        try:
+            for job in this.jobs:
+                job.result()
+        except BaseException:
+            self._reducer.fail()
+            raise
+        return self._whole.commit(propagate_nonfinite=self._policy == "propagate")
+
+    def finished(self) -> None:
+        """Do nothing: the reducer has gone on."""
+
+    def settled(self, applies: bool) -> bool:
+        """Apply what was not refused."""
+        return applies
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+@final
+class GradientSteps:
+    """Takes the steps of one model's gradients.
 
     ``ignored`` are parameters and buffers that may differ between ranks.  ``nodes`` exchanges whole
     units, of which the reducer has this rank's part.
+
+    Attributes:
+        before: steps and bytes before the first one here.
+        last: the last step that was settled.
     """
 
     def __init__(
         self,
         model: nn.Module,
         reducer: Reducer,
-        groups: Groups | ExitStack,
+        engine: Engine,
         options: Options,
         ignored: Collection[str] = (),
         consensus: PartsConsensus | None = None,
-        pieces: Mapping[str, Piece] | None = None,
         nodes: NodeReducer | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(model, reducer, groups, options, consensus, pieces)
-        self._nodes, self._whole = nodes, nodes or reducer
-        self._ignored = frozenset(ignored)
+        self.reducer, self.engine, self.consensus, self.nodes = reducer, engine, consensus, nodes
+        self._plain, self._whole, self._ignored = (
+            weakref.ref(model),
+            nodes or reducer,
+            frozenset(ignored),
+        )
+        watched = options.monitoring
+        self._scaler, self._sentinel, self._policy = (
+            watched.scaler,
+            watched.sentinel,
+            watched.policy,
+        )
+        self._ranks = ranks or AllRanks(reducer, self._whole, watched.policy)
+        self.before: tuple[int, Traffic] | None = None
+        self.last: Step | None = None
         self._opened = (-1, 0)  # the last step that was opened, and the bytes sent before
-        self._last: Step | None = None
         self._left = False  # averages lie in the gradients, and no backward pass has begun since
 
     @property
-    def steps(self) -> int:
-        """Local steps that are done; a rank that joins others begins with their number."""
-        return self.reducer.step
+    def units(self) -> Sequence[Unit]:
+        """The units that gradients are accumulated in; of a node, whole ones."""
+        return self._whole.units
 
-    def contribute(
-        self,
-        _seen: float | None = None,
-        /,
-        *,
-        tokens: float | None = None,
-        samples: float | None = None,
-    ) -> None:
-        """Where updates are exchanged, weigh this rank's by what its steps have seen.
+    @property
+    def measures(self) -> bool:
+        """Whether nothing can be accumulated before the norm of all gradients is known."""
+        return self.reducer.corrector is not None and self.reducer.corrector.waits
 
-        Raises:
-            ConfigurationError: gradients are exchanged.
-        """
-        raise ConfigurationError(
-            "contribute() weighs updates, and this exchanges gradients, which are averaged as DDP does; "
-            "multiply the loss by n * ranks / (sum of all ranks' n) instead (docs/optimizers.md)"
-        )
+    @property
+    def joins(self) -> bool:
+        """Whether small gradients are joined: a clip is by norms of single ones, bit for bit."""
+        correction = self.reducer.correction
+        return correction is None or correction.clip is None
 
-    def stats(self) -> dict[str, Any]:
-        """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms.
+    # ---- of every step, in this order --------------------------------------------------------------
 
-        Every exchange of gradients is also a local step.  Means of bytes are over local steps, without
-        what ``finish`` sends, which is given apart.
-        "inner" has the phases between shards of one replica, whose bytes count nowhere else.
-        "spans_last_exchange" has ``[unit, begin, end]``, "waited_last_exchange" begin and end of what the
-        training thread waited; in seconds of this machine's ``time.perf_counter()``.
-        """
-        stats, last = super().stats(), self._last
-        if self._inner is not None:
-            phases = self._inner.ledger.by_phase()
-            stats["inner"] = {phase: traffic.as_dict() for phase, traffic in phases.items()}
-        spans = {} if last is None else last.spans
-        stats["exchange"] = "gradients"
-        stats["spans_last_exchange"] = [[unit, *span] for unit, span in spans.items()]
-        stats["waited_last_exchange"] = list(last.waited) if last and last.waited else None
-        return stats
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: the residuals of its "pieces" of the parameters, thresholds, ...
-
-        After a ``backward()`` that broke off it is the state before that step.
-        """
-        if self._engine.running:
-            self._discard()
-        pieces = copy.deepcopy(self._pieces)
-        return sealed("gradients", {"reducer": reducer_state(self.reducer), "pieces": pieces})
-
-    def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check on this rank alone that a saved state fits; nothing is changed.
-
-        Raises:
-            ConfigurationError: the state is of another set-up, or of other pieces of the parameters.
-        """
-        pieces = Fields({name: Exactly(piece) for name, piece in self._pieces.items()})
-        content = opened(state, "gradients", Fields({"reducer": object, "pieces": pieces}))
-        return parse_state(self.reducer, content["reducer"])
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
-
-        Raises:
-            ConfigurationError: see ``validate``; other ranks raise a ``CheckpointError`` that names this.
-            PeerError: the ranks' states are of different steps, or do not fit on a rank that holds
-                another part of this replica.
-
-        If it raises, nothing was changed on any rank.
-        """
-        comms = self.communicators
-        parsed = run(on_all_or_none(comms, lambda: self.validate(state), "load its saved state"))
-        run(agree_state(self.reducer.comm, parsed, parts=self._inner))
-        self._discard()
-        keep_scale, former = self._scaler is not None, reducer_state(self.reducer)
-
-        def take() -> None:
-            take_state(
-                self.reducer, parsed, keep_scale=keep_scale
-            )  # brought to it by the next step
-
+    def begin(self) -> bool:
+        """Bring the residual to the scale of the gradients of this step; False: there is no step."""
+        reducer, ledger = self.reducer, self.reducer.comm.ledger
+        if self.before is None:
+            self.before = reducer.step, ledger.set_up()
+        opened, sent = self._opened
         try:
-            run(on_all_or_none(comms, take, "take its saved state over"))
-        except Exception:  # at this scale a residual would overflow, on some rank
-            take_state(self.reducer, parse_state(self.reducer, former), keep_scale=True)
+            if not self._ranks.begin(again=opened == reducer.step and ledger.total().sent > sent):
+                return False
+            self._opened = reducer.step, ledger.total().sent
+            if self._scaler is not None:
+                rescale_(reducer, self._scaler.get_scale())
+        except BaseException:
+            self._ranks.end()
             raise
-        self._opened, self._before = (-1, 0), None
+        return True
+
+    def accumulate(self, run: Run, gradient: Tensor, parameters: Sequence[Tensor]) -> None:
+        """Add the gradient of a run's parameters, 1-D, to its unit."""
+        if not self._ranks.counts:
+            gradient.zero_()
+        correction, weights = self.reducer.correction, None
+        if correction and correction.weight_decay:
+            own = [local_of(parameter).reshape(-1) for parameter in parameters]
+            weights = own[0] if len(own) == 1 else torch.cat(own)
+        self._whole.accumulate(run.unit, run.start, gradient, weights)
+
+    def launch(self, this: Step, unit: int) -> None:
+        """Submit the exchange of a unit that is complete."""
+        this.jobs.append(self.engine.submit(self._exchange(this, unit)))
+
+    async def _exchange(self, this: Step, unit: int) -> None:
+        """Exchange a unit; on the engine's thread, as ``finish``."""
+        if this.failed:  # the group is broken: do not wait for every unit's deadline
+            if self.nodes is not None:
+                await self.nodes.follow(unit)
+            return
+        begin = self.reducer.comm.now
+        try:
+            await self._whole.exchange(unit)
+        except BaseException:
+            this.failed = True
+            raise
+        this.spans[unit] = begin, self.reducer.comm.now
+
+    def finish(self, this: Step) -> None:
+        """Write the averages into the gradients when all jobs have ended, or undo the step."""
+        try:
+            averages = self._ranks.averages(this)
+            if averages is not None:
+                this.write(averages)
+        except NonFiniteGradientError:
+            self.reducer.skip()
+            raise
+        except BaseException:
+            self._whole.refuse()
+            raise
+        finally:
+            self.wait_for_gpu()
+            self._ranks.finished()
+
+    def settle(self, this: Step, finished: Future[None]) -> bool:
+        """Wait for ``finish`` on the training thread; False: no gradient is to be applied."""
+        try:
+            return self._ranks.settled(self._wait(this, finished))
+        finally:
+            self._ranks.end()
+
+    def _wait(self, this: Step, finished: Future[None]) -> bool:
+        self.last, self._left, begin = this, True, self.reducer.comm.now
+        try:
+            finished.result()
+        except NonFiniteGradientError:
+            if self._policy != "skip":
+                raise
+            return False
+        finally:
+            this.waited = begin, self.reducer.comm.now
+            this.jobs.clear()
+            if self.reducer.monitor is not None:
+                self.reducer.monitor.write()  # here, what it raises spoils no gradient
+        # what the reducer has noticed, once: of the lowest rank
+        notice = self.reducer.take_notice()
+        if notice and self.reducer.comm.rank == 0:
+            say(notice)
+        return True
+
+    def compare(self, *, alike: bool = False) -> None:
+        """Compare replicas if it is time; on the training thread, when the engine has nothing to do.
+
+        Parts that are ``alike``, as the ranks of a node, hold the same parameters, so they are compared.
+        """
+        sentinel, done, model = self._sentinel, self.reducer.step - 1, self._plain()
+        if sentinel is None or model is None or not sentinel.due(done):
+            return
+        tensors, rank = sentinel.tensors(model, self._ignored), dist.get_rank()
+        place = self.reducer.comm.ledger.place(done)
+        units, parts = len(self.reducer.units), None
+        if self.consensus is not None:
+            parts = channel_of(self.consensus.parts, units, "weights")
+
+        async def job() -> None:
+            replicas = self.reducer.channel("weights")
+            await check_replicas(sentinel, replicas, tensors, place, parts, rank)
+            if alike and parts is not None:  # after the others: then all nodes find the same
+                await check_replicas(sentinel, parts, tensors, place, None, rank)
+            self.wait_for_gpu()
+
+        self.engine.submit(job()).result()
+
+    # ---- whenever ----------------------------------------------------------------------------------
+
+    def discard(self) -> None:
+        """Undo what a broken backward pass has begun."""
+
+        def undo() -> None:
+            self._whole.refuse()
+            self.wait_for_gpu()
+
+        self.engine.submit(undo).result()
+        self._ranks.end()
+
+    def restart(self) -> None:
+        """Go on from a state that the reducer has taken over."""
+        self._opened, self.before = (-1, 0), None
         self.reducer.comm.ledger.begin_step(self.reducer.step)
 
-    def shared(self) -> AbstractContextManager[None]:
-        """Show the weights that all ranks share; where gradients are exchanged, these are the model's."""
-        return nullcontext()
+    def wait_for_gpu(self) -> None:
+        """Wait for what this thread has begun: other threads may use other streams."""
+        for device in {unit.device for unit in self.units if unit.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
 
-    def finish(self) -> None:
-        """Make replicas equal; where gradients are exchanged, they are."""
-
-    def step(self) -> None:
-        """Close the step of a pipeline; anywhere else ``backward()`` does.
-
-        Raises:
-            ConfigurationError: ``backward()`` has closed the step.
-        """
-        raise ConfigurationError(
-            "backward() has closed the step already; step() is for pipelines: attach with "
-            "Compression(schedule=...)"
-        )
-
-    # ---- averages that were not zeroed -----------------------------------------------------------
-
-    def _refuse_averages(self, modules: Iterable[nn.Module], exchanged: Collection[Tensor]) -> None:
+    def refuse_averages(
+        self, modules: Iterable[nn.Module], exchanged: Collection[Tensor], until: ExitStack
+    ) -> None:
         """Refuse backward passes that add to averages, which momentum or decay would count again.
 
         Gradients of a module's outputs come before any other of a backward pass.
@@ -212,10 +350,10 @@ class GradientSync(Handle):
             return
 
         def begin(_gradient: Tensor) -> None:
-            sync = me()
-            left = sync is not None and sync._left
-            if sync is not None:
-                sync._left = False
+            steps = me()
+            left = steps is not None and steps._left
+            if steps is not None:
+                steps._left = False
             grads = [p.grad for p in exchanged if p.grad is not None] if left else []
             if any(bool(local_of(grad).any()) for grad in grads):
                 raise ConfigurationError(
@@ -230,147 +368,4 @@ class GradientSync(Handle):
                     tensor.register_hook(begin)  # type: ignore[no-untyped-call]
 
         for module in modules:
-            self.on_close.callback(module.register_forward_hook(Hook(after_forward)).remove)
-
-    # ---- of every step -------------------------------------------------------------------------
-
-    def _begin_step(self) -> None:
-        """Bring the residual to the scale of the gradients of this step.
-
-        A step that broke off after its exchange had begun is only begun again if all ranks do: the
-        messages of one that still waits for the first attempt would be taken for those of the second.
-        """
-        reducer = self.reducer
-        if self._before is None:
-            self._before = reducer.step, reducer.comm.ledger.set_up()
-        opened, sent = self._opened
-        if opened == reducer.step and reducer.comm.ledger.total().sent > sent:
-            try:
-                run(agree(reducer.channel("retry"), {"the step that is begun again": reducer.step}))
-            except CommunicationError as error:
-                raise type(error)(
-                    f"rank {dist.get_rank()} begins {reducer.place} again, which broke off after its "
-                    f"exchange had begun, but other ranks do not: {error}; when backward() raises on "
-                    "some ranks only, restart all of them"
-                ) from error
-        self._opened = reducer.step, reducer.comm.ledger.total().sent
-        if self._scaler is not None:
-            rescale_(reducer, self._scaler.get_scale())
-
-    @property
-    def _measures(self) -> bool:
-        """Whether nothing can be accumulated before the norm of all gradients is known."""
-        return self.reducer.corrector is not None and self.reducer.corrector.waits
-
-    @property
-    def _joins(self) -> bool:
-        """Whether small gradients are joined: a clip is by norms of single ones, bit for bit."""
-        correction = self.reducer.correction
-        return correction is None or correction.clip is None
-
-    def _accumulate(self, run: Run, gradient: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Add the gradient of a run's parameters, 1-D, to its unit."""
-        correction, weights = self.reducer.correction, None
-        if correction and correction.weight_decay:
-            own = [local_of(parameter).reshape(-1) for parameter in parameters]
-            weights = own[0] if len(own) == 1 else torch.cat(own)
-        self._whole.accumulate(run.unit, run.start, gradient, weights)
-
-    async def _exchange(self, this: Step, unit: int) -> None:
-        """Exchange a unit; on the engine's thread, as all that follows until ``_settle``."""
-        if this.failed:  # the group is broken: do not wait for every unit's deadline
-            if self._nodes is not None:
-                await self._nodes.follow(unit)
-            return
-        begin = self.reducer.comm.now
-        try:
-            await self._whole.exchange(unit)
-        except BaseException:
-            this.failed = True
-            raise
-        this.spans[unit] = begin, self.reducer.comm.now
-
-    def _finish(self, this: Step) -> None:
-        """Write the averages into the gradients when all jobs have ended, or undo the step."""
-        try:
-            averages = self._averages(this)
-            if averages is not None:
-                this.write(averages)
-        except NonFiniteGradientError:
-            self.reducer.skip()
-            raise
-        except BaseException:
-            self._whole.refuse()
-            raise
-        finally:
-            self._wait_for_gpu()
-
-    def _averages(self, this: Step) -> list[Vector] | None:
-        """Wait for all jobs, and commit; None: the step was committed without this rank."""
-        try:
-            for job in this.jobs:
-                job.result()
-        except BaseException:
-            self.reducer.fail()
-            raise
-        return self._whole.commit(propagate_nonfinite=self._nonfinite == "propagate")
-
-    def _settle(self, this: Step, finished: Future[None]) -> bool:
-        """Wait for ``_finish`` on the training thread; False: no gradient is to be applied."""
-        self._last, self._left, begin = this, True, self.reducer.comm.now
-        try:
-            finished.result()
-        except NonFiniteGradientError:
-            if self._nonfinite != "skip":
-                raise
-            return False
-        finally:
-            this.waited = begin, self.reducer.comm.now
-            this.jobs.clear()
-            if self.reducer.monitor is not None:
-                self.reducer.monitor.write()  # here, what it raises spoils no gradient
-        self._tell()
-        return True
-
-    def _tell(self) -> None:
-        """Tell the user what the reducer of the lowest rank has noticed, once."""
-        notice = self.reducer.take_notice()
-        if notice and self.reducer.comm.rank == 0:
-            say(notice)
-
-    def _end_step(self, *, alike: bool = False) -> None:
-        """Compare replicas if it is time; on the training thread, when the engine has nothing to do.
-
-        Parts that are ``alike``, as the ranks of a node, hold the same parameters, so they are compared.
-        """
-        sentinel, done, model = self._sentinel, self.reducer.step - 1, self._plain()
-        if sentinel is None or model is None or not sentinel.due(done):
-            return
-        tensors, rank = sentinel.tensors(model, self._ignored), dist.get_rank()
-        place = self.reducer.comm.ledger.place(done)
-        units, parts = len(self.reducer.units), None
-        if self._inner is not None:
-            parts = channel_of(self._inner, units, "weights")
-
-        async def compare() -> None:
-            replicas = self.reducer.channel("weights")
-            await check_replicas(sentinel, replicas, tensors, place, parts, rank)
-            if alike and parts is not None:  # after the others: then all nodes find the same
-                await check_replicas(sentinel, parts, tensors, place, None, rank)
-            self._wait_for_gpu()
-
-        self._engine.submit(compare()).result()
-
-    def _discard(self) -> None:
-        """Undo what a broken backward pass has begun."""
-
-        def undo() -> None:
-            self._whole.refuse()
-            self._wait_for_gpu()
-
-        self._engine.submit(undo).result()
-
-    def _wait_for_gpu(self) -> None:
-        """Wait for what this thread has begun: other threads may use other streams."""
-        for device in {unit.device for unit in self._whole.units if unit.device.type == "cuda"}:
-            torch.cuda.current_stream(device).synchronize()
+            until.callback(module.register_forward_hook(Hook(after_forward)).remove)

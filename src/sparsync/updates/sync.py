@@ -38,10 +38,10 @@ from sparsync.fields import (
     opened,
     sealed,
 )
-from sparsync.gradients.ddp import CommHook, check_ddp
+from sparsync.gradients.ddp import check_ddp
 from sparsync.gradients.hierarchy import Node
 from sparsync.gradients.sentinel import check_replicas
-from sparsync.handle import Handle, Hook, call_after_backward, weakly
+from sparsync.handle import CommHook, Handle, Hook, call_after_backward, make_engine, weakly
 from sparsync.optimizers import held_by
 from sparsync.options import Compression, Options
 from sparsync.transports.agree import (
@@ -52,6 +52,7 @@ from sparsync.transports.agree import (
 )
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Operation, run
+from sparsync.transports.ledger import Traffic
 from sparsync.transports.process_group import Groups
 from sparsync.units import (
     check_same_parameters,
@@ -245,7 +246,9 @@ class UpdateSync(Handle):
         weighs: bool | None = None,
         on_host: bool = False,
     ) -> None:
-        super().__init__(module, reducer, groups, options, consensus, pieces)
+        engine = make_engine(reducer, groups, consensus)
+        super().__init__(module, reducer, engine, groups, options, consensus, pieces)
+        self._before: tuple[int, Traffic] | None = None  # steps and bytes before the first one here
         self._weights = weights
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._seen: list[int] = []  # the parameters that trained when the model was last checked
@@ -323,7 +326,7 @@ class UpdateSync(Handle):
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
             # the hook replaces DDP's allreduce, which no setting turns off for a whole training
-            hook = CommHook.taken(ddp, self)
+            hook = CommHook.taken(ddp, self, self.on_bucket)
             self.on_close.callback(hook.release)
             self.on_close.callback(_restore, weakref.ref(ddp), ddp.broadcast_buffers)
             ddp.broadcast_buffers = False  # they are averaged with the weights
@@ -632,7 +635,7 @@ class UpdateSync(Handle):
         inner = [self._inner, node and node.comm]
         phases = [comm.ledger.by_phase() for comm in inner if comm is not None]
         return {
-            **super().stats(),
+            **self._numbers(self._before),
             "inner": {phase: its.as_dict() for part in phases for phase, its in part.items()},
             "exchange": "updates",
             "exchange_seconds": self._busy,

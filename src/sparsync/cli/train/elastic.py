@@ -492,12 +492,11 @@ def _train(
         for optimizer in optimizers:
             optimizer.step()
         if sync.steps > step:
-            every = sync.stats()["elastic"]["changes"] if sync.last_step[0] != last_group else []
+            last: tuple[int, int, bool] = sync.last_step
+            every = sync.stats()["elastic"]["changes"] if last[0] != last_group else []
             changes = [Change(*(one[name] for name in Change._fields)) for one in every[known:]]
-            known, last_group = known + len(changes), sync.last_step[0]
-            pipe.send(
-                Applied(time.time(), sync.steps, *sync.last_step, loss.item(), tuple(changes))
-            )
+            known, last_group = known + len(changes), last[0]
+            pipe.send(Applied(time.time(), sync.steps, *last, loss.item(), tuple(changes)))
     sync.finish()
     evaluation = workload.evaluate(model, rank=rank, world_size=settings.ranks)
     pipe.send(Ended(evaluation, weights_digest(model.parameters())))

@@ -1,0 +1,194 @@
+"""The handle of a model whose gradients are exchanged, and the seam by which these come."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+from torch import nn
+
+from sparsync.errors import ConfigurationError
+from sparsync.feedback.reducer_state import (
+    ParsedState,
+    agree_state,
+    parse_state,
+    reducer_state,
+    take_state,
+)
+from sparsync.fields import Exactly, Fields, opened, sealed
+from sparsync.gradients.steps import GradientSteps
+from sparsync.handle import Handle
+from sparsync.options import Options
+from sparsync.transports.agree import on_all_or_none
+from sparsync.transports.driver import run
+from sparsync.transports.process_group import Groups
+from sparsync.units import Piece
+
+__all__ = ["GradientSync", "Source"]
+
+
+class Source(ABC):
+    """Brings the gradients of a model to ``GradientSteps``: DDP's buckets, or single parameters."""
+
+    @abstractmethod
+    def watch(self, sync: Handle) -> None:
+        """Set hooks on the model until ``sync`` is closed; by one of them the model keeps ``sync``.
+
+        The source itself must not keep it: a cycle would delay the end of a dropped model.
+        """
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients add up on this rank."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Undo what a broken backward pass has begun."""
+
+    def step(self) -> None:
+        """Close a step that ``backward()`` cannot close."""
+        raise ConfigurationError(
+            "backward() has closed the step already; step() is for pipelines: attach with "
+            "Compression(schedule=...)"
+        )
+
+
+class GradientSync(Handle):
+    """The handle of a model whose gradients are exchanged on every step.
+
+    ``source`` brings the gradients, and ``steps`` does all that follows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        steps: GradientSteps,
+        source: Source,
+        groups: Groups | ExitStack,
+        options: Options,
+        pieces: Mapping[str, Piece] | None = None,
+    ) -> None:
+        reducer, engine = steps.reducer, steps.engine
+        super().__init__(model, reducer, engine, groups, options, steps.consensus, pieces)
+        self._steps, self._source = steps, source
+        source.watch(self)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients add up; the next backward pass exchanges the sum.
+
+        FSDP2 modules still sum over shards; ``set_requires_gradient_sync(False)`` saves that as well.
+        """
+        return self._source.no_sync()
+
+    @property
+    def steps(self) -> int:
+        """Local steps that are done; a rank that joins others begins with their number."""
+        return self.reducer.step
+
+    def contribute(
+        self,
+        _seen: float | None = None,
+        /,
+        *,
+        tokens: float | None = None,
+        samples: float | None = None,
+    ) -> None:
+        """Where updates are exchanged, weigh this rank's by what its steps have seen.
+
+        Raises:
+            ConfigurationError: gradients are exchanged.
+        """
+        raise ConfigurationError(
+            "contribute() weighs updates, and this exchanges gradients, which are averaged as DDP does; "
+            "multiply the loss by n * ranks / (sum of all ranks' n) instead (docs/optimizers.md)"
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms.
+
+        Every exchange of gradients is also a local step.  Means of bytes are over local steps, without
+        what ``finish`` sends, which is given apart.
+        "inner" has the phases between shards of one replica, whose bytes count nowhere else.
+        "spans_last_exchange" has ``[unit, begin, end]``, "waited_last_exchange" begin and end of what the
+        training thread waited; in seconds of this machine's ``time.perf_counter()``.
+        """
+        stats, last = self._numbers(self._steps.before), self._steps.last
+        if self._inner is not None:
+            phases = self._inner.ledger.by_phase()
+            stats["inner"] = {phase: traffic.as_dict() for phase, traffic in phases.items()}
+        spans = {} if last is None else last.spans
+        stats["exchange"] = "gradients"
+        stats["spans_last_exchange"] = [[unit, *span] for unit, span in spans.items()]
+        stats["waited_last_exchange"] = list(last.waited) if last and last.waited else None
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state: the residuals of its "pieces" of the parameters, thresholds, ...
+
+        After a ``backward()`` that broke off it is the state before that step.
+        """
+        if self._engine.running:
+            self._source.discard()
+        pieces = copy.deepcopy(self._pieces)
+        return sealed("gradients", {"reducer": reducer_state(self.reducer), "pieces": pieces})
+
+    def validate(self, state: Mapping[str, Any]) -> ParsedState:
+        """Check on this rank alone that a saved state fits; nothing is changed.
+
+        Raises:
+            ConfigurationError: the state is of another set-up, or of other pieces of the parameters.
+        """
+        pieces = Fields({name: Exactly(piece) for name, piece in self._pieces.items()})
+        content = opened(state, "gradients", Fields({"reducer": object, "pieces": pieces}))
+        return parse_state(self.reducer, content["reducer"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
+
+        Raises:
+            ConfigurationError: see ``validate``; other ranks raise a ``CheckpointError`` that names this.
+            PeerError: the ranks' states are of different steps, or do not fit on a rank that holds
+                another part of this replica.
+
+        If it raises, nothing was changed on any rank.
+        """
+        comms = self.communicators
+        parsed = run(on_all_or_none(comms, lambda: self.validate(state), "load its saved state"))
+        run(agree_state(self.reducer.comm, parsed, parts=self._inner))
+        self._source.discard()
+        keep_scale, former = self._scaler is not None, reducer_state(self.reducer)
+
+        def take() -> None:
+            take_state(
+                self.reducer, parsed, keep_scale=keep_scale
+            )  # brought to it by the next step
+
+        try:
+            run(on_all_or_none(comms, take, "take its saved state over"))
+        except Exception:  # at this scale a residual would overflow, on some rank
+            take_state(self.reducer, parse_state(self.reducer, former), keep_scale=True)
+            raise
+        self._steps.restart()
+
+    def shared(self) -> AbstractContextManager[None]:
+        """Show the weights that all ranks share; where gradients are exchanged, these are the model's."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Make replicas equal; where gradients are exchanged, they are."""
+
+    def step(self) -> None:
+        """Close the step of a pipeline: call it after ``schedule.step()``, before the optimizer.
+
+        Begins the exchanges that have not begun, waits for all, and puts averages into
+        ``parameter.grad``.
+
+        Raises:
+            ConfigurationError: there is no pipeline, and ``backward()`` has closed the step.
+            NonFiniteGradientError: NaN or Inf on some rank of some stage; no rank applied anything.
+            CommunicationError: a peer is gone, or took longer than the timeout.
+        """
+        self._source.step()

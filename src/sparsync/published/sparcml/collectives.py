@@ -342,8 +342,8 @@ class Ring(StreamCollective):
     Cost: 2 (P - 1) messages; dense 2 (P - 1) / P N beta_d, sparse
     ``[2 (P - 1) / P k, (P - 1) k + k (P - 1) / 2] beta_s`` for evenly spread supports, from all equal to
     all disjoint.   State: none.
-    Differs from the paper, which only names its ring baselines: the switch to dense may turn a partial
-    sum dense in flight.
+    Differs from the paper: the paper only names its ring baselines; this ring may turn a partial sum
+    dense in flight.
 
     Example:
         >>> from sparsync.transports.sim import simulate

@@ -420,7 +420,7 @@ class Scd(Solver):
     coordinate from every rank.   State: weights, this rank's scores (8 bytes per row), and a copy of
     the features by columns.
 
-    Differs from the paper, which specifies neither how a rank obtains the derivatives at other ranks'
+    Differs from the paper: the paper specifies neither how a rank obtains the derivatives at other ranks'
     rows (message 1) nor the step size: coordinates are drawn without replacement, and only those that
     occur in the data (one allreduce of n bytes at the start); the intercept moves in every step.
 

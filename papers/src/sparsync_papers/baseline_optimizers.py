@@ -1,8 +1,8 @@
-"""Optimizers to compare with: Ok-Topk's Algorithm 2 to the letter, and variants of sparse Adam.
+"""Optimizers for comparison: Ok-Topk's Algorithm 2 verbatim, and variants of sparse Adam.
 
-``attach`` sees gradients, so its residual is in gradient space and keeps its meaning when the learning
-rate changes.  In update space the *update* ``lr * gradient`` is accumulated and exchanged (Ok-Topk,
-Algorithm 2): mass that waits in the residual was scaled by the learning rate of its own step.
+``attach`` sees gradients, so its residual is in gradient space and stays valid when the learning rate
+changes.  In update space the *update* ``lr * gradient`` is accumulated and exchanged (Ok-Topk, Algorithm
+2): mass in the residual is scaled by the learning rate of the step that contributed it.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ SecondMoment = Literal["local", "frozen", "refreshed"]
 
 @final
 class LocalAdamW(torch.optim.AdamW):
-    """AdamW on local gradients, whose second moment is that of their average over P ranks.
+    """AdamW on local gradients, with an estimate of the second moment of their average over P ranks.
 
     ::
 
-        m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2         of this rank's gradients
-        v' = m^2 + (v - m^2) / P                                their noise is averaged away
+        m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2         from this rank's gradients
+        v' = m^2 + (v - m^2) / P                                averaging reduces the noise
         w = w - lr (m / (sqrt(v') + eps) + weight_decay w)      with m, v corrected for bias
 
-    With its own second moment, steps would be up to sqrt(P) times shorter (``benchmarks/adam.md``).
+    With the local second moment, steps would be up to sqrt(P) times shorter (``benchmarks/adam.md``).
     """
 
     def __init__(self, params: Iterable[Any], world_size: int, **options: Any) -> None:
@@ -129,10 +129,10 @@ class UpdateSpace(torch.optim.Optimizer):
 
     @abstractmethod
     def _update_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
-        """Write what is to be subtracted from a parameter that has a gradient; ``update`` is 1-D."""
+        """Write the amount to subtract from a parameter that has a gradient; ``update`` is 1-D."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse parameters that would come after the units were agreed on."""
+        """Refuse parameters that are added after the units were agreed on."""
         if hasattr(self, "reducer"):
             raise ConfigurationError(
                 f"{type(self).__name__} exchanges the parameters that it was built with; "
@@ -142,7 +142,7 @@ class UpdateSpace(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Refuse a GradScaler, which asks for this: an overflow would skip the step on one rank alone."""
+        """Refuse a GradScaler, which reads this: an overflow would skip the step on a single rank."""
         raise ConfigurationError(
             f"{type(self).__name__} takes no GradScaler: a rank that skips its step would leave the "
             "others waiting; use bfloat16 autocast, which needs none, or sparsync.attach"
@@ -150,7 +150,7 @@ class UpdateSpace(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Apply one exchanged update; blocks until it is there."""
+        """Apply one exchanged update; blocks until it has arrived."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -174,11 +174,11 @@ class UpdateSpace(torch.optim.Optimizer):
         return loss
 
     def _apply_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
-        """Subtract the exchanged update: alike on all ranks."""
+        """Subtract the exchanged update, the same on all ranks."""
         parameter.sub_(update)
 
     def _updates(self, unit: Unit, groups: Mapping[Tensor, dict[str, Any]]) -> Tensor:
-        wide = torch.promote_types(unit.dtype, torch.float32)  # as the residual
+        wide = torch.promote_types(unit.dtype, torch.float32)  # like the residual
         flat = torch.zeros(unit.size, dtype=wide, device=unit.device)
         for slot in unit.slots:
             parameter = self._parameters[slot.name]
@@ -200,12 +200,12 @@ class UpdateSpace(torch.optim.Optimizer):
         return sealed("optimizer", {**super().state_dict(), "reducer": reducer_state(self.reducer)})
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check on this rank alone that a saved state fits; nothing is changed."""
+        """Check on this rank alone that a saved state fits, without changing anything."""
         content = Fields({"state": Mapping, "param_groups": list, "reducer": object})
         return parse_state(self.reducer, opened(state, "optimizer", content)["reducer"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
+        """Restore this rank's ``state_dict``, bit for bit; all ranks call it."""
         comm = self.reducer.comm
         parsed = run(
             on_all_or_none([comm], lambda: self.validate(state_dict), "load its saved state")
@@ -232,11 +232,11 @@ class UpdateSpaceSGD(UpdateSpace):
 
     Raises:
         ConfigurationError: DDP's module, lr < 0, a bad density, an unknown algorithm or option.
-        NonFiniteGradientError: from ``step``; parameters and residuals are as before.
+        NonFiniteGradientError: from ``step``; parameters and residuals are unchanged.
 
-    State: the reducer's, with torch's in ``state_dict()``: one per rank.
-    Differs from the paper: any preset, not only Ok-Topk; "sparcml" here is SparCML's Algorithm 1 to
-    the letter, which applies the sum instead of the mean.
+    State: the reducer's, together with torch's in ``state_dict()``; one per rank.
+    Differs from the paper: any preset, not only Ok-Topk; "sparcml" gives SparCML's Algorithm 1 verbatim,
+    which applies the sum instead of the mean.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False); _ = nn.init.ones_(model.weight)
@@ -265,22 +265,22 @@ class UpdateSpaceAdamW(UpdateSpace):
 
         m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2       local
         acc = residual + lr m / (sqrt(v) + eps)               with m, v corrected for bias
-        w = (1 - lr weight_decay) w - mean of what is delivered
+        w = (1 - lr weight_decay) w - mean of the delivered entries
 
     Args:
-        model: as for ``UpdateSpaceSGD``, and so are lr, algorithm and options.
+        model: as for ``UpdateSpaceSGD``, like lr, algorithm and options.
         betas: b1 and b2.
-        eps: added to the root.
-        weight_decay: decoupled, applied by all ranks alike.
-        second_moment: "local"; "frozen": averaged over ranks after the warm-up and kept (1-bit Adam's
-            idea; an element without any gets its tensor's mean); "refreshed": averaged then and
-            every ``refresh_period`` steps, local in between.
-        refresh_period: steps; an average is a dense allreduce of n elements.
+        eps: added to the square root.
+        weight_decay: decoupled, applied equally on all ranks.
+        second_moment: "local"; "frozen": averaged over ranks after the warm-up and then kept (1-bit
+            Adam's idea; an element without one gets its tensor's mean); "refreshed": averaged after the
+            warm-up and every ``refresh_period`` steps, local in between.
+        refresh_period: steps between averages; each is a dense allreduce of n elements.
         warmup_steps: the first steps are exchanged dense.
 
     Raises:
         ConfigurationError: bad arguments; "frozen" without a warm-up.
-        NonFiniteGradientError: from ``step``; parameters and residuals are as before, and so are the
+        NonFiniteGradientError: from ``step``; parameters and residuals are unchanged, and so are the
             moments of a parameter whose local gradient was not finite.
 
     State: torch's (local moments), and the reducer's.   Differs from the paper: Ok-Topk exchanges
@@ -327,7 +327,7 @@ class UpdateSpaceAdamW(UpdateSpace):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Apply one exchanged update; average the second moment when that is due."""
+        """Apply one exchanged update; average the second moment when due."""
         loss = super().step(closure)
         warmup = self.reducer.plan.warmup
         since = self.reducer.step - (warmup.steps if warmup else 0)
@@ -341,7 +341,7 @@ class UpdateSpaceAdamW(UpdateSpace):
         return loss
 
     def _average_second_moments(self) -> None:
-        """Average over ranks, parameter by parameter in one order on all of them."""
+        """Average over ranks, parameter by parameter, in the same order on all ranks."""
         comm, frozen = self.reducer.comm, self.second_moment == "frozen"
         beta2 = self.param_groups[0]["betas"][1]
         for unit in self.reducer.units:
@@ -352,7 +352,7 @@ class UpdateSpaceAdamW(UpdateSpace):
                 if frozen and state["step"]:
                     square = square / (1 - beta2 ** state["step"])
                 flat = run(comm.allreduce(square.reshape(-1), "second moment")) / comm.world_size
-                if frozen:  # without a floor, what was never seen would make giant steps
+                if frozen:  # without a floor, elements never seen would take giant steps
                     floor = flat.mean() if bool(flat.any()) else torch.ones(())
                     flat = torch.where(flat > 0, flat, floor)
                 state["exp_avg_sq"].copy_(flat.view(square.shape))

@@ -1,7 +1,7 @@
-"""Average models instead of gradients: the seam, and local SGD.
+"""Averaging models instead of gradients: the seam, and local SGD.
 
-WAGMA-SGD is in ``sparsync.published.wagma``, gossip and Eager-SGD in ``sparsync.published.baselines``,
-and the outer step in ``sparsync.updates``.
+WAGMA-SGD is in ``sparsync.published.wagma``, gossip and Eager-SGD are in
+``sparsync.published.baselines``, and the outer step is in ``sparsync.updates``.
 """
 
 from sparsync.averaging.averager import Averager, LocalSgd

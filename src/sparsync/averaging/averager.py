@@ -1,4 +1,4 @@
-"""The base of the schemes that average models, and how they are applied to a model."""
+"""The base class of the schemes that average models, and its application to a model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Staleness = Literal["none", "bounded", "unbounded"]
 
 @dataclass
 class Participation:
-    """The averages of which this rank's model, or its update, was a part.
+    """Counts the averages that included this rank's model or update.
 
     Example:
         >>> taken = Participation()
@@ -61,16 +61,16 @@ class Participation:
     """
 
     averages: int = 0
-    stale: int = 0  # of these: with a model that was older than the average's step
-    oldest: int = 0  # steps that the oldest of them was behind
-    models: int = 0  # in all these averages together
+    stale: int = 0  # averages in which this rank's model was older than the average's step
+    oldest: int = 0  # age in steps of the oldest of these models
+    models: int = 0  # total number of models in all these averages
 
     def note(self, age: int, models: int) -> None:
-        """Count an average of so many models, in which this rank's was ``age`` steps old."""
+        """Count an average of ``models`` models, in which this rank's was ``age`` steps old."""
         self.take(Participation(1, int(age > 0), age, models))
 
     def take(self, other: Participation) -> None:
-        """Add those that another object has counted."""
+        """Add another object's counts."""
         self.averages += other.averages
         self.stale += other.stale
         self.oldest = max(self.oldest, other.oldest)
@@ -88,35 +88,36 @@ class Averager(Stateful):
             loss.backward(); optimizer.step(); averager.step()
         averager.finish()                        # all replicas are equal
 
-    Every scheme takes these arguments, and its own by name.  It answers the five questions of WAGMA-SGD's
-    section 2, by which its Table I sorts schemes: all here are decentralized, and ``averaged``,
-    ``staleness``, ``global_period`` and ``effective_group_size`` are the other four.
+    Every scheme takes these arguments, and its own options by name.  A scheme answers the five questions
+    in section 2 of WAGMA-SGD, by which its Table I classifies schemes.  All schemes in this library are
+    decentralized; ``averaged``, ``staleness``, ``global_period`` and ``effective_group_size`` answer the
+    other four.
 
     Args:
         model: a plain module (not DDP or FSDP), equal on all ranks, averaged in place.  Parameters that
-            are frozen now do not travel.  None: only the coroutines are used.
+            are frozen at this time are not sent.  None: only the coroutines are used.
         comm: default ``sparsync.connect()``.
         buffers: floating-point buffers (BatchNorm's statistics) "average" with the parameters, or stay
-            "local" until ``finish`` averages them.  Those that hold Inf (masks) and whole-numbered ones
-            always stay local until then; of the latter, rank 0's are taken.  Buffers that ``state_dict``
-            leaves out (``persistent=False``) are never touched.
-        optimizer: the optimizer whose state ``moments`` is about.
-        moments: tensors of the optimizer's state with their parameter's shape stay "local" (also after
-            ``finish``), or "average" with the parameters; or "reset": all of the state is dropped
-            whenever an average is taken.  Step counts never travel.
-        nonfinite: NaN or Inf in a rank's parameters "raise" an error there, or "spread" to others.
-        unknown: is refused, with the options that there are.
+            "local" until ``finish`` averages them.  Buffers that hold Inf (masks) and integer buffers
+            always stay local until then; ``finish`` takes the latter from rank 0.  Buffers that
+            ``state_dict`` leaves out (``persistent=False``) are never touched.
+        optimizer: the optimizer to whose state ``moments`` applies.
+        moments: tensors of the optimizer's state with their parameter's shape stay "local" (even after
+            ``finish``) or "average" with the parameters; "reset" drops the whole state whenever an
+            average is taken.  Step counts are never sent.
+        nonfinite: NaN or Inf in a rank's parameters "raise" an error on that rank, or "spread" to others.
+        unknown: refused, with a list of the valid options.
 
     Attributes:
-        steps: local steps done; the next ``step()`` has this number, 0-based.
+        steps: number of local steps done, which is the 0-based number of the next ``step()``.
         memory: vectors that the algorithm keeps, saved with its state.
-        resume_at: the least step with which a rank goes on that was left out and came back.
+        resume_at: the minimal step number at which a rank continues after it was left out.
         averaged: "models", or the "updates" of the ranks' optimizers.
-        participation: the averages of which this rank's model was a part; ``stats`` has more.
+        participation: the averages that included this rank's model; ``stats`` has more.
 
     Raises:
         ConfigurationError: an option that the scheme does not have; a DDP or FSDP model; later: a model
-            that is no longer the same.
+            that has changed.
         PeerError: from the first ``step``: ranks differ in settings, tensors or initial values.
     """
 
@@ -133,7 +134,7 @@ class Averager(Stateful):
         nonfinite: NonFiniteRule = "raise",
         **unknown: Any,
     ) -> None:
-        if unknown:  # of a scheme, which passes on what it does not know
+        if unknown:  # options that a scheme did not know and passed on
             named = parameters_of(type(self)).values()
             shared = [name for name in parameters_of(Averager) if name not in ("model", "unknown")]
             own = [p.name for p in named if p.kind == p.KEYWORD_ONLY]
@@ -155,21 +156,21 @@ class Averager(Stateful):
     # ---- an algorithm -----------------------------------------------------------------------------
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
-        """Prepare, before local step ``step``; all ranks call it with the model that all begin with.
+        """Prepare, before local step ``step``; all ranks call it with the common initial model.
 
-        ``vector`` is handed over: the caller does not change it any more.
+        ``vector`` is handed over, so the caller must not change it afterwards.
         """
 
     @abstractmethod
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the model with which this rank goes on after local step ``step``, 0-based.
+        """Return the model with which this rank continues after the 0-based local step ``step``.
 
         ``vector``, `[n]`, is this rank's model after its optimizer step, handed over as in ``begin``.
         An average every p steps is due when ``(step + 1) % p == 0``.
         """
 
     def is_due(self, step: int) -> bool:
-        """Tell whether ``average`` acts after local step ``step``; otherwise the model is not read."""
+        """Return whether ``average`` acts after local step ``step``; otherwise the model is not read."""
         return True
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
@@ -184,22 +185,22 @@ class Averager(Stateful):
 
     @property
     def staleness(self) -> Staleness:
-        """How old the models that meet in an average may be (Q3): by default all are of one step."""
+        """The bound on the age of models in an average (Q3); by default all are from the same step."""
         return "none"
 
     @property
     def global_period(self) -> int | None:
-        """Steps from one average over all ranks to the next, tau (Q4); None: only ``finish`` has one."""
+        """Steps between averages over all ranks, tau (Q4); None: only ``finish`` has one."""
         return 1
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return the number of ranks that average on the steps between, S (Q5): by default all."""
+        """Return S (Q5), the number of ranks per average between global ones: by default all."""
         return world_size
 
     # ---- applied to a model -----------------------------------------------------------------------
 
     def step(self) -> None:
-        """Average if it is due, and wait until that is done; call it after ``optimizer.step()``."""
+        """Average if an average is due, and wait for it; call this after ``optimizer.step()``."""
         binding = self._bound()
         if self.is_due(self.steps):
             vector = binding.read()
@@ -207,17 +208,17 @@ class Averager(Stateful):
             averaged = run(self.average(binding.comm, vector, self.steps))
             self._waited += binding.comm.now - started
             self._count(binding.comm)
-            # the same object: the scheme had nothing newer, so parameters and moments stay as they are
+            # the same object means that the scheme had nothing newer: parameters and moments stay
             if averaged is not vector:
                 binding.write_(averaged)
                 binding.reset_moments()
-        # a rank that was left out goes on with the others' step, or it would keep them waiting at every
-        # global average from then on
+        # a rank that was left out continues at the others' step, or it would delay every later global
+        # average
         self.steps = max(self.steps + 1, self.resume_at)
         self._close_books(binding.comm)
 
     def _count(self, comm: Communicator) -> None:
-        """Count this rank's part in the average that has just been taken."""
+        """Record this rank's participation in the average that has just been taken."""
         size, period = self.effective_group_size(comm.world_size), self.global_period
         closes = period is not None and (self.steps + 1) % period == 0
         self.participation.note(0, comm.world_size if closes else size)
@@ -226,9 +227,9 @@ class Averager(Stateful):
         comm.ledger.begin_step(self.steps)
 
     def finish(self) -> None:
-        """Make all replicas equal; training may go on."""
+        """Make all replicas equal; training may continue."""
         binding = self._bound()
-        # booked apart: bytes per step are those of the algorithm, not of the end of training
+        # recorded separately: bytes per step describe the algorithm, not the end of training
         with binding.comm.ledger.outside_steps():
             vector = binding.read()
             binding.write_(run(self.conclude(binding.comm, vector, self.steps)))
@@ -236,13 +237,14 @@ class Averager(Stateful):
             run(binding.settle(self.survivors(binding.comm)))
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers of this rank, since its process began; between two steps.
+        """Return this rank's statistics since its process began; call it between two steps.
 
-        ``group_size`` and ``sync_period`` are S and tau as they are in effect.  This rank's model was a
-        part of ``averages``, which had ``models_per_average``; in ``stale_share`` of them it was older
-        than the average's step, by at most ``largest_staleness`` steps.  ``seconds_waited`` passed in
-        ``step()``, for messages and for other ranks.  Bytes per step leave out the comparison of all
-        ranks at the start, and ``finish``.
+        ``group_size`` and ``sync_period`` are the effective S and tau.  ``averages`` counts the averages
+        that included this rank's model, with ``models_per_average`` models on average.  In a fraction
+        ``stale_share`` of them the model was older than the average's step, by at most
+        ``largest_staleness`` steps.  ``seconds_waited`` is the time in ``step()`` spent waiting for
+        messages and other ranks.  Bytes per step exclude the initial comparison of the ranks and
+        ``finish``.
 
         Raises:
             ConfigurationError: the averager has no model.
@@ -270,34 +272,34 @@ class Averager(Stateful):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to be saved on every rank with its own model and optimizer."""
+        """Return this rank's state; save it on every rank with the rank's model and optimizer."""
         memory = {name: vector.clone() for name, vector in self.memory.items()}
         kept = {"steps": self.steps, "state": super().state_dict(), "memory": memory}
         return sealed("averager", self._place() | kept)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where this rank's ``state_dict`` was taken; before the first ``step()``.
+        """Restore the state from this rank's ``state_dict``; call it before the first ``step()``.
 
-        Also load model and optimizer, in any order; the ranks' models need not be equal then.
+        Also load model and optimizer, in any order.  The ranks' models need not be equal in this case.
         """
         self.restore(self.check(state))
 
     def restore(self, content: Mapping[str, Any]) -> None:
-        """Restore the content of a saved state that was found to fit."""
+        """Restore the content of a saved state that has passed ``check``."""
         super().load_state_dict(content["state"])
         self.steps = int(content["steps"])
         self.memory = {name: vector.clone() for name, vector in content["memory"].items()}
-        # the next step begins again, with the model as it is then: no initial values are compared
+        # the next step calls ``begin`` again, with the current model, and compares no initial values
         self._begun = False
         if self._binding is not None:
             self._binding.forget_start()
 
     def check(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the content of a saved state that fits, as far as this rank alone can tell."""
+        """Check a saved state as far as this rank alone can, and return its content."""
         content = opened(state, "averager")
         self._check_left_out(content.get("left_out"))
-        # The place comes before the fields, so that the state of another scheme is refused as such, and
-        # not for the first field that it lacks.
+        # The place is checked before the fields, so the state of another scheme is refused as such, not
+        # because of the first missing field.
         place = {name: Exactly(value) for name, value in self._place().items()}
         check_saved(content, Fields(place, more=object), "state", _CURE)
         check_saved(content, Fields({**place, **self.kinds(content)}), "state", _CURE)
@@ -305,7 +307,7 @@ class Averager(Stateful):
         return content
 
     def _check_left_out(self, saved: Any) -> None:
-        """Refuse the state of a run in which other buffers are averaged, by the name of one."""
+        """Refuse the state of a run that averages other buffers, and name one of them."""
         here = self._place().get("left_out", [])
         other = set(here) ^ set(saved or []) if fits(saved, Sequence[str]) else set()
         for name in sorted(other):
@@ -317,7 +319,7 @@ class Averager(Stateful):
             )
 
     def kinds(self, content: Mapping[str, Any]) -> dict[str, Kind]:
-        """Return the kind of value that every field of a saved state's content must have."""
+        """Return the required kind of value for every field of a saved state's content."""
         steps = Common(Number(0, whole=True))
         return {"steps": steps, "state": object, "memory": Plain(named=True)}
 
@@ -338,16 +340,16 @@ class Averager(Stateful):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Finish, unless an error is on its way; close."""
+        """Finish, unless an exception is propagating; then close."""
         try:
-            # with an error on its way, this rank would wait in ``finish`` for ranks that have not ended
+            # after an exception, this rank would wait in ``finish`` for ranks that are still training
             if kind is None:
                 self.finish()
         finally:
             self.close()
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings that ranks compare: public numbers and names, but no counts of a rank."""
+        """Return the settings that ranks compare: public numbers and names, but no local counters."""
         plain = {k: v for k, v in vars(self).items() if isinstance(v, int | float | str)}
         return {k: v for k, v in sorted(plain.items()) if not k.startswith("_")}
 
@@ -361,7 +363,7 @@ class Averager(Stateful):
         return binding
 
     def _binding_of(self, method: str) -> Binding:
-        """Return the binding to a model, which a method needs."""
+        """Return the binding to a model, which ``method`` requires."""
         if self._binding is None:
             raise ConfigurationError(
                 f"{type(self).__name__} was made without a model; give it one to call {method}()"
@@ -370,7 +372,7 @@ class Averager(Stateful):
 
 
 def at_least_1(scheme: str, **values: int | None) -> None:
-    """Refuse an option that is not a whole number of at least 1; None is legal where it is a default.
+    """Refuse an option that is not an integer of at least 1.
 
     Example:
         >>> at_least_1("Dpsgd", mixing_steps=0)
@@ -392,7 +394,8 @@ async def mean(comm: Communicator, vector: Tensor) -> Tensor:
 class LocalSgd(Averager):
     """Averages all models when ``(step + 1) % period == 0``.
 
-    With a period of 1 and plain SGD from equal models this is averaging the gradients ("allreduce").
+    With a period of 1 and plain SGD from equal models, this is equivalent to averaging gradients
+    ("allreduce").
 
     Cost: one dense allreduce every ``period`` steps.   State: none.
     Differs from the paper: nothing.
@@ -416,15 +419,15 @@ class LocalSgd(Averager):
         return self.period
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return 1 where there are steps between two averages: ranks train alone."""
+        """Return 1 if there are steps between two averages, on which ranks train alone."""
         return world_size if self.period == 1 else 1
 
     def is_due(self, step: int) -> bool:
-        """Tell whether the period closes with local step ``step``."""
+        """Return whether the period closes with local step ``step``."""
         return (step + 1) % self.period == 0
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the mean when the period closes, the model itself otherwise."""
+        """Return the mean when the period closes, otherwise the model itself."""
         return await mean(comm, vector) if self.is_due(step) else vector
 
 
@@ -432,13 +435,13 @@ class LocalSgd(Averager):
 
 
 class Companion(Actor):
-    """An actor that books its messages; its rank takes the books over with every answer."""
+    """An actor that records its messages; every answer hands the records over to its rank."""
 
     def __init__(self) -> None:
         self.ledger, self.participation = Ledger(), Participation()
 
     def post(self, dest: int, head: bytes, body: Tensor | None = None) -> None:
-        """Send a head, whose whole words keep the values after it aligned, and values."""
+        """Send a head and values; the head consists of whole words, which keeps the values aligned."""
         message = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         if body is not None:
             message = torch.cat([message, bytes_of(body)])
@@ -447,31 +450,31 @@ class Companion(Actor):
         self.host.send(dest, message)
 
     def answer(self, reply: Reply, result: object) -> None:
-        """Give a rank the result that it waits for."""
-        # The books are handed over and new ones begin: the actor's thread and the rank's never write to
-        # the same objects.
+        """Send the rank the result that it waits for."""
+        # The records are handed over and new ones started, so the actor's thread and the rank's thread
+        # never write to the same objects.
         books = self.ledger, self.participation
         self.ledger, self.participation = Ledger(), Participation()
         reply((result, *books))
 
     def failure(self, peer: int, step: int, reason: str) -> PeerError:
-        """Return the error of a wait for a peer that is gone."""
+        """Return the error for waiting on a peer that is gone."""
         where = f"rank {self.host.rank}, local step {step}, phase 'average'"
         return PeerError(f"{where}: rank {peer}: {reason}")
 
 
 class Accompanied(Averager):
-    """Runs a companion next to this rank's training, and asks it.
+    """Runs a companion in the background of this rank's training, and queries it.
 
-    A companion computes in the host's memory, where its messages are: its thread knows nothing of the
-    CUDA streams on which training writes the device's memory.  So a scheme copies its vector to the
-    host, keeps its ``memory`` there, and returns a model on the vector's device.
+    A companion computes in host memory, where its messages are, because its thread does not synchronise
+    with the CUDA streams on which training writes device memory.  A scheme therefore copies its vector to
+    the host, keeps its ``memory`` there, and returns a model on the vector's device.
     """
 
     _comm: Communicator | None = None
 
     def _run(self, comm: Communicator, actor: Actor) -> None:
-        """Run an actor on all ranks, until the communicator is closed or given another one."""
+        """Run an actor on all ranks, until the communicator is closed or gets another actor."""
         if not isinstance(comm, HostsActors):
             raise ConfigurationError(f"{type(comm).__name__} runs no actors; use zmq, torch or mpi")
         # one per communicator: two agents would take each other's messages
@@ -498,4 +501,4 @@ class Accompanied(Averager):
         return result
 
     def _count(self, comm: Communicator) -> None:
-        """Do nothing: the companion counts, as averages are taken while the rank computes."""
+        """Do nothing: the companion counts, because averages are taken while the rank computes."""

@@ -1,4 +1,4 @@
-"""Bind a model to one flat vector: its parameters, and by rule its buffers and moments."""
+"""Bind a model to a flat vector of its parameters and, depending on the rules, buffers and moments."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NonFiniteRule = Literal["raise", "spread"]
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that ``state_dict`` saves: all but those with ``persistent=False``."""
-    # The set is private (PyTorch 2.13), and there is no public way to tell.  ``state_dict`` itself would
-    # run the hooks that the model's own classes have for it.
+    # The set is private (PyTorch 2.13), but there is no public alternative.  ``state_dict`` itself would
+    # run the state-dict hooks of the model's classes.
     unsaved = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -39,10 +39,10 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def averaged_buffers(model: nn.Module) -> list[str]:
-    """Return the names of the saved buffers that can be averaged: of finite floating-point numbers.
+    """Return the names of the saved buffers that can be averaged: finite floating-point ones.
 
-    A buffer that holds Inf before training begins, such as an attention mask, is a constant: -inf minus
-    -inf is NaN, which would be taken for that of a broken rank.
+    A buffer that holds Inf before training begins, such as an attention mask, is a constant.  It must not
+    be averaged, because -inf minus -inf is NaN and would look like a broken rank.
     """
     floating = {n: b for n, b in saved_buffers(model).items() if b.is_floating_point()}
     return [name for name, buffer in floating.items() if bool(torch.isfinite(buffer).all())]
@@ -52,14 +52,14 @@ def averaged_buffers(model: nn.Module) -> list[str]:
 class Binding:
     """Reads a model as a vector, and writes a vector into the same tensors.
 
-    The vector holds trained parameters (each once), floating-point buffers and moments, in this order;
-    float64 if a parameter or buffer is, else float32.  Which of the model's tensors travel is decided
-    when the binding is made, which moments travel when averaging begins.  Tensors are looked up by name
-    every time, because modules replace their buffers, and optimizers their state.
+    The vector holds trained parameters (each once), floating-point buffers and moments, in this order.
+    It is float64 if any parameter or buffer is, otherwise float32.  The model's tensors are chosen when
+    the binding is made, the moments when averaging begins.  Tensors are looked up by name every time,
+    because modules may replace their buffers and optimizers their state.
 
     Attributes:
-        initial: the vector when the binding was made; None: ranks begin with models of their own.
-        left_out: buffers that would be averaged, but held NaN or Inf when the binding was made.
+        initial: the vector when the binding was made; None: ranks start with different models.
+        left_out: buffers that are not averaged because they held NaN or Inf when the binding was made.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Binding:
         _check_model(model)
         self.model, self.comm, self.nonfinite = model, comm, nonfinite
         self.buffers, self.optimizer, self.moments = buffers, optimizer, moments
-        # decided once, on values before training: a buffer that gets Inf later is broken, and no mask
+        # decided once, before training: a buffer that gets Inf later is broken, not a mask
         self._averaged = set(averaged_buffers(model) if buffers == "average" else ())
         floating = [n for n, b in saved_buffers(model).items() if b.is_floating_point()]
         self.left_out = [n for n in floating if buffers == "average" and n not in self._averaged]
@@ -100,17 +100,17 @@ class Binding:
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """Return a new vector; NaN or Inf in a trained parameter is an error, unless it may spread."""
+        """Return a new vector; NaN or Inf in a trained parameter is an error unless it may spread."""
         tensors = self._travelling()
         device = next((t.device for t in tensors.values() if t is not None), None)
-        # a piece to begin with, as a model may have no parameters
+        # an empty first piece, because a model may have no parameters
         pieces = [torch.zeros(0, dtype=self._dtype, device=device)]
         for size, tensor in zip(self._sizes(), tensors.values(), strict=True):
             piece = pieces[0].new_zeros(size) if tensor is None else tensor.to(pieces[0])
             pieces.append(piece.reshape(-1))
         vector = torch.cat(pieces)
-        # one pass, and one number to wait for on a GPU; where only the sum overflows, the model is as
-        # broken
+        # one pass, and a single number to wait for on a GPU; if only the sum overflows, the model is just
+        # as broken
         trained = sum(parameter.numel() for parameter in self.trained.values())
         if self.nonfinite == "raise" and not vector[:trained].sum().isfinite():
             raise NonFiniteGradientError(
@@ -122,7 +122,7 @@ class Binding:
     @torch.no_grad()
     def write_(self, vector: Tensor) -> None:
         """Write a vector back: same tensors, dtypes and strides as before."""
-        # in place: optimizers, views and compiled graphs hold on to these tensors
+        # in place, because optimizers, views and compiled graphs refer to these tensors
         tensors = self._travelling().values()
         for tensor, piece in zip(tensors, torch.split(vector, self._sizes()), strict=True):
             if tensor is not None:
@@ -131,19 +131,19 @@ class Binding:
     def reset_moments(self) -> None:
         """Drop the optimizer's state if the rule is "reset"; called when an average is taken."""
         if self.moments == "reset" and self.optimizer is not None:
-            self.optimizer.state.clear()  # step counters too: as before the first step
+            self.optimizer.state.clear()  # includes step counters, as before the first step
 
     # ---- with the other ranks ---------------------------------------------------------------------
 
     def forget_start(self) -> None:
-        """Let ranks begin with the models that they have when averaging begins, after a restore."""
+        """After a restore, let every rank start with its current model when averaging begins."""
         self.initial = None
 
     async def start(self) -> Tensor:
-        """Compare models with all ranks, and return the vector that all of them start from.
+        """Compare the models of all ranks, and return the vector from which all of them start.
 
-        That is ``initial``, with zeros for moments that did not exist yet, or after a restore the model
-        as it is now.  A ``PeerError`` names the first tensor that differs.
+        This is ``initial``, with zeros for moments that did not exist yet, or after a restore the current
+        model.  A ``PeerError`` names the first tensor that differs.
 
         Cost: 8 bytes per tensor from every rank, twice; a digest of all parameters.
         """
@@ -156,16 +156,16 @@ class Binding:
         ]
         labels += [f"'{name}' {list(p.shape)}" for name, (p, _) in self._known_moments.items()]
         most = await self.comm.allreduce(torch.tensor([len(labels)]), "agreement", "max")
-        # ``agree`` takes as many facts on every rank
+        # ``agree`` needs the same number of facts on every rank
         labels += ["nothing"] * (int(most) - len(labels))
-        # names and shapes first: ranks that differ there would give other numbers of facts, or vectors of
-        # other lengths, to every exchange after this one
+        # names and shapes first: ranks that differ in them would pass different numbers of facts, or
+        # vectors of different lengths, to every later exchange
         await agree(
             self.comm, {f"tensor {i} of the model": label for i, label in enumerate(labels)}
         )
         if start is None:
             return vector
-        # moments, which the optimizer's first step has made
+        # zeros for moments that the optimizer's first step has created
         missing = vector.numel() - start.numel()
         start = torch.cat([start.to(vector.device), vector.new_zeros(missing)])
         values = dict(zip(self._layout(), torch.split(start, self._sizes()), strict=True))
@@ -179,14 +179,14 @@ class Binding:
 
     @torch.no_grad()
     async def settle(self, comm: Communicator) -> None:
-        """Make tensors of the model that do not travel equal on all ranks; equal ones stay untouched.
+        """Make the model's other tensors equal on all ranks; tensors that are equal stay untouched.
 
-        Floating-point tensors become their mean, others take the value of the first rank of ``comm``.
+        Floating-point tensors become their mean; others take the value of the first rank of ``comm``.
 
-        Cost: that of ``divergences``; an allreduce or allgather of each that differs.
+        Cost: as ``divergences``, plus an allreduce or allgather for each tensor that differs.
         """
-        # ``divergences`` names the same tensors in the same order on all ranks, so all of them take part
-        # in the same collectives
+        # ``divergences`` names the same tensors in the same order on all ranks, so all ranks call the
+        # same collectives
         rest = {name: t for name, t in self._tensors().items() if name not in self._shapes}
         for torn in await divergences(comm, rest):
             tensor = rest[torn.name]
@@ -201,12 +201,12 @@ class Binding:
     # ---- tensors that travel ----------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the model's parameters, each once, and the buffers that it saves; complex as real."""
+        """Return the model's parameters, each once, and its saved buffers; complex ones as real."""
         named = dict(self.model.named_parameters()) | saved_buffers(self.model)
         return {n: torch.view_as_real(t) if t.is_complex() else t for n, t in named.items()}
 
     def _ruled(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return those that travel: parameters that train now, and buffers by their rule."""
+        """Return the tensors to average: parameters that are trainable now, and buffers by their rule."""
         trains = {name: p.requires_grad for name, p in self.model.named_parameters()}
         return {
             name: tensor
@@ -215,9 +215,9 @@ class Binding:
         }
 
     def _travelling(self) -> dict[str, Tensor | None]:
-        """Return the present tensors that make up the vector; None: a moment that does not exist."""
+        """Return the current tensors that make up the vector; None for a moment that does not exist."""
         tensors = self._tensors()
-        # parameters that were frozen since then go on travelling: GANs freeze their halves in turns
+        # parameters frozen later are still averaged, because GANs freeze their halves in turns
         now = {name: tensors[name].shape for name in self._shapes if name in tensors}
         now |= {name: tensor.shape for name, tensor in self._ruled(tensors).items()}
         changed = sorted(name for name, _ in now.items() ^ self._shapes.items())
@@ -244,9 +244,10 @@ class Binding:
         return [shape.numel() for shape in self._layout().values()]
 
     def _find_moments(self) -> dict[str, tuple[Tensor, str]]:
-        """Return parameter and key of every moment that travels.
+        """Return parameter and key of every moment to average.
 
-        A parameter without state, as it had no gradient on this rank yet, is given those of its group.
+        A parameter without state, which has had no gradient on this rank, is assumed to have the moments
+        of its group.
         """
         if self.moments != "average" or self.optimizer is None:
             return {}
@@ -261,7 +262,7 @@ class Binding:
         return found
 
     def _moments_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of a parameter's state that have its shape; step counts do not."""
+        """Return the tensors of a parameter's state that have its shape, which excludes step counts."""
         state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
         return {
             kind: value
@@ -272,8 +273,8 @@ class Binding:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse a model that does not hold its own parameters, or averages gradients itself."""
-    # by name, among base classes: FSDP2 derives a class from each module's own
+    """Refuse a model that does not hold its own parameters, or that averages gradients itself."""
+    # compares the names of base classes, because FSDP2 derives a new class from each module's class
     wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
     bases = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     require(

@@ -19,7 +19,7 @@ def _allreduce(model: nn.Module | None = None, **binding: Any) -> LocalSgd:
     return LocalSgd(model, period=1, **binding)
 
 
-# each is called with a model, or without one, and with keyword arguments
+# each row is called with or without a model, and with keyword arguments
 SCHEMES: Final[Table[Callable[..., Averager]]] = Table(
     "schemes",
     {"allreduce": _allreduce, "local": LocalSgd},
@@ -30,13 +30,13 @@ _SHARED: Final = parameters_of(Averager)
 
 
 def own_parameters(scheme: str) -> dict[str, Parameter]:
-    """Return a scheme's own options by name, without those of every ``Averager``."""
+    """Return a scheme's own options by name, without those shared by every ``Averager``."""
     named = parameters_of(SCHEMES[scheme]).items()
     return {name: p for name, p in named if name not in _SHARED and p.kind != p.VAR_KEYWORD}
 
 
 def averaged_by(scheme: str) -> str:
-    """Say in one sentence how a scheme is used, for those who look for it among the presets."""
+    """Return a sentence on how to use a scheme, for users who look for it among the presets."""
     name = SCHEMES.name_of(scheme)
     return (
         f"{name} averages models, and so is no algorithm for gradients: give the plain module to "
@@ -46,7 +46,7 @@ def averaged_by(scheme: str) -> str:
 
 
 def options_of(scheme: str) -> dict[str, Any]:
-    """Return a scheme's own options and their defaults, without those of every ``Averager``.
+    """Return a scheme's own options with defaults, without those shared by every ``Averager``.
 
     Example:
         >>> options_of("local"), options_of("diloco")["period"]

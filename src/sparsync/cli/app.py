@@ -1,6 +1,6 @@
 """The command line: ``sparsync train | bench | linear | doctor | plan | simulate | keys``.
 
-The module of a command is imported only when that command is called, so ``sparsync --help`` is quick.
+A command's module is imported only when the command is called, so ``sparsync --help`` is fast.
 Other packages add commands through entry points of the group ``sparsync.commands``.
 """
 
@@ -27,7 +27,7 @@ from sparsync.transports.launchers import detect
 
 __all__ = ["COMMANDS", "exit_code", "main", "make_app"]
 
-# by command: its module in this package, and one line of help
+# for each command, its module in this package and one line of help
 COMMANDS: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
     {
         "train": ("train.command", "Train data-parallel: a small model, or a paper's."),
@@ -40,14 +40,14 @@ COMMANDS: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
     }
 )
 _GROUP = "sparsync.commands"
-_OF_PAPERS = ("reproduce", "time-to-loss")  # for those who look for them where it is not installed
+_OF_PAPERS = ("reproduce", "time-to-loss")  # named in an error if the package is not installed
 
-# the base of all usage errors is click's UsageError, which newer versions of typer bring themselves
+# all usage errors derive from click's UsageError, which newer versions of typer vendor
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
 
 
 def make_app(wanted: str | None = None) -> typer.Typer:
-    """Make the command line; commands other than ``wanted`` have only their line of help (None: all)."""
+    """Make the command line; commands other than ``wanted`` get only their line of help (None: all)."""
     app = typer.Typer(
         name="sparsync",
         help="Data-parallel training on networks too slow for dense allreduce.",
@@ -75,7 +75,7 @@ def make_app(wanted: str | None = None) -> typer.Typer:
 
 
 def _nothing() -> None:
-    """Stand for a command that is not wanted."""
+    """Stand in for a command that was not called."""
 
 
 def _print_version(asked: bool) -> None:
@@ -96,15 +96,15 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; the process ends with 0, 1 (a rank failed), 2 (bad input) or 130."""
+    """Run the command line; exit with 0, 1 (a rank failed), 2 (bad input) or 130 (interrupted)."""
     arguments = sys.argv[1:] or ["--help"]
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # an ASCII terminal or a file name that is not text must not end a run with an error
+            # an ASCII terminal, or a file name that is not valid text, must not abort a run
             stream.reconfigure(errors="backslashreplace")
     code = exit_code(lambda: _run(arguments))
     with suppress(OSError, ValueError):  # the terminal may be gone
-        # a process that was ended may have left the terminal without its cursor, which progress hides
+        # a killed process may have left the cursor hidden, which progress bars do
         Console(stderr=True).show_cursor()
     sys.exit(code)
 
@@ -112,10 +112,10 @@ def main() -> None:
 def _run(arguments: list[str]) -> object:
     try:
         returned = make_app(arguments[0])(arguments, standalone_mode=False)
-        # here an error gets a line and an exit code; at the interpreter's end it would get neither
+        # flush now, because an error at interpreter exit would get neither a line nor an exit code
         sys.stdout.flush()
     except OSError:
-        # the rest of the buffer would fail once more, at the interpreter's end
+        # the rest of the buffer would fail again at interpreter exit
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
@@ -123,7 +123,7 @@ def _run(arguments: list[str]) -> object:
 
 
 def exit_code(run: Callable[[], object]) -> int:
-    """Call ``run``; print one line on an error, and return the exit code."""
+    """Call ``run``, print one line on an error, and return the exit code."""
     try:
         returned = run()
     except (ConfigurationError, _UsageError) as error:
@@ -144,7 +144,7 @@ def exit_code(run: Callable[[], object]) -> int:
 
 
 def _speaks() -> bool:
-    """Tell whether this process is rank 0, the only one, or cannot know which one it is."""
+    """Return whether this process should print: it is rank 0, the only process, or cannot tell."""
     with suppress(ConfigurationError):
         here = detect()
         return here is None or here.rank == 0

@@ -1,4 +1,4 @@
-"""Options of the commands: declared once, on the field of the settings that an option sets.
+"""Options of the commands, each declared once on the settings field that it sets.
 
 A settings class is a frozen dataclass; a field annotated with ``typer.Option`` is an option of the
 command that ``takes`` the class, and its help is the field's documentation.
@@ -65,14 +65,14 @@ CurveKeys = Annotated[
     Readable(folder=True),
     Option(help="Folder of keys: zmq encrypts and refuses unknown ranks."),
 ]
-# at least 0.1 s: a store or a socket needs a part of a second even where nothing is slow
+# at least 0.1 s, because a store or a socket needs a fraction of a second even when nothing is slow
 Timeout = Annotated[float, Bounds(0.1, 1e6), Option(help="Seconds that a rank waits for another.")]
 Json = Annotated[Path | None, Option(help="Write the measurements to this file.")]
 Plot = Annotated[Path | None, Option(help="Draw them in this file (.png, .pdf or .svg).")]
 
 
 def option(text: str, default: str | bool = True) -> Any:
-    """Declare an option by its help; ``default`` is shown there in place of the value."""
+    """Declare an option by its help text, which shows ``default`` instead of the value."""
     return Option(help=text, show_default=default)
 
 
@@ -94,7 +94,7 @@ def whole(text: str) -> int:
 
 
 def ranks_option(default: int) -> Any:
-    """Declare ``--ranks``, by default the launcher's number of ranks, or ``default`` without one."""
+    """Declare ``--ranks``; its default is the launcher's number of ranks, or ``default`` without one."""
     return Option(
         help="World size: local processes, or virtual ranks.",
         default_factory=lambda: launched_ranks(default),
@@ -102,7 +102,7 @@ def ranks_option(default: int) -> Any:
     )
 
 
-# the options that describe links, of every command with --lab; they become part of its text
+# the options that describe links, for every command with --lab; they are merged into its value
 _LINKS = tuple(
     Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, shown])
     for name, kind, text in (
@@ -118,12 +118,12 @@ _LINKS = tuple(
 
 
 def takes(settings: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Give a command the options that a settings class declares; they arrive as its ``**fields``.
+    """Add the options that a settings class declares to a command, which gets them as ``**fields``.
 
     Args:
         settings: a dataclass; a field without ``typer.Option`` is not an option.
 
-    The command's own parameters stay options as well: positional ones come first in the help,
+    The command's own parameters remain options: positional ones come first in the help,
     keyword-only ones last.  A field ``lab`` brings the options that describe its links.
     """
     hints = get_type_hints(settings, include_extras=True)
@@ -162,7 +162,7 @@ def takes(settings: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 
 def _options_in(hint: Any) -> list[Any]:
-    """Return the ``typer.Option`` of an annotation, in a list; an empty one where there is none."""
+    """Return a list with the ``typer.Option`` of an annotation, or an empty list."""
     return [extra for extra in get_args(hint)[1:] if hasattr(extra, "default_factory")]
 
 
@@ -180,7 +180,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def numbers(name: str, text: str, convert: Callable[[str], T]) -> tuple[T, ...]:
-    """Read a list of numbers with commas.
+    """Read a comma-separated list of numbers.
 
     Example:
         >>> numbers("size", "1000, 2000", int)

@@ -1,7 +1,7 @@
-"""Wires between the ranks of the lab where the kernel has no netem: a thread that delays packets.
+"""The lab's wires on kernels without netem: a thread that delays packets.
 
-Each rank's namespace has a TAP device.  Its packets are read here, and written to the device of their
-destination after two virtual wires have carried them (``native/forwarder.cpp``).
+Each rank's namespace has a TAP device.  The thread reads its packets and writes them to the device of
+their destination after two virtual wires have carried them (``native/forwarder.cpp``).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _BITS_PER_BYTE = 8
 
 
 def open_device(interface: str) -> int:
-    """Make a TAP device in the calling thread's namespace; it vanishes when the file is closed."""
-    import fcntl  # not on Windows, where the module is imported all the same
+    """Make a TAP device in the calling thread's namespace; it disappears when the file is closed."""
+    import fcntl  # not available on Windows, which imports this module too
 
     try:
         device = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
@@ -42,19 +42,19 @@ def open_device(interface: str) -> int:
         ) from None
     flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", interface.encode(), flags))
-    # checksums and the cutting of segments, the work of a network card, are left out within one machine
+    # skip checksums and segmentation, a network card's work, within one machine
     fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
     return device
 
 
 @final
 class Forwarder:
-    """A thread of this process that carries packets among devices, until it is closed.
+    """A thread that carries packets among devices, until it is closed.
 
     Args:
         devices: files from ``open_device``, by rank; closed with the forwarder.
         links: the links of the ranks.
-        network: the address before that of rank 0.
+        network: the address just below rank 0's.
         queue: seconds that a packet may wait for a link.
     """
 
@@ -75,8 +75,8 @@ class Forwarder:
         downs = [wire(link, link.down) for link in links]
 
         def run() -> None:
-            # before all ranks, so that timers are not late; without the right, it waits for a core as
-            # they do
+            # raise its priority above the ranks', so timers are not late; without the privilege it waits
+            # for a core like the ranks
             with suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
             EXTENSION.forward(devices, ups, downs, int(IPv4Address(network)), stop)
@@ -86,12 +86,12 @@ class Forwarder:
         self._thread.start()
 
     def processor_seconds(self) -> float:
-        """Return the processor time of the thread so far; it includes the receiving of the ranks."""
+        """Return the thread's processor time so far, which includes the ranks' receive work."""
         assert self._thread.ident is not None
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     def close(self) -> None:
-        """End the thread; the devices vanish."""
+        """End the thread; the devices disappear."""
         os.close(self._stop)
         self._thread.join()
         for device in self._devices:

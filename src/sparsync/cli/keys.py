@@ -1,4 +1,4 @@
-"""The command ``sparsync keys``: certificates for ranks that encrypt and authenticate each other."""
+"""The command ``sparsync keys``: certificates for encryption and authentication between ranks."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@
     rank 1: eth0 --(tbf)--> rank1 --+                  the bridge's end of its link those that it
             eth0 <--(tbf)-- rank1 --+                  receives
 
-Links with a delay, jitter or loss are ``netem``'s in place of ``tbf``; where the kernel has none, a
+Links with delay, jitter or loss use ``netem`` instead of ``tbf``.  If the kernel has no ``netem``, a
 thread of this process carries the packets between the ranks (``forwarder.py``), and there is no bridge.
 
-Nothing has a name outside: the namespaces are held by open files of the process that made them, and by
-the ranks inside, so they vanish when these end, however they end.
+Nothing has a global name: the namespaces are held by open files of the process that made them, and by the
+ranks inside, so they disappear when these end, however they end.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _CLONE_NEWNET = 0x40000000  # linux/sched.h
 _BRIDGE = "bridge"
 _INTERFACE = "eth0"  # the link's end inside a rank's namespace
 _ADDRESS = "SPARSYNC_LAB_ADDRESS"
-_COUNTERS = Path("/proc/thread-self/net/dev")  # of the calling thread's namespace
+_COUNTERS = Path("/proc/thread-self/net/dev")  # counters of the calling thread's namespace
 _CARRIERS = ("tbf", "netem", "forwarder")
 _BITS_PER_BYTE = 8
-_ALSO_IN = "/usr/sbin:/sbin"  # folders of tools that a user's PATH omits on Debian
+_ALSO_IN = "/usr/sbin:/sbin"  # folders with tools that Debian omits from a user's PATH
 _COMMAND_SECONDS = 10.0  # a bound on each command of iproute2
-# seconds of the wire that a send buffer holds; in Linux's own 4 MB, acknowledgements would wait for
-# seconds of data
+# seconds of the wire that a send buffer holds; in Linux's default of 4 MB, acknowledgements would wait
+# behind seconds of data
 _SEND_BUFFER_SECONDS = 0.02
 _LEAST_SEND_BUFFER = 65_536  # bytes; with less, TCP stalls
 _MOST_SEND_BUFFER = 524_288  # bytes that Linux grants a program that asks for more
@@ -67,16 +67,17 @@ _FRAME_BYTES = 1_514
 
 
 class LabError(ConfigurationError):
-    """The kernel or iproute2 refused a part of the lab's network; names the command."""
+    """The kernel or iproute2 refused a part of the lab's network; the message names the command."""
 
 
 def default_burst(bits_per_second: int) -> int:
-    """Return the bucket of ``tbf`` in bytes, which may leave at once after a silence.
+    """Return the bucket of ``tbf`` in bytes, which an idle link passes at once.
 
-    A smaller bucket hides less of the wire.  But it must cover the lateness of timers and processes, or
-    the rate is not reached: at 1 Gbit/s one stream got 72 % of it with 16 KB, 92 % with 32 KB, 99 % with
-    64 KB; dense allreduce on overloaded cores 80 % of its wire time with 64 KB, 90 % with 128 KB.  Hence
-    a millisecond, the lateness of two busy cores, and at least the first window of a TCP connection.
+    A smaller bucket distorts the wire time less.  But it must cover the lateness of timers and processes,
+    or the rate is not reached: at 1 Gbit/s a single stream reached 72 % with 16 KB, 92 % with 32 KB, 99 %
+    with 64 KB; dense allreduce on overloaded cores reached 80 % of its wire time with 64 KB, 90 % with
+    128 KB.  The bucket is therefore a millisecond, the lateness with two busy cores, and at least the
+    first window of a TCP connection.
 
     Example:
         >>> default_burst(1_000_000_000), default_burst(100_000_000)
@@ -87,7 +88,7 @@ def default_burst(bits_per_second: int) -> int:
 
 @final
 class Lab:
-    """A network of shaped links between local ranks, for the time of a ``with`` block.
+    """A network of shaped links between local ranks, which exists during a ``with`` block.
 
     ::
 
@@ -96,22 +97,23 @@ class Lab:
             lab.traffic()
 
     Args:
-        ranks: number of ranks P, each on a link of its own to one bridge; at most 1,000.
-        links: the links of the ranks, in their order; or one text for all, e.g. "200mbit", see
+        ranks: number of ranks P, each with its own link to one bridge; at most 1,000.
+        links: the links of the ranks, in rank order; or one text for all, e.g. "200mbit", see
             ``parse_links``.
-        carrier: "tbf" (rates only), "netem" or "forwarder"; "auto": the first of them that can do it.
+        carrier: "tbf" (rates only), "netem" or "forwarder"; "auto": the first of them that supports the
+            links.
 
     Attributes:
         bits_per_second: the lowest rate.
-        burst_bytes: the bucket of ``tbf`` at that rate, which a link lets through at once after a
-            silence, to be deducted from wire times; see ``default_burst``.
+        burst_bytes: the bucket of ``tbf`` at that rate, which an idle link passes at once; to be
+            subtracted when computing wire times, see ``default_burst``.
 
     Raises:
-        ConfigurationError: an argument cannot work, iproute2 is missing, or the kernel forbids
+        ConfigurationError: an argument is invalid, iproute2 is missing, or the kernel forbids
             network namespaces to this process.
         LabError: a command failed.
 
-    Cost: about 7 commands of some milliseconds per rank.
+    Cost: about 7 commands of a few milliseconds per rank.
     State: the namespaces, held by open files of this process; no name, file or mount.
 
     Example:
@@ -144,17 +146,17 @@ class Lab:
         self.forwarder: Forwarder | None = None
 
     def address(self, rank: int) -> str:
-        """Return a rank's IPv4 address, from 10.77.0.1 on."""
+        """Return a rank's IPv4 address; rank 0 has 10.77.0.1."""
         return f"10.77.{(rank + 1) >> 8}.{(rank + 1) & 255}"
 
     @property
     def segment_bytes(self) -> int:
         """The largest packet handed to the link (GSO): a quarter of the bucket.
 
-        One of 64 KB would empty the bucket at once and hold up the acknowledgements after it: both
-        directions at a time then got 61 to 81 % of 1 Gbit/s each, and 99 % with 16 KB (burst 64 KB).
-        The forwarder gets packets that cross the link in half a millisecond; ``netem``, which loses a
-        packet as a whole, gets single frames.
+        A packet of 64 KB would empty the bucket at once and hold up the acknowledgements behind it: with
+        both directions busy each reached 61 to 81 % of 1 Gbit/s, but 99 % with 16 KB (burst 64 KB).  The
+        forwarder gets packets that cross the link in half a millisecond.  ``netem`` gets single frames,
+        because it loses packets as a whole.
         """
         if self.carrier == "netem":
             return 1_514
@@ -164,11 +166,11 @@ class Lab:
 
     @property
     def send_buffer_bytes(self) -> int:
-        """The most bytes that a TCP connection may have under way: queues grow to it.
+        """The maximal number of bytes in flight per TCP connection; queues grow to it.
 
-        Over a distance it is Linux's default, and at least twice the bytes that fill the longest and
-        fastest path, so that half of it still fills the path: the kernel counts 2.3 KB for a packet of
-        1.5, and acknowledgements may queue behind data of the other direction.
+        With delays it is Linux's default, but at least twice the bytes that fill the longest and fastest
+        path, so half of it still fills the path: the kernel counts 2.3 KB for a packet of 1.5 KB, and
+        acknowledgements may queue behind data of the other direction.
         """
         if self._rtt:
             return max(_USUAL_SEND_BUFFER, round(3 * self._fastest * self._rtt / _BITS_PER_BYTE))
@@ -177,21 +179,21 @@ class Lab:
 
     @property
     def queue_bytes(self) -> int:
-        """The room of a link's queue: for all bytes of P ranks under way, so that nothing is dropped."""
+        """The size of a link's queue: all bytes in flight of P ranks, so nothing is dropped."""
         under_way = 2 * self.ranks * max(self.send_buffer_bytes, _MOST_SEND_BUFFER)
         return default_burst(self._fastest) + under_way
 
     @property
     def queue_seconds(self) -> float:
-        """The seconds that a packet may wait for a link of ``netem`` or the forwarder before it drops.
+        """The seconds that a packet may wait for a ``netem`` or forwarder link before it is dropped.
 
-        The longest RTT, so that Reno, which halves its window after a loss, keeps the link busy; and at
-        least as long as a home's modem holds packets.
+        At least the longest RTT, so Reno, which halves its window after a loss, keeps the link busy, and
+        at least as long as a home modem queues packets.
         """
         return max(self._rtt, _LEAST_QUEUE_SECONDS)
 
     def seat(self, rank: int) -> Seat:
-        """Return a rank's place, by which a process enters its namespace."""
+        """Return a rank's place, with which a process enters the rank's namespace."""
         self._open()
         return Seat(self._ranks[rank].path, self.address(rank))
 
@@ -215,7 +217,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """Release all namespaces; they vanish when the ranks inside have ended."""
+        """Release all namespaces; they disappear when the ranks inside have ended."""
         if self.forwarder is not None:
             self.forwarder.close()
             self.forwarder = None
@@ -248,7 +250,7 @@ class Lab:
             namespace.run(self._set_up_tcp)
 
     def _connect(self) -> None:
-        """Join the ranks by a bridge, whose links the kernel shapes."""
+        """Connect the ranks with a bridge, whose links the kernel shapes."""
         assert self._bridge is not None
         self._run(
             self._bridge,
@@ -279,10 +281,10 @@ class Lab:
         return f"{add} {vary} limit {max(1000, round(most))}"
 
     def _open_devices(self) -> None:
-        """Give every rank a device that the forwarder serves."""
+        """Give every rank a device served by the forwarder."""
         devices = [namespace.run(lambda: open_device(_INTERFACE)) for namespace in self._ranks]
         self.forwarder = Forwarder(devices, self.links, "10.77.0.0", self.queue_seconds)
-        # one hardware address for all, so that no rank has to ask for another's (ARP)
+        # one hardware address for all, so ranks need no ARP
         own = f"address 02:00:00:00:00:01 arp off txqueuelen {_DEVICE_PACKETS}"
         size = f"gso_max_size {self.segment_bytes}"
         for namespace in self._ranks:
@@ -299,10 +301,10 @@ class Lab:
         settings = Path("/proc/sys/net/ipv4")
         most = self.send_buffer_bytes
         (settings / "tcp_wmem").write_text(f"4096 {min(most, 16_384)} {most}")
-        if self._rtt:  # the kernel counts more bytes for small packets than they carry
+        if self._rtt:  # the kernel charges more bytes for small packets than they carry
             (settings / "tcp_rmem").write_text(f"4096 131072 {max(6_291_456, 2 * most)}")
-        # Reno is allowed in every namespace, whatever the host prefers, and fills a link without loss;
-        # measurements show the rate and not a congestion control
+        # Every namespace may use Reno, whatever the host prefers, and Reno fills a link without loss.
+        # Measurements should show the rate, not a congestion control.
         (settings / "tcp_congestion_control").write_text("reno")
 
 
@@ -314,11 +316,11 @@ class Lab:
 class Seat:
     """A rank's place in the lab, for the process that becomes the rank; can be pickled."""
 
-    namespace: str  # its path
-    address: str  # of the rank's end of its link
+    namespace: str  # path of the namespace
+    address: str  # address of the rank's end of its link
 
     def enter(self) -> None:
-        """Move the calling thread to its namespace, and gloo to the interface there."""
+        """Move the calling thread into the namespace, and gloo to its interface."""
         _enter(self.namespace)
         os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
         os.environ[_ADDRESS] = self.address
@@ -352,9 +354,9 @@ def _counters() -> dict[str, LinkTraffic]:
 
 
 class _Namespace:
-    """A network namespace that lives while this object, or a process inside, does.
+    """A network namespace that exists as long as this object or a process inside it.
 
-    ``path`` opens it from any process of the same user, while this one lives.
+    ``path`` opens it from any process of the same user, as long as this process lives.
     """
 
     def __init__(self) -> None:
@@ -366,7 +368,7 @@ class _Namespace:
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call ``function`` inside, on a thread of its own; threads that it starts are inside as well."""
+        """Call ``function`` inside, on a new thread; threads that it starts are inside as well."""
 
         def inside() -> T:
             _call("setns", self._file, _CLONE_NEWNET)
@@ -382,7 +384,7 @@ class _Namespace:
 
 
 def _enter(path: str) -> None:
-    """Move the calling thread, and the threads and processes that it starts from now on, inside."""
+    """Move the calling thread inside, with all threads and processes that it starts later."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _call("setns", file, _CLONE_NEWNET)
@@ -391,7 +393,7 @@ def _enter(path: str) -> None:
 
 
 def _may_create() -> bool:
-    """Tell whether the kernel lets this process make network namespaces."""
+    """Return whether the kernel lets this process make network namespaces."""
     try:
         _Namespace().close()
     except PermissionError:
@@ -400,7 +402,7 @@ def _may_create() -> bool:
 
 
 def _has_netem() -> bool:
-    """Tell whether the kernel has ``netem``, which delays packets, or can load it."""
+    """Return whether the kernel has ``netem``, which delays packets, or can load it."""
     try:
         _Namespace().run(lambda: _run_command("tc qdisc add dev lo root netem delay 1ms"))
     except LabError:
@@ -409,7 +411,7 @@ def _has_netem() -> bool:
 
 
 def _call(name: str, *args: int) -> None:
-    """Call libc: Python has ``os.setns`` and ``os.unshare`` only from 3.12 on."""
+    """Call libc, because Python has ``os.setns`` and ``os.unshare`` only since 3.12."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args) != 0:
         number = ctypes.get_errno()
@@ -417,7 +419,7 @@ def _call(name: str, *args: int) -> None:
 
 
 def _in_thread(function: Callable[[], T]) -> T:
-    """Call a function on a new thread, so that the caller stays in its own namespace."""
+    """Call a function on a new thread, so the caller stays in its namespace."""
     with ThreadPoolExecutor(1, "sparsync-lab") as thread:
         return thread.submit(function).result()
 
@@ -431,7 +433,7 @@ def _find_tool(name: str, package: str = "iproute2") -> str:
 
 
 def _run_command(command: str) -> None:
-    """Run one command of iproute2, its words with single spaces between, in this thread's namespace."""
+    """Run an iproute2 command, given with single spaces, in this thread's namespace."""
     name, *words = command.split(" ")
     argv = [_find_tool(name), *words]
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
@@ -453,11 +455,11 @@ def _require_linux() -> None:
 
 
 def ensure_privileges() -> None:
-    """Return if this process may make a lab; else start it again inside a user namespace.
+    """Return if this process may make a lab; otherwise restart it inside a user namespace.
 
-    Root may.  Any other user becomes root of a user namespace of their own, where the kernel allows it.
-    Only a process without threads can do that, so ``unshare`` executes the same command line again, in
-    the same process, with the same files open.  Call it before anything else has happened.
+    Root may.  Any other user becomes root of a new user namespace, if the kernel allows it.  Only a
+    process without threads can do that, so ``unshare`` executes the same command line again, in the same
+    process and with the same open files.  Call this function before anything else.
 
     Raises:
         ConfigurationError: the kernel allows neither, or iproute2 is missing.
@@ -468,7 +470,7 @@ def ensure_privileges() -> None:
     if _may_create():
         return
     become_root = [_find_tool("unshare", package="util-linux"), "--map-root-user"]
-    try:  # a trial first: after the real thing there is no way back to a clear error
+    try:  # try first, because a failure after the exec could not be reported clearly
         _run_command(f"{' '.join(become_root)} --net {ip} link add probe type veth peer name other")
     except LabError as error:
         raise _refusal(str(error).rpartition(": ")[2]) from None
@@ -478,7 +480,7 @@ def ensure_privileges() -> None:
 
 
 def _refusal(reason: str) -> ConfigurationError:
-    """Return the error of a process that may not make a lab."""
+    """Return the error for a process that may not make a lab."""
     return ConfigurationError(
         f"lab: this process may not make network namespaces ({reason}); run as root (in a container: "
         "with CAP_SYS_ADMIN and CAP_NET_ADMIN), or allow unprivileged user namespaces "

@@ -1,4 +1,4 @@
-"""Links of the lab, and the text that describes them."""
+"""Links of the lab, and their description as text."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _OWN = "write RANK=RATE[,RTT[,LOSS[,JITTER]]], e.g. 3=10mbit,80ms"
 class Link:
     """A rank's link to the middle of the network.
 
-    Between two ranks, RTT, jitter and loss are the means of their links': two links of 80 ms make
-    80 ms, one of 80 ms and one without delay 40 ms.
+    Between two ranks, RTT, jitter and loss are the means of their links: two links of 80 ms give an RTT
+    of 80 ms, one of 80 ms and one without delay give 40 ms.
 
     Args:
         up: bits per second that the rank may send, Ethernet headers included.
         down: bits per second that it may receive.
-        rtt: seconds to the other rank and back, without the time that packets wait for the link.
-        jitter: seconds by which an RTT varies, either way; packets keep their order.
+        rtt: seconds to the other rank and back, without queueing for the link.
+        jitter: seconds by which an RTT varies in either direction; packets keep their order.
         loss: probability that a packet is lost on its way to the other rank.
     """
 
@@ -53,19 +53,19 @@ class Link:
 
     @property
     def one_wire(self) -> tuple[float, float, float]:
-        """Delay and jitter in seconds, and loss, of one direction: a path has two, an RTT four."""
+        """Delay and jitter in seconds, and loss, of one wire: a path has two wires, an RTT four."""
         return self.rtt / 4, self.jitter / 4, 1 - (1 - self.loss) ** 0.5
 
     @property
     def is_far(self) -> bool:
-        """The link has more than a rate."""
+        """Whether the link has more than a rate."""
         return self.rtt > 0 or self.loss > 0
 
 
 def parse_rate(text: str) -> int:
-    """Read the rate of a link: a number and kbit, mbit or gbit (powers of ten, per second).
+    """Parse the rate of a link: a number and kbit, mbit or gbit (powers of ten, per second).
 
-    Below 100 kbit/s the bucket of ``tbf`` would hide seconds of the wire; above 100 Gbit/s no single
+    Below 100 kbit/s the bucket of ``tbf`` would hide seconds of wire time; above 100 Gbit/s no single
     machine keeps up.
 
     Example:
@@ -86,11 +86,11 @@ def parse_rate(text: str) -> int:
 
 
 def parse_links(text: str, ranks: int) -> tuple[Link, ...]:
-    """Read the link of every rank.
+    """Parse the links of all ranks.
 
     Args:
-        text: ``RATE[,RTT[,LOSS[,JITTER]]]`` of all ranks, where RATE may be UP:DOWN; then, each after
-            a semicolon, ``RANK=`` and the same for a single rank, whose other values are the common ones.
+        text: ``RATE[,RTT[,LOSS[,JITTER]]]`` for all ranks, where RATE may be UP:DOWN; then, each after a
+            semicolon, ``RANK=`` and the same for a single rank; omitted values are the common ones.
         ranks: number of ranks P.
 
     Example:
@@ -117,7 +117,7 @@ def describe_links(
     jitter: str | None,
     link: list[str] | None,
 ) -> str | None:
-    """Return the text for ``parse_links`` that these options describe; None without any.
+    """Return the text for ``parse_links`` that these options describe; None if there are none.
 
     Example:
         >>> describe_links("100mbit", None, "1gbit", "20ms", None, None, ["3=10mbit"])
@@ -129,7 +129,7 @@ def describe_links(
     if up is None or down is None:
         raise ConfigurationError("these links have no rate; add --lab 100mbit, or --up and --down")
     for rate in (up, down):
-        parse_rate(rate)  # refuses a --lab that has delays of its own already
+        parse_rate(rate)  # refuses a --lab that already has delays
     parts = [up if up == down else f"{up}:{down}", rtt or "0ms", loss or "0%", jitter or "0ms"]
     while parts[-1] in ("0ms", "0%"):
         parts.pop()

@@ -1,9 +1,9 @@
 """Run one function on P local processes, or inside the ranks that a launcher started.
 
-Local processes are forked from a server that has imported torch once (which would take each rank
-seconds), or started by ``mpiexec``, as ``python -m sparsync.cli.launch SOCKET``; everything but the
-measured messages goes over gloo.  Forked ranks may be placed in a ``Lab``: then all messages cross its
-shaped links.
+Local processes are forked from a server that has already imported torch, which would take each rank
+seconds, or started by ``mpiexec`` as ``python -m sparsync.cli.launch SOCKET``.  Everything except the
+measured messages goes over gloo.  Forked ranks may be placed in a ``Lab``, and then all messages cross
+its shaped links.
 """
 
 from __future__ import annotations
@@ -58,31 +58,31 @@ T = TypeVar("T")
 
 _HOST = "127.0.0.1"
 _NANOSECONDS = 1e9
-_RANK_BYTES = 64 << 20  # memory of a forked rank's own, at least
+_RANK_BYTES = 64 << 20  # minimal memory of a forked rank
 _AHEAD = (
     0.05  # seconds from the last arrival to a start: 15 times as long as gloo takes for 8 ranks
 )
 
 
 class RankError(CommunicationError):
-    """One or more local ranks failed; lists the error of each."""
+    """One or more local ranks failed; the message lists the error of each."""
 
 
 def launched_ranks(default: int) -> int:
-    """Return the launcher's number of ranks; ``default`` without one."""
+    """Return the launcher's number of ranks, or ``default`` without a launcher."""
     here = detect()
     return default if here is None else here.world_size
 
 
 def leads() -> bool:
-    """Tell whether this process speaks for all ranks: rank 0 of a launcher, or the only process."""
+    """Return whether this process reports for all ranks: rank 0 of a launcher, or the only process."""
     here = detect()
     return here is None or here.rank == 0
 
 
 @contextmanager
 def on_one_thread() -> Iterator[None]:
-    """Let torch have one thread: virtual ranks take turns, so more threads would only wait."""
+    """Limit torch to one thread: virtual ranks take turns, so more threads would only wait."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -103,19 +103,20 @@ def launch(
     """Call ``function(*args)`` on every rank, with ``torch.distributed`` (gloo) initialised.
 
     Args:
-        function: importable from its module.
-        world_size: number of local processes; under a launcher it must be the launcher's.
-        args: picklable.
+        function: a function that can be imported from its module.
+        world_size: number of local processes; under a launcher it must match the launcher's.
+        args: picklable arguments.
         timeout: seconds that gloo waits for a peer.
-        grace: seconds that the other ranks have to end by themselves when one has failed.
-        lab: an open lab of ``world_size`` ranks to put them in; None: they talk over loopback.
-        mpi: let ``mpiexec`` start them, so that MPI connects them as well.
+        grace: seconds that the other ranks have to end by themselves after one has failed.
+        lab: an open lab of ``world_size`` ranks to place them in; None: they use loopback.
+        mpi: let ``mpiexec`` start the ranks, so MPI connects them as well.
 
     Returns:
-        The result of rank 0; None in the other ranks of a launcher.
+        The result of rank 0; None on the other ranks of a launcher.
 
     Raises:
-        RankError: a rank failed or died; every rank's error is named, none is left running.
+        RankError: a rank failed or died; the message names every rank's error, and no rank is left
+            running.
     """
     require(world_size >= 1, f"ranks is {world_size}; give at least 1")
     check_timeout(timeout)
@@ -143,7 +144,7 @@ def launch(
 
 
 def _in_launched_group(function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Any:
-    """Call ``function(*args)`` in a launcher's rank, in a gloo group; None on other ranks than 0."""
+    """Call ``function(*args)`` on a launcher's rank, in a gloo group; return None unless on rank 0."""
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it; mpiexec and srun do not
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launched_ranks(1)))
     init_process_group(timeout=timeout)
@@ -157,16 +158,16 @@ def _in_launched_group(function: Callable[..., Any], args: tuple[Any, ...], time
 # ---- the parent ------------------------------------------------------------------------------------
 
 Pipes = tuple[Mapping[int, Connection], Callable[[int], str]]
-"""For every rank a pipe that brings its result or error; and a text on a rank whose pipe brings none."""
+"""A pipe per rank for its result or error, and a function that describes a rank that sent none."""
 
 
 @contextmanager
 def _forked(world_size: int, call: tuple[Any, ...], lab: Lab | None) -> Iterator[Pipes]:
-    # the parent serves the store, on a port that the system chooses: no two jobs race for it, and none
-    # is stuck after a crash
+    # the parent serves the store on a port chosen by the system, so jobs do not race for ports and none
+    # is blocked after a crash
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    # torch comes with sparsync; making an optimizer imports torch._dynamo, which takes each rank 3 s
+    # sparsync imports torch; making an optimizer imports torch._dynamo, which takes 3 s per rank
     context.set_forkserver_preload(["sparsync", "torch._dynamo"])
     processes, pipes = [], {}
     for rank in range(world_size):
@@ -193,19 +194,19 @@ def _forked(world_size: int, call: tuple[Any, ...], lab: Lab | None) -> Iterator
 
 @contextmanager
 def _under_mpiexec(world_size: int, call: tuple[Any, ...], grace: float) -> Iterator[Pipes]:
-    """Start the ranks by ``mpiexec``; they share this process's standard output and error."""
+    """Start the ranks with ``mpiexec``; they share this process's standard output and error."""
     command = mpiexec_command(world_size)
     pipes: dict[int, Connection] = {}
     with (
         tempfile.TemporaryDirectory(prefix="sparsync-mpi-") as folder,
         socket.socket(socket.AF_UNIX) as server,
     ):
-        path = f"{folder}/socket"  # in a folder of its own that others cannot enter
+        path = f"{folder}/socket"  # in a private folder
         server.bind(path)
         server.listen(world_size)
         server.settimeout(0.1)
-        # One thread per rank; and the environment as Python knows it: an MPI library that this process
-        # has initialised may have added variables, in C, that would confuse the ranks' own.
+        # One thread per rank.  The environment is Python's copy, because an MPI library initialised in
+        # this process may have added variables, in C, that would confuse the ranks' MPI.
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         child = [sys.executable, "-m", "sparsync.cli.launch", path]
         process = subprocess.Popen([*command, *child], env=environ)
@@ -220,12 +221,14 @@ def _under_mpiexec(world_size: int, call: tuple[Any, ...], grace: float) -> Iter
                 with suppress(TimeoutError, ConnectionError, EOFError):
                     pipe = Connection(server.accept()[0].detach())
                     pipes[pipe.recv()] = pipe
-                    pipe.send((sys.path, world_size))  # before the call, which needs the path
+                    pipe.send(
+                        (sys.path, world_size)
+                    )  # first, because unpickling the call needs the path
                     pipe.send(call)
             yield pipes, how_it_died
         finally:
             for pipe in pipes.values():
-                pipe.close()  # lets ranks end that have failed (``_be_started_by_mpiexec``)
+                pipe.close()  # releases ranks that have failed (``_be_started_by_mpiexec``)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(grace)
             process.terminate()
@@ -238,7 +241,7 @@ def _collect(
     how_it_died: Callable[[int], str],
     grace: float,
 ) -> Any:
-    """Return the result of rank 0; after the first failure wait for ``grace`` seconds more."""
+    """Return the result of rank 0; after the first failure, wait another ``grace`` seconds."""
     results: dict[int, Any] = {}
     failures = {rank: how_it_died(rank) for rank in range(world_size) if rank not in pipes}
     deadline: float | None = None
@@ -267,7 +270,7 @@ def _collect(
 
 
 def mpiexec_command(ranks: int) -> list[str]:
-    """Return the command that starts this many local processes, however many cores there are.
+    """Return the command that starts this many local processes, even on fewer cores.
 
     The ``mpiexec`` next to this Python is preferred: it belongs to the environment's own MPI library.
     """
@@ -297,7 +300,7 @@ def _be_forked(
     args: tuple[Any, ...],
     timeout: float,
 ) -> None:
-    """Be a rank that was forked; one that fails ends at once, so that the others notice."""
+    """Run a forked rank; a rank that fails exits immediately, so the others notice."""
 
     def end_with_parent() -> None:
         parent = multiprocessing.parent_process()
@@ -307,22 +310,20 @@ def _be_forked(
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     rank, world_size, port, seat, environ = place
-    os.environ.update(environ)  # the fork server's environment is of the time when it was started
+    os.environ.update(environ)  # the fork server's environment dates from its start
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
 
     def run() -> Any:
         at_most = timedelta(seconds=timeout)
-        # connected before entering the lab: the store stays outside, off the wire and uncounted
+        # connect before entering the lab, so the store's traffic stays outside and is not counted
         try:
             store = TCPStore(_HOST, port, is_master=False, timeout=at_most)
             if seat is not None:
                 seat.enter()
             dist.init_process_group("gloo", None, at_most, world_size, rank, store)
         except SparsyncError:
-            raise  # an error of the lab
-        except (
-            RuntimeError
-        ) as error:  # of the store or gloo; after its first line comes a stack of C++
+            raise  # from the lab
+        except RuntimeError as error:  # from the store or gloo; a C++ stack follows its first line
             raise DeadlineError(
                 f"did not connect to the other ranks within {timeout:g} s "
                 f"({str(error).partition(chr(10))[0]}); raise --timeout"
@@ -336,10 +337,10 @@ def _be_forked(
 
 
 def _be_started_by_mpiexec(path: str) -> None:
-    """Be a rank that mpiexec started.
+    """Run a rank that mpiexec started.
 
-    A rank that fails waits for the parent: its end would make mpiexec end all others before they can say
-    why they failed.
+    A rank that fails waits for the parent.  If it exited, mpiexec would end all others before they could
+    report their errors.
     """
     here = detect()
     pipe = Client(path, "AF_UNIX")
@@ -356,12 +357,12 @@ def _be_started_by_mpiexec(path: str) -> None:
         return _in_launched_group(function, args, timeout)
 
     if not _report(pipe, run):
-        pipe.poll(None)  # until the parent has heard all
+        pipe.poll(None)  # until the parent has all reports
         os._exit(1)
 
 
 def _report(pipe: Connection, run: Callable[[], Any]) -> bool:
-    """Call ``run``; send whether it ended well, and its result or error; return whether it did."""
+    """Call ``run``; send whether it succeeded, with its result or error; return whether it did."""
     try:
         pipe.send((True, run()))
     except KeyboardInterrupt:
@@ -369,7 +370,7 @@ def _report(pipe: Connection, run: Callable[[], Any]) -> bool:
     except SparsyncError as error:
         pipe.send((False, f"{type(error).__name__}: {error}"))
         return False
-    except dist.DistError as error:  # after its first line comes a stack of C++
+    except dist.DistError as error:  # a C++ stack follows its first line
         pipe.send((False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
         return False
     except Exception as error:
@@ -389,8 +390,8 @@ def _report(pipe: Connection, run: Callable[[], Any]) -> bool:
 def gather(mine: T, classes: Sequence[type[Any]] = ()) -> list[T]:
     """Return every rank's value, in rank order; every rank of the default group calls it.
 
-    ``torch.distributed.all_gather_object`` would unpickle anything that arrives.  Here torch's
-    weights-only reader takes plain values, tensors and objects of ``classes``, and refuses the rest.
+    ``torch.distributed.all_gather_object`` would unpickle anything that arrives.  This function uses
+    torch's weights-only reader, which accepts plain values, tensors and objects of ``classes`` only.
     """
     raw = torch.frombuffer(packed(mine), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
@@ -405,25 +406,25 @@ def gather(mine: T, classes: Sequence[type[Any]] = ()) -> list[T]:
 
 
 def machine() -> str:
-    """Return a text that ranks of one machine have in common, in any container: the id of its boot."""
-    boot = Path("/proc/sys/kernel/random/boot_id")  # of Linux
+    """Return a text shared by all ranks of a machine, in any container: its boot id."""
+    boot = Path("/proc/sys/kernel/random/boot_id")  # on Linux
     return boot.read_text() if boot.exists() else socket.gethostname()
 
 
 @final
 class StartLine:
-    """Start all ranks of one machine at an agreed moment of the clock that they share.
+    """Starts all ranks of one machine at an agreed time of their common clock.
 
-    A barrier releases them milliseconds apart where they outnumber the cores, which would be taken for
-    communication; between several machines it is a barrier nevertheless.  ``group`` has all ranks, and is
-    not the measured one.
+    With more ranks than cores, a barrier would release the ranks milliseconds apart, which would look
+    like communication time.  Between several machines a barrier is used nevertheless.  ``group`` has all
+    ranks, and is not the measured group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.one_machine = group, len(set(gather(machine()))) == 1
 
     def wait(self) -> float:
-        """Wait for the start; return its time by ``time.perf_counter``, later if agreeing took longer."""
+        """Wait for the start; return its ``time.perf_counter`` time, later if agreeing took longer."""
         if not self.one_machine:
             dist.barrier(group=self.group)
             return time.perf_counter()
@@ -434,7 +435,7 @@ class StartLine:
         return start
 
     def elapsed(self, starts: Tensor, ends: Tensor) -> float:
-        """Return the seconds from all ranks' start to the last one's end, given `[P]` nanoseconds."""
+        """Return the seconds from the common start to the last rank's end, given `[P]` nanoseconds."""
         if self.one_machine:
             return float(ends.max() - starts.max()) / _NANOSECONDS
         return float((ends - starts).max()) / _NANOSECONDS

@@ -1,14 +1,14 @@
-"""Algorithms as commands name them: ``NAME`` or ``NAME:OPTION=VALUE,OPTION=VALUE``; several with commas.
+"""Algorithms on the command line: ``NAME`` or ``NAME:OPTION=VALUE,...``; several with commas.
 
-A piece between commas that is ``OPTION=VALUE`` belongs to the algorithm before it, whose name a colon
-ends; any other piece begins the next algorithm::
+A comma-separated piece of the form ``OPTION=VALUE`` belongs to the algorithm before it, whose name ends
+with a colon; any other piece starts the next algorithm::
 
     oktopk                                             one algorithm
     dense,wagma:group_size=4,dynamic=false,local       three: wagma has two options
-    auto:candidates=dense+budgeted                     names in a value have + between
+    auto:candidates=dense+budgeted                     + separates names in a value
 
-Names may be spelt in any way, and be those of papers (``sparsync.tables.ALIASES``).  Types are those of
-the arguments in Python: none, true, false, numbers, words, names of codecs.
+Names may be spelt in any way, and may come from papers (``sparsync.tables.ALIASES``).  Values have the
+types of the Python arguments: none, true, false, numbers, words, names of codecs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTIONS_HELP: Final = (
     "a wrong one lists all."
 )
 
-# what a value may be, and a function that reads it or raises ValueError
+# a description of the values, and a function that reads one or raises ValueError
 _Reader = tuple[str, Callable[[str], Any]]
 
 
@@ -44,9 +44,9 @@ class Named:
     """An algorithm with its options.
 
     Attributes:
-        name: of its row.
+        name: name of the row.
         options: by name, as in Python.
-        label: both as text, which reads as the same: rows of tables and JSON have it.
+        label: name and options as text, which parses to the same; used for rows of tables and JSON.
     """
 
     name: str
@@ -55,15 +55,15 @@ class Named:
 
 
 def labels(text: str, *tables: Table[Any], **limits: Any) -> tuple[str, ...]:
-    """Divide a list of algorithms; return a label of each, by which ``named`` finds it again.
+    """Split a list of algorithms; return a label for each, which ``named`` can parse.
 
     Args:
-        text: names, with options or without, and commas between.
+        text: comma-separated names, with or without options.
         tables: as for ``named``.
-        limits: likewise.
+        limits: as for ``named``.
 
     Raises:
-        ConfigurationError: as of ``named``; a piece that is neither a name nor an option.
+        ConfigurationError: as for ``named``; a piece that is neither a name nor an option.
 
     Example:
         >>> labels("Dense, Ok-Topk:threshold_period=128,cap=none, TopkA", PRESETS)
@@ -91,19 +91,19 @@ def named(
     decided: Sequence[str] = ("op",),
     kind: str = "algorithm",
 ) -> Named:
-    """Read one algorithm with its options.
+    """Parse one algorithm with its options.
 
     Args:
-        text: its name, or its name, a colon and options with commas between.
+        text: its name, optionally followed by a colon and comma-separated options.
         tables: of presets, of schemes, or both.
-        plain: further names, without options.
-        among: the rows of the tables that can be named; None: all.
-        decided: options that cannot be given, as the command decides them: steps of training are sums.
-        kind: what it is called in the messages.
+        plain: additional names, without options.
+        among: the rows of the tables that are allowed; None: all.
+        decided: options that the command sets itself and that cannot be given.
+        kind: what the messages call it.
 
     Raises:
-        ConfigurationError: an unknown name or option (lists the nearest, and all), or a value of another
-            type.
+        ConfigurationError: an unknown name or option (lists the nearest, and all), or a value of the
+            wrong type.
 
     Example:
         >>> named("WAGMA-SGD:group_size=4,dynamic=false,sync_period=none", SCHEMES).options
@@ -129,7 +129,7 @@ def named(
 
 
 def algorithm_of(text: str | Algorithm) -> Algorithm:
-    """Return the algorithm of a preset's name with options; an ``Algorithm`` as it is.
+    """Return the algorithm for a preset's name with options; return an ``Algorithm`` unchanged.
 
     Example:
         >>> algorithm_of("SparCML:bits=none").options
@@ -148,7 +148,7 @@ def _row(
     among: Sequence[str] | None,
     kind: str,
 ) -> tuple[str, Mapping[str, Parameter], str]:
-    """Return the name of a row, its options, and the docstrings that explain these."""
+    """Return the name of a row, its options, and the docstrings that document them."""
     for name in plain:
         if fold(name) == fold(given):
             return name, {}, ""
@@ -172,10 +172,10 @@ def _row(
 
 
 def read_option(owner: str, parameter: Parameter, text: str) -> Any:
-    """Return the value that a text means, by the type of the argument.
+    """Convert a text to a value of the argument's type.
 
     Raises:
-        ConfigurationError: the text is of no type that the argument takes.
+        ConfigurationError: the text fits none of the argument's types.
 
     Example:
         >>> cap = PRESETS["oktopk"].options["cap"]
@@ -199,8 +199,11 @@ def _described(parameters: Mapping[str, Parameter], option: str) -> str:
 
 
 def _readers(kind: Any) -> list[_Reader]:
-    """Return a reader per form of value, in the order in which they are tried: words last."""
-    if isinstance(kind, str) or kind in (Any, Parameter.empty):  # its module did not tell the type
+    """Return a reader per form of value, in the order in which to try them: words last."""
+    if isinstance(kind, str) or kind in (
+        Any,
+        Parameter.empty,
+    ):  # its module does not state the type
         kind = bool | int | float | str | None
     if get_origin(kind) in (Union, types.UnionType):
         found = [reader for member in get_args(kind) for reader in _readers(member)]
@@ -229,7 +232,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _word(word: str, value: Any) -> _Reader:
-    """Return the reader of one word, in any spelling."""
+    """Return a reader for one word, in any spelling."""
 
     def read(text: str) -> Any:
         if fold(text) != fold(word):
@@ -240,7 +243,7 @@ def _word(word: str, value: Any) -> _Reader:
 
 
 def _fits(codec: Codec[Any], kind: Any) -> bool:
-    """Tell whether a codec is of a class, and for vectors of its kind: ``Codec[SparseVector]``."""
+    """Return whether a codec has a class and kind of vectors, such as ``Codec[SparseVector]``."""
     generic = [base for cls in type(codec).__mro__ for base in getattr(cls, "__orig_bases__", ())]
     of_its_vectors = not get_args(kind) or get_args(kind) in map(get_args, generic)
     return isinstance(codec, get_origin(kind) or kind) and of_its_vectors

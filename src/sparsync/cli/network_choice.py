@@ -1,4 +1,4 @@
-"""Networks of the commands: simulated, the machine's own, or the lab's; checked before ranks start."""
+"""The commands' networks: simulated, the machine's own, or the lab's; checked before ranks start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
     "transport_of",
 ]
 
-_NATIVE = "dense"  # always measured as a native allreduce: the baseline that everybody has
+_NATIVE = "dense"  # always a native allreduce, the baseline that every job has
 _UNITS = MappingProxyType(
     {
         "bandwidth": MappingProxyType({"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}),
@@ -46,18 +46,18 @@ _UNITS = MappingProxyType(
 )
 _BITS_PER_BYTE = 8
 _PER = MappingProxyType({"byte": 1, "word": WORD_BYTES})  # bytes
-USUAL_NETWORK = "1gbit,50us"  # that sim simulates
+USUAL_NETWORK = "1gbit,50us"  # the default of sim
 
 
 def parse_network(text: str) -> Links:
-    """Read a bandwidth and a latency, in either order; or alpha and beta, as papers give them.
+    """Parse a bandwidth and a latency, in either order, or alpha and beta, as in papers.
 
     Args:
         text: e.g. "100mbit,1ms", or "alpha=1ms,beta=320ns/word"; units bit, kbit, mbit, gbit (per
             second) and ns, us, ms, s, for beta per byte or per word of 4 bytes.
 
     Raises:
-        ConfigurationError: says which part is not understood, or which one is missing.
+        ConfigurationError: the message names the part that is wrong or missing.
 
     Example:
         >>> links = parse_network("1gbit,50us")
@@ -98,7 +98,7 @@ def _link_part(part: str) -> tuple[str, float]:
 
 
 def parse_seconds(text: str, option: str) -> float:
-    """Read a duration: a number and ns, us, ms or s.
+    """Parse a duration: a number followed by ns, us, ms or s.
 
     Example:
         >>> parse_seconds("80ms", "--rtt")
@@ -111,7 +111,7 @@ def parse_seconds(text: str, option: str) -> float:
 
 
 def transport_of(comm: Communicator) -> str:
-    """Name the transport that carries a communicator's messages between processes."""
+    """Return the name of the transport that carries a communicator's messages between processes."""
     if isinstance(comm, TorchCommunicator):
         return "torch"
     return "mpi" if isinstance(comm, MpiCommunicator) else "zmq"
@@ -119,17 +119,17 @@ def transport_of(comm: Communicator) -> str:
 
 @dataclass(frozen=True)
 class Connection:
-    """How the ranks of a command are connected; checks the options that say it."""
+    """How a command's ranks are connected; checks the options that determine it."""
 
     transport: str | None = "auto"  # None: "sim", in the lab "auto"
     timeout: float = 300.0
     curve_keys: Path | None = None
-    lab: str | None = None  # its links, as ``parse_links`` reads them
+    lab: str | None = None  # its links, as read by ``parse_links``
     simulates: bool = False  # the command can run on virtual ranks
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
-        self.bits_per_second  # noqa: B018  refuses a text that describes no links
+        self.bits_per_second  # noqa: B018  refuses a text that does not describe links
         if self.transport is None:
             object.__setattr__(self, "transport", "sim" if self.lab is None else "auto")
         choices = ", ".join(TRANSPORTS)
@@ -163,7 +163,7 @@ class Connection:
 
     @property
     def simulated(self) -> bool:
-        """The ranks and the clock are virtual."""
+        """Whether the ranks and the clock are virtual."""
         return self.simulates and self.transport == "sim"
 
     @property
@@ -174,7 +174,7 @@ class Connection:
         return min(min(one.up, one.down) for one in parse_links(self.lab, MOST_RANKS))
 
     def refuse_network(self, network: str) -> None:
-        """Refuse a simulated network where the ranks are real."""
+        """Refuse a simulated network if the ranks are real."""
         require(
             self.simulated or network == USUAL_NETWORK,
             "--network is for --transport sim, whose network it is; leave it out, or shape real links "
@@ -182,7 +182,7 @@ class Connection:
         )
 
     def prepare(self) -> None:
-        """Get the right to make the lab, before anything is started or printed.
+        """Acquire the privileges for the lab, before anything is started or printed.
 
         Raises:
             ConfigurationError: the kernel does not allow a lab, or a launcher started this process.
@@ -208,8 +208,8 @@ class Connection:
     def open(self, algorithm: str) -> Iterator[Communicator]:
         """Connect this process's rank; every rank calls it.
 
-        "dense" goes through gloo's native allreduce, whatever the transport of the others; over MPI
-        through MPI's, whose ranks of one machine share memory, which gloo's do not.
+        "dense" uses gloo's native allreduce, whatever transport the others use.  Over MPI it uses MPI's,
+        whose ranks on one machine share memory, unlike gloo's.
         """
         native = algorithm == _NATIVE and self.transport != "mpi"
         comm = connect_group(

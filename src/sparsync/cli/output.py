@@ -46,13 +46,13 @@ __all__ = [
 
 @final
 class Columns:
-    """A table whose heads are wrapped at spaces only.
+    """A table whose heads wrap only at spaces.
 
-    A table that is still wider than the terminal is shown as several, one below the other, each with
-    the first column.
+    A table that is wider than the terminal is split into several, one below the other, each with the
+    first column.
 
     Args:
-        heads: of the columns; the first column is aligned to the left, the others to the right.
+        heads: heads of the columns; the first column is left-aligned, the others are right-aligned.
         rows: cells.
         title: shown above.
     """
@@ -64,7 +64,7 @@ class Columns:
 
     @staticmethod
     def of(rows: Sequence[Mapping[str, str]], title: str | None = None) -> Columns:
-        """Make a table of rows of cells by head; a column of which all cells are "-" is left out."""
+        """Make a table from rows of cells by head; columns of nothing but "-" are left out."""
         heads = [head for head in rows[0] if any(row[head] != "-" for row in rows)]
         return Columns(heads, [[row[head] for head in heads] for row in rows], title)
 
@@ -72,7 +72,7 @@ class Columns:
     def by_ranks(
         first: str, cells: Mapping[tuple[str, int], str], title: str | None = None
     ) -> Columns:
-        """Make a table with a row per name and a column per world size, of cells by both.
+        """Make a table with a row per name and a column per world size.
 
         Example:
             >>> table = Columns.by_ranks("scheme", {("a", 2): "1 s", ("a", 4): "2 s", ("b", 4): "3 s"})
@@ -85,7 +85,7 @@ class Columns:
         return Columns([first, *(f"P = {p:,}" for p in ranks)], rows, title)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield one table, or as many as the width of the terminal needs."""
+        """Yield one table, or as many as fit the width of the terminal."""
         if self.title is not None:
             yield Text(self.title)
         columns = [
@@ -117,7 +117,7 @@ class Columns:
 
 
 def format_ratio(ratio: float | None) -> str:
-    """Write a ratio with three digits; "-" where there is none.
+    """Format a ratio with three digits; None becomes "-".
 
     Example:
         >>> format_ratio(None), format_ratio(0.96666), format_ratio(52.04), format_ratio(1234.5)
@@ -129,7 +129,7 @@ def format_ratio(ratio: float | None) -> str:
 
 
 def format_ms(seconds: float | None) -> str:
-    """Write seconds as milliseconds, like ``format_ratio``."""
+    """Format seconds as milliseconds, like ``format_ratio``."""
     return format_ratio(None if seconds is None else 1e3 * seconds)
 
 
@@ -137,7 +137,7 @@ def format_ms(seconds: float | None) -> str:
 
 
 def check_outputs(json: Path | None = None, plot: Path | None = None) -> None:
-    """Refuse files that could not be written or drawn, before any work begins; make their folders.
+    """Before any work begins, refuse files that cannot be written or drawn; make their folders.
 
     Raises:
         ConfigurationError: a file cannot be written, or a picture cannot be drawn.
@@ -163,13 +163,13 @@ def check_outputs(json: Path | None = None, plot: Path | None = None) -> None:
 def _try_to_write(path: Path) -> None:
     """Open a file for writing, and leave it as it was."""
     existed = path.exists()
-    # a pipe that nobody reads would not be opened before somebody does
+    # opening a pipe without a reader would block
     file = os.open(
         path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666
     )
     try:
         if stat.S_ISCHR(os.fstat(file).st_mode):
-            os.write(file, b"\n")  # only then does a device say whether it takes anything
+            os.write(file, b"\n")  # a device only reports errors on writing
     finally:
         os.close(file)
         if not existed:
@@ -178,7 +178,7 @@ def _try_to_write(path: Path) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Put the file's name into the error of a write that fails: a disk that is full has none."""
+    """Add the file's name to the error of a failed write, which lacks it if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -186,7 +186,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def to_json(content: Any) -> str:
-    """Write dataclasses and plain values as JSON; NaN and infinities become null.
+    """Convert dataclasses and plain values to JSON; NaN and infinities become null.
 
     Example:
         >>> print(to_json([float("nan"), 1]), end="")
@@ -217,11 +217,11 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def drawing(path: Path, size: tuple[float, float], title: str, panels: int = 1) -> Iterator[Any]:
-    """Yield matplotlib's axes of a picture of this size in inches, which is written at the end.
+    """Yield matplotlib axes for a picture of this size in inches, which is saved at the end.
 
-    Several panels are a list of axes, side by side with one y axis.
+    Several panels are a list of axes, side by side with a shared y axis.
     """
-    from matplotlib.figure import Figure  # the object interface: no display, no global state
+    from matplotlib.figure import Figure  # the object interface needs no display or global state
 
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
@@ -237,19 +237,19 @@ def drawing(path: Path, size: tuple[float, float], title: str, panels: int = 1) 
 
 
 Bar: TypeAlias = Callable[..., None]
-"""Counts one of ``total`` steps (None while that is open), and shows a ``note``, e.g. the loss."""
+"""Counts one of ``total`` steps (None while unknown), and shows a ``note``, e.g. the loss."""
 
 
 @contextmanager
 def progress(
     *, shown: bool = True, keep: bool = False
 ) -> Iterator[Callable[[str], AbstractContextManager[Bar]]]:
-    """Show a bar per row on standard error; yields the function that opens a row.
+    """Show a progress bar per row on standard error; yield the function that opens a row.
 
     Args:
-        shown: this process speaks for all ranks.
-        keep: leave the bars on the terminal when all is done; where standard error is no terminal,
-            print one line per row.  Without it, nothing is printed there.
+        shown: whether this process reports for all ranks.
+        keep: leave the bars on the terminal at the end; if standard error is not a terminal, print one
+            line per row.  Without it, nothing is printed in that case.
     """
     console = Console(stderr=True)
     bar = Progress(

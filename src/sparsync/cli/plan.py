@@ -1,4 +1,4 @@
-"""The command ``sparsync plan``: predict the cost of each collective on a network, before it is run."""
+"""The command ``sparsync plan``: predict the cost of each collective on a network without running it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ __all__ = [
     "read_machine",
 ]
 
-# nothing is run, so the bounds exceed any machine; a single rank and an empty model get an answer
+# nothing is run, so bounds exceed any machine; a single rank or an empty model get an answer too
 ManyRanks = Annotated[int, Bounds(1, 10**6)]
 ModelSize = Annotated[int, Bounds(0, 10**15)]
-# options that name a machine, here and in plans of other packages
+# options that describe a machine, also used by plans of other packages
 Network = Annotated[str | None, option("bandwidth,latency, e.g. 10gbit,20us.", "the machine's")]
 RoundTrip = Annotated[
     str | None, option("Round trip between ranks, e.g. 80ms, on top of the latency.")
@@ -157,8 +157,8 @@ def command(
 
 
 def _named(text: str) -> list[Algorithm]:
-    """Return the algorithms of a list, under names that show their options."""
-    found = dict.fromkeys(labels(text, PRESETS))  # two names may mean one row
+    """Return the algorithms of a list, with names that show their options."""
+    found = dict.fromkeys(labels(text, PRESETS))  # two names may refer to the same row
     return [replace(algorithm_of(label), name=label) for label in found]
 
 
@@ -176,7 +176,7 @@ def _in_table_1(text: str | None) -> list[str]:
 def as_json(made: Plan) -> dict[str, Any]:
     """Return a plan as plain numbers and words.
 
-    A break-even of 0: dense wins everywhere; null: nowhere.
+    A break-even of 0 means that dense wins everywhere, null that it wins nowhere.
 
     Example:
         >>> made = as_json(plan(1_000_000, 4, Machine(), candidates()))
@@ -206,7 +206,7 @@ def machine_of(file: Path | None, network: str | None, rtt: str | None) -> Machi
     """Return the measured machine, with the network and the round trip that were named.
 
     Raises:
-        ConfigurationError: neither file nor network was named, or one of them makes no sense.
+        ConfigurationError: neither file nor network was given, or one of them is invalid.
     """
     if file is None and network is None:
         raise ConfigurationError(
@@ -219,7 +219,7 @@ def machine_of(file: Path | None, network: str | None, rtt: str | None) -> Machi
         machine = replace(machine, alpha=links.alpha, beta=links.beta, distance=0.0)
     if rtt is None:
         return machine
-    # a message's latency is work on both sides and half a round trip; only the latter is replaced
+    # a message's latency is work at both ends plus half a round trip; only the latter is replaced
     way, alone = parse_seconds(rtt, "--rtt") / 2, machine.alpha - machine.distance
     return replace(machine, alpha=alone + way, distance=way)
 
@@ -316,7 +316,7 @@ def _memory(uses: Sequence[Footprint], optimizer: str) -> list[Any]:
 
 
 def _limit(value: float | None, what: str, write: Callable[[float], str]) -> str:
-    """Name the value below which sparse wins."""
+    """Describe the value below which sparse wins."""
     if value:
         return f"{write(value)} (sparse wins below)"
     return f"none: {'sparse' if value is None else 'dense'} wins at every {what}"

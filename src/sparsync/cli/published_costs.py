@@ -1,4 +1,4 @@
-"""Table 1 of Ok-Topk as a plan: alpha per message and beta per word, nothing else."""
+"""Table 1 of Ok-Topk as a plan, which counts only alpha per message and beta per word."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PublishedRow:
     k: int
     bandwidth: str  # the terms as text
     latency: str
-    words: Interval  # the terms as numbers; the least and the most
+    words: Interval  # the terms as numbers, best and worst case
     messages: int
     seconds: Interval
 
@@ -65,7 +65,7 @@ def published_rows(
 
 
 def show_published(rows: Sequence[PublishedRow], machine: Machine) -> Group:
-    """Show the table, with a column per world size where there are several."""
+    """Show the table, with a column per world size if there are several."""
     first, ranks = rows[0], list(dict.fromkeys(row.ranks for row in rows))
     part = f" ({format_percent(first.k / first.size)})" if first.size else ""
     title = Text(

@@ -1,7 +1,7 @@
-"""Values that commands take: bounds of numbers, files, memory; all are checked before anything starts.
+"""Checks of the commands' values, before anything starts: bounds of numbers, files, memory.
 
-A type here is an annotation with a rule.  ``checked`` applies the rules of a command's parameters, and
-``check_fields`` those of a settings class, which is also made without a command line.
+A type in this module is an annotation with a rule.  ``checked`` applies the rules of a command's
+parameters, and ``check_fields`` those of a settings class, which can also be made without a command line.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def check(name: str, value: object, good: bool, expected: str) -> None:
     """Refuse the value of an option.
 
     Raises:
-        ConfigurationError: it is not ``good``; names the expected values.
+        ConfigurationError: it is not ``good``; the message names the expected values.
     """
     if not good:
         raise ConfigurationError(f"{name} is {value}; give {expected}")
@@ -74,10 +74,10 @@ def check(name: str, value: object, good: bool, expected: str) -> None:
 
 @runtime_checkable
 class Rule(Protocol):
-    """A demand on a value, in addition to its type; part of an annotation."""
+    """A requirement on a value in addition to its type, as part of an annotation."""
 
     def refuse(self, name: str, value: Any, given: dict[str, Any]) -> None:
-        """Raise a ``ConfigurationError`` if ``value``, never None, does not fit the other ones."""
+        """Raise a ``ConfigurationError`` if ``value``, never None, does not fit the others."""
 
 
 @final
@@ -86,8 +86,8 @@ class Bounds:
     """A number from ``least`` to ``most``.
 
     Args:
-        least: the smallest number; with ``above``, this one is already too small.
-        most: the largest number; beyond it, it is a mistake, or more than any machine can do.
+        least: the smallest number; with ``above``, this number itself is too small.
+        most: the largest number; anything beyond is a mistake, or more than any machine can handle.
 
     Example:
         >>> Bounds(1, 9).refuse("ranks", 10, {})
@@ -103,7 +103,7 @@ class Bounds:
     def refuse(self, name: str, value: Any, given: dict[str, Any]) -> None:
         """Refuse a number outside of the bounds, and NaN."""
         check(name, value, not value > self.most, f"at most {self._shown(self.most)}")
-        # NaN passes "not >" above, and fails here
+        # NaN passes the first comparison and fails this one
         fits = value > self.least if self.above else value >= self.least
         least = self._shown(self.least)
         check(name, value, fits, f"a number > {least}" if self.above else f"at least {least}")
@@ -116,7 +116,7 @@ class Bounds:
 @final
 @dataclass(frozen=True)
 class Only:
-    """An option that has a meaning only together with one of the options named here."""
+    """An option that only makes sense together with one of the named options."""
 
     others: tuple[str, ...]
     default: Any = None
@@ -135,12 +135,12 @@ class Only:
 @final
 @dataclass(frozen=True)
 class Readable:
-    """A file, or with ``folder`` a folder, that can be read."""
+    """A readable file, or with ``folder`` a readable folder."""
 
     folder: bool = False
 
     def refuse(self, name: str, value: Any, given: dict[str, Any]) -> None:
-        """Refuse a path that the system does not take; whether something is there is checked later."""
+        """Refuse a path that the system rejects; whether it exists is checked later."""
         try:
             Path(value).stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -157,12 +157,12 @@ class Readable:
 Ranks = Annotated[int, Bounds(1, 4096)]
 Steps = Annotated[int, Bounds(1, 10**9)]
 Warmup = Annotated[int, Bounds(0, 10**9)]
-Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # of NumPy's generators, the narrowest
+Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # as for NumPy's generators, which allow the least
 Size = Annotated[int, Bounds(1, 10**6)]  # of a batch, a layer, a window: lengths
 Elements = Annotated[int, Bounds(1, 10**12)]  # of a model
 Bytes = Annotated[float, Bounds(0, 10**18)]
 Positive = Annotated[float, Bounds(0, 10**9, above=True)]
-Rates = Annotated[float, Bounds(0, 10**9)]  # learning rates, penalties and the like, which may be 0
+Rates = Annotated[float, Bounds(0, 10**9)]  # learning rates, penalties and similar, which may be 0
 Seconds = Annotated[float, Bounds(0, 10**6)]
 Factor = Annotated[float, Bounds(1, 10**12)]
 InputFile = Annotated[Path, Readable()]
@@ -172,7 +172,7 @@ InputFile = Annotated[Path, Readable()]
 
 
 def _rules(hint: Any) -> list[Rule]:
-    """Return the rules of an annotation, also of ``Annotated[Ranks | None, ...]``."""
+    """Return the rules of an annotation, even inside ``Annotated[Ranks | None, ...]``."""
     return [extra for extra in get_args(hint)[1:] if isinstance(extra, Rule)] + [
         rule for inner in get_args(hint) if get_args(inner) for rule in _rules(inner)
     ]
@@ -187,7 +187,7 @@ def _apply(hints: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def check_fields(settings: Any) -> None:
-    """Refuse a dataclass with a field that breaks the rules of its annotation.
+    """Refuse a dataclass if a field breaks the rules of its annotation.
 
     Raises:
         ConfigurationError: names the field.
@@ -205,7 +205,7 @@ def checked(command: Callable[..., T]) -> Callable[..., T]:
         _apply(hints, given)
         return command(**given)
 
-    # typer converts by the type alone, and knows no rules
+    # typer converts by type and ignores rules
     shown = get_type_hints(command)
     for name, hint in hints.items():
         for extra in get_args(hint)[1:]:
@@ -222,7 +222,7 @@ def checked(command: Callable[..., T]) -> Callable[..., T]:
 
 
 def make_folder(path: Path, option: str, mode: int = 0o777) -> None:
-    """Make a folder for files that will be written, unless it is there.
+    """Make a folder for files to be written, unless it exists.
 
     Raises:
         ConfigurationError: a file is there, or the system does not allow it.
@@ -238,15 +238,15 @@ def make_folder(path: Path, option: str, mode: int = 0o777) -> None:
 
 
 def read_text(path: Path, option: str, source: str) -> str:
-    """Read a text file whole.
+    """Read a whole text file.
 
     Args:
         path: the file.
         option: the option that named it.
-        source: the usual source of such files, for the message.
+        source: where such files usually come from, for the message.
 
     Raises:
-        ConfigurationError: it cannot be read, is not text, is too long to be meant, or might never end
+        ConfigurationError: the file cannot be read, is not text, is implausibly long, or might never end
             (a device or a pipe).
     """
     try:
@@ -267,13 +267,13 @@ def check_memory(what: str, nbytes: float, advice: str) -> None:
     """Refuse a run that needs more memory than this machine has.
 
     Args:
-        what: the part of the run that needs it, in the plural, for the message.
-        nbytes: the least that it needs, over all local ranks.
-        advice: the options that make it smaller.
+        what: what needs the memory, in the plural, for the message.
+        nbytes: minimal number of bytes, over all local ranks.
+        advice: the options that reduce it.
     """
     try:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # the system does not tell
+    except (AttributeError, ValueError, OSError):  # the system does not report it
         return
     require(
         nbytes <= there,
@@ -283,11 +283,11 @@ def check_memory(what: str, nbytes: float, advice: str) -> None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Tell whether an allocation has failed; torch's is a RuntimeError (2.13, "DefaultCPUAllocator")."""
+    """Return whether an allocation failed; torch raises a RuntimeError (2.13, "DefaultCPUAllocator")."""
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def within(name: str, values: Iterable[Any], bounds: Any) -> None:
-    """Refuse a list that has a number outside the bounds of a type."""
+    """Refuse a list with a number outside the bounds of a type."""
     for value in values:
         _apply({name: bounds}, {name: value})

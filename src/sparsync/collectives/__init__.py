@@ -1,4 +1,4 @@
-"""How selected entries are summed over ranks: one collective per file."""
+"""Collectives, which sum selected entries over the ranks: one per file."""
 
 from sparsync.collectives.allgather import Allgather
 from sparsync.collectives.budgeted import Budgeted

@@ -27,10 +27,10 @@ __all__ = ["Allgather"]
 
 @final
 class Allgather(Collective):
-    """Sum vectors by an allgather and a local merge in rank order (TopkA).
+    """Sums vectors by an allgather and a local merge in rank order (TopkA).
 
-    Recursive doubling for P a power of two, dissemination otherwise.  Counts travel in the message
-    headers; nothing is announced beforehand.
+    The allgather uses recursive doubling if P is a power of two, otherwise dissemination.  Counts are in
+    the message headers; nothing is announced beforehand.
 
     Args:
         codec: wire format of the entries (default: coo).
@@ -39,8 +39,8 @@ class Allgather(Collective):
             RedSync.
 
     Cost: ceil(log2 P) messages; 2 k (P - 1) words received, as many sent.   State: none.
-    Differs from the paper: at most ``cap * k`` entries per rank are taken (``cap=None``: any number,
-    at the price of one round that announces the lengths).
+    Differs from the paper: at most ``cap * k`` entries per rank are taken (``cap=None``: any number, at
+    the price of an extra round that announces the lengths).
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -80,7 +80,7 @@ class Allgather(Collective):
         return sent + Cost(0, 0, encoded=job.k, decoded=decoded, turns=sent.messages)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return the cost of k entries: a cap of 1 lets no more through."""
+        """Return the cost of k entries, which is a bound if the cap is 1."""
         return self.cost(job).words if self.cap == 1 and self.codec.exact else None
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
@@ -89,8 +89,8 @@ class Allgather(Collective):
         mine = capped(selected, k, self.cap)
         with comm.stage("pack"):
             encoded = codec.seeded(comm.rank, step).encode(mine)
-        # Receivers need a capacity before the message: with a cap it follows from k, which all ranks
-        # know; without one a round has to announce the lengths.
+        # Receivers need a capacity before the message arrives.  With a cap it follows from k, which all
+        # ranks know; without a cap, an extra round announces the lengths.
         if self.cap is None:
             length = torch.tensor([encoded.payload.numel()])
             capacities = [int(t) for t in await comm.allgather(length, "sizes")]
@@ -101,13 +101,13 @@ class Allgather(Collective):
         messages = await comm.allgatherv(encoded.payload, capacities, "allgather", framing)
         with comm.stage("unpack"):
             await comm.work(sum(m.numel() for m in messages))
-            # the own share as the others decode it, at its place in rank order: a left fold of the
-            # same numbers is bit-equal on all ranks
+            # take the own share as the others decode it, at its place in rank order: all ranks then fold
+            # the same numbers and get the same bits
             shares = [
                 encoded.decoded if rank == comm.rank else m for rank, m in enumerate(messages)
             ]
             total = sum_messages(codec, shares, mine)
         if self.keep_error or codec.is_exact(dtype):
             return Reduced(total, encoded.decoded)
-        # all of ``mine`` counts as delivered, so no residual keeps the rounding error
+        # counting all of ``mine`` as delivered leaves no rounding error in any residual
         return Reduced(total, mine, less(mine, [encoded.decoded]))

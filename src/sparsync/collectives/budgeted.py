@@ -1,4 +1,4 @@
-"""Budgeted: top-k of the sum of the ranks' top-k in two rounds, with a byte budget that holds."""
+"""Budgeted: top-k of the sum of the ranks' top-k in two rounds, with a guaranteed byte budget."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from sparsync.wire.packed import Packed, decode_sum, decode_undealt, encode_deal
 
 __all__ = ["Budgeted"]
 
-_FEW_PER_RANK = 256  # k / P below which headers and chance weigh too much for a budget
-_PASSES = 2  # over k entries beyond packing and unpacking, fitted to benchmarks/fidelity.md
-_DEVIATIONS = 4  # of an owner's share of the k largest, which is binomial with mean k / P
+_FEW_PER_RANK = 256  # k / P below which headers and random variation are too large for a budget
+_PASSES = 2  # passes over k entries besides packing and unpacking, fitted to benchmarks/fidelity.md
+_DEVIATIONS = 4  # margin for an owner's share of the k largest, which is binomial with mean k / P
 
 
 @final
 class Budgeted(Collective):
-    """The k largest entries of the sum, below the volume that Theorem 3.1 proves for COO.
+    """The k largest entries of the sum, with less volume than Theorem 3.1's lower bound for COO.
 
-    Elements are dealt to their owners by a hash (``kernels.deal``), so that every support loads all
-    ranks evenly: nothing is cut, balanced or announced, and message sizes are bounded ahead.
+    A hash deals elements to their owners (``kernels.deal``), so every support loads all ranks evenly.  No
+    regions are cut, balanced or announced, and message sizes are bounded in advance.
 
     1. Every rank sends each owner its entries, packed; the owner sums them in rank order.
-    2. Every owner sends its largest sums to all: k / P and four standard deviations more, because after
-       hashing only chance makes the owners' shares of the k largest differ.
-    3. Every rank keeps the k largest of the sums that it received: the same on all ranks, without
-       another round.
+    2. Every owner sends its largest sums to all ranks: k / P plus four standard deviations, because after
+       hashing the owners' shares of the k largest differ only by chance.
+    3. Every rank keeps the k largest of the sums that it received.  They are the same on all ranks, so no
+       further round is needed.
 
-    Two promises: no rank sends or receives more than ``budget * k (P - 1) / P`` words on any step (for
-    k / P >= 256), on any input; and the total has min(k, nnz) entries, fewer only where the budget
-    binds.  Entries that do not fit a message, the smallest, stay in the sender's residual; a rounding
-    error stays in the residual of the rank that rounded.
+    The collective makes two promises.  On any step and any input, no rank sends or receives more than
+    ``budget * k (P - 1) / P`` words (for k / P >= 256).  The total has min(k, nnz) entries, and fewer
+    only if the budget binds.  The smallest entries, if they do not fit a message, stay in the sender's
+    residual.  A rounding error stays in the residual of the rank that rounded.
 
     Args:
         codec: wire format (default: packed, bf16).
-        budget: words (of 4 bytes) per k (P - 1) / P that a rank may send and receive; of the theorem's
-            2, bf16 values use about 1.6 at 1 %.
+        budget: words (of 4 bytes) per k (P - 1) / P that a rank may send and receive.  The theorem's
+            bound for COO is 2; bf16 values use about 1.6 at 1 %.
 
     Cost: 2 (P - 1) messages in 2 rounds; about 2 * 3.1 bytes * k (P - 1) / P at 1 %.   State: none.
     Differs from the paper: there is none; the two exchanges are Ok-Topk's, with hashed regions
@@ -73,8 +73,8 @@ class Budgeted(Collective):
     def cost(self, job: Job) -> Cost:
         """Return ``2 (P - 1)`` messages: a share of k entries, then the largest sums, packed.
 
-        Each other rank gets k / P entries, then k / P + 4 sqrt(k / P) + 4, of n / P elements: a mean over
-        ranks and steps.  The budget bounds every single step.
+        Each other rank gets k / P entries, then k / P + 4 sqrt(k / P) + 4, out of n / P elements.  This
+        is a mean over ranks and steps; the budget bounds every single step.
 
         Example:
             >>> from sparsync.collectives.costs import lower_bound_words
@@ -93,13 +93,13 @@ class Budgeted(Collective):
         return Cost(2 * peers, peers * pair, **work, turns=2, together=together)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float:
-        """Return the budget: below Theorem 3.1's words, as indices and values are packed."""
+        """Return the budget, which may be below Theorem 3.1's bound because entries are packed."""
         return self.budget * job.k * job.share
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Send to owners, sum, send to all, keep the k largest."""
-        # k entries at most, whatever the selector found: the capacities below follow from k alone, so all
-        # ranks know them and none is announced
+        # At most k entries, whatever the selector found: the capacities below then depend on k alone, so
+        # all ranks know them without announcing any.
         mine = capped(selected, k, 1.0)
         if comm.world_size == 1:
             return Reduced(mine, mine)
@@ -117,25 +117,25 @@ class Budgeted(Collective):
             encoded = codec.encode(share).payload
         capacities = [codec.nbytes(to_all, share.size, dtype)] * ranks
         messages = await comm.alltoallv([encoded] * ranks, capacities, "allgather", framing)
-        # its own sums as all others decode them: totals would differ by the rounding otherwise
+        # use the own sums as all others decode them, or totals would differ by the rounding
         messages[comm.rank] = encoded
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
-            # Rounding by the owner changes the total.  It counts that change as delivered by itself
-            # and keeps the opposite in its residual, so the law holds, and contributors need not know.
+            # Rounding by the owner changes the total.  The owner counts the change as delivered by itself
+            # and keeps the opposite in its residual, so the law holds without telling the contributors.
             sent = SparseVector(mine.indices, parcels.arriving, size)
             return Reduced(*decode_undealt(codec, messages, k, comm.rank, share, sent))
 
     def _limits(self, world_size: int, k: int, size: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Return how many entries a rank may send to one other: of its own, and of the sums it owns.
+        """Return how many of its entries, and of the sums that it owns, a rank may send to another.
 
-        Each exchange has half of the budget.  With few entries per rank there is no budget, and only a
-        limit that chance hardly ever reaches.
+        Each exchange has half of the budget.  With few entries per rank there is no budget, only a limit
+        that is hardly ever reached by chance.
         """
-        # dealing gives every owner ceil(n / P) places
+        # dealing assigns ceil(n / P) places to every owner
         width, mean = -(-size // world_size), k / world_size
         share = _owned(mean, min(width, k))
-        if mean < _FEW_PER_RANK:  # no budget, but a message must be bounded all the same
+        if mean < _FEW_PER_RANK:  # no budget, but messages still need a bound
             return min(width, k, math.ceil(mean + 2 * _deviations(mean))), share
         nbytes = int(self.budget * WORD_BYTES * mean)
         most = self.codec.entries_within(nbytes // 2, width, dtype)

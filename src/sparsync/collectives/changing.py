@@ -1,4 +1,4 @@
-"""Dense sums of layers of which some never change: those are not sent."""
+"""Dense sums that leave out layers which never change."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ __all__ = ["Changing", "ChangingState"]
 
 @dataclass(frozen=True)
 class ChangingState:
-    """The layers that have had an entry that is not 0, on any rank."""
+    """The layers that have had a nonzero entry on any rank."""
 
     moving: tuple[int, ...] = ()
 
 
 @final
 class Changing(Collective):
-    """Sum whole vectors, without the layers that have been 0 on every rank so far.
+    """Sums whole vectors, without the layers that have been 0 on every rank so far.
 
-    A layer here is a buffer, or a parameter that is exchanged whole.  In place of a layer that has not
-    changed yet, a rank sends a flag with the layers that have: whether it has changed here.  All ranks
-    see the sum of flags, so they agree on the layers that a second round delivers, in the same exchange;
-    from then on these always travel.  A buffer that begins to change on one rank alone, after any number
-    of exchanges, is delivered as if it had always been sent, and no round is spent on asking.
+    A layer is a buffer, or a parameter that is exchanged whole.  For a layer that has not changed so far,
+    a rank only sends a flag, together with the layers that have changed.  The flag says whether the layer
+    has changed on this rank.  All ranks see the sum of the flags, so they agree on the layers that a
+    second round of the same exchange must deliver.  Those layers are always sent from then on.  A buffer
+    that starts to change on a single rank, after any number of exchanges, is thus delivered as if it had
+    always been sent, and no round is spent on asking.
 
-    Cost: that of ``Dense`` for the layers that change, and 4 or 8 bytes for each of the others; one more
-    allreduce in the first exchange, and whenever a layer begins to change.
+    Cost: as ``Dense`` for the layers that change, and 4 or 8 bytes for each of the others; one more
+    allreduce in the first exchange, and whenever a layer starts to change.
     State: the layers that change, equal on all ranks.   Differs from the paper: there is none.
 
     Example:
@@ -60,21 +61,21 @@ class Changing(Collective):
         return Changing(sizes)
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Sum the layers that change on any rank; all of this rank's vector is delivered."""
+        """Sum the layers that change on any rank; this rank's whole vector is delivered."""
         own, moved = selected.to_dense(), set(self.state.moving)
         numbers = range(len(self._sizes))
         still = [i for i in numbers if i not in moved]
         if not still:
             return Reduced(DenseVector(await comm.allreduce(own, "dense")), selected)
-        # memory of its own, not this rank's vector: with ``elastic=`` the step may be done again
+        # fresh memory, because this rank's vector must survive: with ``elastic=`` the step may be retried
         total = torch.zeros_like(own)
         parts, sums = (torch.split(flat, self._sizes) for flat in (own, total))
-        # Flags, not values, are summed: changes of two ranks could cancel.  NaN counts as a change: it
-        # must reach all ranks, which refuse it.
+        # Sum flags, not values, because changes on two ranks could cancel.  NaN counts as a change: it
+        # must reach all ranks, so they refuse the step.
         flags = torch.stack([parts[i].any() for i in still]).to(own.dtype)
         moving = [i for i in numbers if i in moved]
         changed, *values = await _sum(comm, [flags, *(parts[i] for i in moving)])
-        # equal on all ranks, as the sum of flags is: all of them start the second allreduce, or none
+        # the sum of flags is equal on all ranks, so either all of them start the second allreduce or none
         begun = [i for i, flag in zip(still, changed.tolist(), strict=True) if flag]
         if begun:
             values += await _sum(comm, [parts[i] for i in begun])
@@ -85,10 +86,10 @@ class Changing(Collective):
 
 
 async def _sum(comm: Communicator, parts: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Sum vectors over ranks in one allreduce.
+    """Sum several vectors over the ranks in one allreduce.
 
-    Cost: that of the allreduce of all of them.
+    Cost: one allreduce of their concatenation.
     """
-    # ``cat`` makes a copy, so overwriting it touches no layer
+    # ``cat`` makes a copy, so the layers are not overwritten
     flat = await comm.allreduce(torch.cat(parts), "dense", in_place=True)
     return torch.split(flat, [part.numel() for part in parts])

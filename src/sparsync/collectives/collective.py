@@ -35,10 +35,10 @@ class Reduced:
 
     Attributes:
         total: bit-identical on every rank.
-        delivered: this rank's share of the total, with a support of its own.  Entries that were
-            selected and are missing here were dropped on the way: they stay in the residual.
-        lost: the part of ``delivered`` that a codec rounded away and that, as published, no rank
-            keeps.  None, as nearly always: nothing is lost.
+        delivered: this rank's share of the total; its support may differ.  Entries that were selected
+            but are missing from it were dropped in flight and stay in the residual.
+        lost: the part of ``delivered`` that a codec rounded away and that no rank keeps, as published.
+            Almost always None: nothing is lost.
     """
 
     total: Vector
@@ -49,13 +49,13 @@ class Reduced:
 class Collective(Stateful):
     """Sums one vector per rank.  Its memory (boundaries, thresholds) is ``self.state``.
 
-    One instance serves one unit: ``size`` is the same on every call.
+    One instance serves one unit, so ``size`` is the same on every call.
 
     Attributes:
-        result: the kind of total, which decides the lower bound that the cost is compared with.
-        by_runs: whether it reads a dense vector by ``DenseVector.run`` alone, never as a whole.
-        order: of the float additions.  "rank": the total is, bit for bit, the left fold in rank order
-            of the delivered vectors; "tree": another order, the same on every run.
+        result: the kind of total, which determines the lower bound for comparing costs.
+        by_runs: whether it reads a dense vector only through ``DenseVector.run``, never as a whole.
+        order: order of the float additions.  "rank": the total is, bit for bit, the left fold in rank
+            order of the delivered vectors; "tree": another order, the same on every run.
     """
 
     result: Result = "sum"
@@ -64,19 +64,19 @@ class Collective(Stateful):
 
     @property
     def whole(self) -> bool:
-        """Whether the next call takes the whole vector, so that nothing is selected."""
+        """Whether the next call takes the whole vector, without selection."""
         return self.result == "whole"
 
     def explain(self) -> str | None:
-        """Say which of several methods is in use, and why; None where there is only one."""
+        """Return which of several methods is in use, and why; None if there is only one."""
         return None
 
     def expect(self, entries: int, total: int | None) -> None:
-        """Take what ranks know before a call: by default nothing comes of it.
+        """Receive sizes that are known before a call; ignored by default.
 
         Args:
-            entries: the most that any rank contributes; equal on all ranks, as ``total`` is.
-            total: entries of the last total of such a call; None: it is the first.
+            entries: the maximal number of entries of any rank; equal on all ranks, like ``total``.
+            total: entries of the last total of the same kind of call; None: this is the first.
         """
 
     def for_layers(self, sizes: Sequence[int]) -> Collective:
@@ -84,19 +84,19 @@ class Collective(Stateful):
         return self
 
     def cost(self, job: Job) -> Cost | None:
-        """Return the cost of a step for the busiest rank, averaged over steps; None: not known.
+        """Return the busiest rank's cost of a step, averaged over steps; None if it is unknown.
 
-        The docstring of an implementation gives the equation and its source.  Selection is not
-        included: the planner adds it.
+        The docstring of an implementation gives the equation and its source.  Selection is not included,
+        because the planner adds it.
         """
         return None
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return the most words that any rank sends or receives on any step; None: no promise.
+        """Return the maximal number of words that a rank sends or receives on any step; None: no promise.
 
         Args:
-            job: two ranks or more.
-            exchangeable: swapping the inputs of two ranks would change no expectation.
+            job: the exchange, of two ranks or more.
+            exchangeable: whether swapping the inputs of two ranks leaves all expectations unchanged.
         """
         return None
 
@@ -113,10 +113,10 @@ class Collective(Stateful):
 
 
 def most_entries(k: int, cap: float | None, size: int) -> int:
-    """Return how many of ``size`` entries may be taken: ``cap * k``, at least 1 if k is; or all."""
+    """Return how many of ``size`` entries may be taken: ``cap * k``, at least 1 unless k is 0; or all."""
     if cap is None:
         return size
-    # never 0 where k is not: with a small k and a cap below 1 no entry would ever be delivered
+    # at least 1, because with a small k and a cap below 1 no entry would ever be delivered
     return min(size, max(math.floor(cap * k), 1)) if k else 0
 
 
@@ -134,13 +134,13 @@ def check_cap(cap: float | None, where: str) -> None:
 
 # ---- the rank that drops or rounds keeps the difference ---------------------------------------------
 #
-# The law is accumulated = delivered + residual.  A rank that drops part of a sum, or rounds it, takes
-# that part out of its ``delivered``, no matter which rank selected it.  So the part is in exactly one
-# residual, and no message has to travel back to the ranks that it came from.
+# The law is accumulated = delivered + residual.  A rank that drops or rounds away part of a sum subtracts
+# that part from its own ``delivered``, no matter which rank selected it.  The part ends up in exactly one
+# residual, and no message has to go back to the ranks that contributed it.
 
 
 def cut(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """Divide a vector into its k largest entries and the others."""
+    """Split a vector into its k largest entries and the rest."""
     if vector.nnz <= k:
         return vector, vector.keep(slice(0, 0))
     # ascending positions, so both parts are valid vectors; zeros are never among the largest
@@ -151,15 +151,15 @@ def cut(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
 
 
 def rounded_off(before: SparseVector, after: SparseVector) -> SparseVector:
-    """Return ``before - after``, of the same support, where that is not zero."""
+    """Return the nonzero entries of ``before - after``, which have the same support."""
     error = before.values - after.values
     where = (error != 0).nonzero().flatten()
     return SparseVector(before.indices[where], error[where], before.size)
 
 
 def less(vector: SparseVector, parts: Iterable[SparseVector]) -> SparseVector:
-    """Subtract vectors from a vector, also at elements that it does not store."""
-    # a rank drops sums to which it contributed nothing: ``delivered`` gets a negative entry there, and
-    # ``accumulated - delivered`` puts the sum into its residual
+    """Subtract vectors from a vector, even at elements that it does not store."""
+    # A rank may drop sums to which it contributed nothing.  ``delivered`` gets a negative entry there, so
+    # ``accumulated - delivered`` adds the dropped sum to the rank's residual.
     negative = [SparseVector(p.indices, -p.values, p.size) for p in parts if p.nnz]
     return SparseVector.merge([vector, *negative])

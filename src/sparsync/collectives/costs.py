@@ -1,8 +1,8 @@
-"""The unit of account of every collective's cost: a job, the busiest rank's work, lower bounds.
+"""The cost model of the collectives: a job, the busiest rank's work, and lower bounds.
 
-A message of L bytes takes ``alpha + beta L`` seconds.  **beta is per byte here**; the papers count
-words of 4 bytes, and ``Cost.words`` does too.  An entry in coo takes two words: a 32-bit index and a
-float32 value.  Every message of entries has a header, which the papers leave out.
+A message of L bytes takes ``alpha + beta L`` seconds.  **beta is per byte**; the papers, and
+``Cost.words``, count words of 4 bytes.  A coo entry takes two words: a 32-bit index and a float32 value.
+Every message of entries has a header, which the papers leave out.
 
 References: Li & Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022;
 Renggli et al., SparCML, SC 2019, section 5.3 and appendix B.
@@ -32,17 +32,17 @@ __all__ = [
 
 WORD_BYTES = 4  # the papers' unit
 ENTRY_BYTES = 2 * WORD_BYTES  # index and float32 value
-COUNT_BYTES = 8  # counts, lengths and boundaries travel as 64-bit integers
+COUNT_BYTES = 8  # counts, lengths and boundaries are sent as 64-bit integers
 
 Result = Literal["top-k", "sum", "whole"]
-"""The total of a collective: the k largest of the sum, the whole sum of sparse vectors, or of dense."""
+"""The total of a collective: the k largest of the sum, the sum of sparse vectors, or of whole ones."""
 
 
 class Job(NamedTuple):
-    """An exchange of k entries of n elements by each of P ranks.
+    """An exchange in which each of P ranks contributes k of n entries.
 
-    ``result``: entries of the sum over all ranks, if known: k where supports are equal, k P where they
-    are disjoint.  None: supports are random and independent, which gives the most fill-in except where
+    ``result``: the number of entries of the sum over all ranks, if known: k for equal supports, k P for
+    disjoint ones.  None: supports are random and independent, which gives the most fill-in unless
     supports avoid each other.
 
     Example:
@@ -57,7 +57,7 @@ class Job(NamedTuple):
 
     @property
     def share(self) -> float:
-        """(P - 1) / P: the part of a vector that other ranks own."""
+        """(P - 1) / P: the fraction of a vector that other ranks own."""
         return (self.world_size - 1) / self.world_size
 
     @property
@@ -86,20 +86,19 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """Messages, bytes and work of the busiest rank in one call of a collective, or one phase of it.
+    """Messages, bytes and work of the busiest rank in one call of a collective, or in one of its phases.
 
-    Phases add up; the sum is an upper bound, for the busiest rank may change from phase to phase.
+    Costs of phases add up.  The sum is an upper bound, because the busiest rank may differ per phase.
 
     Attributes:
-        messages: number that a rank sends, one after the other.
+        messages: number of messages that a rank sends in sequence.
         nbytes: volume, the maximum over ranks of max(sent, received).
-        relayed: bytes on top of ``nbytes`` that pass one after the other: those of other ranks, for
-            which a rank waits.
-        encoded: entries that it packs.
-        decoded: entries that it unpacks and merges.
-        dense_bytes: bytes of dense vectors that it adds or copies into place.
-        turns: times that it works, then waits for the entries of others.
-        together: messages that leave together with another one, and are under way at the same time.
+        relayed: sequential bytes in addition to ``nbytes``: bytes of other ranks that a rank waits for.
+        encoded: number of entries packed.
+        decoded: number of entries unpacked and merged.
+        dense_bytes: bytes of dense vectors added or copied into place.
+        turns: number of times that a rank works and then waits for the entries of others.
+        together: number of messages that are sent together with another one and overlap with it.
 
     Example:
         >>> (Cost(2, 800.0) + Cost(1, 200.0)).words
@@ -128,32 +127,32 @@ class Cost:
         return self.nbytes / WORD_BYTES
 
     def seconds(self, alpha: float, beta: float, distance: float = 0.0) -> float:
-        """Return the links' part, at alpha seconds per message and beta per byte (papers: per word).
+        """Return the links' time, at alpha seconds per message and beta per byte (papers: per word).
 
-        ``distance`` is the part of alpha that messages which leave together share.
+        ``distance`` is the part of alpha that is paid only once for messages sent together.
         """
         latency = self.messages * alpha - self.together * distance
         return latency + (self.nbytes + self.relayed) * beta
 
 
 def allreduce(elements: int, world_size: int, element_bytes: int = WORD_BYTES) -> Cost:
-    """Reduce-scatter and allgather of dense blocks: ``2 ceil(log2 P)`` messages, 2 (P - 1) blocks.
+    """Return the cost of an allreduce: ``2 ceil(log2 P)`` messages, 2 (P - 1) dense blocks.
 
     A block has ``ceil(elements / P)`` elements.
     """
-    # blocks are padded to the widest, which the busiest rank sends
+    # the busiest rank sends the widest block, so all count as such
     width = -(-elements // world_size)
     rounds = (world_size - 1).bit_length()
     return Cost(2 * rounds, 2 * (world_size - 1) * width * element_bytes)
 
 
 def allgatherv(nbytes: float, world_size: int) -> Cost:
-    """Allgather of ``nbytes`` from each rank: ``ceil(log2 P)`` messages, ``(P - 1) nbytes``."""
+    """Return the cost of an allgather: ``ceil(log2 P)`` messages, ``(P - 1) nbytes``."""
     return Cost((world_size - 1).bit_length(), (world_size - 1) * nbytes)
 
 
 def expected_union(k: float, size: int, ranks: int) -> float:
-    """Return the expected entries of a sum of P uniformly random supports of k of N, E[K].
+    """Return E[K], the expected number of entries in a sum of P uniformly random supports of k of N.
 
     ``N sum_i (-1)^(i-1) C(P, i) (k / N)^i``, which is ``N (1 - (1 - k / N)^P)`` (SparCML, appendix
     B.1).
@@ -166,35 +165,35 @@ def expected_union(k: float, size: int, ranks: int) -> float:
         return 0.0
     if k >= size:
         return float(size)
-    # at small densities 1 - (1 - k / N)^P would lose its digits by cancellation, and the sum as printed
-    # alternates between large terms
+    # at small densities 1 - (1 - k / N)^P would suffer from cancellation, and so would the sum as
+    # printed, whose large terms alternate in sign
     return -size * math.expm1(ranks * math.log1p(-k / size))
 
 
 # ---- lower bounds -----------------------------------------------------------------------------------
 #
-# Theorem 3.1 counts two words per entry (coo), the lemmas one (values alone), of 4 bytes all of them: a
-# format with shorter indices or values, such as packed, may go below a bound.
+# Theorem 3.1 counts two words of 4 bytes per entry (coo), the lemmas one (the value).  A format with
+# shorter indices or values, like packed, may go below a bound.
 
 
 def lower_bound_words(k: float, world_size: int) -> float:
-    """Ok-Topk, Theorem 3.1: at least ``2 k (P - 1) / P`` words, for entries in COO."""
+    """Return Ok-Topk's Theorem 3.1: at least ``2 k (P - 1) / P`` words, for entries in COO."""
     return 2 * k * (world_size - 1) / world_size
 
 
 def lemma_5_1_words(k: float, world_size: int, *, disjoint: bool) -> float:
-    """SparCML, Lemma 5.1: no sparse allreduce moves fewer words, in values alone.
+    """Return SparCML's Lemma 5.1: no sparse allreduce moves fewer words, counting only values.
 
-    ``(P - 1) k`` where supports are disjoint, ``2 k (P - 1) / P`` where they are equal.
+    ``(P - 1) k`` for disjoint supports, ``2 k (P - 1) / P`` for equal ones.
     """
     return float((world_size - 1) * k) if disjoint else lower_bound_words(k, world_size)
 
 
 def lemma_5_2_speedup(index_bytes: int = 4, value_bytes: int = WORD_BYTES) -> float:
-    """SparCML, after Lemma 5.2: sparsity alone is at most ``2 / kappa`` times faster than dense.
+    """Return the limit after SparCML's Lemma 5.2: sparsity alone is at most ``2 / kappa`` times faster.
 
-    For sums that turn dense; kappa is delta / N, the density from which a dense message is shorter:
-    ``value_bytes / (index_bytes + value_bytes)``.
+    The limit holds for sums that turn dense.  kappa is delta / N, the density above which a dense message
+    is shorter: ``value_bytes / (index_bytes + value_bytes)``.
 
     Example:
         >>> lemma_5_2_speedup()
@@ -204,12 +203,12 @@ def lemma_5_2_speedup(index_bytes: int = 4, value_bytes: int = WORD_BYTES) -> fl
 
 
 def sum_bound_words(job: Job) -> float:
-    """SparCML, Lemmas 5.1 and 5.2: no lossless sum moves fewer words per rank, in values alone.
+    """Return SparCML's Lemmas 5.1 and 5.2: no lossless sum moves fewer words per rank, in values alone.
 
-    ``k + K (P - 2) / P`` for a sum of K entries, on the mean of ranks: an index that c ranks hold
-    takes c - 1 transfers to be summed and P - 1 to be known.  The two cases of Lemma 5.1 are K = k and
-    K = k P; for values between them the paper states no bound.  Where the sum is dense, delta words: the
-    number of entries from which a vector is dense (Lemma 5.2).
+    ``k + K (P - 2) / P`` for a sum of K entries, averaged over ranks: an index that c ranks hold takes
+    c - 1 transfers to be summed and P - 1 to be distributed.  The two cases of Lemma 5.1 are K = k and
+    K = k P; the paper states no bound for values in between.  If the sum is dense, delta words: the
+    number of entries above which a vector is dense (Lemma 5.2).
 
     Example:
         >>> [sum_bound_words(Job(10**6, 1000, 8, result=K)) for K in (8000, 1000)]

@@ -1,4 +1,4 @@
-"""Dense allreduce: the baseline that everything is compared with."""
+"""Dense allreduce: the baseline for all comparisons."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Dense"]
 class Dense(Collective):
     """Sum whole vectors: reduce-scatter, then allgather (Rabenseifner's algorithm).
 
-    A transport with a native allreduce (gloo, NCCL) uses that: replicas are equal, and agree with those
-    of other transports to rounding.
+    A transport with a native allreduce (gloo, NCCL) uses it.  Replicas are equal, and agree with those on
+    other transports up to rounding.
 
     Cost: 2 ceil(log2 P) messages; 2 n (P - 1) / P words sent and received.
     State: none.   Differs from the paper: any P, on a circulant graph instead of a hypercube.
@@ -40,12 +40,12 @@ class Dense(Collective):
 
     @classmethod
     def overwriting(cls) -> Dense:
-        """Return one whose total takes the memory of ``selected``.
+        """Return an instance whose total overwrites ``selected``.
 
-        For a reducer's plan alone: ``selected`` is the accumulated gradient there, and all of it is
+        Only a reducer's plan may use it: its ``selected`` is the accumulated gradient, and all of it is
         delivered.
         """
-        # no argument of the constructor, whose arguments are the options of presets
+        # not an argument of the constructor, because those are the options of presets
         one = cls()
         one._overwrites = True
         return one
@@ -61,7 +61,7 @@ class Dense(Collective):
         return allreduce(job.size, job.world_size) + Cost(0, 0, dense_bytes=added, turns=2)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float:
-        """Return its cost."""
+        """Return the words of ``cost``."""
         return self.cost(job).words
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:

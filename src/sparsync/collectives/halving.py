@@ -17,9 +17,9 @@ from sparsync.wire.packed import Packed
 
 __all__ = ["Halving"]
 
-# Fitted to benchmarks/fidelity.md at P = 4 and 8, in units of decoding and of a turn of budgeted.
+# Fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a budgeted turn.
 _PASSES = 12  # per entry received: merge, select again, note the dropped ones
-_TURN = 2 / 3  # of a turn, for a round in which a rank waits for one other
+_TURN = 2 / 3  # of a turn: a round in which a rank waits for a single peer
 
 
 @final
@@ -28,11 +28,10 @@ class Halving(Collective):
 
     It removes Ok-Topk's first stated limitation, its O(P) messages.
 
-    Elements are dealt to P blocks by a hash, so a block's largest k / P entries are nearly its part
-    of the global top-k.  In each round of the reduce-scatter a rank passes some blocks on, adds the
-    blocks that arrive to its own and keeps the largest k / P entries of each.  Entries that it drops
-    then stay in its own residual, also where other ranks contributed to them, and so do the codec's
-    rounding errors.
+    A hash deals elements to P blocks, so a block's largest k / P entries are nearly its part of the
+    global top-k.  In each round of the reduce-scatter a rank passes some blocks on, adds the arriving
+    blocks to its own, and keeps the largest k / P entries of each.  Entries that it drops stay in its own
+    residual, even if other ranks contributed to them, and so do the codec's rounding errors.
 
     Args:
         codec: wire format (default: packed, bf16).
@@ -61,7 +60,7 @@ class Halving(Collective):
     def cost(self, job: Job) -> Cost:
         """Return ``2 k (P - 1) / P`` entries, ``2 log2 P`` messages: blocks of ceil(k / P) entries.
 
-        A bound for any input, since blocks need not be full.
+        This is a bound for any input, because blocks need not be full.
 
         Example:
             >>> Halving().cost(Job(14_728_266, 147_283, 8)).messages
@@ -90,9 +89,9 @@ class Halving(Collective):
 
 
 class _Walk:
-    """One call: the blocks on their way, and the entries that this rank dropped.
+    """One call: the blocks in flight, and the entries that this rank dropped.
 
-    ``blocks[i]`` belongs to rank + i: in this numbering the schedule is the same for all ranks.
+    ``blocks[i]`` belongs to rank + i, which makes the schedule the same for all ranks.
     """
 
     def __init__(
@@ -105,17 +104,17 @@ class _Walk:
         local = torch.split(dealt.local, dealt.counts)
         values = torch.split(mine.values[dealt.order], dealt.counts)
         self.dropped: list[SparseVector] = []
-        # every block is cut to its quota from the start: no message is ever larger than its capacity
+        # every block is cut to its quota from the start, so no message exceeds its capacity
         self.blocks = [
             self._largest(SparseVector(local[owner], values[owner], self.width), owner)
             for owner in ((comm.rank + i) % world_size for i in range(world_size))
         ]
 
     async def reduce_scatter(self) -> None:
-        """Pass blocks on until this rank's own, summed over all ranks, is left."""
+        """Pass blocks on until only this rank's own block, summed over all ranks, is left."""
         comm, phase, framing = self.comm, "reduce-scatter", MessageFraming(self.codec)
-        # Widest round first: the ``count`` blocks from ``skip`` on go to rank + skip, for which they are
-        # those from 0 on.  Only the first ``skip`` are left here then, and in the end block 0 alone.
+        # Widest round first: the ``count`` blocks from ``skip`` on go to rank + skip, where they have the
+        # numbers from 0 on.  This rank keeps the first ``skip`` blocks, and in the end only block 0.
         for skip, count in rounds(comm.world_size):
             span = self.width * count
             passed = self.blocks[skip : skip + count]
@@ -146,7 +145,7 @@ class _Walk:
     async def allgather(self) -> SparseVector:
         """Collect all ranks' own blocks; return the total."""
         comm = self.comm
-        # The own block is rounded and decoded like the others: totals are equal bits on all ranks.
+        # The own block is rounded and decoded like the others, so totals are bit-equal on all ranks.
         encoded = self.codec.encode(self.blocks[0])
         self._note_rounding(self.blocks[0], encoded.decoded, first=0)
         most = min(self.quota, self.width)
@@ -181,8 +180,8 @@ class _Walk:
     def _placed(self, block: SparseVector, owner: int) -> SparseVector:
         """Give a block's entries their indices in the whole vector."""
         indices = kernels.undeal(block.indices, owner, self.comm.world_size)
-        # a block has ceil(n / P) places, some of which may lie behind the end of the vector: no honest
-        # sender uses them, and the codec, which knows the block alone, cannot tell
+        # A block has ceil(n / P) places, and some may lie beyond the end of the vector.  No honest sender
+        # uses those, and the codec, which knows only the block, cannot detect them.
         if indices.numel() and int(indices[-1]) >= self.mine.size:
             raise WireFormatError(
                 f"an element beyond the vector's {self.mine.size} was sent; "

@@ -1,4 +1,4 @@
-"""Quantised: a dense allreduce of few bits per element in two rounds, with error feedback in both."""
+"""Quantised: a two-round dense allreduce of few bits per element, with error feedback in both rounds."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ __all__ = ["Quantised"]
 
 @final
 class Quantised(Collective):
-    """Sum whole vectors in 1, 2, 3, 4, 8 or 16 bits per element; received bytes do not grow with P.
+    """Sums whole vectors in 1, 2, 3, 4, 8 or 16 bits per element; bytes received do not grow with P.
 
-    Every rank owns a region, cut where blocks begin.
+    Every rank owns a region, which starts and ends at block boundaries.
 
-    1. Every rank sends each owner its region, quantised; the owner adds them to its own, unrounded.
-    2. Every owner sends the sum, quantised, to all; decoded, these sums are the total.
+    1. Every rank sends each owner its region, quantised; the owner adds them to its own, unrounded share.
+    2. Every owner sends the quantised sum to all ranks; the decoded sums are the total.
 
-    The rank that rounds keeps the error: that of the first round stays in the sender's residual, that of
-    the second in the owner's.
+    The rank that rounds keeps the error: errors of the first round stay in the sender's residual, errors
+    of the second in the owner's.
 
     Args:
-        bits: per element: 1, 2, 3, 4 or 8, see ``LloydMax``; 16: bf16, without scales.
+        bits: bits per element: 1, 2, 3, 4 or 8, see ``LloydMax``; 16: bf16, without scales.
         block: consecutive elements that share a scale.
 
     Cost: 2 (P - 1) messages in 2 rounds; 2 n (P - 1) / P elements of ``bits + 16 / block`` bits.
-    State: none.   Differs from the paper: 1-bit Adam's two stages, with Lloyd-Max levels, a scale per
-    block, and both errors in the one residual.
+    State: none.   Differs from the paper: 1-bit Adam's two stages, but with Lloyd-Max levels, a scale per
+    block, and both errors in one residual.
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -63,9 +63,9 @@ class Quantised(Collective):
         self.block = block
 
     def cost(self, job: Job) -> Cost:
-        """Return ``2 (P - 1)`` messages of a region each: of the widest, where regions differ.
+        """Return ``2 (P - 1)`` messages of one region each, assuming the widest if regions differ.
 
-        Quantising reads and writes each element; regions that arrive are added, in both rounds.
+        Quantising reads and writes every element; arriving regions are added in both rounds.
 
         Example:
             >>> Quantised(bits=2, block=256).cost(Job(10**6, k=10, world_size=4)).words
@@ -78,7 +78,7 @@ class Quantised(Collective):
         return Cost(2 * peers, sent, dense_bytes=added, turns=2, together=together)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float:
-        """Return its cost."""
+        """Return the words of ``cost``."""
         return self.cost(job).words
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
@@ -86,7 +86,7 @@ class Quantised(Collective):
         if not isinstance(selected, DenseVector):
             selected = DenseVector(selected.to_dense())
         if comm.world_size == 1:
-            # the total outlives the step, at whose end a vector that is read by runs changes
+            # a copy, because the total outlives the step, and a vector read by runs changes at its end
             return Reduced(DenseVector(selected.values), selected)
         codec, framing, rank = self.codec, MessageFraming(self.codec), comm.rank
         widths = self._widths(selected.size, comm.world_size)
@@ -101,8 +101,8 @@ class Quantised(Collective):
                     for run in self._runs(widths[owner], like):
                         low, high = starts[owner] + run.start, starts[owner] + run.stop
                         codec.write_(payloads[owner], run.start, selected.run(low, high))
-        # A capacity is the most that a rank sends to any other: here one of the widest regions, in the
-        # second round its own region.
+        # A capacity is the longest message from one rank to another: in this round one of the widest
+        # regions, in the second round the sender's own region.
         messages = await comm.alltoallv(payloads, [max(lengths)] * len(lengths), "split", framing)
         others = _Sum(codec, [m for r, m in enumerate(messages) if r != rank], widths[rank], like)
         with comm.stage("unpack"):
@@ -110,7 +110,7 @@ class Quantised(Collective):
             payload = codec.blank(widths[rank], like)
             for run in self._runs(widths[rank], like):
                 low, high = starts[rank] + run.start, starts[rank] + run.stop
-                # summed apart from the own part: ``delivered`` needs the others' alone, below
+                # kept apart from the own part, because ``delivered`` needs the others' sum
                 whole = others.run(run.start, run.stop) + selected.run(low, high)
                 codec.write_(payload, run.start, whole.to(like.dtype))
         messages = await comm.alltoallv([payload] * comm.world_size, lengths, "allgather", framing)
@@ -118,22 +118,22 @@ class Quantised(Collective):
             await comm.work(sum(message.numel() for message in messages))
             finite = [codec.is_finite(m, w) for m, w in zip(messages, widths, strict=True)]
             total = _Coded(codec, messages, widths, like, self._runs, finite=all(finite))
-            # Of its own region a rank delivers the decoded sum less the others' parts.  So the parts of
-            # all ranks add up to the total, and the rounding error of the sum is in this rank's residual,
-            # where 1-bit Adam keeps a second error, at the server.
+            # For its own region a rank delivers the decoded sum minus the others' parts.  The parts of
+            # all ranks then add up to the total, and the rounding error of the sum is in this rank's
+            # residual. 1-bit Adam keeps it as a second error, at the server.
             payloads[rank] = payload
             delivered = _Coded(codec, payloads, widths, like, self._runs, less=(rank, others))
         return Reduced(total, delivered)
 
     def _runs(self, size: int, like: Tensor) -> Iterator[slice]:
-        """Yield the runs in which a region is encoded and decoded: so memory does not grow with n."""
+        """Yield the runs in which a region is encoded and decoded; they keep memory independent of n."""
         most = max(run_length(like) // self.codec.step, 1) * self.codec.step
         for start in range(0, size, most):
             yield slice(start, min(start + most, size))
 
     def _widths(self, size: int, world_size: int) -> list[int]:
-        """Return the elements of each rank's region: whole blocks, but for the last."""
-        # no block, which shares one scale, is cut in two
+        """Return the number of elements per region: whole blocks, except in the last."""
+        # a block shares one scale, so none is cut in two
         blocks = -(-size // self.block)
         cuts = [min(blocks * r // world_size * self.block, size) for r in range(world_size + 1)]
         return [high - low for low, high in pairwise(cuts)]
@@ -141,7 +141,7 @@ class Quantised(Collective):
 
 @final
 class _Sum:
-    """The sum of several ranks' messages of one region, of which runs are decoded on every access."""
+    """The sum of several ranks' messages for one region; runs are decoded on every access."""
 
     def __init__(
         self, codec: LloydMax | Whole, messages: Sequence[Tensor], size: int, like: Tensor
@@ -150,7 +150,7 @@ class _Sum:
         self._like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
 
     def run(self, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of the sum, in the order of ranks."""
+        """Return elements ``[start, stop)`` of the sum, added in rank order."""
         made = self._like.new_zeros(stop - start)
         for message in self._messages:
             self._codec.decode_to(message, made, add=True, start=start, size=self._size)
@@ -159,15 +159,16 @@ class _Sum:
 
 @final
 class _Coded(DenseVector):
-    """A vector kept as encoded messages, one per region, of which runs are decoded on every access.
+    """A vector kept as encoded messages, one per region; runs are decoded on every access.
 
-    So it takes little memory, and is written, divided or subtracted in one pass.  Of the region named in
-    ``less``, the vector is its message less a sum of others; ``finite`` says that no message has NaN or
-    Inf.
+    It takes little memory, and is written, divided or subtracted in one pass.  In the region named in
+    ``less``, the vector is the message minus a sum of other messages.  ``finite`` states that no message
+    has NaN or Inf.
     """
 
-    # On the CPU a vector in fresh memory costs as much as seven passes over it, for the system clears its
-    # pages one by one; messages of 2 bits take a sixteenth of it (measured: docs/design-notes.md).
+    # On the CPU, a vector in fresh memory costs as much as seven passes over it, because the system
+    # clears its pages one by one.  Messages of 2 bits take a sixteenth of that (measured:
+    # docs/design-notes.md).
 
     def __init__(
         self,
@@ -186,7 +187,7 @@ class _Coded(DenseVector):
 
     @functools.cached_property
     def values(self) -> Tensor:
-        """All elements; they are kept."""
+        """All elements, decoded once and cached."""
         return self.run(0, self.size)
 
     @property
@@ -226,7 +227,7 @@ class _Coded(DenseVector):
             low += width
 
     def _decode_run(self, rank: int, start: int, into: Tensor, divisor: int, *, add: bool) -> None:
-        """Decode elements of a region from ``start`` on."""
+        """Decode elements of a region, beginning at ``start``."""
         width, step = self._widths[rank], self._codec.step
         stop = start + into.numel()
         first, last = start // step * step, min(-(-stop // step) * step, width)
@@ -243,12 +244,12 @@ class _Coded(DenseVector):
 
     def divide_(self, divisor: int) -> None:
         """``self /= divisor``."""
-        # applied by every later decoding; the property, if it was read, holds undivided values
+        # every later decoding applies it; cached ``values`` would be undivided
         self._divisor *= divisor
         self.__dict__.pop("values", None)
 
     def first_nonfinite(self, dtype: torch.dtype | None = None) -> int | None:
-        """Return the index of the first NaN or Inf, also if it is one in ``dtype`` only; else None."""
-        # bfloat16 has the range of float32, so finite values stay finite; above 65504 float16 has Inf
+        """Return the index of the first element that is NaN or Inf, in ``dtype`` if given; or None."""
+        # bfloat16 has the range of float32, so finite values stay finite; float16 overflows above 65504
         known = self._finite and dtype != torch.float16
         return None if known else super().first_nonfinite(dtype)

@@ -1,1 +1,1 @@
-"""Model of a machine, predictions and plans; calibration on the job's own links and ranks."""
+"""Machine model, predictions and plans, and calibration on the job's own links and ranks."""

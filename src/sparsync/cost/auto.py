@@ -1,4 +1,4 @@
-"""Auto: the planner chooses the collective of each unit, and measurements correct its predictions."""
+"""Auto: the planner chooses every unit's collective, and measurements correct its predictions."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from sparsync.transports.communicator import Communicator
 
 __all__ = ["Auto", "AutoState"]
 
-_WEIGHT = 0.5  # of a new measurement in its candidate's factor
+_WEIGHT = 0.5  # weight of a new measurement in its candidate's factor
 
 
 @dataclass(frozen=True)
 class AutoState:
-    """The choice, and the candidates' measured over predicted times.
+    """The choice, and the candidates' ratios of measured to predicted times.
 
-    Only arithmetic changes it, so ranks that are given the same seconds choose alike.  A candidate that
-    was never used is believed: each one that promises enough is tried once, and judged by its own factor
-    afterwards.
+    The state is changed by arithmetic alone, so ranks that see the same seconds choose alike.  The
+    prediction for a candidate that was never used is trusted: every candidate that promises enough is
+    tried once, and judged by its own factor afterwards.
 
     Example:
         >>> state = AutoState(choice=0, factors=(None, None))
@@ -40,17 +40,17 @@ class AutoState:
     """
 
     choice: int = -1  # number of the candidate in use; -1 before the first step
-    streak: int = 0  # comparisons in a row that favoured another
+    streak: int = 0  # consecutive comparisons that favoured another candidate
     factors: tuple[float | None, ...] = ()  # measured over predicted seconds; None: never measured
     parts: tuple[Any, ...] = ()  # the candidates' own states
 
     def checked(
         self, predicted: Mapping[int, float], measured: float, *, gain: float, patience: int
     ) -> AutoState:
-        """Return the state after one more measurement; ``choice`` may be another one then.
+        """Return the state after another measurement, possibly with another ``choice``.
 
-        ``predicted``: seconds by candidate, the fastest first; the choice is missing where a budget has
-        ruled it out since.  ``measured``: seconds that the choice took, the same on all ranks.
+        ``predicted``: seconds by candidate, fastest first; the choice is missing if a budget has ruled it
+        out in the meantime.  ``measured``: seconds that the choice took, the same on all ranks.
         """
         if self.choice not in predicted:
             return replace(self, choice=next(iter(predicted)))
@@ -72,14 +72,15 @@ class AutoState:
 class Auto(Collective):
     """The planner's choice among collectives, corrected by measurements while training.
 
-    The plan is made on the first step, which tells n, k and P: the same on all ranks.  Its entries are
-    selected by then, so dense may begin on the second.  Every ``check_period`` steps the ranks agree on
-    the time of an exchange: the least of their means, because a rank that arrives early also measures its
-    wait for the others.  That gives a factor per candidate, and a change to one that promises enough.
+    The plan is made on the first step, when n, k and P are known; they are the same on all ranks.  The
+    first step's entries are already selected at that time, so dense can only start on the second.  Every
+    ``check_period`` steps the ranks agree on the time of an exchange: the minimum of their means, because
+    a rank that arrives early also measures its wait for the others.  This yields a factor for the current
+    candidate, and a switch to another one that promises enough.
 
     Args: as for the preset, ``sparsync.presets.auto``; candidates select k entries or everything.
 
-    Cost: that of the choice, and one allreduce of 8 bytes per check.   State: ``AutoState``.
+    Cost: that of the choice, plus one allreduce of 8 bytes per check.   State: ``AutoState``.
     Differs from the paper: there is none.
 
     Example:
@@ -119,14 +120,14 @@ class Auto(Collective):
         self._plannable = list(candidates)
         self._parts = [algorithm.make_collective() for algorithm in candidates]
         self._state = AutoState(factors=(None,) * len(self.candidates))
-        self._seconds: list[float] = []  # this rank's, since the last check: no state, it differs
+        self._seconds: list[float] = []  # since the last check; differs by rank, so it is not state
         self._why = "the first step is not planned yet"
         sparse = [i for i, part in enumerate(self._parts) if not part.whole]
         self._first = sparse[0] if sparse else 0
 
     @property
     def whole(self) -> bool:
-        """Whether dense is the choice, which takes the whole vector."""
+        """Whether the choice is dense, which takes the whole vector."""
         return self._parts[self._index].whole
 
     @property
@@ -135,14 +136,14 @@ class Auto(Collective):
         return self.candidates[self._index]
 
     def explain(self) -> str:
-        """Name the choice, and say why it was made."""
+        """Return the choice and the reason for it."""
         known = zip(self.candidates, self._state.factors, strict=True)
         factors = ", ".join(f"{name} {f:.3g} x" for name, f in known if f is not None)
         measured = f"; measured over predicted: {factors}" if factors else ""
         return f"{self.name}: {self._why}{measured}"
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Run the choice; every ``check_period`` steps, compare it with its prediction."""
+        """Run the choice; every ``check_period`` steps, compare its time with the prediction."""
         part = self._parts[self._index]
         if self._state.choice < 0 and comm.world_size > 1:
             made = self._planned(selected.size, k, comm.world_size)
@@ -169,7 +170,7 @@ class Auto(Collective):
         return made
 
     async def _check(self, comm: Communicator, made: Plan) -> None:
-        """Compare the mean exchange with its prediction; change to a better candidate."""
+        """Compare the mean exchange time with its prediction; switch if another candidate is better."""
         mine = torch.tensor([fmean(self._seconds)], dtype=torch.float64)
         self._seconds.clear()
         measured = float(await comm.allreduce(mine, "plan", op="min"))
@@ -193,7 +194,7 @@ class Auto(Collective):
             part.state = its
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers, and the states of all candidates."""
+        """Return plain numbers and the states of all candidates."""
         own = {**vars(self._state), "factors": list(self._state.factors)}
         return {**own, "parts": [part.state_dict() for part in self._parts]}
 

@@ -1,7 +1,6 @@
-"""Measure the times of this group's links and ranks, on the group itself.
+"""Measure the times of a group's links and ranks, on the group itself.
 
-All ranks work at the same time, so where there are more ranks than cores they measure as slow as they are
-in training.
+All ranks work at the same time, so with more ranks than cores they measure as slow as in training.
 """
 
 from __future__ import annotations
@@ -38,31 +37,31 @@ __all__ = ["Calibration", "calibrate"]
 _PHASE = "calibrate"
 _ITEM_BYTES = 4  # float32
 _DENSITY = 0.01  # k / n of the selections
-_REGIONS = 4  # of the vector; messages of as many ranks are merged in one
-_BATCHES, _AT_LEAST = 8, 3  # per kind of work, and when time is short; one more is not counted
-_SETTLED = 12  # steps until the selector's threshold follows a residual that began as zero
-_REHEARSAL = 0.2  # of the time, for whole exchanges
-_REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # two turns, and little else
+_REGIONS = 4  # regions of the vector, and number of messages merged at once
+_BATCHES, _AT_LEAST = 8, 3  # per kind of work, and if time is short; one warm-up batch comes on top
+_SETTLED = 12  # steps until the selector's threshold has adapted to a residual that starts at zero
+_REHEARSAL = 0.2  # fraction of the time for whole exchanges
+_REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # two turns and little else
 _LEAST, _MOST = 8, 50  # exchanges
-# seconds from the last arrival to the start: 10 x the time in which 8 ranks on 2 cores agree
+# seconds from the last arrival to the start: 10 x the time that 8 ranks on 2 cores need to agree
 _AHEAD = 0.03
-_FAR = 1e-3  # seconds under way below which most of a message's latency is the work of both ends
-# by which vectors of the rehearsal are smaller than those of ``_Work``, so that turns outweigh the rest
+_FAR = 1e-3  # seconds in flight below which most of a message's latency is work at both ends
+# the factor by which the rehearsal's vectors are smaller than those of ``_Work``, so turns dominate
 _SMALLER = 4
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A measured machine, and the intervals of its numbers; bit-identical on all ranks."""
+    """A measured machine with intervals for its numbers; bit-identical on all ranks."""
 
     machine: Machine
-    intervals: dict[str, Interval]  # of its numbers, at 95 %; one rank has no alpha and beta
-    links: tuple[Link, ...] = ()  # every direction between two ranks that was measured
-    clocks: tuple[Clock, ...] = (Clock(),)  # of every rank against rank 0's
+    intervals: dict[str, Interval]  # at 95 %; a single rank has no alpha and beta
+    links: tuple[Link, ...] = ()  # every measured direction between two ranks
+    clocks: tuple[Clock, ...] = (Clock(),)  # every rank's clock relative to rank 0's
     sizes: tuple[int, ...] = ()  # bytes of the messages that were sent
 
     def slow_links(self, *, factor: float = 1.5) -> list[Link]:
-        """Return the links that take this many times the median's seconds per byte, slowest first."""
+        """Return links whose seconds per byte exceed ``factor`` times the median, slowest first."""
         if not self.links:
             return []
         limit = factor * median(link.beta for link in self.links)
@@ -78,19 +77,20 @@ async def calibrate(
     """Measure the links and the work of a group's ranks; all of them call it together.
 
     Alpha and beta are fitted to rounds of messages of several sizes, as large as the time allows.  In the
-    simulator they are those of its ``Links``, and work takes no time.  In the end, whole exchanges are
+    simulator they equal those of its ``Links``, and work takes no time.  Finally, whole exchanges are
     rehearsed.
 
     Args:
-        comm: the group, of any size, otherwise idle; the bytes are booked in its ledger.
-        seconds: about how long it may take; more where the links are slow or far.
-        probe: how much is timed.
+        comm: the group, of any size, otherwise idle; its ledger records the bytes.
+        seconds: approximate duration; slow or distant links may take longer.
+        probe: limits of the measurement.
 
     Returns:
-        The same on all ranks.  One rank alone has no links: alpha and beta are ``Machine``'s own.
+        The same calibration on all ranks.  A single rank has no links and gets the default alpha and beta
+        of ``Machine``.
 
     Raises:
-        ConfigurationError: the time makes no sense.
+        ConfigurationError: the time is not valid.
 
     Example:
         >>> from sparsync.transports.sim import Links, simulate
@@ -116,7 +116,7 @@ async def calibrate(
 
 
 def _distance(alpha: float, clocks: Sequence[Clock]) -> Measured:
-    """Return the part of alpha under way: half of the fastest round trips, where these are long.
+    """Return the part of alpha in flight: half of the fastest round trips, if these are long.
 
     Example:
         >>> _distance(0.05, [Clock(0.3, 0.0402), Clock(0.1, 0.0404)])
@@ -139,7 +139,7 @@ def _intervals(measured: Mapping[str, Measured]) -> dict[str, Interval]:
 
 
 def _stands_still(comm: Communicator) -> bool:
-    """Tell whether the group's clock sees no work: the simulator's."""
+    """Return whether the group's clock ignores work, as the simulator's clock does."""
     start = comm.now
     torch.ones(1 << 16).sum()
     return comm.now == start
@@ -149,13 +149,13 @@ def _stands_still(comm: Communicator) -> bool:
 
 
 async def _measure_work(comm: Communicator, seconds: float, probe: Probe) -> dict[str, Measured]:
-    """Return the paces of "gamma", "select", "encode", "decode", as ``Machine`` counts them.
+    """Return the paces of "gamma", "select", "encode" and "decode", in the units of ``Machine``.
 
-    All ranks call it together.  The slowest rank's paces count, since the others wait for it.
+    All ranks call it together.  The slowest rank's paces count, because the others wait for it.
 
     Cost: about ``seconds`` of work; 5 n floats of memory.
     """
-    if _stands_still(comm):  # it charges for bytes that are summed, if for anything
+    if _stands_still(comm):  # such a clock charges at most for summed bytes, so one call suffices
         probe = replace(probe, elements=min(probe.elements, 1 << 10), calls=1)
     work = _Work(comm, probe.elements)
     tasks: dict[str, Callable[[], Awaitable[tuple[float, int]]]] = {
@@ -168,7 +168,7 @@ async def _measure_work(comm: Communicator, seconds: float, probe: Probe) -> dic
     length = seconds / len(tasks) / (_BATCHES + 1)
     await comm.barrier()
     end = comm.now + seconds
-    for batch in range(_BATCHES + 1):  # by turns, so that a busy moment hits all of them
+    for batch in range(_BATCHES + 1):  # interleaved, so a busy moment affects all kinds of work
         if batch > _AT_LEAST and comm.now >= end:
             break
         for name, task in tasks.items():
@@ -189,7 +189,7 @@ async def _measure_work(comm: Communicator, seconds: float, probe: Probe) -> dic
 
 
 class _Work:
-    """A rank's vectors, and the work on them; a task returns its seconds and the units that it did."""
+    """A rank's vectors and the work on them; a task returns its seconds and the units of work done."""
 
     def __init__(self, comm: Communicator, elements: int) -> None:
         self.comm, self.step = comm, 0
@@ -205,20 +205,20 @@ class _Work:
         self.messages = [self.codec.encode(piece).payload for piece in self.pieces]
 
     async def sum(self) -> tuple[float, int]:
-        """Add one dense vector to another; in the simulator, the virtual time that this costs."""
+        """Add one dense vector to another; in the simulator, this takes virtual time."""
         nbytes, start = self.gradient.numel() * _ITEM_BYTES, self.comm.now
         self.incoming.add_(self.gradient)
         await self.comm.work(nbytes)
         return self.comm.now - start, nbytes
 
     async def select(self) -> tuple[float, int]:
-        """Accumulate, select, retain, as when training has gone on for long."""
+        """Accumulate, select, retain, as in a training run past its first steps."""
         while self.step < _SETTLED:
             self._select()
         return self._select(), self.residual.numel()
 
     def _select(self) -> float:
-        self.incoming.copy_(self.gradient)  # accumulating takes its memory over
+        self.incoming.copy_(self.gradient)  # accumulating overwrites its memory
         start = self.comm.now
         collect = self.selector.collect_from(self.k, self.step, self.residual.dtype)
         found = kernels.accumulate_(self.residual, self.incoming, *collect or ())
@@ -236,7 +236,7 @@ class _Work:
         return self.comm.now - start, self.k
 
     async def decode(self) -> tuple[float, int]:
-        """Unpack and merge as many messages."""
+        """Unpack and merge one message per region."""
         start, size = self.comm.now, self.pieces[0].size
         SparseVector.merge([self.codec.decode(message, size) for message in self.messages])
         return self.comm.now - start, self.k
@@ -250,11 +250,11 @@ async def _measure_turn(
 ) -> Measured:
     """Return the seconds lost per turn (``Machine.turn``): bit-identical on all ranks.
 
-    All ranks rehearse an exchange of ``budgeted``.  The time beyond that of its messages, bytes and
-    entries, by the machine as measured so far, is divided by its turns.  Where ranks share cores,
-    one that waits for entries while others work gets its core back a time slice later.  As in a
-    training step, every exchange follows a selection: one right after the other, with warm caches, they
-    take half as long (measured).
+    All ranks rehearse an exchange of ``budgeted``.  From its time, the predicted time for its messages,
+    bytes and entries on the machine as measured so far is subtracted; the rest is divided by its turns.
+    If ranks share cores, a rank that waits for entries while others work gets its core back a time slice
+    later.  As in a training step, every exchange follows a selection.  Back to back, with warm caches,
+    exchanges take half as long (measured).
 
     ``ahead``: offset of this rank's clock from rank 0's, in seconds.
     """
@@ -279,8 +279,8 @@ async def _measure_turn(
     collective, end = Budgeted(), comm.now + seconds
     for step in range(_MOST + 1):
         if work is not None:
-            await work.select()  # as a training step does, which leaves caches cold
-        # an agreed time: a barrier would release the ranks one by one
+            await work.select()  # leaves caches cold, as a training step does
+        # start at an agreed time, because a barrier would release the ranks one by one
         mine = torch.tensor([comm.now - ahead + (0.0 if still else _AHEAD)], dtype=torch.float64)
         agreed = float(await comm.allreduce(mine, _PHASE, op="max"))
         start = max(agreed, comm.now - ahead)

@@ -1,7 +1,7 @@
-"""Time messages over every link of a group as the collectives use them: all at once, both ways.
+"""Time messages over every link of a group as collectives use them: all at once, in both directions.
 
-In a round every rank sends to the rank ``shift`` places on and receives from as far back.  Rounds of
-one shift follow each other without a fence, so their pace is that of a collective's phases.
+In a round, every rank r sends to rank r + ``shift`` and receives from rank r - ``shift``.  Rounds of the
+same shift follow each other without a barrier, at the pace of a collective's phases.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ __all__ = [
 
 _PHASE = "calibrate"
 _CONTROL = Raw("control")
-_SHORTEST = 1e-12  # seconds; below, a time is no time, and its ratio would be no number
+_SHORTEST = 1e-12  # seconds, added to every time because ratios to zero are undefined
 _SMALLEST, _FACTOR = 256, 4  # bytes of the first messages, and the factor to the next size
-_ROUNDS = 4  # that count per visit of a size at every shift; one more opens it
+_ROUNDS = 4  # counted rounds per visit of a size, at every shift; an uncounted round precedes them
 _PINGS = 8  # per rank, for its clock
-_SHARE = 0.25  # of the time that is left, the first visit of a size may take
-_CONFIDENCE, _RESAMPLES = 0.95, 200  # of intervals: the 2.5 % ends rest on 5 of 200
+_SHARE = 0.25  # fraction of the remaining time that the first visit of a size may take
+_CONFIDENCE, _RESAMPLES = 0.95, 200  # of intervals: 5 of 200 resamples lie beyond each end
 
 Interval = tuple[float, float]
-"""Lowest and highest value that the measurement is compatible with."""
+"""Lowest and highest value compatible with the measurement."""
 
 Measured = tuple[float, Interval]
 """A number, and its interval at 95 %."""
@@ -52,13 +52,13 @@ Measured = tuple[float, Interval]
 def fit_line(seconds_of: Mapping[int, float]) -> tuple[float, float]:
     """Fit ``seconds = alpha + beta nbytes`` through the largest size; neither is negative.
 
-    The time of a large message is nearly beta alone and is known best, so the line meets it exactly; the
-    small ones decide alpha.  Deviations count as ratios, since times span orders of magnitude, and are
-    not squared: one size that a buffer or a protocol makes faster or slower pulls little.  The line goes
-    through another of the points, or has alpha or beta zero.
+    The largest message measures beta best, so the line passes through it exactly; the small ones
+    determine alpha.  Deviations are ratios, because times span orders of magnitude.  They are not
+    squared, so an outlier due to a buffer or a protocol has little influence.  The line passes through a
+    second point, or has alpha or beta zero.
 
     Args:
-        seconds_of: by message size in bytes; at least two sizes.
+        seconds_of: times by message size in bytes; at least two sizes.
 
     Example:
         >>> alpha, beta = fit_line({100: 2e-6, 1_000: 11e-6, 10_000: 5e-6, 100_000: 1001e-6})
@@ -96,11 +96,11 @@ def fit_with_intervals(samples: Mapping[int, Sequence[float]]) -> dict[str, Meas
 def fit_pace(batches: Sequence[tuple[float, float]]) -> Measured:
     """Return seconds per unit over all batches, and its interval by the bootstrap.
 
-    All seconds over all units, no median: where processes share cores, most calls run undisturbed
-    and a few wait long, and those few make the processes slow.
+    The pace is total seconds over total units, not a median.  If processes share cores, most calls run
+    undisturbed and a few wait long, and those few make the processes slow.
 
     Args:
-        batches: seconds that each took, and the units that were done in it.
+        batches: the seconds and the units of work of every batch.
     """
 
     def pace(drawn: Sequence[tuple[float, float]]) -> float:
@@ -123,7 +123,7 @@ def _middle(numbers: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True)
 class Clock:
-    """Offset of a rank's clock from rank 0's, in seconds, to within half of the fastest round trip."""
+    """Offset of a rank's clock from rank 0's in seconds, accurate to half of the fastest round trip."""
 
     ahead: float = 0.0
     uncertainty: float = 0.0
@@ -131,7 +131,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks; alpha is wrong by as much as the two ranks' clocks are."""
+    """One direction between two ranks; alpha is as inaccurate as the two ranks' clocks."""
 
     source: int
     dest: int
@@ -143,13 +143,15 @@ class Link:
 class Probe:
     """Limits of the measurement: of messages, then of the ranks' own work."""
 
-    # bytes of a message, for which the wire of 10 Gbit/s takes 70 times a latency of 50 us
+    # bytes of the largest message; a 10 Gbit/s wire takes 70 times a latency of 50 us for it
     largest: int = 1 << 22
-    visits: int = 8  # of each size at most; they take turns, so that a busy moment hits all sizes
-    shifts: int = 8  # at most; all, where there are fewer: then every link is measured
-    budget: float = 0.6  # of the calibration's time, for the links
-    elements: int = 1 << 22  # of the ranks' vectors: 16 MB, more than most second-level caches
-    calls: int = 1000  # in a batch of work, which else ends with its time
+    visits: int = 8  # at most, of each size; sizes alternate, so a busy moment affects all of them
+    shifts: int = 8  # at most; if there are fewer, all, and then every link is measured
+    budget: float = 0.6  # fraction of the calibration's time for the links
+    elements: int = (
+        1 << 22
+    )  # elements of the ranks' vectors: 16 MB, more than most second-level caches
+    calls: int = 1000  # at most, in a batch of work, which also ends when its time is up
 
 
 async def measure_links(
@@ -157,10 +159,11 @@ async def measure_links(
 ) -> tuple[dict[str, Measured], tuple[Link, ...], tuple[Clock, ...], tuple[int, ...]]:
     """Fit latency and bandwidth of a group of two or more; all ranks call it together.
 
-    Sizes grow while they fit ``probe.budget`` of the time, or show no bandwidth; then they take turns.
+    Sizes grow while they fit ``probe.budget`` of the time, or do not show the bandwidth; then the sizes
+    alternate.
 
     Returns:
-        "alpha" and "beta" of all links together; each link by itself; every rank's clock; the sizes.
+        "alpha" and "beta" of all links together; every single link; every rank's clock; the sizes.
     """
     survey, size = _Survey(comm, probe.budget * seconds, probe.shifts), _SMALLEST
     await survey.visit(size, 1)  # the first round opens connections
@@ -168,7 +171,7 @@ async def measure_links(
     cost = survey.cost(size)
     first, bytes_show = survey.pace(size), False
     survey.times.clear()
-    # a line needs two sizes, and one whose bytes take as long as the way, however far that is
+    # a line needs two sizes, one of which takes as long to transfer as the latency, however long that is
     while size <= probe.largest and (not bytes_show or cost <= survey.left * _SHARE):
         await survey.visit(size, _ROUNDS)
         bytes_show = len(survey.times) > 1 and survey.pace(size) >= 2 * first
@@ -184,14 +187,14 @@ async def measure_links(
 
 
 class _Survey:
-    """One measurement, on one rank; all ranks take the same decisions."""
+    """A measurement on one rank; all ranks take the same decisions."""
 
     def __init__(self, comm: Communicator, seconds: float, most_shifts: int) -> None:
         self.comm, self.seconds = comm, seconds
         count = min(most_shifts, comm.world_size - 1)
         # evenly spread, 1 among them
         self.shifts = [1 + i * (comm.world_size - 1) // count for i in range(count)]
-        self.started, self.spent = comm.now, 0.0  # by the rank that took most
+        self.started, self.spent = comm.now, 0.0  # seconds spent by the slowest rank
         self.costs: dict[int, float] = {}  # seconds of the last visit of each size
         # per size and visit `[P, shifts, rounds, 3]`: starts, arrivals, ends
         self.times: dict[int, list[Tensor]] = {}
@@ -201,17 +204,17 @@ class _Survey:
         return self.seconds - self.spent
 
     def pace(self, size: int) -> float:
-        """Return the seconds of a round of this size where nothing but the links holds it up."""
+        """Return the seconds of a round of this size if nothing but the links delays it."""
         return float(_paces(self.times[size][-1]).quantile(0.25))
 
     def cost(self, size: int) -> float:
-        """Return the seconds that a visit of a size will take, by its last one."""
+        """Return the expected seconds of a visit of a size, from its last visit."""
         return len(self.shifts) * (_ROUNDS + 1) * self.pace(size)
 
     async def visit(self, size: int, rounds: int) -> None:
-        """Do some rounds of every shift, and one before them that does not count."""
+        """Run rounds at every shift, after an uncounted one."""
         comm = self.comm
-        # no zeros: a tunnel that compresses would look fast
+        # not zeros, because a compressing tunnel would look fast
         payload = torch.randint(0, 256, (size,), dtype=torch.uint8)
         mine = []
         for shift in self.shifts:
@@ -233,7 +236,7 @@ class _Survey:
         self.times.setdefault(size, []).append(everyone[:, :-1].reshape(shape))
 
     async def compare_clocks(self) -> tuple[Clock, ...]:
-        """Compare every clock with rank 0's, as NTP does: by the fastest of some round trips."""
+        """Compare every clock with rank 0's as NTP does, by the fastest of several round trips."""
         comm = self.comm
         fit = int(_SHARE * self.seconds / (2 * self.pace(_SMALLEST) * comm.world_size + 1e-9))
         best = Clock(uncertainty=math.inf) if comm.rank else Clock()
@@ -254,7 +257,7 @@ class _Survey:
         return tuple(Clock(*pair.tolist()) for pair in gathered)
 
     def each_link(self, clocks: Sequence[Clock]) -> tuple[Link, ...]:
-        """Fit every link by itself: from the time when both ranks were ready to the arrival."""
+        """Fit every link separately, to the times from both ranks being ready to the arrival."""
         ahead = _numbers([clock.ahead for clock in clocks]).view(-1, 1, 1, 1)
         # by rank 0's clock
         common = {size: torch.cat(visits, dim=2) - ahead for size, visits in self.times.items()}
@@ -279,5 +282,5 @@ def _numbers(values: list[float]) -> Tensor:
 
 
 def _paces(times: Tensor) -> Tensor:
-    """Return `[shifts * rounds]`: from end to end of rounds, in the middle of the ranks."""
+    """Return `[shifts * rounds]` times from one round's end to the next, the median over ranks."""
     return times[..., 2].diff(dim=2).quantile(0.5, dim=0).flatten()

@@ -1,4 +1,4 @@
-"""Machine: the seconds that links and ranks take per message, byte, element and entry."""
+"""Machine: the seconds of links and ranks per message, byte, element and entry."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["Machine"]
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds per unit of everything that an exchange does; measured by calibration, or stated.
+    """Seconds per unit of all parts of an exchange; measured by calibration, or given.
 
-    The defaults of the ranks' work are one core's (measured with the native kernels by
-    ``sparsync doctor``); those of the links are ``Links``'.
+    The defaults for the ranks' work are those of one core (measured with the native kernels by
+    ``sparsync doctor``); the defaults for the links are those of ``Links``.
 
     Attributes:
-        alpha: latency in seconds per message, what both ends do for it included.
+        alpha: latency in seconds per message, including the work at both ends.
         beta: seconds per byte, on each port.
         gamma: seconds per byte of dense sums.
-        select: seconds per element that is accumulated and selected from.
-        encode: seconds per entry that is packed.
-        decode: seconds per entry that is unpacked and merged.
-        distance: part of alpha: seconds that a message is under way.  Messages that leave together share
-            it; the rest of alpha is spent on each.
-        turn: seconds lost where a rank has worked and waits for the entries of others: with more ranks
-            than cores, a time slice of the system; 0 where each rank has a core of its own.
+        select: seconds per element for accumulating and selecting.
+        encode: seconds per packed entry.
+        decode: seconds per entry for unpacking and merging.
+        distance: the part of alpha, in seconds, that a message is in flight.  Messages sent together
+            share it; the rest of alpha is paid by each.
+        turn: seconds lost when a rank has worked and waits for the entries of others: with more ranks
+            than cores, a time slice of the system; 0 if each rank has its own core.
 
     Example:
         >>> gigabit = Machine(alpha=50e-6, beta=8e-9)
@@ -62,7 +62,7 @@ class Machine:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Machine:
-        """Make it from plain numbers, as ``as_dict`` gives them; missing ones take their defaults.
+        """Return the machine of plain numbers as returned by ``as_dict``; defaults fill the gaps.
 
         Raises:
             ConfigurationError: an unknown name, or a bad number.
@@ -77,11 +77,11 @@ class Machine:
         """Read the ``"machine"`` of a report that ``sparsync doctor --json`` wrote.
 
         Raises:
-            ConfigurationError: the text is no such report.
+            ConfigurationError: the text is not such a report.
         """
         try:
             machine = dict(json.loads(text)["machine"])
-        # brackets in brackets, as deep as the file is long, are a RecursionError
+        # deeply nested brackets raise a RecursionError
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigurationError(
                 'no machine in it; give a file that "sparsync doctor --json FILE" wrote'

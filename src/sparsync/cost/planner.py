@@ -1,17 +1,17 @@
-"""Predict the time of a step's exchange by collective; find the fastest, and where dense begins to win.
+"""Predict the time of a step's exchange per collective; find the fastest, and where dense starts to win.
 
     seconds   = selection + exchange - hidden
     selection = n select + (entries of the total) decode
     exchange  = messages alpha + bytes beta + (bytes of dense sums) gamma
                 + (entries encoded) encode + (entries decoded and merged) decode + turns turn
 
-all of the busiest rank, as ``Collective.cost`` counts them.  An entry takes the same time in every
-sparse format.  Messages are counted one after the other, as in the papers: links on which they overlap
-are faster by that.  Hidden is the part that overlaps the backward pass, where the time of computation is
-given: a pass is one third forward, two thirds backward.  An exchange in m parts (DDP's buckets of 25 MiB,
-the units of ``attach``) overlaps it, except for the last part.  A model that is one unit hides nothing.
+All terms refer to the busiest rank, as counted by ``Collective.cost``.  An entry takes the same time in
+every sparse format.  Messages are sequential, as in the papers; links on which they overlap are faster.
+The hidden part overlaps the backward pass, if the time of computation is given: one third of a pass is
+forward, two thirds are backward.  An exchange in m parts (DDP's buckets of 25 MiB, the units of
+``attach``) overlaps the backward pass except for its last part.  A model in a single unit hides nothing.
 
-Pure arithmetic: a ``Machine`` and sizes in, a ``Plan`` out, the same on every rank.
+The planner is pure arithmetic: it maps a ``Machine`` and sizes to a ``Plan``, the same on every rank.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ __all__ = [
 # compared with all candidates, whether or not it is one of them
 _DENSE = Algorithm("dense", Everything, Dense, source="Ok-Topk, Table 1, Dense")
 DEFAULT_DENSITY = 0.01
-BUCKET_BYTES = 25 * 2**20  # of gradients that dense exchanges at once, as PyTorch's DDP
-BACKWARD = 2 / 3  # of a pass: two matrix products per layer, where forward has one
-# passes over the model, each as long as adding it to another one: what updates take besides their
-# exchange, per local step (the optimizer's) and per exchange (the shared weights').  Set by hand to
-# steps of a GPT of 8.4 M parameters in the lab (benchmarks/time_to_loss.md)
+BUCKET_BYTES = 25 * 2**20  # of gradients per dense exchange, as in PyTorch's DDP
+BACKWARD = 2 / 3  # of a pass: backward has two matrix products per layer, forward has one
+# The overhead of updates besides their exchange, per local step (the optimizer's) and per exchange (for
+# the shared weights), in passes over the model, each as long as a dense addition.  Set by hand to match
+# steps of a GPT with 8.4 M parameters in the lab (benchmarks/time_to_loss.md)
 STEP_PASSES, EXCHANGE_PASSES = 8, 8
-_NEARLY = 0.9  # of the entries that fit a budget
-_SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second between which break-even is looked for
-_PER_DECADE, _HALVINGS = 4, 40  # points at which, and then halvings of the interval
+_NEARLY = 0.9  # fraction of the most entries that fit a budget
+_SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second between which break-even is searched
+_PER_DECADE, _HALVINGS = 4, 40  # points of this search, and halvings of the interval after it
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,16 @@ class Prediction:
     collective: str  # name of the preset
     seconds_selection: float  # to accumulate and select, and to apply the total
     seconds_exchange: float  # from the selected entries to their sum
-    bytes_sent: float  # the most that a rank sends or receives
-    messages: float  # that a rank sends, one after the other
+    bytes_sent: float  # the maximum that a rank sends or receives
+    messages: float  # sequential messages of a rank
     equation: str  # paper and number, or "sparsync"
-    # the least words, of 4 bytes, for the same result: two per entry, or one per value
+    # lower bound for the same result in words of 4 bytes: two per entry, or one per value
     lower_bound_words: float
     seconds_hidden: float = 0.0  # part of the exchange that overlaps the backward pass
 
     @property
     def seconds(self) -> float:
-        """Time that the step waits: selection and exchange, less the hidden part."""
+        """Time for which the step waits: selection and exchange, minus the hidden part."""
         return self.seconds_selection + self.seconds_exchange - self.seconds_hidden
 
 
@@ -97,7 +97,7 @@ def predict(
     """Predict the cost of one step.
 
     Raises:
-        ConfigurationError: the algorithm has no cost, or a number makes no sense.
+        ConfigurationError: the algorithm has no cost, or a number is out of range.
     """
     for name, value, least in (("size", size, 0), ("k", k, 0), ("world_size", world_size, 1)):
         require(value >= least, f"predict: {name} is {value}; give at least {least}")
@@ -124,10 +124,10 @@ def predict(
 def seconds_of_updates(
     algorithm: Algorithm, period: int, *, size: int, world_size: int, machine: Machine
 ) -> float:
-    """Predict what updates of whole models take per local step, exchanged every ``period`` steps.
+    """Predict the seconds per local step of updates of whole models, exchanged every ``period`` steps.
 
     Raises:
-        ConfigurationError: as of ``predict``.
+        ConfigurationError: as for ``predict``.
 
     Example:
         >>> from sparsync.presets import resolve
@@ -143,12 +143,12 @@ def seconds_of_updates(
 
 
 def entries_at(density: float, size: int) -> int:
-    """Return the k of a density, at least 1 where there are elements, as ``Unit.entries`` does."""
+    """Return the k of a density, at least 1 unless there are no elements, as ``Unit.entries`` does."""
     return min(size, max(1, round(density * size)))
 
 
 def bound_words(result: Result, job: Job) -> float:
-    """Return the words that no algorithm for such a total goes below.
+    """Return the lower bound in words of any algorithm with this kind of total.
 
     Top-k: Ok-Topk's Theorem 3.1; a sum: SparCML's Lemmas 5.1 and 5.2; whole vectors: Lemma 5.1.
     """
@@ -164,17 +164,17 @@ def bound_words(result: Result, job: Job) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """The fastest collective, and why it is."""
+    """The fastest collective, and the reason."""
 
     choice: str
     why: str  # one sentence
-    # bytes per second below which, however slow, some sparse candidate beats dense; 0: there is no
-    # such bandwidth; None: at every bandwidth one does
+    # bytes per second below which some sparse candidate always beats dense; 0: there is no such
+    # bandwidth; None: some candidate wins at every bandwidth
     break_even_bandwidth: float | None
-    break_even_density: float | None  # k / n below which likewise; None: up to density 1
+    break_even_density: float | None  # k / n below which the same holds; None: up to density 1
     k: int  # entries per rank
     dense: Prediction  # compared with all, whether or not it competes
-    table: tuple[Prediction, ...]  # all that compete, the fastest first
+    table: tuple[Prediction, ...]  # all competitors, fastest first
 
 
 def plan(
@@ -194,15 +194,15 @@ def plan(
     Args:
         size: number of elements n.
         world_size: number of ranks P.
-        machine: seconds that its links and cores take.
+        machine: times of the links and cores.
         candidates: algorithms; at equal times the first one wins.
-        density: k / n; default 0.01 where neither k nor a budget is given.
+        density: k / n; default 0.01 if neither k nor a budget is given.
         k: entries per rank, instead of a density.
-        budget_bytes: the most that a rank may send or receive per step; collectives that need more do
-            not compete.  Without density and k, as many entries are taken as fit the budget with all
-            candidates that fit at least 90 % of the best one's.
-        compute: seconds of a forward and backward pass; None: nothing overlaps it.
-        unit_bytes: of gradients that all but dense exchange at once; None: all of them.
+        budget_bytes: the maximum that a rank may send or receive per step; collectives that need more do
+            not compete.  Without density and k, k is the largest number that fits the budget with every
+            candidate that fits at least 90 % as many entries as the best one.
+        compute: seconds of a forward and backward pass; None: no overlap.
+        unit_bytes: bytes of gradients per exchange, except for dense; None: all of them.
 
     Raises:
         ConfigurationError: a bad number or name, or a budget that nothing fits.
@@ -245,7 +245,7 @@ def plan(
         return max(fitting, min(1, size))
 
     if k is None and density is None and budget_bytes is not None:
-        # of those that fit nearly as many entries as the best: all of these shall compete
+        # the minimum over candidates that fit nearly as many entries as the best, so all of them compete
         counts = [most_entries(c, budget_bytes) for c in candidates if c.result != "whole"]
         most_of_all = max(counts, default=size)
         k = min((count for count in counts if count >= _NEARLY * most_of_all), default=most_of_all)
@@ -272,7 +272,7 @@ def plan(
 
     bandwidth: float | None = 0.0
     most: float | None = 0.0
-    if world_size > 1 and size:  # else nothing is exchanged, whatever the network
+    if world_size > 1 and size:  # otherwise nothing is exchanged, whatever the network
         bandwidth = _break_even(
             lambda rate: sparse_wins(entries, replace(machine, beta=1 / rate)), _SLOWEST, _FASTEST
         )
@@ -282,9 +282,9 @@ def plan(
 
 
 def _break_even(wins: Callable[[float], bool], low: float, high: float) -> float | None:
-    """Return up to which value, from ``low`` on, sparse wins; 0: it loses there; None: up to ``high``.
+    """Return the value up to which sparse wins; 0: it loses at ``low``; None: it wins up to ``high``.
 
-    Points are equally far apart on a logarithmic scale, then the interval is halved.
+    Searches equally spaced points on a logarithmic scale, then halves the interval.
     """
     steps = max(math.ceil(_PER_DECADE * math.log10(high / low)), 1)
     points = [low * math.pow(high / low, i / steps) for i in range(steps + 1)]
@@ -307,9 +307,9 @@ def _why(
     density: float | None,
     partners: int,
 ) -> str:
-    """Say in one sentence which candidate wins, by how much, and where another one would.
+    """Return a sentence on which candidate wins, by how much, and where another one would.
 
-    ``partners``: 1: one rank is alone; 0: there is nothing to exchange.
+    ``partners`` is 1 for a single rank, and 0 if there is nothing to exchange.
     """
     best, *others = table
     won = f"{best.collective} wins here: "

@@ -1,4 +1,4 @@
-"""Times, volumes, rates and parts in units that people read."""
+"""Formatting times, volumes, rates and fractions in readable units."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BITS_PER_BYTE = 8
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration with three digits.
+    """Format a duration with three digits.
 
     Example:
         >>> format_seconds(0), format_seconds(12.34e-6), format_seconds(0.8237), format_seconds(95)
@@ -23,7 +23,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Write a volume with a decimal unit and three digits.
+    """Format a volume with a decimal unit and three digits.
 
     Example:
         >>> format_bytes(8), format_bytes(12_345_678)
@@ -33,7 +33,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_bandwidth(bytes_per_second: float) -> str:
-    """Write a rate in bits, as networks are sold.
+    """Format a rate in bits per second, as networks are sold.
 
     Example:
         >>> format_bandwidth(1.25e8), format_bandwidth(12_500)
@@ -44,7 +44,7 @@ def format_bandwidth(bytes_per_second: float) -> str:
 
 
 def format_percent(part: float) -> str:
-    """Write a part of 1 with two digits.
+    """Format a fraction as a percentage with two digits.
 
     Example:
         >>> format_percent(0.3123), format_percent(0.00042), format_percent(1.0)
@@ -62,5 +62,5 @@ def _scaled(number: float, units: Sequence[str]) -> str:
 
 
 def _plain(number: float, digits: int) -> str:
-    """Write significant digits without an exponent."""
+    """Format significant digits without an exponent."""
     return f"{float(f'{number:.{digits}g}'):,.12g}"

@@ -1,6 +1,6 @@
 """Accelerate: ``sync = attach(accelerator, model)``, after ``accelerator.prepare``.
 
-``accelerator.save_state`` and ``load_state`` then keep every rank's state as well.
+``accelerator.save_state`` and ``load_state`` then include every rank's sparsync state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
             ``sparsync.attach`` refuses something.
         PeerError: ranks disagree.
     """
-    # compared without DDP: on a CPU Accelerate keeps models without it, and ``model`` may have it
+    # compared without DDP, because on a CPU Accelerate records models without it
     inner = accelerator.unwrap_model(model)
     prepared = [accelerator.unwrap_model(one) is inner for one in accelerator._models]
     if not any(prepared):
@@ -66,10 +66,10 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
 
 
 class _Loading:
-    """``Accelerator.load_state`` that also resumes the attached models, until the last one is closed.
+    """An ``Accelerator.load_state`` that also resumes the attached models, until the last is closed.
 
-    Accelerate's own hooks know the folder, but run before the weights are loaded.  So a hook notes the
-    folder, and the method is replaced to do the rest afterwards.
+    Accelerate's own hooks know the folder, but run before the weights are loaded.  A hook therefore
+    records the folder, and the replaced method does the rest after the weights are loaded.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

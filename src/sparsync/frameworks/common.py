@@ -1,4 +1,4 @@
-"""Attach and resume: the common part of Accelerate, Lightning and the Hugging Face Trainer."""
+"""Attaching and resuming, as shared by Accelerate, Lightning and the Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def missing(framework: str, error: ImportError) -> ConfigurationError:
 
 
 def replace_method(owner: Any, name: str, method: Any) -> Callable[[], None]:
-    """Replace a method, or an attribute, of one object; return a function that restores the former.
+    """Replace a method or an attribute of one object; return a function that restores the former one.
 
-    If other code has replaced it again in the meantime, it stays as it is.
+    If other code has replaced it again in the meantime, the function does nothing.
     """
-    # of the object alone: a method of its class is not there, and shows again once this one is deleted
+    # only looks at the object: a method of its class reappears once the replacement is deleted
     former = vars(owner).get(name)
     setattr(owner, name, method)
 
@@ -61,13 +61,13 @@ def attach_wrapped(
     how: str,
     scaler: Any = None,
 ) -> Handle:
-    """Attach to the module that a framework wrapped, and maybe compiled, for training.
+    """Attach to the module that a framework wrapped, and possibly compiled, for training.
 
     ``attach`` gets the optimizers that have parameters of the model.  ``options`` take precedence over
     the framework's ``scaler``; ``how`` tells the user how to make the framework start several processes.
     """
-    wrapped: Any = getattr(model, "_orig_mod", model)  # of torch.compile
-    # frameworks leave out DDP where there is one process, and ``attach`` would ask to wrap the model
+    wrapped: Any = getattr(model, "_orig_mod", model)  # torch.compile keeps the module there
+    # with one process frameworks omit DDP, and ``attach`` would ask the user to wrap the model
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone and not isinstance(wrapped, DistributedDataParallel):
         raise ConfigurationError(
@@ -91,8 +91,8 @@ def attach_wrapped(
 def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
     """Write this rank's state into a folder of a framework's checkpoint; all ranks call it.
 
-    The file also has a digest of the weights: a job may end after this one is written and before the
-    framework has written the weights, or the other way round.
+    The file also has a digest of the weights, because a job may end between the writing of this file and
+    of the framework's weights.
 
     Raises:
         CheckpointError: see ``save_state``.
@@ -106,15 +106,15 @@ def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
 def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
     """Load the files of ``save_beside``, after the weights were loaded; all ranks call it.
 
-    A checkpoint of a run without sparsync has no such folder: then residuals stay as they are, and a
-    warning says so.
+    A checkpoint of a run without sparsync has no such folder.  In that case residuals are unchanged, and
+    a warning says so.
 
     Raises:
         PeerError: some ranks see a folder and others do not.
-        CheckpointError, ConfigurationError: see ``load_states``; the weights differ from those with which
-            the state was saved.
+        CheckpointError, ConfigurationError: see ``load_states``; the weights differ from the ones saved
+            with the state.
     """
-    # asked first: a rank that loads sends messages, for which one without the folder would not be there
+    # checked first, because loading is collective and a rank without the folder would not join
     present = folder.is_dir()
     run(agree(sync.reducer.comm, {f"whether there is a saved state in {folder}": present}))
     if present:
@@ -128,10 +128,10 @@ def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
 
 
 def _weights(sync: Handle, model: torch.nn.Module) -> str:
-    """Return a digest of a model's weights, as a framework saves them.
+    """Return a digest of a model's weights as a framework saves them.
 
-    Shards have none, since they may be cut in another way later.  Where updates are exchanged only rank
-    0 has one: frameworks save the weights of rank 0.
+    Shards have none, because they may be cut differently later.  With an exchange of updates only rank 0
+    has one, because frameworks save the weights of rank 0.
     """
     if isinstance(sync, UpdateSync) and sync.reducer.comm.rank:
         return ""

@@ -1,6 +1,6 @@
 """Lightning: ``Trainer(strategy="ddp", callbacks=[SparsyncCallback()])``.
 
-Next to every checkpoint ``NAME.ckpt`` it writes ``NAME.ckpt.sparsync`` with every rank's state, and
+It writes ``NAME.ckpt.sparsync`` with every rank's state next to every checkpoint ``NAME.ckpt``, and
 ``trainer.fit(ckpt_path=...)`` reads it.
 """
 
@@ -47,14 +47,14 @@ class SparsyncCallback(Callback):
         ConfigurationError, PeerError: see ``sparsync.attach``; from ``trainer.fit``.
 
     A module with several optimizers, i.e. manual optimization, needs
-    ``strategy="ddp_find_unused_parameters_true"``.  Where gradients are exchanged, each
-    ``manual_backward`` is then a step, which delivers residuals to the parameters of all optimizers: zero
-    gradients after ``step()``, not before ``manual_backward``.  Where updates are exchanged, the steps of
+    ``strategy="ddp_find_unused_parameters_true"``.  When gradients are exchanged, each
+    ``manual_backward`` is a step, which delivers residuals to the parameters of all optimizers: zero
+    gradients after ``step()``, not before ``manual_backward``.  When updates are exchanged, the steps of
     the last optimizer count, and the Trainer validates the weights that all ranks share.
 
-    Lightning neither tells a callback the path of a checkpoint nor lets ranks other than 0 write one:
-    so the strategy's ``save_checkpoint`` and ``remove_checkpoint``, which all ranks call, are replaced
-    until ``close()``.
+    Lightning does not pass a checkpoint's path to callbacks, and lets only rank 0 write one.  The
+    callback therefore replaces the strategy's ``save_checkpoint`` and ``remove_checkpoint``, which all
+    ranks call, until ``close()``.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -65,9 +65,9 @@ class SparsyncCallback(Callback):
         self._shown = ExitStack()  # open while the shared weights are validated
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach to the wrapped module, after everything else was restored and before a gradient."""
+        """Attach to the wrapped module, after everything else was restored and before any gradient."""
         self._follow(trainer)
-        # a folder in which ranks cannot write is refused now, not at the first checkpoint
+        # refuses a folder in which ranks cannot write now rather than at the first checkpoint
         for checkpoints in trainer.checkpoint_callbacks:
             _folder(getattr(checkpoints, "dirpath", None) or trainer.default_root_dir)
         how = 'give Trainer(strategy="ddp", devices=2)'
@@ -79,14 +79,14 @@ class SparsyncCallback(Callback):
         if trainer.ckpt_path:
             resume(sync, pl_module, _folder(trainer.ckpt_path))
         elif former is not None and self._module is pl_module and not isinstance(sync, UpdateSync):
-            # a second fit() of the same module: the residual is still to be delivered
+            # a second fit() of the same module must still deliver the residual
             sync.load_state_dict(former.state_dict())
         self._module = pl_module
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Show the shared weights."""
-        # The sanity check comes before ``on_train_start``, and validate() after the end of fit(): in both
-        # cases there is no handle, or one that is closed.
+        # The sanity check runs before ``on_train_start``, and validate() after fit(): in both cases there
+        # is no open handle.
         fits = trainer.state.fn == "fit" and not trainer.sanity_checking
         if fits and isinstance(self.sync, UpdateSync):
             self._shown.enter_context(self.sync.shared())
@@ -100,7 +100,7 @@ class SparsyncCallback(Callback):
         self._shown.close()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave replicas equal, where updates were exchanged."""
+        """Make replicas equal if updates were exchanged."""
         if isinstance(self.sync, UpdateSync):
             self.sync.finish()
 
@@ -110,15 +110,15 @@ class SparsyncCallback(Callback):
             self.sync.close()
 
     def close(self) -> None:
-        """End the exchange and leave the Trainer, whose checkpoints then hold no state of sparsync."""
+        """End the exchange and detach from the Trainer; later checkpoints have no sparsync state."""
         self._followed.close()
         if self.sync is not None:
             self.sync.close()
 
     def _follow(self, trainer: Any) -> None:
-        """Save, and remove, every rank's state with each of the Trainer's checkpoints."""
+        """Save and remove every rank's state with each of the Trainer's checkpoints."""
         strategy = trainer.strategy
-        # one callback per strategy: two would save, and exchange, everything twice
+        # one callback per strategy, because two would save and exchange everything twice
         former = getattr(strategy, _FOLLOWER, None)
         if former is self:
             return
@@ -128,7 +128,7 @@ class SparsyncCallback(Callback):
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
 
         def save_checkpoint(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
-            # a checkpoint with save_weights_only=True has no callbacks, and needs no state of ranks
+            # a checkpoint with save_weights_only=True has no callbacks and needs no rank states
             if self.sync is not None and "callbacks" in checkpoint:
                 save_beside(self.sync, self._module, _folder(filepath))
             save(checkpoint, filepath, *args, **kwargs)
@@ -144,7 +144,7 @@ class SparsyncCallback(Callback):
 
 
 def _folder(checkpoint: Path | str) -> Path:
-    """Return the folder of the ranks' states of a checkpoint; for a link, that of its target.
+    """Return the folder for the ranks' states of a checkpoint; for a link, the folder of its target.
 
     Raises:
         ConfigurationError: the checkpoint is not on a file system.

@@ -1,6 +1,6 @@
 """Hugging Face Trainer: ``trainer.add_callback(SparsyncCallback(trainer))``.
 
-Every ``checkpoint-N`` then holds every rank's state, and ``resume_from_checkpoint=`` reads it.
+Every ``checkpoint-N`` then includes every rank's state, and ``resume_from_checkpoint=`` reads it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class SparsyncCallback(TrainerCallback):
     """Attaches sparsync when training begins, saves with every checkpoint, resumes with the Trainer.
 
     Args:
-        trainer: the ``Trainer`` to which it is added: only the trainer knows the wrapped model and the
-            checkpoint from which it resumes.
+        trainer: the ``Trainer`` to which the callback is added; only the trainer knows the wrapped model
+            and the checkpoint from which it resumes.
         options: arguments of ``sparsync.attach``.  By default ``optimizer`` and ``scaler`` are the
             trainer's.
 
@@ -45,18 +45,18 @@ class SparsyncCallback(TrainerCallback):
         sync: the handle of ``sparsync.attach``; None before training begins.
 
     Raises:
-        ConfigurationError: the trainer already has such a callback that is not closed.  From
+        ConfigurationError: the trainer already has an open callback of this class.  From
             ``trainer.train()``: ``sparsync.attach`` refuses something.
         PeerError: from ``trainer.train()``; see ``sparsync.attach``.
 
-    Where updates are exchanged, the trainer evaluates the weights that all ranks share while it trains.
+    When updates are exchanged, evaluations during training use the weights that all ranks share.
     """
 
     def __init__(self, trainer: Any, **options: Any) -> None:
         self.sync: Handle | None = None
         self._trainer, self._options, self._training = trainer, options, False
         self._model: Any = None
-        # the argument of ``trainer.train()`` while that runs: a path, or True for the last checkpoint
+        # the argument of ``trainer.train()`` while it runs: a path, or True for the last checkpoint
         self._checkpoint: Any = None
         train = trainer.train
         if hasattr(train, "sparsync_callback"):
@@ -66,7 +66,7 @@ class SparsyncCallback(TrainerCallback):
 
         @functools.wraps(train)
         def follow(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            # callbacks are told at which step training resumes, but not from which checkpoint
+            # callbacks learn at which step training resumes, but not from which checkpoint
             self._checkpoint = resume_from_checkpoint
             try:
                 return train(resume_from_checkpoint, *args, **kwargs)
@@ -74,7 +74,7 @@ class SparsyncCallback(TrainerCallback):
                 self._checkpoint, self._training = None, False
 
         follow.sparsync_callback = self  # type: ignore[attr-defined]
-        # no callback comes before an evaluation, so its loop is replaced as well
+        # no callback runs before an evaluation, so its loop is replaced as well
         evaluation_loop = trainer.evaluation_loop
 
         @functools.wraps(evaluation_loop)

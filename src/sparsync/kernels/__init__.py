@@ -1,10 +1,10 @@
 """The hot loops, dispatched by the dtype and device of their tensors.
 
-Callers import from here and never from a backend.  Float32 on the CPU goes to C++ (``native.py``) if
-that was built, on a GPU to Triton (``triton.py``) if that is installed, and everything else to PyTorch
-(``reference.py``), which describes the functions.  It is the specification, to which the other backends
-are bit-equal in integers, floats, Inf, denormals and signs; only the bits of a NaN that results from a
-sum are left open.
+Callers import from this package and never from a backend.  Float32 on the CPU goes to C++ (``native.py``)
+if it was built, float32 on a GPU to Triton (``triton.py``) if it is installed, and everything else to
+PyTorch (``reference.py``).  The latter documents the functions and is their specification.  The other
+backends are bit-equal to it in integers, floats, Inf, denormals and signs; only the bits of a NaN that
+results from a sum are unspecified.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "undeal",
 ]
 
-# elements from which a slow CPU kernel deserves a warning (a pass takes 1 ms)
+# number of elements from which a slow CPU kernel warrants a warning (a pass takes 1 ms)
 _LARGE: Final = 1 << 17
 
 P = ParamSpec("P")
@@ -50,11 +50,11 @@ def backend_of(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> Any:
     """Return the module that takes these tensors: ``native``, ``triton`` or ``reference``.
 
     Args:
-        tensors: those that decide; without any, ``reference`` is returned.
-        dtype: the only one that compiled kernels take here.
+        tensors: the tensors that decide; without any, ``reference`` is returned.
+        dtype: the only dtype of these tensors that compiled kernels take.
     """
     on_cpu, on_cuda = bool(tensors), bool(tensors)
-    # called dozens of times per step: properties are read, and no sets are built
+    # called dozens of times per step, so it only reads properties and builds no sets
     for tensor in tensors:
         if tensor.dtype is not dtype:
             return reference
@@ -72,7 +72,7 @@ def backend_of(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> Any:
 @functools.cache
 def _triton() -> Any:
     """Return the Triton backend, imported for the first CUDA tensor; None without Triton."""
-    # not imported with the package: processes without a GPU do not need it
+    # imported lazily, because processes without a GPU do not need it
     backend = importlib.import_module("sparsync.kernels.triton")
     return backend if backend.installed() else None
 
@@ -91,7 +91,7 @@ def _dispatched(
     deciding: Callable[..., Sequence[Tensor]] = lambda *arguments: arguments[:1],
     dtype: torch.dtype = torch.float32,
 ) -> Callable[P, R]:
-    """Return the function that runs a specification, or the backend of its ``deciding`` tensors."""
+    """Return a function that calls the specification, or the backend chosen by ``deciding`` tensors."""
     name, in_place = specification.__name__, specification.__name__.endswith("_")
 
     @functools.wraps(specification)
@@ -99,7 +99,7 @@ def _dispatched(
         tensors = deciding(*arguments)
         backend = backend_of(*tensors, dtype=dtype)
         if in_place and not all(tensor.is_contiguous() for tensor in tensors):
-            # a contiguous copy would be changed in the place of the caller's tensor
+            # the kernel would change a contiguous copy instead of the caller's tensor
             return getattr(reference, name)(*arguments, **named)
         return getattr(backend, name)(*map(_contiguous, arguments), **named)
 

@@ -1,7 +1,7 @@
-"""Magnitude keys: floats as integers that are ordered as their magnitudes, on any device.
+"""Magnitude keys: integers that order floats by magnitude, on any device.
 
-The key is the integer bits of ``|x|``.  That orders finite floats like ``abs``, puts Inf above them and
-NaN above Inf: a NaN is selected (and seen), never silently lost.
+The key consists of the bits of ``|x|``, read as an integer.  Keys order finite floats like ``abs``, with
+Inf above them and NaN above Inf.  A NaN is therefore selected and noticed, never silently lost.
 """
 
 from __future__ import annotations

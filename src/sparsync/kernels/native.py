@@ -1,12 +1,13 @@
 """The hot loops in C++ (``native/``), for float32 on the CPU; ``reference.py`` describes them.
 
 They are built when the package is installed, if there is a C++ compiler.  The instruction set is chosen
-at run time: AVX-512, AVX2, NEON, or plain C++.  ``SPARSYNC_KERNELS`` in the environment names another
-one of them, or ``torch`` to switch this module off.  Passes over large vectors use up to
+at run time: AVX-512, AVX2, NEON, or plain C++.  The environment variable ``SPARSYNC_KERNELS`` selects
+another one, or ``torch`` to disable this module.  Passes over large vectors use up to
 ``torch.get_num_threads()`` threads.
 
-Tensors are passed as addresses; arguments that would lead outside of them are refused here or in C++.
-The functions for messages are the fused exchanges of ``wire/packed.py`` and ``wire/messages.py``.
+Tensors are passed as addresses.  Arguments that would cause accesses out of bounds are refused in this
+module or in C++.  The functions for messages are the fused passes of ``wire/packed.py`` and
+``wire/messages.py``.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ __all__ = [
     "unpack_and_undeal",
 ]
 
-# of the extension's functions: native/module.cpp states the same number.  An extension of other sources
-# would take addresses for lengths
+# Version of the extension's functions, also stated in native/module.cpp.  An extension built from other
+# sources might take addresses for lengths.
 _INTERFACE: Final = 8
 
 
@@ -71,20 +72,25 @@ def _load() -> Any:
 
 EXTENSION: Final[Any] = _load()  # the extension module; None if there is none
 
-# elements for which a further thread is worth its start (50 us): a pass over them takes 200 us
+# elements that justify starting another thread (50 us): a pass over them takes 200 us
 _ELEMENTS_PER_THREAD: Final = 1 << 20
-# up to here ``find`` without a limit allocates for all elements instead of counting first
+# up to this size, ``find`` without a limit allocates for all elements instead of counting first
 _SMALL: Final = 1 << 14
-# from here ``top`` guesses a threshold from a sample, instead of counting all keys
+# from this size, ``top`` guesses a threshold from a sample instead of counting all keys
 _SAMPLED: Final = 1 << 17
 _STRIDE: Final = 256  # one element in this many is sampled,
-_SAMPLES: Final = 1 << 12  # or more, so that there are at least this many
-_ENTRY_BYTES: Final = (8, 2, 1, 4)  # an entry's least bytes in a message, by the form of its values
+_SAMPLES: Final = 1 << 12  # or more, to get at least this many samples
+_ENTRY_BYTES: Final = (
+    8,
+    2,
+    1,
+    4,
+)  # minimal bytes of an entry in a message, by the form of its values
 
 
 @functools.cache
 def instruction_sets() -> tuple[str, ...]:
-    """Return the instruction sets that this build and this machine have, the fastest first."""
+    """Return the instruction sets that this build and this machine support, fastest first."""
     return tuple(EXTENSION.instruction_sets()) if EXTENSION is not None else ()
 
 
@@ -121,11 +127,11 @@ def accumulate_(
 
 
 def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:
-    """Cost: one reading of x; a second one without a limit."""
+    """Cost: one pass over x; a second one without a limit."""
     n = x.numel()
     searched = _address("x", x), n
     if limit is None:
-        # room for all elements is cheaper than a second reading where there are few
+        # for few elements, allocating room for all is cheaper than a second pass
         few = n <= _SMALL
         limit = n if few else EXTENSION.count(*searched, _low(key), _workers(n), chosen())
     return _collect(EXTENSION.find, searched, key, limit)
@@ -135,8 +141,8 @@ def _collect(
     kernel: Callable[..., int], vectors: tuple[int, ...], key: int, limit: int
 ) -> tuple[Tensor, Tensor] | None:
     n = vectors[-1]
-    # every thread writes into room for ``limit`` entries of its own, and C++ moves the results
-    # together: memory that is not written costs nothing
+    # every thread has its own room for ``limit`` entries, and C++ moves the results together: memory that
+    # is never written costs nothing
     limit, workers = max(min(limit, n), 0), _workers(n)
     indices, values = empty(workers * limit, torch.int64), empty(workers * limit, torch.float32)
     ends = indices.data_ptr(), values.data_ptr()
@@ -149,19 +155,19 @@ def _workers(n: int) -> int:
 
 
 def _low(key: int) -> int:
-    """Return the key within 32 bits, unsigned; at least 1, so that zeros are never found."""
+    """Return the key within 32 bits, unsigned; at least 1, so zeros are never found."""
     return min(max(key, 1), 1 << 31)
 
 
 def top(x: Tensor, k: int) -> Tensor:
-    """Cost: for large x a reading and a selection among about k; if the sample misled, six readings."""
+    """Cost: for large x, a pass and a selection among about k; six passes if the sample misleads."""
     n, address = x.numel(), _address("x", x)
     k = min(k, n)
     if k <= 0:
         return empty(0, torch.int64)
     if n >= _SAMPLED and 4 * k <= n:
-        # a guess decides only how much is read: fewer than k candidates, or far too many, and all keys
-        # are counted; else the top k are among them
+        # The guess only affects the cost: with at least k candidates the top k are among them, and with
+        # fewer, or far too many, all keys are counted.
         key = EXTENSION.guess(address, n, k, min(_STRIDE, n // _SAMPLES))
         candidates = find(x, key, 4 * k + _SMALL)
         if candidates is not None and candidates[0].numel() >= k:
@@ -234,12 +240,12 @@ def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
 # ---- levels -----------------------------------------------------------------------------------------
 
 
-# bits, block (a multiple of 8), the largest scale, thresholds, levels
+# bits, block (a multiple of 8), largest scale, thresholds, levels
 Levels = tuple[int, int, float, Tensor, Tensor]
 
 
 def quantise(values: Tensor, levels: Levels) -> Tensor:
-    """Cost: one reading."""
+    """Cost: one pass."""
     raw = empty(_level_bytes(values.numel(), levels)[1], torch.uint8)
     EXTENSION.quantise(_address("values", values), *_on(raw, values, levels))
     return raw
@@ -255,7 +261,7 @@ def decode_levels_(
 
 
 def _level_bytes(n: int, levels: Levels) -> tuple[int, int]:
-    """Return the bytes of the scales, and those of scales and codes."""
+    """Return the bytes of the scales, and of scales and codes together."""
     scales = 2 * -(-n // levels[1])
     return scales, scales - -n * levels[0] // 8
 
@@ -269,12 +275,12 @@ def _on(raw: Tensor, values: Tensor, levels: Levels) -> tuple[object, ...]:
 
 # ---- Adam's moments ---------------------------------------------------------------------------------
 
-# the second moment's factor in the step that is wanted, and in the one that was made; eps; the rate
+# the second moment's factor in the wanted step, and in the step that was made; eps; learning rate
 Moments = tuple[float, float, float, float]
 
 
 def lengthen_(first: Tensor, second: Tensor, weights: Tensor, moments: Moments) -> None:
-    """Cost: one reading of three vectors, one writing."""
+    """Cost: one pass that reads three vectors and writes one."""
     n = weights.numel()
     if first.numel() != n or second.numel() != n:
         raise ConfigurationError(
@@ -287,7 +293,7 @@ def lengthen_(first: Tensor, second: Tensor, weights: Tensor, moments: Moments) 
 # ---- exchanges of packed messages -------------------------------------------------------------------
 
 
-# the header with a count of 0 as two numbers; form of the values, their block; elements per owner
+# the header with a count of 0, as two numbers; form and block of the values; elements per owner
 Style = tuple[int, int, int, int, int]
 
 
@@ -300,10 +306,10 @@ def deal_and_pack(
     style: Style,
     stride: int,
 ) -> tuple[list[Tensor], Tensor, tuple[Tensor, Tensor]] | None:
-    """Deal entries to owners and pack a message of at most ``stride`` bytes for each but ``rank``.
+    """Deal entries to owners and pack a message of at most ``stride`` bytes for each except ``rank``.
 
-    Returns a message per owner (empty for the rank itself), the values that arrive, and the rank's own
-    entries; None if a share has more than ``limit`` entries.
+    Returns a message per owner (empty for the rank itself), the values as they will arrive, and the
+    rank's own entries; None if a share has more than ``limit`` entries.
     """
     nnz = values.numel()
     messages, lengths = empty(world_size * stride, torch.uint8), empty(world_size, torch.int64)
@@ -322,7 +328,7 @@ def deal_and_pack(
 def unpack_and_sum(
     messages: Sequence[Tensor], rank: int, indices: Tensor, values: Tensor, style: Style, k: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Sum messages and the own entries of ``rank``, in rank order; None if a message is malformed."""
+    """Sum messages and ``rank``'s own entries in rank order; None if a message is malformed."""
     most = max(min(k, style[-1]), 0)
     room = empty(most, torch.int64), empty(most, torch.float32)
     given = _raw(messages), rank, *_entries(indices, values), style, k
@@ -339,10 +345,10 @@ def unpack_and_undeal(
     sums: Tensor,
     sent: tuple[Tensor, Tensor],
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """Join the messages of all owners to a vector of ``size``; None if a message is malformed.
+    """Join the messages of all owners into a vector of ``size``; None if a message is malformed.
 
-    Returns its ``k`` largest entries, and the part of them that ``rank`` delivered: of the entries that
-    it ``sent``, and of the difference between its message and its ``sums``.
+    Returns the vector's ``k`` largest entries, and the part of them that ``rank`` delivered: from the
+    entries that it ``sent``, and from the difference between its message and its ``sums``.
     """
     most = min(size, max(k, 0), sum(message.numel() for message in messages))
     rooms = [(empty(most, torch.int64), empty(most, torch.float32)) for _ in range(2)]
@@ -368,7 +374,7 @@ def _room(pair: tuple[Tensor, Tensor]) -> tuple[int, int, int]:
 # ---- messages of regions -----------------------------------------------------------------------------
 
 
-# the first 8 bytes of a message with a count of 0; form of the values (0: coo), their block
+# the first 8 bytes of a message with a count of 0; form (0: coo) and block of the values
 Layout = tuple[int, int, int]
 Share = Tensor | tuple[Tensor, Tensor]  # a message, or indices and values
 
@@ -376,8 +382,8 @@ Share = Tensor | tuple[Tensor, Tensor]  # a message, or indices and values
 def cut_messages(
     indices: Tensor, values: Tensor, boundaries: Sequence[int], own: int, layout: Layout
 ) -> list[Tensor]:
-    """Cut entries at boundaries and write a message per region; that of ``own`` is empty."""
-    # an index has 33 bits at most, and two more per entry say where it lies; a message has a header
+    """Cut entries at boundaries and write a message per region, empty for ``own``."""
+    # an index takes at most 33 bits plus two for its position, and every message has a header
     room = 9 * values.numel() + 32 * len(boundaries)
     out = empty(room, torch.uint8)
     given = *_entries(indices, values), list(boundaries), own, layout
@@ -388,14 +394,14 @@ def cut_messages(
 def fold_messages(
     shares: Sequence[Share], layout: Layout, width: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Sum shares of a region in their order; None if a message is malformed."""
+    """Sum shares of a region in the given order; None if a message is malformed."""
     return _unpacked(EXTENSION.fold, shares, layout, width)
 
 
 def join_messages(
     messages: Sequence[Tensor], layout: Layout, spans: Sequence[tuple[int, int]]
 ) -> tuple[Tensor, Tensor] | None:
-    """Place a message per ``[start, stop)``, which ascend; None if a message is malformed."""
+    """Join messages of ascending regions ``[start, stop)``; None if a message is malformed."""
     return _unpacked(EXTENSION.join, messages, layout, list(spans))
 
 
@@ -441,12 +447,12 @@ def _entries(indices: Tensor, values: Tensor) -> tuple[int, int, int]:
 
 
 def empty(count: int, dtype: torch.dtype) -> Tensor:
-    """Allocate on the CPU, whatever the default dtype and device; unwritten memory costs nothing."""
+    """Allocate on the CPU, whatever the default device; unwritten memory costs nothing."""
     return torch.empty(count, dtype=dtype, device="cpu")
 
 
 def _guarded(kernel: Callable[..., Any], *arguments: object) -> Any:
-    """Call a kernel that checks its arguments; turn its refusal into a ConfigurationError."""
+    """Call a kernel that checks its arguments; turn its ValueError into a ConfigurationError."""
     try:
         return kernel(*arguments)
     except ValueError as error:

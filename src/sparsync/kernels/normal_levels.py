@@ -1,10 +1,10 @@
-"""Quantising to the levels of a normal distribution: 1, 2, 3 or 4 bits per value; or 8, uniformly.
+"""Quantising to the levels of a normal distribution with 1 to 4 bits per value, or uniformly with 8.
 
 ``quantise_plainly`` and ``decode_plainly_`` are the specification, in PyTorch on any device.  C++
-(``native/levels_body.h``, blocks of a multiple of 8 values) and Triton (2^j >= 8) are bit-equal to it.
+(``native/levels_body.h``, for blocks of a multiple of 8 values) and Triton (for 2^j >= 8) are bit-equal.
 
-A code has a sign in its highest bit and the number of its level below.  Code i of b bits stands at bit
-``b i`` of the stream; bit j of a stream is bit ``j % 8`` (0 the lowest) of byte ``j // 8``.
+The highest bit of a code is its sign; the other bits are the number of its level.  Code i of b bits is at
+bit ``b i`` of the stream; bit j of a stream is bit ``j % 8`` (0 is lowest) of byte ``j // 8``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 SCALE_BYTES: Final = 2
-_UNIFORM: Final = 8  # bits from which levels are equally far apart
+_UNIFORM: Final = 8  # bits with equally spaced levels
 
-# in units of the root mean square: the least mean square error for a normal distribution (Max, 1960,
+# in units of the root mean square; minimise the mean square error for a normal distribution (Max, 1960,
 # table I)
 _THRESHOLDS = MappingProxyType(
     {
@@ -75,14 +75,15 @@ def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def quantise(values: Tensor, bits: int, block: int, limit: float) -> Tensor:
     """Return bf16 scales and codes as bytes.
 
-    Thresholds are multiples of a block's root mean square.  Its scale is ``<q, x> / <q, q>`` of the
-    levels q, so the decoded block is the projection of x onto q.  A block with NaN or Inf becomes NaN.
+    Thresholds are multiples of a block's root mean square.  The block's scale is ``<q, x> / <q, q>`` of
+    the levels q, so the decoded block is the projection of x onto q.  A block with NaN or Inf becomes
+    NaN.
 
     Args:
-        values: float32, any number.
+        values: any number of float32 values.
         bits: one of ``BITS``.
-        block: values that share a scale.
-        limit: the largest scale, a bf16; decoded values are at most ``top_level(bits)`` times it.
+        block: number of values that share a scale.
+        limit: the largest scale, a bf16; decoded values are at most ``top_level(bits) * limit``.
     """
     if (backend := _backend(block, values)) is None:
         return quantise_plainly(values, bits, block, limit)
@@ -97,8 +98,8 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
     blocks = packing.in_blocks(values, block)
     magnitudes = blocks.abs()
     peaks = magnitudes.amax(1, keepdim=True)
-    # values are divided by a power of two near the largest: so no square overflows, and none that
-    # matters vanishes
+    # dividing by a power of two near the largest value keeps squares from overflowing, and squares that
+    # matter from underflowing
     units = (peaks.view(torch.int32) & _EXPONENT).clamp(_SMALLEST, _LARGEST).view(torch.float32)
     scaled = magnitudes / units
     if bits == _UNIFORM:
@@ -109,15 +110,14 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
         lengths = torch.full_like(peaks, block)
         lengths[-1:] -= blocks.numel() - count
         squares = sums_of_halves(scaled * scaled) / lengths
-        # rounded once, from float64: torch's root of float32 may be off by one bit
+        # rounded once, from float64, because PyTorch's float32 square root may be off by one bit
         spread = squares.double().sqrt().float()
         number = torch.zeros_like(blocks, dtype=torch.uint8)
         for threshold in thresholds:
             number += scaled > threshold * spread
     nearest = levels[number.int()]
     nearest.view(-1)[count:] = 0.0
-    # the projection <q, x> / <q, q>: its error is orthogonal to q, so the decoded block is never longer
-    # than x
+    # the projection's error is orthogonal to q, so the decoded block is never longer than x
     scales = sums_of_halves(nearest * scaled) / sums_of_halves(nearest * nearest) * units
     scales = torch.where(peaks == 0, 0.0, scales.clamp(max=limit))
     scales = torch.where(peaks.isfinite(), scales, torch.nan)
@@ -125,7 +125,7 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
     scales = packing.unpack_values(raw, len(blocks), packing.BF16, 1)[:, None]
     negative = (blocks < 0) & (nearest > 0)
     codes = number | negative.to(torch.uint8) << (bits - 1)
-    # blocks of zeros and of NaN have one form each: equal vectors give equal bytes
+    # blocks of zeros and of NaN have one encoding each, so equal vectors give equal bytes
     codes = torch.where(scales > 0, codes, 0)
     return torch.cat([raw, pack_codes(codes.view(-1)[:count], bits)])
 
@@ -133,7 +133,7 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
 def decode_(
     into: Tensor, raw: Tensor, bits: int, block: int, divisor: float = 1.0, *, keep: bool = True
 ) -> None:
-    """Decode the bytes of ``quantise``, divide, and add to ``into`` (float32, as long), or replace it."""
+    """Decode the bytes of ``quantise``, divide, and add to ``into`` (float32) or overwrite it."""
     if (backend := _backend(block, into)) is None:
         decode_plainly_(into, raw, bits, block, divisor, keep=keep)
     else:
@@ -154,7 +154,7 @@ def decode_plainly_(
 
 
 def _backend(block: int, vector: Tensor) -> Any:
-    """Return the module that takes such blocks of a vector; None for the specification."""
+    """Return the backend for such blocks of a vector; None for the specification."""
     backend = backend_of(vector)
     if backend is reference or block % 8 or not vector.is_contiguous():
         return None
@@ -168,7 +168,7 @@ def _backend(block: int, vector: Tensor) -> Any:
 def sums_of_halves(rows: Tensor) -> Tensor:
     """Add the halves of each row until one number is left.
 
-    The order of additions is fixed, where ``sum`` has one that depends on the machine and its threads.
+    The order of additions is fixed; with ``sum`` it would depend on the machine and its threads.
     """
     while rows.shape[1] > 1:
         half = (rows.shape[1] + 1) // 2
@@ -191,7 +191,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     count = codes.numel()
     padded = codes.new_zeros(-(-count // 8) * 8)
     padded[:count] = codes & ((1 << bits) - 1)
-    # words of eight codes, a byte each: three rounds fold pairs, fours and halves together
+    # a word has eight codes, one per byte: three rounds merge pairs, then fours, then halves
     words = padded.view(torch.int64)
     for width in (8, 16, 32) if bits < 8 else ():
         kept = bits * width // 8

@@ -1,12 +1,12 @@
 """Packing of sparse vectors into few bits: Elias-Fano indices; bf16, int8 or float32 values.
 
 ``pack`` and ``unpack`` dispatch to C++ (``native/packing.cpp``) or Triton.  The other functions are the
-specification, in plain PyTorch on any device, to which both are bit-equal.
+specification, in plain PyTorch on any device; both backends are bit-equal to it.
 
 Elias-Fano splits each of ``nnz`` ascending indices below ``size`` into ``low_bits`` low bits, written
-as they are, and a high part, written as a set bit at ``high + i`` for the i-th index (the gaps between
-high parts in unary).  Bit b of the stream is bit ``b % 8`` of byte ``b // 8``; the low bits of all
-entries come first, the unary part follows on the next bit, zero bits fill the last byte.
+verbatim, and a high part, written as a set bit at ``high + i`` for the i-th index (the gaps between high
+parts in unary).  Bit b of the stream is bit ``b % 8`` of byte ``b // 8``.  The low bits of all entries
+come first, the unary part follows at the next bit, and zero bits fill the last byte.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _INF, _LARGEST_BF16, _NAN_BF16 = 0x7F800000, 0x7F7F, 0x7FC0  # magnitudes as int
 _LEVELS = 127.0  # int8 codes are -127 ... 127
 _NOT_FINITE = -128
 _LARGEST_SCALE = float.fromhex("0x1.020406p+121")  # 127 times the next float32 is infinite
-_LARGEST = MappingProxyType(  # values up to these stay finite when they are rounded, there and back
+_LARGEST = MappingProxyType(  # values up to these stay finite through both conversions
     {torch.float64: torch.finfo(torch.float32).max, torch.float16: 65280.0}
 )
 
@@ -66,11 +66,11 @@ def low_bits(nnz: int, size: int) -> int:
 
 
 def index_bits(nnz: int, size: int) -> int:
-    """Return the exact bits of ``nnz`` indices below ``size``; grows with ``nnz``."""
+    """Return the exact number of bits of ``nnz`` indices below ``size``; it grows with ``nnz``."""
     if nnz == 0:
         return 0
     low = low_bits(nnz, size)
-    return nnz * (low + 1) - (-size >> low)  # minus the floor of the negative: plus the ceiling
+    return nnz * (low + 1) - (-size >> low)  # subtracting the floor of -x adds the ceiling of x
 
 
 def index_bytes(nnz: int, size: int) -> int:
@@ -93,7 +93,7 @@ def pack(
 ) -> tuple[Tensor, Tensor]:
     """Return header, values and indices as one uint8 payload, and the values as the receiver sees them.
 
-    C++ refuses indices that are not int64, strictly ascending below ``size``, one per value.
+    C++ requires one int64 index per value, strictly ascending below ``size``.
     """
     exact = to_float32(values, form)
     on = _functions(exact)
@@ -108,7 +108,7 @@ def pack(
 
 
 def unpack(body: Tensor, nnz: int, size: int, form: int, block: int) -> tuple[Tensor, Tensor]:
-    """Return the indices and float32 values of a message's ``body``, which has the exact length."""
+    """Return the indices and float32 values of a message's ``body``, whose length was checked."""
     on, middle = _functions(body), value_bytes(nnz, form, block)
     if on is native:
         body = body.contiguous()
@@ -123,7 +123,7 @@ def unpack(body: Tensor, nnz: int, size: int, form: int, block: int) -> tuple[Te
 
 
 def _functions(tensor: Tensor) -> Any:
-    """Return the module whose functions take the tensor: native, Triton's, or this one."""
+    """Return the module that handles the tensor: native, Triton's, or this one."""
     backend = backend_of(tensor, dtype=tensor.dtype)
     return sys.modules[__name__] if backend is reference else backend
 
@@ -148,14 +148,14 @@ def _pack_natively(
 
 
 def miscounted(nnz: int, found: int) -> WireFormatError:
-    """Return the error of an index stream without one bit per entry."""
+    """Return the error for an index stream that does not have one bit per entry."""
     return WireFormatError(
         f"a message of {nnz} entries has {found} bits set where its indices stand; it is corrupt"
     )
 
 
 def unordered(size: int) -> WireFormatError:
-    """Return the error of a message whose indices do not ascend."""
+    """Return the error for a message whose indices do not ascend."""
     return WireFormatError(f"a message's indices are not strictly ascending within [0, {size})")
 
 
@@ -172,7 +172,7 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
     nnz = indices.numel()
     low = low_bits(nnz, size)
     bits = index_bits(nnz, size)
-    words = indices.new_zeros(bits // 32 + 2)  # of 32 bits each, in int64: no sum turns negative
+    words = indices.new_zeros(bits // 32 + 2)  # 32 bits per int64, so no sum turns negative
     order = torch.arange(nnz, device=indices.device)
     _put_(words, order * low, indices & ((1 << low) - 1))
     _put_(words, nnz * low + (indices >> low) + order, torch.ones_like(indices))
@@ -182,15 +182,15 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
 def _put_(words: Tensor, at: Tensor, bits: Tensor) -> None:
     """Or ``bits`` (at most 32 each) into the stream at the bit positions ``at``, in place."""
     shifted = bits << (at & 31)
-    words.index_add_(0, at >> 5, shifted & _WORD)  # no two entries share a bit: adding is or-ing
+    words.index_add_(0, at >> 5, shifted & _WORD)  # entries share no bits, so adding equals or-ing
     words.index_add_(0, (at >> 5) + 1, shifted >> 32)
 
 
 def unpack_indices(packed: Tensor, nnz: int, size: int) -> Tensor:
-    """Undo ``pack_indices``; WireFormatError unless every bit is as it would write it."""
+    """Invert ``pack_indices``; WireFormatError unless every bit is as ``pack_indices`` writes it."""
     low = low_bits(nnz, size)
     order = torch.arange(nnz, device=packed.device)
-    # the padding is read as unary: a set bit in it is an index too many, or one beyond the size
+    # the padding is read as unary too, so a set bit in it is an extra index or one beyond the size
     unary = packed[nnz * low // 8 :, None] >> torch.arange(8, device=packed.device)
     ones = (unary & 1).flatten()[nnz * low % 8 :].nonzero().flatten()
     if ones.numel() != nnz:
@@ -214,20 +214,20 @@ def _get(packed: Tensor, at: Tensor, width: int) -> Tensor:
 
 
 def to_float32(values: Tensor, form: int) -> Tensor:
-    """Convert to float32, as ``pack_values`` takes it; finite values stay finite, there and back."""
+    """Convert to float32 for ``pack_values``; finite values stay finite through both conversions."""
     if values.dtype == torch.float64 or (values.dtype == torch.float16 and form != FP32):
         largest = _LARGEST[values.dtype]
         values = torch.where(values.isinf(), values, values.clamp(-largest, largest))
-    # a single value is contiguous to torch whatever its stride, with which ``view`` refuses another width
+    # to torch a single value is contiguous whatever its stride, but ``view`` then refuses another width
     return values.to(torch.float32).contiguous().as_strided(values.shape, (1,))
 
 
 def pack_values(values: Tensor, form: int, block: int) -> Tensor:
-    """Pack float32 ``values`` into uint8; finite values stay finite, others non-finite.
+    """Pack float32 ``values`` into uint8; finite values stay finite, and nonfinite values nonfinite.
 
-    BF16 rounds to the nearest, ties to even, but never up to Inf; every NaN becomes a quiet one.
+    BF16 rounds to nearest, ties to even, but never up to Inf; every NaN becomes a quiet NaN.
     INT8 writes the scales of all blocks, ``max |x| / 127`` over the block's finite values, then a
-    code per value: ``x / scale`` rounded (ties to even), -128 for NaN and Inf.
+    code per value: ``x / scale`` rounded (ties to even), or -128 for NaN and Inf.
     """
     if form == BF16:
         return _to_bf16(values).view(torch.uint8)
@@ -236,29 +236,29 @@ def pack_values(values: Tensor, form: int, block: int) -> Tensor:
     blocks, count = in_blocks(values, block), values.numel()
     finite = blocks.isfinite()
     peaks = torch.where(finite, blocks.abs(), 0.0).amax(1)
-    # a tensor as divisor: by a number, CUDA multiplies with the rounded reciprocal
+    # the divisor is a tensor, because CUDA replaces a scalar divisor by its rounded reciprocal
     scales = (peaks / torch.full_like(peaks, _LEVELS)).clamp_(max=_LARGEST_SCALE)
     divisors = torch.where(scales == 0, 1.0, scales)[:, None]
-    # the clamp is for denormal scales, which are far from exact
+    # the clamp matters for denormal scales, which are inaccurate
     codes = (blocks / divisors).round().clamp(-_LEVELS, _LEVELS)
     codes = torch.where(finite, codes, float(_NOT_FINITE)).to(torch.int8).flatten()[:count]
     return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
 
 
 def _to_bf16(values: Tensor) -> Tensor:
-    """Round to bf16 by integers, as int16: torch's own conversion has many bits for NaN."""
+    """Round to bf16 in integers, as int16, because torch's own conversion gives varying NaN bits."""
     bits = values.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
-    # to nearest, ties to even: 0x7FFF, and one more if the bit that will be the last is odd
+    # to nearest, ties to even: add 0x7FFF, and one more if the future last bit is odd
     rounded = (magnitude + (0x7FFF + ((magnitude >> 16) & 1))) >> 16
     rounded = torch.where(magnitude < _INF, rounded.clamp(max=_LARGEST_BF16), rounded)
     rounded = torch.where(magnitude > _INF, _NAN_BF16, rounded)
-    # the shift has copied the sign upwards; the copies are kept, so that the int32 fits an int16
+    # the shift copies the sign upwards; keeping the copies makes the int32 fit an int16
     return (rounded | ((bits >> 16) & -0x8000)).to(torch.int16)
 
 
 def unpack_values(packed: Tensor, nnz: int, form: int, block: int) -> Tensor:
-    """Unpack ``nnz`` float32 values: all bytes are legal, and the INT8 code -128 gives NaN."""
+    """Unpack ``nnz`` float32 values; all bytes are legal, and the INT8 code -128 becomes NaN."""
     if form == FP32:
         return view_as(packed, torch.float32)
     if form == BF16:
@@ -271,7 +271,7 @@ def unpack_values(packed: Tensor, nnz: int, form: int, block: int) -> Tensor:
 
 
 def in_blocks(values: Tensor, block: int) -> Tensor:
-    """Copy to `[rows, block]`, with zeros after the last value."""
+    """Copy to `[rows, block]`, padded with zeros."""
     count, rows = values.numel(), -(-values.numel() // block)
     padded = values.new_zeros(rows * block)
     padded[:count] = values
@@ -279,10 +279,10 @@ def in_blocks(values: Tensor, block: int) -> Tensor:
 
 
 def spread(scales: Tensor, block: int, count: int) -> Tensor:
-    """Return the scale of each of ``count`` values, of which ``block`` share one."""
+    """Return the scale of each of ``count`` values; ``block`` consecutive values share one."""
     return scales.repeat_interleave(block, output_size=scales.numel() * block)[:count]
 
 
 def view_as(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """View bytes as ``dtype``, copying where they do not start on a multiple of its width."""
+    """View bytes as ``dtype``, copying if they do not start at a multiple of its width."""
     return (raw.clone() if raw.storage_offset() % dtype.itemsize else raw).view(dtype)

@@ -1,4 +1,4 @@
-"""The hot loops in plain PyTorch: the specification that every faster kernel must equal bit for bit."""
+"""The hot loops in plain PyTorch: the specification that every faster kernel must match bit for bit."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ __all__ = [
     "undeal",
 ]
 
-# elements that ``accumulate_`` copies at a time: on a GPU one launch, on a CPU one round through the
-# cache
+# elements that ``accumulate_`` copies at a time: one launch on a GPU, one cache-sized piece on a CPU
 _BLOCK = 1 << 20
 _LOW_32 = 0xFFFFFFFF
 
@@ -34,14 +33,14 @@ _LOW_32 = 0xFFFFFFFF
 def accumulate_(
     residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
 ) -> tuple[Tensor, Tensor] | None:
-    """``residual, gradient = residual + gradient, residual``, in place; find elements from ``key`` on.
+    """``residual, gradient = residual + gradient, residual``, in place; find elements that reach ``key``.
 
-    The swap leaves an exact undo in the gradient's memory, without a second buffer.  Both are `[n]`,
-    contiguous, of one dtype and device (else ``ConfigurationError``).
+    The swap keeps an exact undo in the gradient's memory, without a second buffer.  Both vectors are
+    `[n]`, contiguous, and of the same dtype and device (otherwise ``ConfigurationError``).
 
     Returns:
-        Ascending indices and values of those elements of the new residual whose ``magnitude_keys`` are at
-        least ``max(key, 1)``; None without a key, or if there are more than ``limit``.
+        Ascending indices and values of the new residual's elements whose ``magnitude_keys`` are at least
+        ``max(key, 1)``; None without a key, or if there are more than ``limit``.
 
     Example:
         >>> residual, gradient = torch.tensor([1.0, -4.0]), torch.tensor([0.5, 1.0])
@@ -60,14 +59,16 @@ def accumulate_(
 
 
 def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:
-    """Return indices and values of magnitude key at least ``max(key, 1)``; None if more than ``limit``.
+    """Return the entries with a magnitude key of at least ``max(key, 1)``; None if more than ``limit``.
 
     Example:
         >>> find(torch.tensor([0.0, 3.0, -0.0]), 0, None)
         (tensor([1]), tensor([3.]))
     """
     keys = magnitude_keys(x)
-    if key > torch.iinfo(keys.dtype).max:  # above all keys: their dtype cannot hold it, to compare
+    if (
+        key > torch.iinfo(keys.dtype).max
+    ):  # above all keys, and too large for their dtype to compare
         indices = torch.empty(0, dtype=torch.int64, device=x.device)
     else:
         indices = (keys >= max(key, 1)).nonzero().flatten()
@@ -109,8 +110,8 @@ def count_from(values: Tensor, keys: Tensor) -> Tensor:
         [4, 2, 1]
     """
     mine, keys = magnitude_keys(values).to(torch.int64), keys.to(torch.int64).contiguous()
-    # the number of keys that each value reaches, always the first ones; running sums from the end count
-    # per key
+    # each value reaches a number of keys, always the first ones; running sums from the end yield the
+    # counts per key
     reached = torch.searchsorted(keys, mine, right=True)
     counts = keys.new_zeros(keys.numel() + 1)
     counts.index_add_(0, reached, torch.ones_like(reached))
@@ -133,7 +134,7 @@ def merge(
         within: ascending indices; entries elsewhere are left out.
 
     Raises:
-        ConfigurationError: no streams; in C++ also indices of a stream, or ``within``, that do not
+        ConfigurationError: no streams; in C++ also if the indices of a stream, or ``within``, do not
             ascend within ``[0, size)``.
 
     Example:
@@ -151,7 +152,7 @@ def merge(
         streams = [(i[which], v[which]) for which, (i, v) in zip(kept, streams, strict=True)]
     union = torch.unique(torch.cat([indices for indices, _ in streams]))
     total = torch.zeros(union.numel(), dtype=streams[0][1].dtype, device=union.device)
-    # stream after stream: no index occurs twice within one, so no device chooses an order of additions
+    # one stream after the other: indices are unique within a stream, so the order of additions is fixed
     for indices, values in streams:
         at = torch.searchsorted(union, indices)
         total[at] = total[at] + values
@@ -162,7 +163,7 @@ def merge(
 
 
 def restrict(indices: Tensor, among: Tensor) -> Tensor:
-    """Return the positions within ``indices`` of those that occur in ``among``; both ascend.
+    """Return the positions of the ``indices`` that occur in ``among``; both ascend.
 
     Example:
         >>> restrict(torch.tensor([1, 4, 9]), torch.tensor([0, 4, 9, 12])).tolist()
@@ -178,7 +179,7 @@ def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     """``dense[indices] -= values``, in place; indices are unique.  Returns ``dense``.
 
     Raises:
-        ConfigurationError: in C++, an index lies outside; nothing was subtracted.
+        ConfigurationError: in C++, an index is out of range; nothing was subtracted.
     """
     dense[indices] -= values
     return dense
@@ -213,17 +214,17 @@ class Dealt(NamedTuple):
 
 
 def deal(indices: Tensor, world_size: int) -> Dealt:
-    """Deal ascending indices to owners like cards: every P consecutive ones have P owners.
+    """Deal ascending indices to owners like cards: any aligned group of P elements has P owners.
 
-    Element i lies in group g = i // P and belongs to owner ``(i + h(g)) mod P``, where h is a hash: the
-    order of owners changes from group to group, so that no stride of the support (a column of a matrix)
-    meets one owner only.  The element has the index g within its owner: order is kept.
+    Element i is in group g = i // P and belongs to owner ``(i + h(g)) mod P``, where h is a hash.  The
+    order of owners changes from group to group, so no stride of the support (a column of a matrix) hits a
+    single owner.  The element's index within its owner is g, which preserves the order.
 
     Example:
         >>> deal(torch.arange(6), 3).counts
         [2, 2, 2]
     """
-    # stable, so that the indices of an owner still ascend
+    # stable, so the indices of an owner still ascend
     group = indices // world_size
     owner = (indices + _turn(group, world_size)) % world_size
     order = torch.argsort(owner, stable=True)
@@ -244,7 +245,7 @@ def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
 
 def _turn(group: Tensor, world_size: int) -> Tensor:
     """Hash a group's number to ``[0, world_size)``: MurmurHash3's 32-bit finaliser."""
-    # the last product scales a number of 32 bits to the range, without a division
+    # the last product scales a 32-bit number to the range without a division
     x = (group ^ (group >> 32)) & _LOW_32
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _LOW_32
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _LOW_32

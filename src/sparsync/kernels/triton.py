@@ -54,10 +54,10 @@ __all__ = [
 # the 31 bits of a key are four digits; a histogram of 256 counts fits the registers of a program
 _RADIX: Final = 256
 _SHIFTS: Final = (24, 16, 8, 0)
-# programs of a count: enough to fill a large GPU (an H100 has 132 multiprocessors), and few enough that
-# their additions to one histogram do not queue up
+# programs per count: enough to fill a large GPU (an H100 has 132 multiprocessors), and few enough that
+# their additions to one histogram do not contend
 _COUNTING_PROGRAMS: Final = 512
-# elements of a program: four 16-byte loads of float32 in flight for each of its 128 threads
+# elements per program: four 16-byte loads of float32 in flight for each of its 128 threads
 BLOCK: Final = 2048
 
 
@@ -91,7 +91,7 @@ def _launch(
 
 
 def warps_of(elements: int) -> int:
-    """Return the warps for a program of this many elements: a thread has 16 elements or more."""
+    """Return the warps for a program of this many elements, so a thread has at least 16 of them."""
     return min(max(elements // 512, 4), 32)
 
 
@@ -136,7 +136,7 @@ def _collect(
 
 
 def top(x: Tensor, k: int) -> Tensor:
-    """Cost: six readings of x, no sort; one host synchronisation."""
+    """Cost: six passes over x, no sort; one host synchronisation."""
     n, k = x.numel(), max(min(k, x.numel()), 0)
     positions = x.new_empty(k, dtype=torch.int64)
     if k == 0:
@@ -151,7 +151,7 @@ def top(x: Tensor, k: int) -> Tensor:
 
 
 def _kth(bits: Tensor, k: int) -> Tensor:
-    """Return, on the device, the k-th largest key, and how many of the keys equal to it to take."""
+    """Return, on the device, the k-th largest key and the number of its ties to take."""
     n, blocks = bits.numel(), _blocks_of(bits.numel())
     programs = min(blocks, _COUNTING_PROGRAMS)
     rounds = -(-blocks // programs)
@@ -184,7 +184,7 @@ def merge(
     for indices, values in streams:
         _add_at(dense, indices, values, sign=1)
     found = find(dense, key=1, limit=None)
-    assert found is not None  # without a limit, always
+    assert found is not None  # cannot be None without a limit
     return found
 
 
@@ -395,7 +395,7 @@ def _compact_top(bits_ptr, state_ptr, ends_ptr, positions_ptr, count_ptr, n, BLO
     block, blocks = tl.program_id(0), tl.num_programs(0)
     larger, ties = (keys > kth).to(tl.int32), (keys == kth).to(tl.int32)
     larger_end, ties_end = tl.load(ends_ptr + block), tl.load(ends_ptr + blocks + block)
-    # the number of larger keys, and of ties, before an element, in all blocks
+    # the numbers of larger keys and of ties before an element, over all blocks
     larger_before = larger_end - tl.sum(larger, axis=0) + tl.cumsum(larger, axis=0) - larger
     ties_before = ties_end - tl.sum(ties, axis=0) + tl.cumsum(ties, axis=0) - ties
     selected = (keys > kth) | ((keys == kth) & (ties_before < taken))
@@ -470,7 +470,7 @@ def _decode_indices(packed_ptr, ends_ptr, indices_ptr, first, end, n, low, BLOCK
     wanted = (ones == 1) & (order < n)
     low_at = order * low
     low_bits = tl.zeros([BLOCK], tl.int64)
-    for octet in tl.static_range(5):  # 32 bits that begin within an octet end in the fifth
+    for octet in tl.static_range(5):  # 32 bits that begin within an octet end in the fifth one
         place = (low_at >> 3) + octet
         octets = tl.load(packed_ptr + place, mask=wanted & (place * 8 < end), other=0).to(tl.int64)
         low_bits |= octets << (8 * octet)

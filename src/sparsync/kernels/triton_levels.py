@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Levels on a CUDA device, for float32 in blocks of 2^j >= 8: bit-equal to ``levels.py``.
+"""Levels on a CUDA device, for float32 in blocks of 2^j >= 8: bit-equal to ``normal_levels.py``.
 
 See ``triton.py`` for how kernels are written.
 """
@@ -55,7 +55,7 @@ def _sum_of_halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constex
 
 @jit
 def _quotient(a, b):
-    """Divide float32, rounded once; not every version of Triton divides denormal numbers so."""
+    """Divide float32 with a single rounding, which some versions of Triton do not for denormals."""
     return (a.to(tl.float64) / b.to(tl.float64)).to(tl.float32)
 
 
@@ -84,14 +84,15 @@ def _quantise(
     # the inverse of a power of two is exact, so multiplying by it equals the specification's division
     exponents = tl.minimum(tl.maximum(peaks & 0x7F800000, 0x00800000), 0x7E800000)
     inverses = (0x7F000000 - exponents).to(tl.float32, bitcast=True)
-    # a row with NaN or Inf is computed as zeros
+    # a row with NaN or Inf is treated as zeros
     keys = tl.where((peaks < 0x7F800000)[:, None], keys, 0)
     scaled = keys.to(tl.float32, bitcast=True) * inverses[:, None]
     number = tl.zeros([ROWS, WIDTH], tl.int32)
     if BITS == 8:
         largest = tl.max(scaled, axis=1)
         largest = tl.where(largest > 0.0, largest, 1.0)
-        # 1.5 * 2^23: a float32 that large has no fraction, so the sum is rounded, ties to even
+        # adding 1.5 * 2^23 rounds to an integer, ties to even, because a float32 that large has no
+        # fraction
         rounded = scaled * _quotient(tl.full([ROWS], 127.0, tl.float32), largest)[:, None]
         number = ((rounded + 12582912.0) - 12582912.0).to(tl.int32)
     elif BITS > 1:
@@ -149,7 +150,7 @@ def _decode_levels(
         word |= more.to(tl.int32) << 8
     code = (word >> ((at * BITS) & 7).to(tl.int32)) & ((1 << BITS) - 1)
     half = 1 << (BITS - 1)
-    # not by a unary minus, which Triton computes as 0 - x: that never gives -0.0
+    # a unary minus would not do: Triton computes it as 0 - x, which never gives -0.0
     signs = tl.where(code >= half, -1.0, 1.0)
     values = signs * tl.load(levels_ptr + (code & (half - 1))) * scales
     values = (values.to(tl.float64) / divisor).to(tl.float32)

@@ -1,5 +1,5 @@
-"""One room per paper: its algorithm, settings and words.  Training with the defaults imports none.
+"""One room per paper, with its algorithm, settings and terms.  Training with the defaults imports none.
 
-The docstring of a room is the paper's page: its terms and where they are here, how to run it, every
-difference with its reason, where the rest is, and the figures.
+The docstring of a room is the paper's page.  It maps the paper's terms to names in this library, shows
+how to run the algorithm, gives a reason for every deviation, and points to everything else.
 """

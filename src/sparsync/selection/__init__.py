@@ -1,4 +1,4 @@
-"""Which entries are worth sending: one selector per file."""
+"""Selectors, which choose the entries to send: one per file."""
 
 from collections.abc import Callable
 from typing import Final
@@ -10,7 +10,7 @@ from sparsync.tables import Table
 
 __all__ = ["SELECTORS", "Blockwise", "Everything", "Exact", "ExactState", "Sampled", "Selector"]
 
-# a maker per selector: the contracts check each of them, and ``sparsync bench selectors`` measures them
+# a factory per selector, for the contract tests and for ``sparsync bench selectors``
 SELECTORS: Final[Table[Callable[[], Selector]]] = Table(
     "selectors",
     {"everything": Everything, "exact": Exact, "blockwise": Blockwise, "sampled": Sampled},

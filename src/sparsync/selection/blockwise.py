@@ -1,4 +1,4 @@
-"""Blockwise: the same number of entries of every block of consecutive elements."""
+"""Blockwise: the same number of entries from every block of consecutive elements."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MOST = 2**31 - 1  # elements of a block
 class Blockwise(Selector):
     """Selects the ``entries`` of largest magnitude from every ``block`` consecutive elements.
 
-    A block has fewer where fewer are not zero; ties go to the lower index.  The last, shorter block
-    gives its part of ``entries``, rounded down, and at least one.  So n fixes the number of entries, not
-    k: with ``entries=None`` it is at least ``min(k, n)`` and may exceed k by one per block (of which a
-    collective with a cap of 1 takes the largest k).
+    A block with fewer nonzero elements contributes fewer; ties go to the lower index.  The last, shorter
+    block contributes its share of ``entries``, rounded down, but at least one.  The number of entries is
+    therefore determined by n, not by k.  With ``entries=None`` it is at least ``min(k, n)`` and may
+    exceed k by one per block; a collective with a cap of 1 then takes the largest k.
 
     Args:
-        entries: per block; None: ``ceil(k block / n)``.  A k of 0 selects nothing, whatever it is.
-        block: elements (SparCML's bucket; 512 in its sections 8.3 and 8.4).
+        entries: entries per block; None: ``ceil(k block / n)``.  If k is 0, nothing is selected.
+        block: elements per block (SparCML's bucket; 512 in its sections 8.3 and 8.4).
 
     Cost: a partial sort of every block, all at once.   State: none.
     Differs from the paper: any n; deterministic under ties; zeros are not sent.
@@ -52,14 +52,14 @@ class Blockwise(Selector):
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
-        """Return the largest of every block."""
+        """Return the largest entries of every block."""
         size, block = accumulated.numel(), self.block
         if k <= 0 or size == 0:
             return SparseVector.empty(size, accumulated)
         entries = self.entries or min(-(-k * block // size), block)
         whole = size - size % block
         keys = kernels.magnitude_keys(accumulated)
-        # all whole blocks are rows of one matrix, so one call sorts them; the rest is a row of its own
+        # all whole blocks are rows of one matrix, so one call sorts them; the rest is a separate row
         masks = [_largest(keys[:whole].view(-1, block), entries).flatten()]
         if whole < size:
             part = max(entries * (size - whole) // block, 1)
@@ -69,13 +69,13 @@ class Blockwise(Selector):
 
 
 def _largest(keys: Tensor, entries: int) -> Tensor:
-    """Mark the ``entries`` largest keys of every row, zeros never; ties go to the lower column."""
+    """Mark the ``entries`` largest nonzero keys of every row; ties go to the lower column."""
     if keys.numel() == 0:
         return torch.zeros_like(keys, dtype=torch.bool)
     least = torch.topk(keys, entries, dim=1, sorted=False).values.amin(1, keepdim=True)
     # a key of 1 is the smallest magnitude above zero
     marked = keys >= least.clamp(min=1)
-    full = (marked.sum(1) > entries).nonzero().flatten()  # rows where more tie than fit
+    full = (marked.sum(1) > entries).nonzero().flatten()  # rows with more ties than places
     if full.numel():
         above, ties = keys[full] > least[full], keys[full] == least[full]
         room = entries - above.sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Thresholds that are estimated from a random sample."""
+"""Sampled: a threshold estimated from a random sample."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ __all__ = ["Sampled", "SampledState"]
 
 @dataclass(frozen=True)
 class SampledState:
-    """State that is carried from step to step."""
+    """State carried from step to step."""
 
-    calls: int = 0  # of ``select``; with the seed they fix the next sample
+    calls: int = 0  # calls of ``select``; together with the seed they determine the next sample
 
 
 @final
 class Sampled(Selector):
     """Selects the k largest of the entries that reach a threshold estimated from a random sample.
 
-    The threshold is the sample's own top k, in proportion.  If more than k entries reach it, a second
-    top-k among those alone leaves exactly k; if fewer than ``enough * k`` do, the sample's lower
-    thresholds are tried (for 2 k, 4 k, ... entries), and at last a selection among all n.  **So between
+    The threshold is the sample's top-k threshold, scaled to its size.  If more than k entries reach it, a
+    second top-k among those leaves exactly k.  If fewer than ``enough * k`` reach it, the sample's lower
+    thresholds are tried (for 2 k, 4 k, ... entries), and finally a selection among all n.  **Between
     ``min(enough * k, nnz)`` and k entries are selected, always the largest**; ties go to the lower index.
 
     Args:
-        fraction: part of the n elements that is sampled, with replacement (the paper: 0.001 to 0.01).
-        enough: part of k that must reach the threshold (Ok-Topk, section 5.4, uses 3/4).
-        least: the sample has at least this many of the k largest, on average (not in the paper: with 16,
-            the number of entries is within a quarter of k two times in three).  Where that takes all n,
+        fraction: fraction of the n elements to sample, with replacement (the paper: 0.001 to 0.01).
+        enough: fraction of k that must reach the threshold (Ok-Topk, section 5.4, uses 3/4).
+        least: the sample has at least this many of the k largest on average (not in the paper: with 16,
+            the number of entries is within a quarter of k two times in three).  If that requires all n,
             the selection is exact.
-        seed: of the samples; the same on every device.
+        seed: seed of the samples, which are the same on every device.
 
     Cost: a sort of ``max(fraction, least / k) * n`` elements, one or two passes over all n, a top-k of
     about k entries.   State: ``SampledState``.
-    Differs from the paper: the paper cuts only where there are far more than k entries, and has neither
-    lower thresholds where there are too few nor ``least``.
+    Differs from the paper: the paper cuts only if there are far more than k entries, and has neither
+    lower thresholds if there are too few nor ``least``.
 
     Example:
         >>> accumulated = torch.arange(1000.0)
@@ -73,7 +73,7 @@ class Sampled(Selector):
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
         """Return the k largest of the entries that reach the threshold."""
-        # the count is in the state, so a repeated step and a resumed run draw the same samples again
+        # the count is in the state, so a retried step or a resumed run draws the same samples again
         size, calls = accumulated.numel(), self.state.calls
         self.state = SampledState(calls + 1)
         if k <= 0 or size == 0:
@@ -90,7 +90,7 @@ class Sampled(Selector):
         count = math.ceil(max(self.fraction, self.least / k) * size)
         if count >= size:
             return
-        # drawn on the CPU, so that every device samples the same positions
+        # drawn on the CPU, so every device samples the same positions
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, calls))
         positions = torch.randint(size, (count,), generator=generator).to(accumulated.device)
         sample = kernels.magnitude_keys(accumulated[positions]).sort(descending=True).values

@@ -1,4 +1,4 @@
-"""The seam of selection, and two selectors without settings: everything, and exact top-k."""
+"""The selector seam, and two selectors without settings: everything, and exact top-k."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ __all__ = [
     "smallest_key",
 ]
 
-# Times k.  Error feedback piles entries up just below the threshold: 1.4 k reach 99 % of it, 2 k some 95
-# %, 5.3 k 90 %.  So no stale threshold is right, and one margin does not suit all steps.
+# Times k.  Error feedback piles entries up just below the threshold: 1.4 k reach 99 % of it, 2 k about
+# 95 %, 5.3 k 90 %.  A stale threshold is therefore never right, and no fixed margin suits all steps.
 _AIM = 2.0
-_NARROWEST, _WIDEST = 1 / 256, 2.0  # of the gap, in octaves
+_NARROWEST, _WIDEST = 1 / 256, 2.0  # limits of the gap, in octaves
 
 
 class Selector(Stateful):
     """Chooses entries of the accumulated gradient; its memory (thresholds, counters) is ``state``."""
 
-    # a threshold of one step decides the next, unless another rule came in between
+    # whether the threshold of one step is used on the next, unless another rule intervened
     reuses: bool = False
 
     def for_layers(self, sizes: Sequence[int]) -> Selector:
@@ -45,21 +45,21 @@ class Selector(Stateful):
         return self
 
     def method(self, size_bytes: int) -> str:
-        """Name the method that is used on a layer of this many bytes, for statistics."""
+        """Return the name of the method for a layer of this many bytes, for statistics."""
         return type(self).__name__
 
     @property
     def threshold_key(self) -> int | None:
-        """The magnitude from which entries were selected, as a key; None where a state has none."""
+        """The smallest magnitude that was selected, as a key; None if the state has none."""
         found: int | None = getattr(self.state, "threshold_key", None)
         return found
 
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Return which entries to collect in the pass that accumulates, where it costs next to nothing.
+        """Return which entries to collect in the accumulating pass, where collecting is almost free.
 
         Called before the step's gradients are accumulated.  Returns the smallest magnitude, as a key
-        (``kernels.magnitude_keys`` of ``dtype``), and the largest number of entries: if more reach it,
-        none are collected.  None: the selector needs none.
+        (``kernels.magnitude_keys`` of ``dtype``), and the maximal number of entries: if more entries
+        reach the magnitude, none are collected.  None: collect nothing.
         """
         return None
 
@@ -70,14 +70,14 @@ class Selector(Stateful):
         """Return the chosen entries of ``accumulated``, which is not modified.
 
         Args:
-            accumulated: `[n]`, residual + gradient; any n, 0 included.
+            accumulated: `[n]`, residual + gradient; any n, including 0.
             k: number of entries asked for; more than n is legal.
             step: 0-based; a period p opens when ``step % p == 0``.
-            collected: all entries that ``collect_from`` asked for, if there were not too many.  They
+            collected: all entries that ``collect_from`` asked for, unless there were too many.  They
                 save time and do not change the result.
 
         Returns:
-            Entries with the values of ``accumulated``; zeros are never among them, NaN always is.
+            Entries with the values of ``accumulated``; zeros are never selected, NaN always is.
         """
 
 
@@ -97,22 +97,22 @@ class Everything(Selector):
 
 @dataclass(frozen=True)
 class ExactState:
-    """State that is carried from step to step."""
+    """State carried from step to step."""
 
     threshold_key: int | None = None  # the k-th largest magnitude of the last step; None at first
-    drift: int = 0  # by how much the threshold moves per step, smoothed
-    gap: float = 0.125  # how far below the expected threshold entries are collected, in octaves
+    drift: int = 0  # smoothed change of the threshold per step
+    gap: float = 0.125  # distance below the expected threshold from which to collect, in octaves
 
 
 @final
 class Exact(Selector):
     """Selects exactly ``min(k, nnz)`` entries; ties go to the lower index.
 
-    All entries above the expected threshold less a gap are collected in the pass that accumulates, and
-    exact selection runs on them alone.  The gap adapts so that there are about 2 k.  Where too few or
-    too many were collected, the step selects among all n, which costs more and is as exact.
+    The accumulating pass collects all entries above the expected threshold minus a gap, and exact
+    selection runs only on those.  The gap adapts so that there are about 2 k of them.  If too few or too
+    many were collected, the step selects among all n, which costs more but is just as exact.
 
-    Cost: n comparisons inside the pass that accumulates; a selection among about 2 k.
+    Cost: n comparisons inside the accumulating pass; a selection among about 2 k.
     State: ``ExactState``.
     Differs from the paper: deterministic under ties; no sort of n.
 
@@ -127,7 +127,7 @@ class Exact(Selector):
         self.state = ExactState()
 
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Collect from the expected threshold less the gap, at most twice as many as aimed at."""
+        """Collect from the expected threshold minus the gap, up to twice the number aimed at."""
         key = self._lowest(dtype)
         return None if key is None or k <= 0 else (key, round(2 * _aim(k)) + 64)
 
@@ -135,7 +135,8 @@ class Exact(Selector):
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
         """Return the k largest."""
-        # If k entries were collected, the k largest are among them; or all that are not zero were.
+        # The k largest are among the collected entries if there are k of them, or if they are all nonzero
+        # entries.
         everything = self._lowest(accumulated.dtype) == 1
         if collected is not None and (collected.nnz >= k or everything):
             selected = collected.top(k)
@@ -154,7 +155,7 @@ class Exact(Selector):
         return max(state.threshold_key + state.drift - round(state.gap * octave), 1)
 
     def _adapt(self, selected: SparseVector, collected: int | None, k: int) -> None:
-        """Note the threshold; move the gap towards the number of entries that is aimed at."""
+        """Record the threshold; adapt the gap to collect the number of entries aimed at."""
         last, gap = self.state.threshold_key, self.state.gap
         if selected.nnz < k:  # fewer than k non-zero entries: collect them all
             self.state = ExactState(1, 0, gap)
@@ -163,13 +164,13 @@ class Exact(Selector):
         if last is not None:
             gap = min(max(gap * _factor(collected, k), _NARROWEST), _WIDEST)
         moved = threshold - last if last is not None and last > 1 else 0
-        # half of a move may be chance; in integers, so that the same numbers give the same state anywhere
+        # half of a move may be chance; integers give the same state on every platform
         drift = (self.state.drift + moved) // 2
         self.state = ExactState(threshold, drift, gap)
 
 
 def _aim(k: int) -> float:
-    """Return how many entries to collect: where k is small, chance moves the threshold more."""
+    """Return how many entries to collect: for small k, chance moves the threshold more."""
     return _AIM * k + 8 * math.sqrt(k)
 
 
@@ -177,7 +178,7 @@ def _factor(collected: int | None, k: int) -> float:
     """Return the factor for the gap, 1/2 to 2; ``collected`` is None if there were too many."""
     if collected is None:
         return 0.5
-    # as if the number above k grew with the square of the gap
+    # assumes that the number in excess of k grows with the square of the gap
     excess = max(collected - k, 0) / (_aim(k) - k)
     return float(min(max(excess, 0.25) ** -0.5, 2.0) if excess < 1 else max(excess**-0.5, 0.5))
 
@@ -189,13 +190,13 @@ def largest(accumulated: Tensor, k: int) -> SparseVector:
 
 
 def reaching(accumulated: Tensor, key: int, limit: int | None = None) -> SparseVector | None:
-    """Select all entries of at least a magnitude; None if they are more than ``limit``."""
+    """Select all entries of at least a magnitude; None if there are more than ``limit``."""
     found = kernels.find(accumulated, key, limit)
     return None if found is None else SparseVector(*found, accumulated.numel())
 
 
 def smallest_key(selected: SparseVector) -> int | None:
-    """Return the smallest magnitude, as a key; None of no entries."""
+    """Return the smallest magnitude, as a key; None if there are no entries."""
     return int(kernels.magnitude_keys(selected.values).min()) if selected.nnz else None
 
 
@@ -205,7 +206,7 @@ def room(k: int) -> int:
 
 
 def mixed_seed(seed: int, step: int) -> int:
-    """Return the seed for a step's draws."""
+    """Return the seed for a step's random numbers."""
     # not ``seed + step``: seeds 0 and 1 would draw the same sequence, one step apart
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -30,10 +30,10 @@ def check_averager(
         make: builds an averager without a model.
         world_sizes: the numbers of ranks to check.
         steps: local steps per run.
-        preserves_mean: whether every step leaves the mean of the models as it was.
-        late: ``late(step, rank)`` are the seconds of virtual time that a rank takes for a step.  Ranks
-            then do not wait for each other between steps, and schemes that do not wait average old
-            models: give ``preserves_mean=False``.  None: ranks begin and end averages together, so no
+        preserves_mean: whether every step preserves the mean of the models.
+        late: ``late(step, rank)`` returns the seconds of virtual time that a rank takes for a step.
+            Ranks then do not wait for each other between steps, and schemes that do not wait average old
+            models: pass ``preserves_mean=False``.  None: ranks begin and end averages together, so no
             model is stale.
 
     Returns:
@@ -49,7 +49,7 @@ def _drift(
     preserves_mean: bool,
     late: Callable[[int, int], float] | None,
 ) -> float:
-    # float64, since the scheme is checked down to 1e-12, and not the rounding of float32
+    # float64, because the check to 1e-12 is about the scheme, not about rounding in float32
     shape = (steps, world_size, 5)
     before, after = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
 

@@ -28,9 +28,9 @@ __all__ = [
     "within",
 ]
 
-# one rank, powers of two, and others: logarithmic collectives have other rounds for each of these
+# one rank, powers of two, and others, because logarithmic collectives have different rounds for each
 WORLD_SIZES = (1, 2, 3, 4, 7)
-STEPS = 3  # per case: one that opens a period, one that reuses its thresholds, and one more
+STEPS = 3  # per case: one opens a period, one reuses its thresholds, and one more
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ _SIZE = 499  # a prime: no world size divides it
 
 def noise(rank: int, world_size: int, step: int, size: int = _SIZE) -> Tensor:
     """Return independent normal entries per rank and step."""
-    # seeded, so that the digests of ``exercise_*`` are equal on every transport and machine
+    # seeded, so the digests of ``exercise_*`` are equal on every transport and machine
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(size, generator=generator)
 
@@ -78,13 +78,13 @@ def own_region(rank: int, world_size: int, step: int, shift: int = 0) -> Tensor:
 
 
 def dominating(rank: int, world_size: int, step: int) -> Tensor:
-    """Return disjoint supports where rank 0's values are the largest."""
+    """Return disjoint supports in which rank 0's values are the largest."""
     return own_region(rank, world_size, step, shift=1) * (100.0 if rank == 0 else 1.0)
 
 
 def cancelling(rank: int, world_size: int, step: int) -> Tensor:
     """Return entries whose sum over ranks is zero."""
-    # in pairs; of an odd number, the last rank has nothing to cancel
+    # ranks cancel in pairs; with an odd number of ranks, the last one contributes zeros
     sign = 0.0 if rank == world_size - 1 and world_size % 2 else (-1.0) ** rank
     return sign * noise(0, world_size, step)
 
@@ -120,7 +120,7 @@ def cases() -> list[Case]:
 
 
 def within(difference: Tensor, scale: Tensor, world_size: int) -> bool:
-    """Tell whether |difference| <= (P + 2) 2^-24 scale (and a denormal's unit), element-wise."""
+    """Return whether |difference| <= (P + 2) 2^-24 scale, element-wise, plus P smallest denormals."""
     # 2^-24 is the unit roundoff of float32, 2^-149 its smallest denormal
     smallest = 2.0**-149 * world_size
     tolerance = (world_size + 2) * 2.0**-24 * scale.double() + smallest
@@ -128,7 +128,7 @@ def within(difference: Tensor, scale: Tensor, world_size: int) -> bool:
 
 
 def same(a: Vector, b: Vector) -> bool:
-    """Tell whether two vectors have equal elements."""
+    """Return whether two vectors have equal elements."""
     return torch.equal(a.to_dense(), b.to_dense())
 
 

@@ -15,9 +15,9 @@ __all__ = ["check_selector"]
 
 
 def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
-    """Check a selector: order, values, zeros, NaN, saved state.
+    """Check a selector's order, values, zeros, NaN and saved state.
 
-    With ``exact`` it must select exactly ``min(k, nnz)`` entries when a period opens.
+    With ``exact``, it must select exactly ``min(k, nnz)`` entries when a period opens.
 
     Example:
         >>> from sparsync.selection import Exact
@@ -33,7 +33,7 @@ def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
             where = f"{type(first).__name__}, case '{case.name}', step {step}"
             assert torch.equal(accumulated, before), f"{where}: the input was modified"
             assert selected.size == case.size, f"{where}: wrong size"
-            # collecting in the pass that accumulates is an optimisation: the selection must not differ
+            # collecting in the accumulating pass is an optimisation that must not change the selection
             if collect is not None:
                 collected = reaching(accumulated, *collect)
                 other = make()
@@ -54,7 +54,7 @@ def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
                 again = second.select(accumulated, case.k, step)
                 assert isinstance(again, SparseVector)
                 assert torch.equal(again.indices, selected.indices), f"{where}: reloaded differs"
-    # NaN must always be selected: it is by the total that all ranks refuse a step, without a message
+    # NaN must always be selected, because all ranks refuse a step by looking at the total
     broken = noise(0, 1, 0)
     broken[17] = float("nan")
     for step in range(2):

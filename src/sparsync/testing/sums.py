@@ -1,4 +1,4 @@
-"""The contracts of a collective, and of a whole step: selector, collective and residual together."""
+"""The contracts of a collective, and of a whole step with selector, collective and residual."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def check_collective(
 ) -> None:
     """Check a collective on the simulator, for every case and world size.
 
-    Its ``order`` says whether sums are checked bit for bit, its ``result`` whether it gets whole vectors.
-    With ``rounding``, no rank delivers the part that its codec rounds away, and sums are checked only up
-    to that.
+    Its ``order`` determines whether sums are checked bit for bit, its ``result`` whether it gets whole
+    vectors.  With ``rounding``, no rank delivers the part that its codec rounds away, and sums are only
+    checked up to that part.
 
     Example:
         >>> from sparsync.collectives import Allgather
@@ -43,7 +43,7 @@ def check_collective(
 
 
 def check_algorithm(algorithm: Algorithm, *, world_sizes: Sequence[int] = WORLD_SIZES) -> None:
-    """Check the law of a whole step, residuals included, per step: selector and collective together.
+    """Check the conservation law of whole steps: selector, collective and residuals together.
 
     Example:
         >>> from sparsync.presets import resolve
@@ -91,7 +91,7 @@ async def exercise_collective(
 async def _check_law(
     comm: Communicator, reduced: Reduced, selected: Tensor, where: str, exact: bool
 ) -> None:
-    """Check ``sum over ranks(delivered) == total`` and that all ranks have the same total."""
+    """Check that ``sum over ranks(delivered) == total``, and that all ranks have the same total."""
     total = reduced.total.to_dense()
     if isinstance(reduced.total, SparseVector):
         reduced.total.check()
@@ -109,7 +109,7 @@ async def _check_law(
             f"{where}: the total is not the sum of the delivered vectors"
         )
     else:
-        # a codec may round most of an entry away: the floats that were added are relative to the entry
+        # a codec may round most of an entry away, so rounding errors are relative to the entry
         scale = shares.abs().maximum(given).sum(0) + losses.abs().sum(0)
         assert within(summed - total, scale, comm.world_size), f"{where}: the sum is off"
 
@@ -144,7 +144,7 @@ async def _check_step(comm: Communicator, reducer: Reducer, gradient: Tensor, wh
     (average,) = await reducer.reduce([buffer])
     assert torch.equal(buffer, average.to_dense()), f"{where}: the gradient is not its average"
     after = torch.zeros_like(gradient) if kept.value is None else kept.value.clone()
-    lost = torch.zeros_like(gradient)  # it did not arrive, and nobody keeps it: the law counts it
+    lost = torch.zeros_like(gradient)  # the law includes parts that neither arrive nor are kept
     for vector in reducer.lost:
         lost = lost + vector.to_dense()
     mine = torch.stack([before + gradient, after, lost])
@@ -154,9 +154,9 @@ async def _check_step(comm: Communicator, reducer: Reducer, gradient: Tensor, wh
     left = accumulated.double().sum(0)
     total = average.to_dense().double() * divisor
     right = total + residuals.double().sum(0) + losses.double().sum(0)
-    # a codec may deliver more than an entry has (a mean): the residual's rounding is relative to it
+    # a codec may deliver more than the entry (a mean), and the residual's rounding is relative to that
     scale = accumulated.abs().maximum(residuals.abs()).sum(0) + losses.double().abs().sum(0)
-    # one more rounding than in the law: the average was divided by P
+    # one more rounding than in the law, because the average was divided by P
     assert within(left - right, scale, world_size + 1), f"{where}: mass appeared or was lost"
     return digest(average)
 

@@ -29,15 +29,15 @@ def check_communicator(
     *,
     connect: Callable[[int], Sequence[Communicator]] | None = None,
 ) -> None:
-    """Check every call of a transport whose ranks are in this process.
+    """Check every call of a transport whose ranks are all in this process.
 
-    ``connect`` makes the communicators of a group of this many ranks; each is driven by a thread, and
-    closed in the end.  None: the simulator's are checked.  A transport between processes runs
+    ``connect`` makes the communicators of a group with the given number of ranks; each is driven by a
+    thread and closed at the end.  None: check the simulator.  For a transport between processes, run
     ``exercise_communicator`` on every rank.
 
     Raises:
         AssertionError: a call returned a wrong result.
-        CommunicationError: the transport's own error, of the first rank that has one.
+        CommunicationError: the transport's own error, from the first rank that has one.
 
     Example:
         >>> from sparsync.transports.groups import SoloCommunicator
@@ -59,12 +59,12 @@ def check_communicator(
 
 
 def check_deadline(connect: Callable[[], Sequence[Communicator]]) -> None:
-    """Check that a wait for a silent rank ends, with an error that names rank, step and phase.
+    """Check that waiting for a silent rank ends with an error that names rank, step and phase.
 
-    ``connect`` makes the communicators of two ranks with a short deadline; this check lasts as long.
+    ``connect`` makes the communicators of two ranks with a short deadline, which this check waits for.
 
     Raises:
-        AssertionError: the error came late, or does not name rank, step and phase; or there is none.
+        AssertionError: there is no error, it is late, or it does not name rank, step and phase.
     """
     waiting, silent = connect()
     started = time.monotonic()
@@ -108,7 +108,7 @@ async def exercise_communicator(comm: Communicator) -> None:
             assert block.tolist() == [r] * lengths[r], f"allgatherv, ring {ring}: block {r}"
     await _check_alltoallv(comm)
     await _check_order(comm)
-    # descending, so that a rank's number in the group differs from its place by rank
+    # descending, so a rank's number in the group differs from its position in rank order
     members = [r for r in range(world_size) if r % 2 == rank % 2][::-1]
     shared = await Subgroup(comm, members).allgather(torch.tensor([rank]), "check")
     assert [int(t) for t in shared] == members, "a group inside is in the order given"
@@ -116,7 +116,7 @@ async def exercise_communicator(comm: Communicator) -> None:
 
 
 async def _check_alltoallv(comm: Communicator) -> None:
-    """Check messages whose lengths are known, and messages that carry their lengths."""
+    """Check messages of known lengths, and messages that state their own lengths."""
     rank, ranks = comm.rank, range(comm.world_size)
     outgoing = [torch.full((rank + 1,), (10 * rank + r) % 256, dtype=torch.uint8) for r in ranks]
     received = await comm.alltoallv(outgoing, [r + 1 for r in ranks], "check", Raw("control"))
@@ -133,12 +133,12 @@ async def _check_alltoallv(comm: Communicator) -> None:
 
 
 async def _check_order(comm: Communicator) -> None:
-    """Check that messages between two ranks arrive in the order sent."""
+    """Check that messages between two ranks arrive in order."""
     if comm.world_size == 1:
         return
     raw = Raw("control")
     dest, source = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    # all receives are posted before any send: none may depend on another's having ended
+    # posts all receives before any send, because none may depend on the completion of another
     receiving = [comm.irecv(source, 1, "check", raw) for _ in range(5)]
     sending = [
         comm.isend(torch.tensor([i], dtype=torch.uint8), dest, "check", raw) for i in range(5)

@@ -17,16 +17,15 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def check_codec(
     codec: Codec[SparseVector], *, contractive: bool = True, spreading: bool = False
 ) -> None:
-    """Check a codec: round trips, exact sizes, budgets, refusal of every truncated message.
+    """Check a codec: round trips, exact sizes, budgets, and refusal of every truncated message.
 
-    ``decode`` must return ``decoded``.  For an exact dtype that is the vector itself; else no finite
-    value may become non-finite or the other way round, and the error must not exceed the vector.
+    ``decode`` must return ``decoded``.  For an exact dtype this is the vector itself.  Otherwise finite
+    values must stay finite, nonfinite values nonfinite, and the error must not exceed the vector.
 
     Args:
         codec: the codec to check.
-        contractive: whether the error must not exceed the vector, as error feedback needs.
-        spreading: whether NaN or Inf may make other entries non-finite; by default it must stay at its
-            entry.
+        contractive: whether the error must not exceed the vector, as error feedback requires.
+        spreading: whether NaN or Inf may make other entries nonfinite; by default it must not.
 
     Example:
         >>> from sparsync.wire import Coo

@@ -1,4 +1,4 @@
-"""Wire formats: one codec per file; every message describes itself by the same header."""
+"""Wire formats: one codec per file; every message starts with the same self-describing header."""
 
 from typing import Any, Final
 

@@ -1,4 +1,4 @@
-"""The seam of the wire formats: ``Codec``, and the header that every message starts with.
+"""The codec seam: ``Codec``, and the header at the start of every message.
 
 See ``docs/wire-format.md`` for the bytes.
 """
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 HEADER_BYTES = 8
-LONG_HEADER_BYTES = 16  # with the region's size and the codec's detail
+LONG_HEADER_BYTES = 16  # includes the region's size and the codec's detail
 _MAGIC = 0x51  # '5parsync', version 1
 _SHORT, _LONG = struct.Struct("<4BI"), struct.Struct("<4BIQ")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 _CODE_OF = MappingProxyType({dtype: code for code, dtype in enumerate(_DTYPES, start=1)})
-_SIZE_LIMIT = 1 << 32  # elements of a region: indices relative to it fit 32 bits
-_SIZE_BITS = 48  # of the long header's second word; the rest states the detail
+_SIZE_LIMIT = 1 << 32  # elements per region, so indices relative to it fit 32 bits
+_SIZE_BITS = 48  # bits of the long header's second word for the size; the rest is the detail
 _BLOCK_LIMIT = 1 << 16  # the header's detail has 16 bits
 
 V = TypeVar("V", bound=Vector)
@@ -50,11 +50,11 @@ class Header(NamedTuple):
     """The first 8 or 16 bytes of a message."""
 
     format: int  # number of the codec
-    dtype: torch.dtype  # of the decoded values
+    dtype: torch.dtype  # dtype of the decoded values
     entries: int
-    option: int = 0  # the codec's own
+    option: int = 0  # meaning defined by the codec
     size: int | None = None  # elements of the region; None in a header of 8 bytes
-    detail: int = 0  # 16 bits of the codec's own, e.g. the length of its blocks
+    detail: int = 0  # 16 bits defined by the codec, e.g. the length of its blocks
 
     @property
     def nbytes(self) -> int:
@@ -80,8 +80,8 @@ class Header(NamedTuple):
 
     @staticmethod
     def read(buffer: Tensor, nbytes: int = HEADER_BYTES) -> Header:
-        """Read the header at the start of ``buffer``, with a size if 16 bytes are wanted and present."""
-        # an array is sliced and not the tensor, and copied once: a rank reads dozens of headers per step
+        """Read the header at the start of ``buffer``, with a size if 16 bytes are asked for and exist."""
+        # slices an array rather than the tensor, and copies once: a rank reads dozens of headers per step
         host = buffer if buffer.is_cpu else buffer[:nbytes].cpu()
         raw = host.numpy()[:nbytes].tobytes()
         if len(raw) < HEADER_BYTES:
@@ -102,7 +102,7 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Encoded(Generic[V]):
-    """An encoded vector: the payload that travels (uint8), and the vector that the receiver decodes."""
+    """An encoded vector: the payload to send (uint8), and the vector that the receiver will decode."""
 
     payload: Tensor
     decoded: V
@@ -111,36 +111,38 @@ class Encoded(Generic[V]):
 class Codec(ABC, Generic[V]):
     """Turns vectors into bytes and back.  Stateless.
 
-    ``V`` is the kind of vectors: ``SparseVector``, ``DenseVector``, or ``Vector`` for both.  A message
-    describes itself by its header, and more entries never make it shorter.
+    ``V`` is the kind of vectors: ``SparseVector``, ``DenseVector``, or ``Vector`` for both.  Messages are
+    self-describing, through their headers, and never get shorter with more entries.
     """
 
     format: ClassVar[int]  # the codec's number in the header
-    exact: bool = False  # no value is ever rounded; a codec that rounds takes floating values only
-    is_dense: ClassVar[bool] = False  # a message has an entry per element
-    options: ClassVar[tuple[int, ...]] = (0,)  # the legal values of the header's option
+    exact: bool = (
+        False  # no value is ever rounded; a codec that rounds only takes floating-point values
+    )
+    is_dense: ClassVar[bool] = False  # a message has one entry per element
+    options: ClassVar[tuple[int, ...]] = (0,)  # legal values of the header's option
     header_bytes: ClassVar[int] = HEADER_BYTES  # or LONG_HEADER_BYTES
-    option: int = 0  # of the headers that this codec writes
-    detail: int = 0  # likewise; 0: its messages have none
+    option: int = 0  # the option in the headers of this codec
+    detail: int = 0  # the detail in the headers of this codec; 0: there is none
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"  # ranks compare options by it: no address in it
+        return f"{type(self).__name__}()"  # ranks compare options by repr, so it has no address
 
     @abstractmethod
     def encode(self, vector: V) -> Encoded[V]:
-        """Encode a vector of any number of entries, 0 included; the same values give the same bytes."""
+        """Encode a vector of any number of entries, even 0; the same values give the same bytes."""
 
     @abstractmethod
     def decode(self, payload: Tensor, size: int) -> V:
         """Decode one whole message as a vector of ``size`` elements.
 
         Raises:
-            WireFormatError: a byte is not as this codec writes it, or the message has another size.
+            WireFormatError: this codec never writes such bytes, or the message has another size.
         """
 
     @abstractmethod
     def layout(self, header: Header) -> Parts:
-        """Return the exact bytes of the message that starts with ``header``, by purpose."""
+        """Return the exact bytes of the message with this header, by purpose."""
 
     def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
         """Return the header of a message."""
@@ -150,11 +152,11 @@ class Codec(ABC, Generic[V]):
         return Header(self.format, dtype, entries, self.option, size, self.detail)
 
     def is_legal(self, header: Header) -> bool:
-        """Tell whether this codec writes such headers; format, option and count have been checked."""
+        """Return whether this codec writes such headers; format, option and count are checked already."""
         return (header.detail > 0) == (self.detail > 0)
 
     def seeded(self, rank: int, step: int) -> Codec[V]:
-        """Return the codec for one message source and step: itself, unless it draws random numbers."""
+        """Return the codec for a message source and step: itself, unless it draws random numbers."""
         return self
 
     def for_layers(self, sizes: Sequence[int]) -> Codec[V]:
@@ -162,18 +164,18 @@ class Codec(ABC, Generic[V]):
         return self
 
     def is_exact(self, dtype: torch.dtype) -> bool:
-        """Tell whether values of ``dtype`` arrive as they are."""
+        """Return whether values of ``dtype`` arrive unchanged."""
         return self.exact
 
     @property
     def contractive(self) -> bool:
-        """``E |x - Q(x)|^2 < |x|^2`` for every x that is not zero, as error feedback needs."""
+        """Whether ``E |x - Q(x)|^2 < |x|^2`` for every nonzero x, as error feedback requires."""
         return True
 
     # ---- sizes ----
 
     def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:
-        """Return the exact bytes of a message, by purpose, without encoding it."""
+        """Return the exact bytes of a message by purpose, without encoding it."""
         return self.layout(self.header(nnz, size, dtype))
 
     def nbytes(self, nnz: int, size: int, dtype: torch.dtype = torch.float32) -> int:
@@ -186,7 +188,7 @@ class Codec(ABC, Generic[V]):
 
     def entries_within(self, nbytes: int, size: int, dtype: torch.dtype = torch.float32) -> int:
         """Return the largest number of entries, at most ``size``, whose message fits ``nbytes``."""
-        # a bisection: no message gets shorter by more entries
+        # bisection is valid because messages never get shorter with more entries
         fitting = bisect_right(
             range(size + 1), nbytes, key=lambda nnz: self.nbytes(nnz, size, dtype)
         )
@@ -200,7 +202,7 @@ class Codec(ABC, Generic[V]):
     # ---- for implementations ----
 
     def start(self, vector: V) -> bytes:
-        """Return the packed header of a vector's message; refuse vectors that the codec does not take."""
+        """Return the packed header of a vector's message; refuse vectors that the codec cannot encode."""
         values, size = vector.values, vector.size
         name = type(self).__name__
         if values.dim() != 1:
@@ -219,7 +221,7 @@ class Codec(ABC, Generic[V]):
 
     @staticmethod
     def message(start: bytes, *pieces: Tensor) -> Tensor:
-        """Return a whole message: its header, and the bytes of 1-D tensors of any dtype."""
+        """Return a whole message: its header, then the bytes of 1-D tensors of any dtype."""
         header = torch.frombuffer(bytearray(start), dtype=torch.uint8)
         return torch.cat([header.to(pieces[0].device), *map(bytes_of, pieces)])
 
@@ -250,7 +252,7 @@ class Codec(ABC, Generic[V]):
         return header
 
     def body(self, payload: Tensor, size: int) -> tuple[Header, Tensor]:
-        """Return header and rest of a whole message, after checking its length and its region."""
+        """Return the header and the rest of a whole message, after checking its length and region."""
         header = self.read_header(payload)
         expected = self.layout(header).nbytes
         if payload.numel() != expected:
@@ -267,7 +269,7 @@ class Codec(ABC, Generic[V]):
 
 
 def check_block(block: int) -> None:
-    """Raise ConfigurationError unless the header can state so long a block."""
+    """Raise ConfigurationError unless the block length fits the header."""
     if not 1 <= block < _BLOCK_LIMIT:
         raise ConfigurationError(
             f"block={block} entries cannot share a scale; use 1 to {_BLOCK_LIMIT - 1}"
@@ -284,7 +286,7 @@ def check_end(raw: Tensor, bits: int, count: int) -> None:
 
 
 def written(values: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
-    """Write values, divided, to ``into``, or add them; they may come from another device."""
+    """Divide values and write them to ``into``, or add them; they may be on another device."""
     if add:
         into += (values if divisor == 1 else values / divisor).to(into.device)
     else:
@@ -293,7 +295,7 @@ def written(values: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
 
 @final
 class MessageFraming(Framing):
-    """The framing of one codec's messages, whose headers tell length and parts."""
+    """The framing of one codec's messages, which reads lengths and parts from their headers."""
 
     variable = True
 

@@ -26,7 +26,7 @@ class Coo(Codec[SparseVector]):
 
     Cost: 8 + 8 nnz bytes for float32.   State: none.
     Differs from the paper: indices are relative to the region, so a vector may have more elements than
-    32 bits can number; a message has a header of two words besides the "2k words".
+    32 bits can index; a message has a header of two words in addition to the "2k words".
 
     Example:
         >>> v = SparseVector.from_dense(torch.tensor([0.0, 1.0, 0.0]))
@@ -52,20 +52,20 @@ class Coo(Codec[SparseVector]):
         return SparseVector(indices, view_as(body[middle:], header.dtype), size)
 
     def layout(self, header: Header) -> Parts:
-        """Return 8 bytes of header, 4 per index, the dtype's width per value."""
+        """Return 8 bytes of header, 4 per index, and the dtype's width per value."""
         count = header.entries
         return Parts(HEADER_BYTES, INDEX_BYTES * count, header.dtype.itemsize * count)
 
 
 @final
 class Whole(Codec[DenseVector]):
-    """Header, then all values as they are (SparCML's dense form: the count equals the size).
+    """Header, then all values (SparCML's dense form: the count equals the size).
 
     Args:
-        dtype: values are rounded to it; finite ones stay finite.  None: they travel as they are.
+        dtype: values are rounded to it; finite values stay finite.  None: values are sent unchanged.
 
     Cost: 8 + 4 n bytes for float32, 8 + 2 n for bfloat16.   State: none.
-    Differs from the paper: the header names the form, which there follows from the count alone.
+    Differs from the paper: the header names the form, which in the paper follows from the count.
 
     Example:
         >>> Whole().encode(DenseVector(torch.tensor([1.0]))).payload.tolist()
@@ -84,17 +84,17 @@ class Whole(Codec[DenseVector]):
         return f"Whole({self.dtype or ''})"
 
     def is_exact(self, dtype: torch.dtype) -> bool:
-        """Tell whether values of ``dtype`` arrive as they are."""
+        """Return whether values of ``dtype`` arrive unchanged."""
         return self.dtype in (None, dtype)
 
     def encode(self, vector: DenseVector) -> Encoded[DenseVector]:
-        """Encode; ``decoded`` are the values themselves, or rounded ones in their dtype."""
+        """Encode; ``decoded`` has the values themselves, or rounded values in their dtype."""
         start, values = self.start(vector), vector.values
         sent = values if self.dtype is None else _rounded(values, self.dtype)
         return Encoded(self.message(start, sent), DenseVector(sent.to(values.dtype)))
 
     def decode(self, payload: Tensor, size: int) -> DenseVector:
-        """Decode and check the count; values have the dtype that travelled."""
+        """Decode and check the count; values have the dtype in which they were sent."""
         header, body = self.body(payload, size)
         self._check_count(header, size)
         return DenseVector(body.clone().view(header.dtype))  # a copy is aligned
@@ -107,15 +107,15 @@ class Whole(Codec[DenseVector]):
                 "same regions?"
             )
 
-    step = 1  # runs of a message begin anywhere
+    step = 1  # runs of a message may start anywhere
 
     def blank(self, size: int, like: Tensor) -> Tensor:
-        """Return a message of ``size`` elements, with the dtype and device of ``like``, to be written."""
+        """Return an unwritten message of ``size`` elements, with the dtype and device of ``like``."""
         start = self.start(DenseVector(like.new_empty(1).expand(size)))  # of no memory
         return self.message(start, like.new_empty(size, dtype=self.dtype or like.dtype))
 
     def write_(self, payload: Tensor, start: int, values: Tensor) -> None:
-        """Write elements ``[start, start + len(values))`` of a message; the rest is not touched."""
+        """Write elements ``[start, start + len(values))`` of a message, and no others."""
         sent = bytes_of(values if self.dtype is None else _rounded(values, self.dtype))
         at = HEADER_BYTES + start * (self.dtype or values.dtype).itemsize
         payload[at : at + sent.numel()] = sent
@@ -130,9 +130,9 @@ class Whole(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Write a message of ``size`` elements, or its run from ``start`` on, divided, to ``into``.
+        """Decode a message of ``size`` elements, or its run from ``start`` on; divide; write to ``into``.
 
-        Or add it.
+        ``add`` adds to ``into`` instead.
         """
         header, body = self.body(payload, into.numel() if size is None else size)
         self._check_count(header, into.numel() if size is None else size)
@@ -141,11 +141,11 @@ class Whole(Codec[DenseVector]):
         written(values, into, divisor, add=add)
 
     def is_finite(self, payload: Tensor, size: int) -> bool:
-        """Tell whether a message has neither NaN nor Inf."""
+        """Return whether a message has neither NaN nor Inf."""
         return bool(self.decode(payload, size).isfinite().all())
 
     def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
-        """Return the header of a message, with the dtype that travels."""
+        """Return the header of a message, with the dtype in which values are sent."""
         return super().header(nnz, size, self.dtype or dtype)
 
     def layout(self, header: Header) -> Parts:
@@ -155,17 +155,18 @@ class Whole(Codec[DenseVector]):
 
 @final
 class StreamCodec(Codec[Vector]):
-    """A codec for sparse vectors and one for dense ones; the header tells the form of a message.
+    """A codec for sparse vectors and one for dense vectors; the header states the form of a message.
 
     Args:
-        sparse: for sparse vectors (default: ``Coo()``, as in the paper).
-        dense: for dense ones (default: ``Whole()``).
-        factor: a vector stays sparse up to ``factor * delta`` entries, delta being where the dense
-            message is no longer than the sparse one (coo: ``N i / (c + i)``).  Below 1 in practice,
-            since sparse sums take longer (measured in ``benchmarks/streams.md``).  None: always sparse.
+        sparse: codec for sparse vectors (default: ``Coo()``, as in the paper).
+        dense: codec for dense vectors (default: ``Whole()``).
+        factor: a vector stays sparse up to ``factor * delta`` entries, where delta is the number of
+            entries at which the dense message is no longer than the sparse one (coo: ``N i / (c + i)``).
+            Below 1 in practice, because sparse sums take longer (measured in ``benchmarks/streams.md``).
+            None: always sparse.
 
-    Cost: that of the codec for the vector's form.   State: none.
-    Differs from the paper: the switch follows the bytes of the two codecs in use.
+    Cost: as the codec for the vector's form.   State: none.
+    Differs from the paper: the switch compares the bytes of the two codecs in use.
 
     Example:
         >>> codec = StreamCodec()
@@ -188,7 +189,7 @@ class StreamCodec(Codec[Vector]):
                 "sparse, in [0, 1], or None"
             )
         self.sparse, self.dense, self.factor = sparse or Coo(), dense or Whole(), factor
-        # a limit is a bisection, and every region of every step asks for one; seeded copies share them
+        # a limit takes a bisection and is needed for every region of every step; seeded copies share it
         self._limits: dict[tuple[int, torch.dtype], int] = {}
 
     def __repr__(self) -> str:
@@ -201,12 +202,11 @@ class StreamCodec(Codec[Vector]):
         return twin
 
     def limit(self, size: int, dtype: torch.dtype) -> int | None:
-        """Return the most entries with which a vector of ``size`` elements stays sparse; None: all."""
+        """Return the number of entries up to which a vector of ``size`` elements is sparse; None: any."""
         if self.factor is None:
             return None
         if (size, dtype) not in self._limits:
-            # a dense message of few bits may be shorter than a sparse one without entries: then none is
-            # sparse
+            # a dense message of few bits may be shorter than an empty sparse one: then the limit is 0
             dense, limit = self.dense.nbytes(size, size, dtype), 0
             if dense >= self.sparse.nbytes(0, size, dtype):
                 limit = int(self.factor * self.sparse.entries_within(dense, size, dtype))
@@ -214,16 +214,16 @@ class StreamCodec(Codec[Vector]):
         return self._limits[size, dtype]
 
     def is_exact(self, dtype: torch.dtype) -> bool:
-        """Tell whether values of ``dtype`` arrive as they are in both forms."""
+        """Return whether values of ``dtype`` arrive unchanged in both forms."""
         return self.sparse.is_exact(dtype) and self.dense.is_exact(dtype)
 
     def encode(self, vector: Vector) -> Encoded[Vector]:
-        """Encode a vector in the form that it has."""
+        """Encode a vector in its current form."""
         codec: Codec[Any] = self.sparse if isinstance(vector, SparseVector) else self.dense
         return codec.encode(vector)
 
     def decode(self, payload: Tensor, size: int) -> Vector:
-        """Decode one whole message, in the form that it has."""
+        """Decode one whole message into the form in which it was sent."""
         return self._codec_of(Header.read(payload)).decode(payload, size)
 
     def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:
@@ -239,7 +239,7 @@ class StreamCodec(Codec[Vector]):
         return self._codec_of(Header.read(buffer)).read_header(buffer)
 
     def layout(self, header: Header) -> Parts:
-        """Return the exact bytes of the message that starts with ``header``."""
+        """Return the exact bytes of the message with this header."""
         return self._codec_of(header).layout(header)
 
     def _codec_of(self, header: Header) -> Codec[SparseVector] | Codec[DenseVector]:
@@ -260,7 +260,7 @@ def unpack_words(raw: Tensor, size: int) -> Tensor:
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round; finite values are cut to the largest number that both dtypes can hold."""
+    """Round; finite values are clamped to the largest number that both dtypes can represent."""
     limit = min(torch.finfo(dtype).max, torch.finfo(values.dtype).max)
     largest = torch.tensor(limit).to(dtype)
     if float(largest) > limit:  # 65,504 in float16 would round to 65,536 in bfloat16

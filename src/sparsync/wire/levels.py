@@ -30,21 +30,21 @@ __all__ = ["LloydMax"]
 class LloydMax(Codec[DenseVector]):
     """A scale per block and a level of few bits per element: see ``docs/wire-format.md``.
 
-    An element, divided by its block's root mean square, goes to the nearest level of those with the
-    least mean square error for a normal distribution: 36, 12, 3.5 or 1 % of the squares with 1, 2, 3 or
-    4 bits.  With 8, levels are equally far apart, up to the block's largest element.
+    An element is divided by its block's root mean square and rounded to the nearest level.  The levels
+    minimise the mean square error for a normal distribution: 36, 12, 3.5 or 1 % of the squares with 1, 2,
+    3 or 4 bits.  With 8 bits, levels are equally spaced up to the block's largest element.
 
-    The scale is ``<q, x> / <q, q>`` of the levels q, so the decoded vector is the projection of x onto q:
-    no vector grows by being sent, and the error may be kept in the residual.  The scale is rounded to
-    bf16, not to fp16, whose range is too small for gradients: it is at most twice the exact one, so the
-    error still never exceeds the vector, and rounding adds less than 4e-6 of the squares.  A block whose
-    scale is below 2^-134 is decoded as zeros; one with elements near the largest of their dtype has a
-    smaller scale, so that nothing overflows.
+    The scale is ``<q, x> / <q, q>`` of the levels q, so the decoded vector is the projection of x onto q.
+    No vector grows by being sent, and the error may be kept in the residual.  The scale is rounded to
+    bf16, because fp16 has too small a range for gradients.  The rounded scale is at most twice the exact
+    one, so the error still never exceeds the vector; rounding adds less than 4e-6 of the squares.  A
+    block whose scale is below 2^-134 is decoded as zeros.  A block with elements near the maximum of
+    their dtype gets a smaller scale, so nothing overflows.
 
-    Finite elements arrive finite; NaN or Inf makes its whole block NaN.
+    Finite elements stay finite; a NaN or Inf makes its whole block NaN.
 
     Args:
-        bits: per element: 1, 2, 3, 4 or 8.
+        bits: bits per element: 1, 2, 3, 4 or 8.
         block: consecutive elements that share a scale, 1 to 65535 (C++ takes multiples of 8).
 
     Cost: 16 bytes, ``bits`` per element and 16 per block.   State: none.
@@ -79,18 +79,18 @@ class LloydMax(Codec[DenseVector]):
 
     @property
     def step(self) -> int:
-        """Runs of a message begin at multiples of this many elements."""
-        # at whole blocks, and at whole bytes of codes
+        """Runs of a message start at multiples of this many elements."""
+        # a run starts at a block and at a whole byte of codes
         return self.block if self.block % 8 == 0 else 8 * self.block
 
     def blank(self, size: int, like: Tensor) -> Tensor:
-        """Return a message of ``size`` elements, with the dtype and device of ``like``, to be written."""
+        """Return an unwritten message of ``size`` elements, with the dtype and device of ``like``."""
         start = self.start(DenseVector(like.new_empty(1).expand(size)))  # of no memory
         body = self.nbytes(size, size, like.dtype) - len(start)
         return self.message(start, like.new_empty(body, dtype=torch.uint8))
 
     def write_(self, payload: Tensor, start: int, values: Tensor) -> None:
-        """Write elements ``[start, start + len(values))`` of a message; the rest is not touched."""
+        """Write elements ``[start, start + len(values))`` of a message, and no others."""
         single = packing.to_float32(values, packing.FP32)
         limit = _largest_scale(values.dtype, self.bits)
         raw = normal_levels.quantise(single, self.bits, self.block, limit)
@@ -102,7 +102,7 @@ class LloydMax(Codec[DenseVector]):
 
     def written(self, values: Tensor) -> Tensor:
         """Return the message of ``values``, without decoding it."""
-        self.start(DenseVector(values))  # refuses what is no vector
+        self.start(DenseVector(values))  # refuses anything but a vector
         payload = self.blank(values.numel(), values)
         self.write_(payload, 0, values)
         return payload
@@ -124,9 +124,9 @@ class LloydMax(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Write a message of ``size`` elements, or its run from ``start`` on, divided, to ``into``.
+        """Decode a message of ``size`` elements, or its run from ``start`` on; divide; write to ``into``.
 
-        Or add it; in one pass where both are float32.
+        ``add`` adds to ``into`` instead.  This takes one pass if both are float32.
         """
         header, raw = self.body(payload, into.numel() if size is None else size)
         if header.dtype == into.dtype == torch.float32:
@@ -137,10 +137,10 @@ class LloydMax(Codec[DenseVector]):
             written(values.to(header.dtype), into, divisor, add=add)
 
     def is_finite(self, payload: Tensor, size: int) -> bool:
-        """Tell, by its scales, whether a message has neither NaN nor Inf; refuse a corrupt one."""
+        """Return, from its scales, whether a message has neither NaN nor Inf; refuse a corrupt one."""
         header, raw = self.body(payload, size)
-        # no level is decoded: NaN and Inf make a block's scale NaN, and a finite scale is limited so
-        # that no level times it overflows
+        # no level needs decoding: NaN and Inf make a block's scale NaN, and finite scales are limited so
+        # that no level overflows
         scales = _checked(raw[_places(header, 0, size)[0]])
         check_end(raw, header.option, header.entries)
         largest = _largest_scale(header.dtype, header.option)
@@ -154,7 +154,7 @@ class LloydMax(Codec[DenseVector]):
 
 
 def _places(header: Header, start: int, count: int) -> tuple[slice, slice]:
-    """Return where the scales and the codes of a run lie behind the header."""
+    """Return the positions of a run's scales and codes after the header."""
     first, last = start // header.detail, -(-(start + count) // header.detail)
     codes = normal_levels.SCALE_BYTES * -(-header.entries // header.detail)
     bits = header.option
@@ -165,8 +165,8 @@ def _places(header: Header, start: int, count: int) -> tuple[slice, slice]:
 
 
 def _checked(scales: Tensor) -> Tensor:
-    # the second byte of a little-endian bf16 has the sign.  Levels have signs of their own, so a
-    # negative scale would be a second form of the same block
+    # the second byte of a little-endian bf16 has the sign.  Levels are signed, so a negative scale would
+    # be a second encoding of the same block
     if bool((scales[1::2] >= 0x80).any()):
         raise WireFormatError("a message of levels has a scale below zero; it is corrupt")
     return scales
@@ -178,7 +178,7 @@ def _decode_(
     scales, codes = _places(header, start, into.numel())
     _checked(raw[scales])
     check_end(raw, header.option, header.entries)
-    # of a whole message the scales lie right before the codes
+    # in a whole message, the codes follow the scales without a gap
     whole = into.numel() == header.entries
     if start % header.detail or start * header.option % 8:
         raise WireFormatError(
@@ -186,14 +186,14 @@ def _decode_(
             f"{start}; do all ranks use the same codec?"
         )
     run = raw if whole else torch.cat([raw[scales], raw[codes]])
-    # a message from another rank is in host memory, where its bytes were checked
+    # a message from another rank is in host memory, and its bytes were checked there
     normal_levels.decode_(
         into, run.to(into.device), header.option, header.detail, divisor, keep=add
     )
 
 
 def _largest_scale(dtype: torch.dtype, bits: int) -> float:
-    """Return the largest bf16 that no level multiplies beyond ``dtype`` and float32."""
+    """Return the largest bf16 scale for which no level overflows ``dtype`` or float32."""
     finite = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     limit = torch.tensor(finite / normal_levels.top_level(bits), dtype=torch.float32)
     return float((limit.view(torch.int32) & -(1 << 16)).view(torch.float32))

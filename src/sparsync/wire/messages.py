@@ -1,8 +1,8 @@
-"""Messages of regions: written, summed and joined.
+"""Writing, summing and joining messages of regions.
 
 Each function composes a codec with cutting, merging or joining vectors.  For float32 values in coo and
-packed messages on the CPU it is one pass in C++ (``native/messages.cpp``), bit-equal, without the vectors
-in between; where C++ finds a malformed message, the composition does it again and words the error.
+packed messages on the CPU, a bit-equal C++ pass (``native/messages.cpp``) avoids the intermediate
+vectors.  If C++ finds a malformed message, the composition repeats the work and raises a detailed error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["encode_regions", "join_messages", "sum_messages"]
 def encode_regions(
     codec: Codec[SparseVector], vector: SparseVector, boundaries: Sequence[int], own: int
 ) -> tuple[list[Tensor], SparseVector]:
-    """Return a message per region, an empty one for ``own``, and that region's entries, not rounded.
+    """Return a message per region, empty for ``own``, and the own region's entries, not rounded.
 
     Example:
         >>> v = SparseVector.from_dense(torch.ones(4))
@@ -33,8 +33,8 @@ def encode_regions(
         >>> [m.numel() for m in messages], mine.size
         ([0, 32], 1)
     """
-    # C++ does not return the values that it has rounded, which the caller would need for the residual:
-    # so it only serves codecs that round nothing
+    # C++ does not return the rounded values, which the caller would need for the residual, so it is only
+    # used for exact codecs
     layout = _layout(codec, [vector])
     if layout is None or not codec.is_exact(torch.float32):
         parts = vector.split(boundaries)
@@ -52,7 +52,7 @@ def encode_regions(
 def sum_messages(
     codec: Codec[SparseVector], shares: Sequence[SparseVector | Tensor], like: SparseVector
 ) -> SparseVector:
-    """Sum messages and vectors of a region as a left fold in their order; zero sums are not stored.
+    """Sum messages and vectors of a region as a left fold in the given order; zero sums are dropped.
 
     ``like`` is any vector of the region, on the result's device.
     """
@@ -66,7 +66,7 @@ def sum_messages(
             else (share.indices.contiguous(), share.values.contiguous())
             for share in shares
         ]
-        # None: a message is malformed.  The composition below finds the same, and words the error
+        # None means a malformed message: the composition below finds it again and raises the error
         summed = native.fold_messages(given, layout, like.size)
         if summed is not None:
             return SparseVector(*summed, like.size)
@@ -81,7 +81,7 @@ def join_messages(
     spans: Sequence[tuple[int, int]],
     like: SparseVector,
 ) -> SparseVector:
-    """Decode a message per region ``[start, stop)``, which ascend, to one vector.
+    """Decode one message per region ``[start, stop)``, in ascending order, into one vector.
 
     ``like`` is any vector of the result's size, dtype and device.
     """
@@ -100,7 +100,7 @@ def join_messages(
 def _layout(
     codec: Codec[SparseVector], vectors: Sequence[SparseVector], messages: Sequence[Tensor] = ()
 ) -> native.Layout | None:
-    """Return the layout of the codec's messages for C++; None if C++ lacks the codec or these tensors."""
+    """Return the codec's message layout for C++; None if C++ does not take the codec or the tensors."""
     if not isinstance(codec, Coo | Packed) or not in_cpp(vectors, messages):
         return None
     header = codec.header(0, 0, torch.float32)

@@ -1,9 +1,10 @@
-"""Packed format: 8 to 12 bits per index and 8 to 32 per value, where coo takes 64 together.
+"""Packed format: 8 to 12 bits per index and 8 to 32 per value, compared with 64 per entry in coo.
 
 ``encode_dealt``, ``decode_sum`` and ``decode_undealt`` compose a codec with dealing (``kernels.deal``)
-and merging.  For packed float32 on the CPU each is one pass in C++ (``native/exchange.cpp``), bit-equal:
-eight ranks on two cores spend more time on the intermediate tensors than on anything else.  Where C++
-finds a share that exceeds its message, or a malformed message, the composition does the work again.
+and merging.  For packed float32 on the CPU each is a single, bit-equal C++ pass
+(``native/exchange.cpp``), because eight ranks on two cores would spend most of their time on the
+intermediate tensors.  If C++ finds a share that exceeds its message, or a malformed message, the
+composition repeats the work.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sparsync.wire.codec import LONG_HEADER_BYTES, Codec, Encoded, Header, check
 __all__ = ["Packed", "Parcels", "decode_sum", "decode_undealt", "encode_dealt", "in_cpp"]
 
 _FORMS = MappingProxyType({"bf16": packing.BF16, "int8": packing.INT8, "fp32": packing.FP32})
-# dtypes whose values arrive as they are
+# dtypes whose values arrive unchanged
 _EXACT = MappingProxyType(
     {
         "bf16": (torch.bfloat16,),
@@ -42,13 +43,13 @@ _EXACT = MappingProxyType(
 class Packed(Codec[SparseVector]):
     """Header, rounded values, Elias-Fano indices: see ``docs/wire-format.md``.
 
-    ``decoded`` has the values that the receiver sees, in the dtype that was given, with the zeros that
-    rounding made: the caller keeps the difference in the residual.
+    ``decoded`` has the values that the receiver sees, in the given dtype, including entries rounded to
+    zero: the caller keeps the difference in the residual.
 
     Args:
         values: "bf16": the nearest bfloat16, ties to even, but finite values stay finite; "int8":
-            multiples of ``max |x| / 127`` over ``block`` consecutive entries, where an entry that is NaN
-            or Inf arrives as NaN and leaves its block's scale alone; "fp32": float32.
+            multiples of ``max |x| / 127`` over ``block`` consecutive entries, where a NaN or Inf entry
+            arrives as NaN and does not affect its block's scale; "fp32": float32.
         block: entries that share a scale under int8, 1 to 65535.
 
     Cost: 16 bytes; nnz (l + 1) + ceil(size / 2^l) bits of indices, l = floor(log2(size / nnz)); 16, 8
@@ -81,7 +82,7 @@ class Packed(Codec[SparseVector]):
         self.detail = self.block if self.option == packing.INT8 else 0
 
     def is_exact(self, dtype: torch.dtype) -> bool:
-        """Tell whether values of ``dtype`` arrive as they are."""
+        """Return whether values of ``dtype`` arrive unchanged."""
         return dtype in _EXACT[self.values]
 
     def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
@@ -92,17 +93,17 @@ class Packed(Codec[SparseVector]):
         return Encoded(payload, SparseVector(vector.indices, rounded, size))
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode, and check every bit except for the values', all of which are legal."""
+        """Decode, and check every bit except those of values, which are all legal."""
         header, body = self.body(payload, size)
         indices, values = packing.unpack(body, header.entries, size, header.option, header.detail)
         return SparseVector(indices, values.to(header.dtype), size)
 
     def is_legal(self, header: Header) -> bool:
-        """Tell whether there is a block length exactly where values are int8."""
+        """Return whether the header has a block length if and only if values are int8."""
         return (header.detail > 0) == (header.option == packing.INT8)
 
     def layout(self, header: Header) -> Parts:
-        """Return 16 bytes of header, and the bytes of indices and values."""
+        """Return 16 bytes of header plus the bytes of indices and values."""
         _, _, nnz, form, size, block = header
         assert size is not None
         return Parts(
@@ -117,17 +118,17 @@ class Parcels(NamedTuple):
     """The messages of a rank to all owners, and the share that it keeps."""
 
     messages: list[Tensor]  # one per owner; empty for the rank itself
-    arriving: Tensor  # [nnz] the values that owners see; 0 where an entry did not fit its message
-    own: SparseVector  # the share of the rank itself, indexed within its owner, not rounded
+    arriving: Tensor  # [nnz] the values that owners see; 0 if an entry did not fit its message
+    own: SparseVector  # the rank's own share, indexed within its owner, not rounded
 
 
 def encode_dealt(
     codec: Codec[SparseVector], vector: SparseVector, world_size: int, rank: int, limit: int
 ) -> Parcels:
-    """Deal a vector's entries to their owners, and encode a message for every owner but ``rank``.
+    """Deal a vector's entries to their owners, and encode a message for every owner except ``rank``.
 
-    Each of P owners has ``ceil(size / P)`` elements; a message has at most ``limit`` entries, those of
-    largest magnitude.
+    Each of P owners has ``ceil(size / P)`` elements.  A message has at most ``limit`` entries, the ones
+    of largest magnitude.
 
     Example:
         >>> from sparsync.wire import Coo
@@ -156,7 +157,7 @@ def encode_dealt(
             own, seen[part] = entries, values[part]
             messages.append(torch.empty(0, dtype=torch.uint8))
             continue
-        # entries that do not fit stay 0 in ``seen``: so the residual keeps them, and the law holds
+        # entries that do not fit stay 0 in ``seen``, so the residual keeps them and the law holds
         fitting = kernels.top(entries.values, limit) if count > limit else slice(None)
         encoded = codec.encode(entries.keep(fitting))
         seen[part][fitting] = encoded.decoded.values
@@ -171,8 +172,8 @@ def decode_sum(
 ) -> SparseVector:
     """Sum the messages of all ranks and the own share, and keep the k largest sums.
 
-    The sum is a left fold in rank order, in which the own share takes the place of ``rank``'s message:
-    so its bits depend neither on the order of arrival nor on the rank that owns the region.
+    The sum is a left fold in rank order, with the own share in place of ``rank``'s message.  Its bits
+    depend neither on the order of arrival nor on the rank that owns the region.
     """
     if _in_cpp(codec, own, messages):
         pair = own.indices.contiguous(), own.values.contiguous()
@@ -195,12 +196,12 @@ def decode_undealt(
     share: SparseVector,
     sent: SparseVector,
 ) -> tuple[SparseVector, SparseVector]:
-    """Join the messages of all owners to one vector, and keep its k largest entries; drop zeros.
+    """Join the messages of all owners into one vector, and keep its k largest entries; drop zeros.
 
     Returns:
-        The total, and the part of it that ``rank`` delivered: the entries that it ``sent``, as owners saw
-        them, and the error that its own message makes in the ``share`` that it encodes, since the owner
-        of a region answers for the rounding of its sums.
+        The total, and the part of it that ``rank`` delivered: the entries that it ``sent``, as seen by
+        the owners, plus the rounding error of its own message relative to its ``share``, because the
+        owner of a region accounts for the rounding of its sums.
     """
     size, width, device = sent.size, share.size, share.values.device
     if _in_cpp(codec, share, messages):
@@ -215,8 +216,8 @@ def decode_undealt(
         if owner == rank:
             added = piece.values - share.values
         indices = kernels.undeal(piece.indices, owner, len(messages))
-        # an owner's last index may stand for an element beyond the vector: P regions of ceil(size / P)
-        # elements are up to P - 1 more than there are
+        # an owner's last index may be beyond the vector, because P regions of ceil(size / P) elements
+        # have up to P - 1 elements too many
         if indices.numel() and int(indices[-1]) >= size:
             raise WireFormatError(
                 f"rank {owner} sent an element beyond the vector's {size}; it is corrupt or hostile"
@@ -231,12 +232,12 @@ def decode_undealt(
 def _in_cpp(
     codec: Codec[SparseVector], vector: SparseVector, messages: Sequence[Tensor] = ()
 ) -> TypeGuard[Packed]:
-    """Tell whether C++ has the codec and takes the tensors."""
+    """Return whether C++ has the codec and takes the tensors."""
     return isinstance(codec, Packed) and in_cpp([vector], messages)
 
 
 def in_cpp(vectors: Sequence[SparseVector], messages: Sequence[Tensor]) -> bool:
-    """Tell whether C++ takes these vectors and messages."""
+    """Return whether C++ takes these vectors and messages."""
     return all(
         kernels.backend_of(vector.values) is native
         and kernels.backend_of(vector.indices, dtype=torch.int64) is native
@@ -245,7 +246,7 @@ def in_cpp(vectors: Sequence[SparseVector], messages: Sequence[Tensor]) -> bool:
 
 
 def _style(codec: Packed, width: int) -> native.Style:
-    """Return the style in which C++ writes float32 messages for regions of ``width`` elements."""
+    """Return the parameters with which C++ writes float32 messages for regions of ``width`` elements."""
     header = codec.header(0, width, torch.float32)
     first, second = struct.unpack("<2Q", header.pack())
     return first, second, header.option, header.detail, width

@@ -1,4 +1,4 @@
-"""QSGD: values of few bits, rounded at random, in blocks that share a scale."""
+"""QSGD: values of few bits, rounded stochastically, in blocks that share a scale."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(eq=False)
 class _Quantised(Codec[V]):
-    """The part of both codecs of QSGD that does not depend on the values' indices."""
+    """The part that is common to the dense and the sparse QSGD codec."""
 
     options = tuple(bits + flags for bits in _BITS for flags in (0, 16, 32, 48))
     header_bytes = LONG_HEADER_BYTES
@@ -50,7 +50,7 @@ class _Quantised(Codec[V]):
         self.detail = self.block
 
     def seeded(self, rank: int, step: int) -> Codec[V]:
-        """Return a copy that draws for this rank and step."""
+        """Return a copy that draws random numbers for this rank and step."""
         twin = copy.copy(self)
         twin.source = rank, step
         return twin
@@ -63,12 +63,12 @@ class _Quantised(Codec[V]):
 
     @property
     def levels(self) -> int:
-        """The largest code s; the code -s - 1 stands for values that are not finite."""
+        """The largest code s; the code -s - 1 stands for nonfinite values."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def contractive(self) -> bool:
-        """Whether ``omega`` of a whole block is below 1, or ``shrink`` makes the error that small."""
+        """Whether ``omega`` of a whole block is below 1, or ``shrink`` makes the error small enough."""
         return self.shrink or self.omega(self.block) < 1
 
     def omega(self, length: int) -> float:
@@ -76,7 +76,7 @@ class _Quantised(Codec[V]):
 
         "l2": ``min(length / s^2, sqrt(length) / s)`` (QSGD, Lemma 3.1).  "max": in the worst block one
         entry is S and all others are the same fraction of the first level, which gives exactly
-        ``(sqrt(1 + (length - 1) / s^2) - 1) / 2`` (derived here).  Both hold without shrink.
+        ``(sqrt(1 + (length - 1) / s^2) - 1) / 2`` (our derivation).  Both bounds hold without shrink.
 
         Example:
             >>> Qsgd(bits=4, scale="max").omega(256)
@@ -88,7 +88,7 @@ class _Quantised(Codec[V]):
         return (math.sqrt(1 + max(length - 1, 0) / s**2) - 1) / 2
 
     def round(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scales and codes, and the values that the receiver decodes, in the dtype given."""
+        """Return scales and codes, and the values that the receiver decodes, in the given dtype."""
         single = packing.to_float32(values, packing.FP32)
         blocks = packing.in_blocks(single, self.block)
         finite = blocks.isfinite()
@@ -97,8 +97,8 @@ class _Quantised(Codec[V]):
         divisors = torch.where(scales == 0, 1.0, scales)[:, None]
         exact = magnitudes / divisors * self.levels
         lower = exact.floor()
-        # stochastic rounding (QSGD, section 3): up with the probability of the fraction.  A draw is a
-        # multiple of 2^-24 in [0, 1), so a value that lies on a level stays there
+        # stochastic rounding (QSGD, section 3): up with a probability equal to the fraction.  Draws are
+        # multiples of 2^-24 in [0, 1), so a value on a level stays there
         up = self._draws(single, blocks.numel()).view_as(blocks) < exact - lower
         codes = torch.where(blocks < 0, -(lower + up), lower + up)
         codes = torch.where(finite, codes, float(-self.levels - 1)).to(torch.int8)
@@ -107,7 +107,7 @@ class _Quantised(Codec[V]):
         return raw, self._values(raw, values.numel()).to(values.dtype)
 
     def unpack(self, header: Header, raw: Tensor) -> Tensor:
-        """Return the values of the scales and codes in ``raw``, as the header describes them."""
+        """Return the values of the scales and codes in ``raw``, with the parameters in the header."""
         option = header.option
         scale: Literal["l2", "max"] = "max" if option & _MAX_SCALED else "l2"
         shrink = bool(option & _SHRUNK)
@@ -128,18 +128,17 @@ class _Quantised(Codec[V]):
         return values * packing.spread(scales, self.block, count)
 
     def _scales(self, magnitudes: Tensor, largest: float) -> Tensor:
-        """Return one float32 per row; even a scale cut to ``largest`` is no smaller than any entry."""
+        """Return one float32 per row; even if clamped to ``largest``, no entry exceeds its scale."""
         if self.scale == "max":
             return magnitudes.amax(1)
-        # squares of float32 neither overflow nor vanish in float64
+        # squares of float32 values neither overflow nor underflow in float64
         squares = sums_of_halves(magnitudes.double().square())
         return squares[:, 0].sqrt().clamp(max=largest).to(torch.float32)
 
     def _draws(self, values: Tensor, count: int) -> Tensor:
-        """Draw ``count`` numbers in [0, 1), on the CPU: so they are the same on every machine."""
-        # the content is part of the seed.  Values that a rank quantises late in a step may depend on
-        # its draws earlier in that step; with equal draws for both, the expectation of the later ones
-        # would be biased
+        """Draw ``count`` numbers in [0, 1), on the CPU so they are the same on every machine."""
+        # The content is part of the seed, because values that a rank quantises late in a step may depend
+        # on its earlier draws in that step.  Reusing those draws would bias the later values.
         content = int(values.view(torch.int32).sum(dtype=torch.int64))
         rank, step = self.source
         name = f"{self.seed} {rank} {step} {values.numel()} {content}"
@@ -152,26 +151,27 @@ class _Quantised(Codec[V]):
 @final
 @dataclass(eq=False)
 class Qsgd(_Quantised[DenseVector]):
-    """Dense vectors, quantised at random: see ``docs/wire-format.md``.
+    """Stochastically quantised dense vectors: see ``docs/wire-format.md``.
 
-    In a block of scale S, x becomes ``sign(x) S j / s``, where j is ``s |x| / S`` rounded up with the
-    probability of its fraction, else down; s = ``2^(bits - 1) - 1``.
+    In a block of scale S, x becomes ``sign(x) S j / s``, where j is ``s |x| / S`` rounded up with a
+    probability equal to its fraction, otherwise down; s = ``2^(bits - 1) - 1``.
 
-    Unbiased without ``shrink``: the expectation of a decoded value is the float32 that was given, to
-    2^-24 of its block's scale; values of a 16-bit dtype are then rounded to it.  An entry that is NaN or
-    Inf arrives as NaN and leaves its block's scale alone.
+    Without ``shrink`` the codec is unbiased: the expectation of a decoded value is the given float32, up
+    to 2^-24 of its block's scale; values of a 16-bit dtype are then rounded to that dtype.  A NaN or Inf
+    entry arrives as NaN and does not affect its block's scale.
 
     Args:
-        bits: per value, sign included: 2, 4 or 8.
+        bits: bits per value, including the sign: 2, 4 or 8.
         block: consecutive entries that share a float32 scale (SparCML, section 6: "in the order of
             1024").
-        scale: "l2" (QSGD's own; unbounded noise where blocks are long) or "max" (less noise).
-        shrink: multiply by ``1 / (1 + omega)``, omega being the bound of the variance: that makes the
-            codec ``contractive``, but biased.
-        seed: of the draws, along with the rank and the step that ``seeded`` sets.
+        scale: "l2" (QSGD's own; its noise grows with the block length) or "max" (less noise).
+        shrink: multiply by ``1 / (1 + omega)``, where omega bounds the variance.  This makes the codec
+            ``contractive``, but biased.
+        seed: seed of the random numbers, together with the rank and step that ``seeded`` sets.
 
     Cost: 16 bytes, ``bits`` per value and 32 per block; about 10 passes over the values.   State: none.
-    Differs from the paper: codes of fixed width, not Elias's; scale "max"; shrink; NaN and Inf survive.
+    Differs from the paper: codes of fixed width, not Elias codes; scale "max"; shrink; NaN and Inf
+    survive.
 
     Example:
         >>> encoded = Qsgd(bits=4, scale="max").encode(DenseVector(torch.tensor([7.0, -3.0, 0.0])))
@@ -192,7 +192,7 @@ class Qsgd(_Quantised[DenseVector]):
         return Encoded(self.message(start, raw), DenseVector(decoded))
 
     def decode(self, payload: Tensor, size: int) -> DenseVector:
-        """Decode, as the message says that it was quantised."""
+        """Decode, with the parameters that the message states."""
         return DenseVector(self.unpack(*self.body(payload, size)))
 
 
@@ -201,11 +201,11 @@ class Qsgd(_Quantised[DenseVector]):
 class SparseQsgd(_Quantised[SparseVector]):
     """Sparse vectors: values as in ``Qsgd``, Elias-Fano indices as in ``Packed``.
 
-    Blocks are of consecutive entries.  Zeros that rounding made still travel.
+    Blocks consist of consecutive entries.  Entries that round to zero are still sent.
 
-    Cost: that of ``Qsgd``, and the indices of ``Packed``.   State: none.
-    Differs from the paper: as ``Qsgd``; SparCML quantises dense messages alone (section 6), though its
-    Algorithm 1 reads as if it quantised sparse ones as well.
+    Cost: as ``Qsgd``, plus the indices of ``Packed``.   State: none.
+    Differs from the paper: as ``Qsgd``; SparCML quantises only dense messages (section 6), although its
+    Algorithm 1 reads as if sparse ones were quantised as well.
 
     Example:
         >>> v = SparseVector.from_dense(torch.tensor([0.0, 7.0, -3.0, 0.0]))
@@ -226,7 +226,7 @@ class SparseQsgd(_Quantised[SparseVector]):
         return Encoded(payload, SparseVector(indices, rounded, size))
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode, as the message says that it was quantised."""
+        """Decode, with the parameters that the message states."""
         header, body = self.body(payload, size)
         middle = super().layout(header).value
         indices = packing.unpack_indices(body[middle:], header.entries, size)

@@ -25,7 +25,7 @@ Cell = str | int | float | bool | None
 Row = Mapping[str, Cell]
 Points = Sequence[tuple[float | str, float]]
 
-# networks that the papers name, with figures that they do not give
+# networks that the papers name, with assumed numbers because the papers give none
 ARIES = Links(alpha=1.5e-6, beta=1e-10)  # assumed: a supercomputer's MPI, 10 GB/s
 GIGE = Links(alpha=50e-6, beta=8e-9)  # assumed: 1 Gbit/s
 
@@ -40,12 +40,12 @@ def _nothing(total: int | None) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """How an artifact is run."""
+    """Settings for running an artifact."""
 
     seed: int = 0  # of models, data and inputs
-    quick: bool = False  # scaled down until it takes seconds: a test of the code, not of the paper
+    quick: bool = False  # scaled down to run in seconds, to test the code rather than the paper
     steps: int | None = None  # of every training; None: the artifact's own number
-    # called after every piece of work with the number of all pieces
+    # called after every piece of work with the total number of pieces
     advance: Callable[[int | None], None] = _nothing
 
     def pick(self, whole: T, quick: T) -> T:
@@ -58,7 +58,7 @@ class Settings:
         return quick if self.quick else whole
 
     def steps_or(self, whole: int, quick: int) -> int:
-        """Return the number of steps that was asked for, or else what ``pick`` returns."""
+        """Return the requested number of steps, or the result of ``pick``."""
         return self.steps or self.pick(whole, quick)
 
     def track(self, pieces: Iterable[T]) -> Iterator[T]:
@@ -71,15 +71,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A paper's figure, read from its text (what only a plot shows is not known), and this run's."""
+    """A number from a paper's text (numbers shown only in plots are not used), and this run's number."""
 
-    what: str  # of which it is a figure
+    what: str  # the quantity
     says: str  # in the paper's words or numbers
     where: str  # section, figure or table
-    ours: str  # this run's figure and its unit
-    same: bool  # it leads to the conclusion that the paper draws
-    otherwise: str = ""  # the reason where it does not
-    remark: str = ""  # what is worth knowing where it does
+    ours: str  # this run's number with its unit
+    same: bool  # whether it supports the paper's conclusion
+    otherwise: str = ""  # the reason if it does not
+    remark: str = ""  # a remark if it does
 
     def __post_init__(self) -> None:
         if not self.same and not self.otherwise:
@@ -96,9 +96,9 @@ class Panel:
     """One plot: curves, or bars in groups or stacks.  ``drawing`` draws it."""
 
     title: str  # above it
-    x: str  # label of the axis; of bars: what the groups are
+    x: str  # label of the axis; for bars, the meaning of the groups
     y: str  # label of the axis, with the unit
-    # by name: points ``(x, y)`` of a curve; of bars, ``(group, height)``
+    # by name: points ``(x, y)`` of a curve, or ``(group, height)`` of bars
     series: Mapping[str, Points]
     kind: Literal["curves", "bars", "stacks"] = "curves"  # of plot
     log: Literal["", "x", "y", "xy"] = ""  # axes that are logarithmic: "", "x", "y" or "xy"
@@ -112,7 +112,7 @@ class Outcome:
     rows: Sequence[Row]  # the numbers, equal keys in all rows
     comparisons: Sequence[Comparison]  # with the paper's figures
     settings: Mapping[str, Cell]  # of this run, by name
-    differs: str  # what is not as in the paper, in a sentence or two
+    differs: str  # differences from the paper, in a sentence or two
     panels: Sequence[Panel] = ()  # plots, side by side
 
 
@@ -121,14 +121,14 @@ Run = Callable[[Settings], Outcome]
 
 @dataclass(frozen=True)
 class Artifact:
-    """A table or figure of a paper that is reproduced here."""
+    """A reproduced table or figure of a paper."""
 
-    name: str  # as ``sparsync reproduce`` knows it; begins with the paper's short name
+    name: str  # its name for ``sparsync reproduce``; begins with the paper's short name
     title: str  # what it shows
-    conclusion: str  # of the paper's authors, which is what is compared
-    minutes: float  # that a run takes on two cores, about
+    conclusion: str  # the authors' conclusion, which is compared
+    minutes: float  # approximate duration of a run on two cores
     run: Run  # runs it
-    own_progress: bool = False  # the code that it runs shows progress of its own
+    own_progress: bool = False  # the code that it runs shows its own progress
     trains: bool = False  # for as many steps as ``Settings.steps`` says
 
     @property
@@ -210,7 +210,7 @@ class Table(list[Row]):
 
 
 def joined(values: Iterable[float], form: str = ".2f") -> str:
-    """Write numbers in a sentence.
+    """Format numbers for a sentence.
 
     Example:
         >>> joined([0.5, 2])

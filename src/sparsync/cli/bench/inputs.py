@@ -21,7 +21,7 @@ __all__ = ["INPUTS", "Draw", "Input", "gradient", "input_named"]
 
 _CLUSTERS = 5  # places where large entries lie
 _CLUSTER_FRACTION = 64  # each is n / 64 wide: together 7.8 % of the vector
-_OVERLAP = 1 / 64  # part of the elements that are large on all ranks
+_OVERLAP = 1 / 64  # fraction of the elements that are large on all ranks
 _NOISE = 1e-3  # magnitude outside the clusters, relative to inside
 _DOMINANCE = 100.0  # how much larger the dominating rank's entries are
 
@@ -37,7 +37,7 @@ class Draw:
     seed: int  # of the whole run
 
     def normal(self, size: int) -> Tensor:
-        """Return `[size]` standard normal numbers, fresh per step and rank."""
+        """Return `[size]` standard normal numbers, different for every step and rank."""
         generator = _generator("values", self.seed, self.step, self.rank)
         return torch.randn(size, generator=generator)
 
@@ -82,7 +82,7 @@ def input_named(kind: str) -> Input:
 
 
 def _generator(*key: object) -> torch.Generator:
-    """Make a generator whose stream is independent of that of every other key."""
+    """Return a generator whose stream is independent of all other keys."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 

@@ -1,4 +1,4 @@
-"""Measurement of a row: how many steps, which are verified in full; and the rows of virtual ranks."""
+"""Measurement of a row: the number of steps, their verification, and the rows of virtual ranks."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ __all__ = [
     "verified_in_full",
 ]
 
-LEAST_STEPS, MOST_STEPS = 3, 20  # that are timed; a median needs three
-ROW_SECONDS = 20.0  # that they have to fit
+LEAST_STEPS, MOST_STEPS = 3, 20  # number of timed steps; a median needs three
+ROW_SECONDS = 20.0  # time that the timed steps must fit
 VERIFY = ("auto", "every", "ends", "digest")
 
 
 def verified_in_full(mode: str, size: int, ranks: int) -> tuple[bool, bool]:
-    """Tell whether every step is verified in full, and whether the first and the last one are.
+    """Return whether every step is verified in full, and whether the first and the last one are.
 
     Modes: "every" step; its "ends", the first and the last; "digest": none; "auto": the first of these
     that is cheap, which "every" is up to 16 M elements of all ranks: 0.4 s of work on one core.  The
@@ -73,7 +73,7 @@ class Pace:
     warmup: int | None
 
     def warm(self, durations: Sequence[float]) -> bool:
-        """Tell whether the warm-up is over, given the seconds of its steps so far."""
+        """Return whether the warm-up is over, given the seconds of its steps so far."""
         if self.warmup is not None:
             return len(durations) >= self.warmup
         # by then error feedback and thresholds have settled; long steps have had their time
@@ -98,7 +98,7 @@ class Outcome:
 
     seconds: float  # whole ``reduce()``, of the slowest rank
     exchange: float | None  # selected -> total, of the slowest rank; None: not timed alone
-    sent: int  # most bytes that any rank sent
+    sent: int  # maximal bytes sent by a rank
     received: int
     verdict: Verdict
     in_full: bool = True  # on the sum and the law; else on the equality of the totals alone

@@ -1,1 +1,1 @@
-"""``sparsync doctor``: the facts of the ranks, the judgement on them, and the page that shows both."""
+"""``sparsync doctor``: the ranks' facts, the checks on them, and the page that shows both."""

@@ -1,4 +1,4 @@
-"""Judgements of ``sparsync doctor``: lines that say ok, note or bad, and advice."""
+"""The checks of ``sparsync doctor``: lines with a verdict of ok, note or bad, and advice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Check:
 
 
 def check_facts(everyone: Sequence[Facts]) -> Iterator[Check]:
-    """Judge the software, the placement and the interfaces of all ranks, given in rank order."""
+    """Check the software, placement and interfaces of all ranks, given in rank order."""
     mine = everyone[0]
     pace = "results are the same, but the slowest rank sets the pace"
     yield equal("torch", [f.torch for f in everyone], "bad", "install the same on all ranks")
@@ -50,7 +50,7 @@ def check_facts(everyone: Sequence[Facts]) -> Iterator[Check]:
         _threads(next(f for f in everyone if f.machine == machine), ranks)
         for machine, ranks in machines.items()
     ]
-    yield from dict.fromkeys(placed)  # equal machines need one line
+    yield from dict.fromkeys(placed)  # equal machines share a line
     runtimes = [rank for rank, facts in enumerate(everyone) if facts.openmp > 1]
     if runtimes:
         what = f"{everyone[runtimes[0]].openmp} OpenMP runtimes in {some(runtimes)}"
@@ -72,7 +72,7 @@ def check_facts(everyone: Sequence[Facts]) -> Iterator[Check]:
 
 
 def equal(name: str, values: Sequence[str], level: Literal["note", "bad"], advice: str) -> Check:
-    """Judge a fact that should be the same on all ranks."""
+    """Check a fact that should be the same on all ranks."""
     common, ranks = Counter(values).most_common(1)[0]
     if ranks == len(values):
         return Check("ok", f"{name} {common} on all ranks")
@@ -81,7 +81,7 @@ def equal(name: str, values: Sequence[str], level: Literal["note", "bad"], advic
 
 
 def _threads(facts: Facts, ranks: int) -> Check:
-    """Judge threads and cores of a machine with this many ranks."""
+    """Check threads and cores of a machine with this many ranks."""
     where = f"{ranks} rank(s) with {facts.threads} thread(s) each on {facts.cores} core(s)"
     if ranks * facts.threads <= facts.cores:
         return Check("ok", where)
@@ -94,7 +94,7 @@ def _threads(facts: Facts, ranks: int) -> Check:
 
 
 def check_links(found: Calibration, walls: Sequence[float]) -> Iterator[Check]:
-    """Judge the links and the clocks; ``walls``: offsets of wall from monotonic clocks, in seconds."""
+    """Check the links and the clocks; ``walls``: offsets of wall from monotonic clocks, in seconds."""
     if not found.links:
         yield Check("note", "a single rank: there are no links to measure", "start more ranks")
         return
@@ -116,7 +116,7 @@ def check_links(found: Calibration, walls: Sequence[float]) -> Iterator[Check]:
 
 
 def _slow(found: Calibration, *, most: int = 4) -> list[Check]:
-    """Name the slow links, or the rank whose links are all slow in one direction."""
+    """Report the slow links, or a rank whose links are all slow in one direction."""
     slow, usual = found.slow_links(), median(link.beta for link in found.links)
     named: dict[str, float] = {}
     for link in slow:

@@ -71,9 +71,9 @@ class DoctorSettings:
 
 @dataclass(frozen=True)
 class Examination:
-    """The findings of the ranks."""
+    """The ranks' findings."""
 
-    transport: str  # that carried the messages
+    transport: str  # the transport that carried the messages
     lab: str | None  # the text that describes the shaped links
     facts: tuple[Facts, ...]  # by rank
     calibration: Calibration
@@ -107,7 +107,7 @@ def command(*, json: Json = None, **fields: Any) -> None:
 
 
 def doctor(settings: DoctorSettings) -> Examination | None:
-    """Examine a group; None on the other ranks of a launcher."""
+    """Examine a group; return None on the other ranks of a launcher."""
     about = settings.seconds + 3  # ranks take about 3 s to start
     text = f"examining {settings.ranks} rank(s), about {about:.0f} s"
     with progress(shown=leads()) as row, row(text):
@@ -116,7 +116,7 @@ def doctor(settings: DoctorSettings) -> Examination | None:
 
 
 def examine(settings: DoctorSettings) -> Examination:
-    """Be one rank of the examined group; all return the same.
+    """Run one rank of the examined group; all ranks return the same.
 
     Raises:
         PeerError: ranks run different versions of sparsync.
@@ -135,7 +135,7 @@ def examine(settings: DoctorSettings) -> Examination:
 
 
 def _check_start(comm: Communicator) -> Check:
-    """Check that models of one seed start equal on all ranks."""
+    """Check that models with the same seed start equal on all ranks."""
     draw = torch.Generator().manual_seed(0)
     weight = torch.nn.init.xavier_normal_(torch.empty(64, 64), generator=draw)
     try:
@@ -150,7 +150,7 @@ def _check_start(comm: Communicator) -> Check:
 
 
 def page(found: Examination) -> Group:
-    """Show versions, links, work, checks (the bad ones first), and their meaning."""
+    """Show versions, links, work, checks (bad ones first), and a summary."""
     checked = Table(box=None, pad_edge=False, show_header=False)
     checked.add_column(style="bold")
     checked.add_column()
@@ -161,7 +161,7 @@ def page(found: Examination) -> Group:
 
 
 def sentence(found: Examination, *, elements: int = 14_728_266) -> str:
-    """Apply the findings to a training, e.g. of VGG-16 on CIFAR-10 (Ok-Topk, Table 2)."""
+    """Apply the findings to a training run, e.g. VGG-16 on CIFAR-10 (Ok-Topk, Table 2)."""
     machine, ranks = found.calibration.machine, len(found.facts)
     if ranks == 1:
         return "One rank exchanges nothing; start the doctor with the ranks of your job."

@@ -1,4 +1,4 @@
-"""Judgements of ``sparsync doctor`` on the kernels' TCP, for far links; each comes with a command."""
+"""The checks of ``sparsync doctor`` on the kernels' TCP over far links, each with a command to fix it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from sparsync.cost.wording import format_bytes, format_seconds
 
 __all__ = ["bytes_in_flight", "check_far", "round_trip", "window"]
 
-_FAR: Final = 0.01  # seconds of a round trip; each pause costs a few of them
-# The part of a window that may be in flight: the kernel counts 2.3 KB for a packet of 1.5 KB, so a window
-# that is 0.63 full may be the limit.
+_FAR: Final = 0.01  # seconds of a round trip; every pause costs a few round trips
+# The part of a window that may be in flight: the kernel charges 2.3 KB for a packet of 1.5 KB, so a
+# window that is 0.63 full may be the limit.
 _FULL: Final = 0.5
-# A new window over the bytes in flight: twice for the count of packets, and twice for a higher rate.
+# New window over bytes in flight: twice for the kernel's packet charge, twice for a higher rate.
 _SPARE: Final = 4
 _MIB: Final = 1 << 20
 _SHRINKING: Final = ("reno", "cubic")
-# Bytes that are sent at once if windows are kept through a pause, and the seconds of a link's queue.
-# Bytes that do not fit into the queue are lost, which costs more than a slow start.
+# Bytes that are sent at once if windows are kept through a pause, and the seconds that a link's queue
+# holds. Bytes that do not fit into the queue are lost, which costs more than a slow start.
 _BURST, _QUEUE = 1_000_000, 0.1
 _TIMEOUT: Final = 0.2  # seconds over a round trip, after which TCP forgets the rate
 
 
 def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
-    """Judge the kernels' TCP by the links; not where all ranks share a network stack, without a wire."""
+    """Check the kernels' TCP against the links, unless all ranks share a network stack."""
     if not found.links or len({facts.network for facts in everyone}) == 1:
         return
     yield from _differing(everyone)
@@ -54,11 +54,11 @@ def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
 
 
 def round_trip(found: Calibration) -> float:
-    """Return the seconds of an empty message and its answer, between the farthest ranks.
+    """Return the seconds of an empty message and its answer between the most distant ranks.
 
-    It is twice the latency fitted to all links, or the sum of a pair's two latencies if that is more:
-    where only some links are far, their share of a round varies; a pair's own may come out too small, by
-    its clocks.
+    This is twice the latency fitted to all links, or the sum of a pair's two latencies if that is more.
+    If only some links are far, their share of a round varies; a single pair's latencies may be too small
+    because of its clocks.
 
     Example:
         >>> from sparsync.cost.links import Link
@@ -68,13 +68,13 @@ def round_trip(found: Calibration) -> float:
         0.08
     """
     there = {(link.source, link.dest): link.alpha for link in found.links}
-    # of many ranks not every link is measured both ways
+    # with many ranks, not every link is measured in both directions
     pairs = (alpha + there.get((dest, source), alpha) for (source, dest), alpha in there.items())
     return max(2 * found.machine.alpha, *pairs)
 
 
 def bytes_in_flight(found: Calibration) -> float:
-    """Return the bytes that fill the links: their rate, at its lower end, times the round trip."""
+    """Return the bytes that fill the links: the lower end of their rate, times the round trip."""
     _, slowest = found.intervals["beta"]
     return round_trip(found) / slowest if slowest > 0 else 0.0
 
@@ -82,7 +82,7 @@ def bytes_in_flight(found: Calibration) -> float:
 def window(facts: Facts) -> float | None:
     """Return the bytes that this rank's kernel allows in flight per TCP connection; None: unknown.
 
-    A part of the receive buffer is not available as window: ``tcp_adv_win_scale`` sets its size.
+    Part of the receive buffer is not available as window, depending on ``tcp_adv_win_scale``.
 
     Example:
         >>> from sparsync.cli.doctor.machine_facts import local_facts
@@ -97,13 +97,13 @@ def window(facts: Facts) -> float | None:
 
 
 def _share(facts: Facts) -> float:
-    """Return the part of a receive buffer that is window, as the kernel's ``tcp_win_from_space``."""
+    """Return the fraction of a receive buffer used as window, as the kernel's ``tcp_win_from_space``."""
     (scale,) = facts.tcp.get("tcp_adv_win_scale", (1,))
     return 1 - 0.5**scale if scale > 0 else 2.0**scale
 
 
 def _narrow(needed: float, everyone: Sequence[Facts]) -> Iterator[Check]:
-    """Name the ranks whose buffers hold the rate down, and larger ones."""
+    """Report ranks whose buffers limit the rate, and suggest larger ones."""
     windows = {rank: w for rank, f in enumerate(everyone) if (w := window(f)) is not None}
     narrow = [rank for rank, its in windows.items() if needed > _FULL * its]
     if not narrow:
@@ -126,7 +126,7 @@ def _narrow(needed: float, everyone: Sequence[Facts]) -> Iterator[Check]:
 
 
 def _differing(everyone: Sequence[Facts]) -> Iterator[Check]:
-    """Name a rank whose kernel is set otherwise than most."""
+    """Report a rank whose kernel settings differ from most."""
     for name in dict.fromkeys(name for facts in everyone for name in facts.tcp):
         values = [" ".join(map(str, facts.tcp.get(name, ("unknown",)))) for facts in everyone]
         advice = "set the same on all ranks: the slowest sets the pace"

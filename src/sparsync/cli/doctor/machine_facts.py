@@ -1,4 +1,4 @@
-"""The facts of a rank and its machine, for ``sparsync doctor`` to compare."""
+"""The facts about a rank and its machine that ``sparsync doctor`` compares."""
 
 from __future__ import annotations
 
@@ -30,38 +30,36 @@ _TCP: Final = ("tcp_wmem", "tcp_rmem", "tcp_adv_win_scale", "tcp_slow_start_afte
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of one rank."""
+    """The facts about one rank."""
 
     sparsync: str  # version
     torch: str
     python: str
     platform: str  # system and processor
-    kernels: str  # instruction set of the native kernels; "torch": they are not in use
+    kernels: str  # instruction set of the native kernels; "torch": not in use
     built: bool  # native kernels are installed
-    cores: int  # that this process may use
-    threads: int  # that torch uses
-    openmp: int  # OpenMP runtimes that are loaded
-    backends: dict[str, str]  # transports and devices by name, with versions where they have some
-    loopback: bool  # gloo's interface is one that no other host reaches
+    cores: int  # cores that this process may use
+    threads: int  # threads that torch uses
+    openmp: int  # loaded OpenMP runtimes
+    backends: dict[str, str]  # transports and devices by name, with versions if there are any
+    loopback: bool  # gloo listens where no other host can reach it
     machine: str  # digest that all ranks of a machine share
-    network: (
-        str  # digest that ranks of a network stack share: containers of one machine have several
-    )
-    host: str | None  # its name, if that was asked for
+    network: str  # shared by ranks on one network stack: containers of a machine have several
+    host: str | None  # host name, if requested
     wall: float  # offset of the wall clock from the monotonic one, in seconds
     mpi: str | None  # the MPI library, if it carries the messages
-    # settings of the kernel on which far links depend, where it has them
+    # kernel settings that affect far links, if the kernel has them
     tcp: dict[str, tuple[int, ...]]
-    congestion: str  # TCP's congestion control, e.g. "cubic"; empty: the kernel does not tell
+    congestion: str  # TCP's congestion control, e.g. "cubic"; empty: unknown
 
 
 def local_facts(transport: str, *, hosts: bool = False) -> Facts:
-    """Return this process's facts; ``hosts``: with the host's name."""
-    affinity = getattr(os, "sched_getaffinity", None)  # where the system has it
+    """Return the facts about this process; ``hosts``: include the host name."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on all systems
     library = load_mpi().Get_library_version().splitlines()[0] if transport == "mpi" else None
     return Facts(
         sparsync=sparsync.__version__,
-        # __version__ is of a subclass of str, which ``gather`` refuses
+        # __version__ is a subclass of str, which ``gather`` refuses
         torch=str(torch.__version__),
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
@@ -86,7 +84,7 @@ def check_versions(everyone: Sequence[Facts]) -> None:
     """Refuse ranks that run different versions of sparsync.
 
     Raises:
-        PeerError: names the versions and their ranks.
+        PeerError: the message names the versions and their ranks.
     """
     ranks: dict[str, list[int]] = {}
     for rank, facts in enumerate(everyone):
@@ -99,13 +97,13 @@ def check_versions(everyone: Sequence[Facts]) -> None:
 
 
 def some(ranks: Sequence[int], *, most: int = 6) -> str:
-    """Return a text with the first of these ranks."""
+    """Return a text that names the first of these ranks."""
     more = ", ..." if len(ranks) > most else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:most]))}{more}"
 
 
 def _backends() -> dict[str, str]:
-    """Return the transports and devices that are installed, by name."""
+    """Return the installed transports and devices by name."""
     found = {}
     for name in ("gloo", "nccl", "mpi"):
         if dist.is_available() and getattr(dist, f"is_{name}_available")():
@@ -126,7 +124,7 @@ def _backends() -> dict[str, str]:
 
 
 def tcp_settings(folder: Path = Path("/proc/sys/net/ipv4")) -> dict[str, tuple[int, ...]]:
-    """Return some of the kernel's settings by name, as numbers; unknown ones are left out.
+    """Return some kernel settings as numbers, by name; unknown ones are left out.
 
     They belong to the process's network stack: a container's may differ from its host's.
     """
@@ -138,7 +136,7 @@ def tcp_settings(folder: Path = Path("/proc/sys/net/ipv4")) -> dict[str, tuple[i
 
 
 def _text(file: Path) -> str:
-    """Read a file of the system; empty where it has none."""
+    """Read a system file; return an empty text if it does not exist."""
     try:
         return file.read_text()
     except OSError:
@@ -146,20 +144,20 @@ def _text(file: Path) -> str:
 
 
 def _openmp_runtimes(maps: Path) -> int:
-    """Count the OpenMP libraries in this process; 0 where the system does not tell."""
+    """Count the OpenMP libraries in this process; 0 if unknown."""
     names = ("libgomp", "libiomp", "libomp")
     files = {line.split()[-1] for line in _text(maps).splitlines() if "/" in line}
     return len({file for file in files if Path(file).name.startswith(names)})
 
 
 def _on_loopback(environ: Mapping[str, str]) -> bool:
-    """Tell whether gloo will listen where no other host can reach it."""
+    """Return whether gloo will listen where no other host can reach it."""
     interface = environ.get("GLOO_SOCKET_IFNAME")
     if interface:
         return interface.startswith("lo")
     try:
         return socket.gethostbyname(socket.gethostname()).startswith("127.")
-    except OSError:  # the host's own name cannot be resolved: gloo falls back to loopback
+    except OSError:  # the host cannot resolve its own name, so gloo falls back to loopback
         return True
 
 
@@ -168,5 +166,5 @@ def _digest(text: str) -> str:
 
 
 def _network_namespace() -> str:
-    stack = Path("/proc/self/ns/net")  # of Linux
+    stack = Path("/proc/self/ns/net")  # on Linux
     return str(stack.readlink()) if stack.is_symlink() else ""

@@ -57,7 +57,7 @@ class LinearResult:
 
 
 def with_ratios(results: Sequence[LinearResult]) -> list[LinearResult]:
-    """Compare all with the dense one, if it is there."""
+    """Compare all results with dense, if it is among them."""
     dense = next((result for result in results if result.exchange == "dense"), None)
     if dense is None:
         return list(results)

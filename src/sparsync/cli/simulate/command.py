@@ -114,7 +114,7 @@ def command(
 def _topology(
     network: str | None, measured: Machine | None, ports: str, nodes: int | None, inner: str | None
 ) -> Topology:
-    """Return the links that are given, those of the measured machine, or the default; in nodes or not."""
+    """Return the given links, the measured machine's, or the default ones, with or without nodes."""
     if network is None and measured is not None:
         links = Links(measured.alpha, measured.beta)
     else:
@@ -130,7 +130,7 @@ def _topology(
 
 
 def _model_size(given: int | None, inputs: str) -> int:
-    """Return the number of elements: that of recorded gradients, where there are some."""
+    """Return the number of elements, taken from recorded gradients if there are any."""
     if not Path(inputs).is_file():
         return SimulationSettings.model_size if given is None else given
     recorded = load_gradients(Path(inputs)).shape[1]
@@ -142,7 +142,7 @@ def _model_size(given: int | None, inputs: str) -> int:
 
 
 def _compute(text: str) -> tuple[float, float]:
-    """Read seconds and their spread."""
+    """Parse seconds and their spread."""
     try:
         seconds, spread = map(float, (text if "," in text else f"{text},0").split(","))
     except ValueError as error:
@@ -151,7 +151,7 @@ def _compute(text: str) -> tuple[float, float]:
 
 
 def _straggler(text: str) -> tuple[int, float]:
-    """Read RANK:FACTOR."""
+    """Parse RANK:FACTOR."""
     try:
         rank, factor = text.split(":")
         return int(rank), float(factor)
@@ -163,7 +163,7 @@ def _straggler(text: str) -> tuple[int, float]:
 
 
 def _tables(rows: Sequence[SimulatedRow], settings: SimulationSettings) -> Group:
-    """Show the steps and their parts; then the phases of the last step."""
+    """Show the steps and their parts, then the phases of the last step."""
     base = next((row.mean("seconds") for row in rows if row.algorithm == "Dense"), None)
     steps = []
     for row in rows:
@@ -222,7 +222,7 @@ def _over_ranks(rows: Sequence[SimulatedRow], settings: Sequence[SimulationSetti
 
 
 def _caption(rows: Sequence[SimulatedRow], settings: SimulationSettings) -> str:
-    """Describe the simulation, and its scale where none was given."""
+    """Describe the simulation, and its scale if none was given."""
     ranks = ", ".join(dict.fromkeys(str(row.ranks) for row in rows))
     lines = [
         f"{ranks} ranks, {settings.model_size:,} elements, density {settings.density:g}, "
@@ -248,7 +248,7 @@ def _caption(rows: Sequence[SimulatedRow], settings: SimulationSettings) -> str:
 
 
 def _write_plot(rows: Sequence[SimulatedRow], path: Path) -> None:
-    """Draw one bar per algorithm, of the parts of its step, readable in grey; or a line over P."""
+    """Draw one bar per algorithm with the parts of its step, readable in grey, or a line over P."""
     if len({row.ranks for row in rows}) > 1:
         _write_lines(rows, path)
         return
@@ -266,7 +266,7 @@ def _write_plot(rows: Sequence[SimulatedRow], path: Path) -> None:
 
 
 def _write_lines(rows: Sequence[SimulatedRow], path: Path) -> None:
-    """Draw the time per step over the world sizes, a line per algorithm."""
+    """Draw the time per step over world sizes, one line per algorithm."""
     with drawing(path, (6.4, 4.2), "simulated ranks") as axis:
         for number, name in enumerate(dict.fromkeys(row.algorithm for row in rows)):
             its = sorted((row.ranks, row.mean("seconds")) for row in rows if row.algorithm == name)

@@ -1,4 +1,4 @@
-"""Gradients of virtual ranks: sparse ones that cost no n elements per rank, dense ones, recorded ones."""
+"""Gradients of virtual ranks: sparse ones, which need less than n elements, dense ones, recorded ones."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from sparsync.transports.communicator import Communicator
 
 __all__ = ["Gradients", "gradients", "load_gradients", "placed"]
 
-_CELLS = 2  # per entry wanted: the smaller half of the elements is seldom sent
+_CELLS = 2  # per wanted entry: the smaller half of the elements is seldom sent
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of one row."""
+    """The gradients for one row."""
 
-    sizes: Sequence[int]  # elements of every unit, of n / C
+    sizes: Sequence[int]  # elements of every unit; their sum is n / C
     held: Sequence[int]  # elements of every unit that a rank holds
     density: float  # k / held
-    draw: Callable[[int, int], Sequence[Tensor]]  # fresh `[held]` per unit, of a rank and step
-    # where in the unit the held elements lie, ascending, of a rank and unit; None: they are all
+    draw: Callable[[int, int], Sequence[Tensor]]  # fresh `[held]` per unit, for a rank and step
+    # ascending positions of the held elements, for a rank and unit; None: all elements are held
     places: Callable[[int, int], Tensor] | None = None
 
 
@@ -64,10 +64,10 @@ def gradients(contender: Contender, settings: SimulationSettings, scale: float) 
 
 
 def load_gradients(path: Path) -> Tensor:
-    """Read recorded gradients: `[rows, n]` or `[n]`, from .npy or a file of ``torch.save``.
+    """Read recorded gradients, `[rows, n]` or `[n]`, from an .npy or ``torch.save`` file.
 
     Raises:
-        ConfigurationError: the file is neither, or holds no such tensor.
+        ConfigurationError: the file is neither, or has no such tensor.
     """
     try:
         if path.suffix == ".npy":
@@ -76,7 +76,7 @@ def load_gradients(path: Path) -> Tensor:
             loaded: Any = torch.from_numpy(np.load(path, allow_pickle=False))
         else:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file makes them raise anything
+    except Exception as error:  # a damaged file may raise any exception
         raise ConfigurationError(
             f"cannot read gradients from '{path}' ({str(error).partition(chr(10))[0]}); "
             "give a .npy file or a tensor that torch.save wrote"
@@ -90,20 +90,20 @@ def load_gradients(path: Path) -> Tensor:
 
 
 def _spread(sizes: Sequence[int], settings: SimulationSettings) -> Gradients:
-    """Return normal values at 2 k places of a unit, one in each of as many cells of equal width.
+    """Return normal values at 2 k places of a unit, one in each of 2 k cells of equal width.
 
-    A part of the cells (``shared``) has its place and its value from all ranks together, the others
-    from each rank alone; places stay from step to step, values are fresh.
+    A fraction of the cells (``shared``) has the same place and value on all ranks; the others are
+    independent on each rank.  Places stay the same from step to step, values are fresh.
     """
     held = [min(_CELLS * max(round(settings.density * size), 1), size) for size in sizes]
 
     def generator(rank: int, unit: int, step: int) -> torch.Generator:
-        # hashes of whole numbers are the same in every process
+        # hashes of integers are the same in every process
         key = hash((settings.seed, rank, unit, step + 2))
         return torch.Generator().manual_seed(key & (2**63 - 1))
 
     def mixed(draw: Callable[..., Tensor], rank: int, unit: int, step: int) -> Tensor:
-        """Draw numbers of one's own, but in the shared cells those of all."""
+        """Draw a rank's own numbers, except in the shared cells."""
         own = draw(held[unit], generator=generator(rank, unit, step))
         if not settings.shared:
             return own
@@ -115,7 +115,7 @@ def _spread(sizes: Sequence[int], settings: SimulationSettings) -> Gradients:
         return [mixed(torch.randn, rank, unit, step) for unit in range(len(sizes))]
 
     def places(rank: int, unit: int) -> Tensor:
-        # drawn again when they are asked for: kept, they would take more memory than all else
+        # drawn again on each request, because keeping them would dominate the memory
         edges = torch.arange(held[unit] + 1) * sizes[unit] // held[unit]
         within = mixed(torch.rand, rank, unit, -1)
         return edges[:-1] + (within * edges.diff()).long().clamp(max=edges.diff() - 1)
@@ -124,8 +124,8 @@ def _spread(sizes: Sequence[int], settings: SimulationSettings) -> Gradients:
 
 
 def placed(algorithm: Algorithm, source: Gradients) -> Algorithm:
-    """Return an algorithm whose collectives see whole units, where ranks hold parts of them."""
-    units = iter(range(len(source.sizes)))  # collectives are made unit by unit
+    """Return an algorithm whose collectives see whole units although ranks hold parts of them."""
+    units = iter(range(len(source.sizes)))  # collectives are made in the order of units
     return replace(
         algorithm,
         make_collective=lambda: _Placed(algorithm.make_collective(), source, next(units)),
@@ -134,7 +134,7 @@ def placed(algorithm: Algorithm, source: Gradients) -> Algorithm:
 
 @final
 class _Placed(Collective):
-    """A collective between the held elements of a unit and all of its elements."""
+    """A collective that maps between the held elements of a unit and all of its elements."""
 
     def __init__(self, inner: Collective, source: Gradients, unit: int) -> None:
         self.inner, self.source, self.unit = inner, source, unit
@@ -152,7 +152,7 @@ class _Placed(Collective):
         return self
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Put the selected entries in their places; return the delivered ones to the held elements."""
+        """Move the selected entries to their places, and the delivered ones back to the held elements."""
         find = self.source.places
         if find is None or not isinstance(selected, SparseVector):
             return await self.inner.reduce(comm, selected, k, step)
@@ -161,7 +161,8 @@ class _Placed(Collective):
         reduced = await self.inner.reduce(comm, whole, k, step)
         places = find(comm.rank, self.unit)
         assert isinstance(reduced.delivered, SparseVector)
-        # undelivered entries of other ranks that an owner keeps are not held; no time depends on them
+        # an owner may keep undelivered entries of other ranks, which are not held; times do not depend on
+        # them
         mine = reduced.delivered.restrict(places)
         back = SparseVector(kernels.restrict(places, mine.indices), mine.values, places.numel())
         return Reduced(reduced.total, back)

@@ -37,39 +37,39 @@ from sparsync.transports.sim import Links, Topology
 
 __all__ = ["SPREAD", "Contender", "Scheme", "SimulationSettings"]
 
-SPREAD = "spread"  # the sparse input: its ranks hold 2 k elements each, whatever n is
-Buckets = Annotated[int, Bounds(1, 1000)]  # each takes the steps of an exchange of its own
+SPREAD = "spread"  # the sparse input: every rank holds 2 k elements, whatever n is
+Buckets = Annotated[int, Bounds(1, 1000)]  # each costs a separate exchange
 _BUCKET_ELEMENTS = 25 * 2**20 // 4  # DDP's default buckets have 25 MiB
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One row: an algorithm, and how its exchange is divided."""
+    """One row: an algorithm, and the division of its exchange."""
 
     name: str
     algorithm: Algorithm
-    buckets: int = 1  # units that are selected and exchanged together
-    overlap: bool = False  # buckets are exchanged while the backward pass goes on
+    buckets: int = 1  # number of units that are selected and exchanged together
+    overlap: bool = False  # exchange buckets during the backward pass
 
     @property
     def selects(self) -> bool:
-        """Entries are selected; else all elements are exchanged."""
+        """Whether entries are selected; otherwise all elements are exchanged."""
         return not isinstance(self.algorithm.make_selector(), Everything)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """One row: models that are averaged, each trained alone."""
+    """One row: separately trained models that are averaged."""
 
     name: str
-    make: Callable[[], Averager]  # for one rank
+    make: Callable[[], Averager]  # makes the averager of one rank
 
 
 @dataclass(frozen=True)
 class SimulationSettings:
-    """A training step of some algorithms on virtual ranks; fields with a help are options."""
+    """Training steps of some algorithms on virtual ranks; fields with a help text are options."""
 
-    # presets, and schemes of averaging by name
+    # presets, and averaging schemes by name
     algorithms: tuple[str | Algorithm, ...] = ("oktopk", "budgeted")
     ranks: Ranks = 32  # world size
     model_size: Elements = 133_547_324  # number of elements n; BERT's (Ok-Topk, Table 2)
@@ -77,7 +77,9 @@ class SimulationSettings:
     links: Topology = field(default_factory=lambda: Links(alpha=20e-6, beta=0.8e-9))
     compute: Seconds = 0.0  # seconds of a rank's forward and backward pass
     spread: Seconds = 0.0  # its standard deviation over ranks and steps, in seconds
-    stragglers: tuple[tuple[int, float], ...] = ()  # ranks, and how many times slower they compute
+    stragglers: tuple[
+        tuple[int, float], ...
+    ] = ()  # ranks, and the factors by which they compute slower
     overlap: Annotated[
         bool, Option("--overlap", help="Exchange buckets while the backward pass goes on.")
     ] = False
@@ -99,16 +101,16 @@ class SimulationSettings:
             "or a file of gradients [rows, n], .npy or torch.save's."
         ),
     ] = SPREAD
-    # the fill-in of Ok-Topk, section 5.2, implies 0.12 for VGG-16 and 0.36 for LSTM
+    # the fill-in in Ok-Topk, section 5.2, implies 0.12 for VGG-16 and 0.36 for LSTM
     shared: Annotated[
         float, option(f"Part of the entries at the same places on all ranks ({SPREAD}).")
     ] = 0.25
     baselines: bool = True  # add "Dense" and "DenseOvlp"
     seed: Annotated[Seed, option("Of gradients and computation times.")] = 0
-    memory: float = 2e9  # bytes that the virtual ranks may take together, about
+    memory: float = 2e9  # approximate bytes that all virtual ranks may take together
 
     def __post_init__(self) -> None:
-        # unknown names, and options that do not fit, are refused here
+        # refuses unknown names and invalid options
         for one in self.contenders():
             if isinstance(one, Scheme):
                 one.make()

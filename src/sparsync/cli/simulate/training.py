@@ -1,8 +1,8 @@
 """Simulated training: real reducers on virtual ranks, one row per algorithm.
 
 ``--scale C`` makes a small model take as long as a large one: n / C elements and k / C entries stand for
-n and k.  Bytes of entries and values count C times, headers and the counts and histograms of the
-algorithms once; work per element, per entry and per byte costs C times as much.
+n and k.  Bytes of entries and values count C times; headers, counts and histograms count once.  Work per
+element, per entry and per byte costs C times as much.
 """
 
 from __future__ import annotations
@@ -32,31 +32,38 @@ from sparsync.wire.codec import Header, MessageFraming
 
 __all__ = ["SimulatedRow", "SimulatedStep", "default_scale", "simulate_training", "weigher"]
 
-# of memory, per entry held: index and value, and half as much while they are merged
+# bytes of memory per held entry: index and value, and half as much again while merging
 _ENTRY_BYTES = 16
-_BLOCK = 64  # elements of the blocks of a scaled dense allreduce: no padding
-# entries that a rank holds: k times this, whatever P is; without a name the sum, up to n
+_BLOCK = 64  # elements per block of a scaled dense allreduce, which avoids padding
+# a rank holds at most k times this, whatever P is; others hold the sum, up to n entries
 _BOUNDED = MappingProxyType({"oktopk": 6, "budgeted": 6, "halving": 6, "gtopk": 6})
-_GATHERING = ("allgather", "gaussiank", "redsync", "redsync-quantized")  # P k entries in messages
-# of the computation: two products of matrices per layer, to one of the forward pass
+_GATHERING = (
+    "allgather",
+    "gaussiank",
+    "redsync",
+    "redsync-quantized",
+)  # hold P k entries in messages
+# fraction of the computation: backward has two matrix products per layer, forward has one
 _BACKWARD = 2 / 3
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One step; its fields are keys of the JSON.  Parts are means over ranks, and sum to the whole."""
+    """One step; its fields are keys of the JSON.  Parts are means over ranks and add up to the whole."""
 
     seconds: float  # from the start of all ranks to the end of the last
     seconds_computation: float  # forward and backward pass
     seconds_selection: float  # accumulating and selecting
     seconds_packing: float  # packing, unpacking and summing
-    seconds_communication: float  # the rest: the network and waits, where no work hides them
-    bytes_sent: float  # the most through any port
+    seconds_communication: float  # the rest: network time and waits that no work hides
+    bytes_sent: float  # maximum over ports
     bytes_received: float
-    messages: float  # the most that any rank sent
-    # the most of any port: messages, bytes and seconds each way
+    messages: float  # maximum over ranks
+    # maxima over ports: messages, bytes and seconds in each direction
     phases: dict[str, dict[str, float]]
-    ports: dict[str, dict[str, list[float]]]  # of ranks, then nodes: bytes, busy seconds each way
+    ports: dict[
+        str, dict[str, list[float]]
+    ]  # of ranks, then nodes: bytes, busy seconds per direction
 
 
 @dataclass(frozen=True)
@@ -67,12 +74,12 @@ class SimulatedRow:
     ranks: int
     scale: float
     buckets: int
-    overlap: bool  # exchanged while the backward pass went on
-    wall_seconds: float  # that the simulation took, on this machine
-    steps: list[SimulatedStep]  # those that are reported
+    overlap: bool  # exchanged during the backward pass
+    wall_seconds: float  # duration of the simulation on this machine
+    steps: list[SimulatedStep]  # the reported steps
 
     def mean(self, field: str) -> float:
-        """Return a number's mean over the steps, as ``mean("seconds")``."""
+        """Return a field's mean over the steps, e.g. ``mean("seconds")``."""
         return fmean(getattr(step, field) for step in self.steps)
 
 
@@ -86,8 +93,8 @@ def simulate_training(
 
     Args:
         settings: the training to simulate.
-        show: opens the progress of the row of this name; the result is called whenever a rank ends a
-            step, with the number of all such ends.
+        show: opens the progress of the row with this name; the result is called whenever a rank ends a
+            step, with the total number of such ends.
 
     Example:
         >>> settings = SimulationSettings(("oktopk",), ranks=4, model_size=1_000_000, compute=0.01)
@@ -125,7 +132,7 @@ def simulate_training(
 def _averaged(
     scheme: Scheme, settings: SimulationSettings, advance: Callable[[int], None]
 ) -> tuple[float, list[SimulatedStep]]:
-    """Return the scale and the steps of a scheme; what its ports carried is a mean over all steps."""
+    """Return the scale and the steps of a scheme; the traffic of its ports is a mean over all steps."""
     run = simulate_averaging(scheme, settings, weigher, advance)
     ports, phases = _traffic(run.simulation, run.scale, run.steps)
     messages = max(ledger.total().messages_sent for ledger in run.simulation.ledgers) / run.steps
@@ -149,7 +156,7 @@ def _averaged(
 
 
 class _Ranks:
-    """The virtual ranks of a row: their reducers live from step to step, their clock does not."""
+    """The virtual ranks of a row: their reducers persist from step to step, their clock does not."""
 
     def __init__(
         self, contender: Contender, settings: SimulationSettings, advance: Callable[[int], None]
@@ -182,7 +189,7 @@ class _Ranks:
         self._pace = random.Random(settings.seed)
 
     def step(self) -> SimulatedStep:
-        """Run the next step of all ranks; all begin at the same time."""
+        """Run the next step of all ranks, which start at the same time."""
         settings, slower = self.settings, dict(self.settings.stragglers)
         self._computation = [
             max(self._pace.gauss(settings.compute, settings.spread), 0.0) * slower.get(rank, 1.0)
@@ -194,13 +201,13 @@ class _Ranks:
         return _summary(simulation, self._computation)
 
     async def _program(self, comm: SimCommunicator) -> None:
-        """Do a rank's step: the life of a gradient, with the time that it takes."""
+        """Run a rank's step: computation, selection and exchange, with their times."""
         reducer, seconds = self.reducers[comm.rank], self._computation[comm.rank]
         reducer.move_to(comm)
         parts, sizes = self.source.draw(comm.rank, reducer.step), self.source.sizes
         overlap, exchanges = self.contender.overlap, []
         await comm.compute(seconds * (1 - _BACKWARD) if overlap else seconds)
-        for unit in reversed(range(len(parts))):  # the backward pass comes to the last layers first
+        for unit in reversed(range(len(parts))):  # the backward pass reaches the last layers first
             if overlap:
                 await comm.compute(seconds * _BACKWARD * (sizes[unit] / sum(sizes)))
             comm.charge("select", self._select * sizes[unit])
@@ -218,7 +225,7 @@ class _Ranks:
 
 
 def _summary(simulation: Simulation[None], computation: list[float]) -> SimulatedStep:
-    """Divide a step's time: the part that is no work of a rank is communication, or waiting."""
+    """Split a step's time: the part that is not a rank's work is communication or waiting."""
     stages = [ledger.stages for ledger in simulation.ledgers]
     work = [fmean(of.get(name, 0.0) for of in stages) for name in ("select", "pack", "unpack")]
     selection, packing = work[0], work[1] + work[2]
@@ -241,12 +248,12 @@ def _summary(simulation: Simulation[None], computation: list[float]) -> Simulate
 def _traffic(
     simulation: Simulation[Any], scale: float = 1.0, steps: int = 1
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
-    """Return bytes and busy seconds of all ports per step, and the most of any port by phase.
+    """Return bytes and busy seconds of all ports per step, and maxima over ports by phase.
 
     Args:
-        simulation: of one or more steps.
-        scale: how many times a byte counts.
-        steps: how many there were.
+        simulation: the simulation of one or more steps.
+        scale: factor by which a byte counts.
+        steps: number of steps.
     """
     ports: dict[str, dict[str, list[float]]] = {}
     phases: dict[str, dict[str, float]] = {}
@@ -270,7 +277,7 @@ def _traffic(
 
 
 def default_scale(contender: Contender, settings: SimulationSettings) -> float:
-    """Return the smallest C with which the virtual ranks fit ``settings.memory``.
+    """Return the smallest C for which the virtual ranks fit ``settings.memory``.
 
     Example:
         >>> settings = SimulationSettings(ranks=4, model_size=10_000)
@@ -295,7 +302,7 @@ def default_scale(contender: Contender, settings: SimulationSettings) -> float:
 
 
 def weigher(scale: float) -> Callable[[Tensor, Framing], Weight]:
-    """Return a function that tells how many bytes and entries a message stands for."""
+    """Return a function that computes how many bytes and entries a message stands for."""
 
     def weigh(payload: Tensor, framing: Framing) -> Weight:
         blocks = [payload]

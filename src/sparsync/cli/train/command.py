@@ -96,10 +96,10 @@ def command(
 def _elastic(
     settings: TrainSettings, algorithm: str, kill: str, json: Any, plot: Path | None
 ) -> None:
-    """Train while ranks are killed."""
+    """Train while killing ranks."""
     label, *others = labels_of(algorithm)
     require(not others, f"--elastic trains by one algorithm, not {algorithm!r}; name one")
-    attached_as(label)  # refuses what cannot be attached
+    attached_as(label)  # refuses an algorithm that cannot be attached
     if find_spec("torchft") is None:
         raise ConfigurationError("--elastic needs torchft: pip install 'sparsync[elastic]'")
     from sparsync.cli.train.elastic import table, train_elastic, write_elastic_plot

@@ -1,6 +1,6 @@
-"""``sparsync train --elastic``: train while ranks are killed at random and started again.
+"""``sparsync train --elastic``: train while ranks are killed at random and restarted.
 
-Trains twice, first without faults.  This process starts torchft's lighthouse and the ranks, and kills
+It trains twice, first without faults.  This process starts torchft's lighthouse and the ranks, and kills
 some of them with SIGKILL; each rank reports the steps that it has applied, and when.
 """
 
@@ -48,13 +48,13 @@ __all__ = [
 ]
 
 _LOOPBACK = "127.0.0.1"
-_SILENT = 120.0  # seconds without a word from any rank after which a run is given up
-_HEARTBEAT = 400  # milliseconds without one after which the lighthouse takes a rank for dead
-_TIMEOUT = 5.0  # seconds that a message of an exchange may take
+_SILENT = 120.0  # seconds without a report from any rank after which a run is aborted
+_HEARTBEAT = 400  # milliseconds after which the lighthouse declares a silent rank dead
+_TIMEOUT = 5.0  # maximal seconds per message of an exchange
 
 
 class Change(NamedTuple):
-    """A change of the group, the same on all ranks that were there before."""
+    """A change of the group, the same on all its former ranks."""
 
     step: int
     ranks: int
@@ -63,19 +63,19 @@ class Change(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """A step, as one rank has applied it."""
+    """A step applied by one rank."""
 
     when: float
     step: int
-    attempt: int  # number of the group that has exchanged it
+    attempt: int  # number of the group that exchanged it
     contributors: int
     counts: bool  # this rank's gradient is in it
     loss: float
-    changes: tuple[Change, ...] = ()  # of the group, since the last step of this rank
+    changes: tuple[Change, ...] = ()  # changes of the group since this rank's last step
 
 
 class Ended(NamedTuple):
-    """A rank's last word."""
+    """A rank's final report."""
 
     evaluation: Evaluation
     weights: str
@@ -83,28 +83,28 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True)
 class ElasticResult:
-    """A run with faults, over one without; seconds, and None where nothing was killed."""
+    """A run with faults, relative to one without; seconds are None if nothing was killed."""
 
     algorithm: str
     ranks: int
     steps: int
     kills: int
-    recovered: int  # after which the others have gone on, and the killed one has contributed again
-    survivor_seconds_median: float | None  # from a kill to a step that those left have applied
+    recovered: int  # kills after which the others continued and the killed rank contributed again
+    survivor_seconds_median: float | None  # from a kill to a step applied by the survivors
     survivor_seconds_max: float | None
     return_seconds_median: float | None  # from a start to the first contribution
     return_seconds_max: float | None
-    throughput_of_fault_free: float  # contributions per second, over those without faults
-    throughput_of_present: float  # the same, over the share of ranks that were alive
+    throughput_of_fault_free: float  # contributions per second, relative to the run without faults
+    throughput_of_present: float  # the same, divided by the share of ranks that were alive
     participation_mean: float  # contributions per step and rank
-    lost_norm: float  # of the residuals that were lost with the killed ranks
+    lost_norm: float  # norm of the residuals lost with the killed ranks
     replicas_equal: bool
     eval_loss: float
     eval_loss_fault_free: float
     seconds: float
     seconds_fault_free: float
-    loss: list[float]  # of every step, the mean over those that contributed
-    present: list[int]  # ranks that contributed to every step
+    loss: list[float]  # per step, the mean over contributing ranks
+    present: list[int]  # number of contributing ranks per step
 
 
 def check_kill(text: str) -> float:
@@ -122,10 +122,10 @@ def check_kill(text: str) -> float:
 
 
 def train_elastic(settings: TrainSettings, algorithm: str, kill: str) -> ElasticResult:
-    """Train without faults, then with them; at the same time where ranks mostly wait (``--delay``).
+    """Train without faults, then with them; simultaneously if ranks mostly wait (``--delay``).
 
     Raises:
-        PeerError: nobody has said anything for two minutes, or a rank has failed.
+        PeerError: no rank has reported for two minutes, or a rank has failed.
     """
     mean = check_kill(kill)
     if settings.space != "gradient":
@@ -144,7 +144,7 @@ def train_elastic(settings: TrainSettings, algorithm: str, kill: str) -> Elastic
 
 
 def write_elastic_plot(result: ElasticResult, path: Path) -> None:
-    """Draw the loss, and how many ranks contributed, over steps."""
+    """Draw the loss and the number of contributing ranks over steps."""
     title = f"{result.ranks} ranks, {result.kills} killed: held-out loss {result.eval_loss:.3f}"
     title += f", without faults {result.eval_loss_fault_free:.3f}"
     with drawing(path, (8.0, 4.2), title) as axis:
@@ -172,7 +172,7 @@ def table(result: ElasticResult) -> Columns:
 
 
 class _Run:
-    """One training, and the reports of its ranks."""
+    """A training run and the reports of its ranks."""
 
     def __init__(self, settings: TrainSettings, algorithm: str, mean: float) -> None:
         self.settings, self.algorithm, self.mean = settings, algorithm, mean
@@ -185,7 +185,7 @@ class _Run:
         self.starts: list[tuple[float, int]] = []
         self.kills: list[tuple[float, int]] = []
         self.ended: dict[int, Ended] = {}
-        self.late: set[int] = set()  # not back when the others ended
+        self.late: set[int] = set()  # ranks that had not returned when the others ended
         self.seconds = 0.0
 
     def play(self, bar: Any) -> _Run:
@@ -261,7 +261,7 @@ class _Run:
         return self.random.expovariate(1 / self.mean)
 
     def _kill(self, lab: Lab | None, address: str) -> None:
-        """Kill a rank that contributes, if others do as well, and start it again."""
+        """Kill and restart a contributing rank, if others contribute as well."""
         living = self._contributing()
         if len(living) < 2:
             return
@@ -270,13 +270,13 @@ class _Run:
         self.kills.append((time.time(), rank))
         self.processes[rank].join()
         while self._hear(rank, self.pipes[rank]):
-            pass  # its reports from before
+            pass  # drop its earlier reports
         self._start(rank, lab, address)
 
     def _contributing(self) -> list[int]:
-        """Return the ranks that have contributed to one of the last steps since they were started.
+        """Return the ranks that have contributed to one of the last steps since their start.
 
-        Those that were killed since are not among them: their weights are gone.
+        Ranks killed since then are excluded, because their weights are gone.
         """
         started = {rank: when for when, rank in self.starts}
         steps = sorted(self.applied)[-3:-1]
@@ -285,24 +285,24 @@ class _Run:
         return sorted(fresh - self.ended.keys())
 
     def _time_left(self, step: int) -> float:
-        """Guess the seconds to the end."""
+        """Estimate the seconds to the end."""
         first = min(one.when for one in self.applied[min(self.applied)].values())
         return (self.settings.steps - step) * (time.time() - first) / step
 
     def _longest_return(self) -> float:
-        """Return the most seconds from a rank's start to its first step."""
+        """Return the longest time from a rank's start to its first step."""
         found = [self._first_since(rank, when) for when, rank in self.starts]
         return max(
             first - when for first, (when, _) in zip(found, self.starts, strict=True) if first
         )
 
     def _first_since(self, rank: int, when: float) -> float:
-        """Return when a rank has applied its first step since then; 0: it has not."""
+        """Return the time of a rank's first step since ``when``; 0: none yet."""
         own = [ones[rank].when for ones in self.applied.values() if rank in ones]
         return min((moment for moment in own if moment > when), default=0.0)
 
     def _give_up(self) -> None:
-        """Stop waiting for ranks that come after the others have ended: alone they would begin again."""
+        """Stop waiting for ranks that return after the others have ended: alone they would start over."""
         started = {rank: when for when, rank in self.starts}
         away = {rank for rank, when in started.items() if not self._first_since(rank, when)}
         if self.ended.keys() | away == started.keys():
@@ -311,7 +311,7 @@ class _Run:
                 self.processes[rank].kill()
 
     def _hear(self, rank: int, pipe: Connection) -> bool:
-        """Take a report of a rank; False: it has ended."""
+        """Receive a rank's report; return False if the rank has ended."""
         try:
             said = pipe.recv()
         except (EOFError, ConnectionError):
@@ -340,7 +340,7 @@ class _Run:
             later = [o.when for o, rank in every if rank == started and o.counts and o.when > when]
             returns += [later[0] - when] if later else []
         contributors = [self._contributors(step) for step in steps]
-        # most ranks have seen each of them, though no rank all, if all were killed; one that had missed
+        # every change was seen by most ranks, but no rank saw all if all were killed; a rank that missed
         # the last votes knows an older norm
         seen = sorted({change for one, _ in every for change in one.changes})
         changes = {change[:3]: change for change in seen}.values()
@@ -371,7 +371,7 @@ class _Run:
         )
 
     def _every(self) -> list[tuple[Applied, int]]:
-        """Return all that was applied, and by whom, in the order of time."""
+        """Return all applied steps with their ranks, in order of time."""
         return sorted((one, rank) for ones in self.applied.values() for rank, one in ones.items())
 
     def _counted(self, step: int) -> dict[int, Applied]:
@@ -388,7 +388,7 @@ class _Run:
         return Evaluation.total(ended.evaluation for ended in self.ended.values()).loss
 
     def _present(self) -> float:
-        """Return the share of ranks that were not away, from a kill to the next contribution."""
+        """Return the share of ranks present; a rank is away from a kill to its next contribution."""
         every, away = self._every(), 0.0
         end = every[-1][0].when
         for when, victim in self.kills:
@@ -401,8 +401,8 @@ class _Run:
 
 
 def be_lighthouse(pipe: Connection, seat: Seat | None, port: int = 0) -> None:
-    """Be torchft's lighthouse, tell its address, and serve until this process is killed."""
-    from torchft.coordination import LighthouseServer  # for this command alone
+    """Run torchft's lighthouse, report its address, and serve until this process is killed."""
+    from torchft.coordination import LighthouseServer  # only needed by this command
 
     _hush()
     if seat is not None:
@@ -421,7 +421,7 @@ def be_lighthouse(pipe: Connection, seat: Seat | None, port: int = 0) -> None:
 
 
 def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
-    """Train with the settings ``given``, and report steps; an error ends this rank, and the run."""
+    """Train with the settings ``given``, and report steps; an error ends this rank and the run."""
     _hush()
     if seat is not None:
         seat.enter()
@@ -430,15 +430,15 @@ def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
     except SparsyncError as error:
         pipe.send(f"{type(error).__name__}: {error}")
     except BrokenPipeError:
-        pass  # nobody listens any more
-    except Exception as error:  # silent, and with a heartbeat, it would let the others wait
+        pass  # the parent no longer listens
+    except Exception as error:  # a silent rank with a heartbeat would keep the others waiting
         traceback.print_exc()
         pipe.send(f"{type(error).__name__}: {error}; its traceback is above")
-    os._exit(0)  # torchft's servers would hold the process
+    os._exit(0)  # torchft's servers would keep the process alive
 
 
 def _hush() -> None:
-    """Let torchft's servers write their lines nowhere: each step has some; Python's stderr stays."""
+    """Discard the output of torchft's servers, several lines per step, but keep Python's stderr."""
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     logging.getLogger("torchft").setLevel(logging.ERROR)
@@ -448,7 +448,7 @@ def _train(
     pipe: Connection, rank: int, settings: TrainSettings, algorithm: str, lighthouse: str
 ) -> None:
     import sparsync
-    from sparsync.elastic import make_manager  # torchft is needed for this command alone
+    from sparsync.elastic import make_manager  # torchft is only needed by this command
     from sparsync.elastic.gradients import ElasticSync
     from sparsync.elastic.updates import ElasticUpdates
 
@@ -457,7 +457,7 @@ def _train(
     model = workload.make_model(settings.seed)
     optimizers = settings.make_optimizers(model)
     workload.batch(Draw(settings.seed, 0, rank, settings.ranks, settings.batch_size))
-    # last of all: from its first heartbeat on, the next quorum waits for a rank
+    # last, because from a rank's first heartbeat on, the next quorum waits for it
     own = local_address() or _LOOPBACK
     keys = settings.curve_keys and settings.curve_keys / f"rank-{rank}.key_secret"
     manager = make_manager(
@@ -500,4 +500,4 @@ def _train(
     sync.finish()
     evaluation = workload.evaluate(model, rank=rank, world_size=settings.ranks)
     pipe.send(Ended(evaluation, weights_digest(model.parameters())))
-    sync.close()  # the others have its last word then
+    sync.close()  # this tells the others that the rank has ended

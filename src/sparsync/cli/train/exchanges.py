@@ -55,7 +55,7 @@ def dense_bytes_per_step(parameters: int, world_size: int, itemsize: int = 4) ->
 
 
 def labels_of(text: str) -> tuple[str, ...]:
-    """Divide a list of algorithms; see ``sparsync.cli.named_algorithms.labels``."""
+    """Split a list of algorithms; see ``sparsync.cli.named_algorithms.labels``."""
     return labels(text, PRESETS, SCHEMES, plain=HOOKS)
 
 
@@ -64,7 +64,7 @@ def _named(label: str) -> Named:
 
 
 def attached_as(label: str) -> Algorithm | OuterStep:
-    """Return what ``attach`` is given for a preset or a member of the outer step's family."""
+    """Return the argument of ``attach`` for a preset or a member of the outer step's family."""
     found = _named(label)
     if found.name in OUTER_SETTINGS:
         return OuterStep(**{**OUTER_SETTINGS[found.name], **found.options})
@@ -74,10 +74,10 @@ def attached_as(label: str) -> Algorithm | OuterStep:
 
 
 def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tuple[str, ...]:
-    """Refuse unknown algorithms, options that none of them has, and a target that nobody sets.
+    """Refuse unknown algorithms, options that none of them has, and a target without "dense".
 
     Returns:
-        A label of each, as ``labels`` does.
+        A label for each, as returned by ``labels``.
     """
     found = [_named(text) for text in algorithms]
     for one in found:
@@ -129,31 +129,31 @@ def _nothing() -> None:
 
 @dataclass
 class Exchange:
-    """A model, its optimizers, the exchange of its gradients or progress, and the bytes that it sends."""
+    """A model, its optimizers, the exchange of its gradients or progress, and the bytes sent."""
 
     model: nn.Module  # called and trained: wrapped in DDP, or plain
     optimizers: Sequence[torch.optim.Optimizer]
     comm: Communicator | None = None  # its ledger counts the bytes; None: they are computed
-    formula: Callable[[], int] = int  # without a ledger: bytes of the step that has just ended
-    sparse: bool = False  # entries are selected: density means something
+    formula: Callable[[], int] = int  # without a ledger: bytes of the last step
+    sparse: bool = False  # entries are selected, so density applies
     sums: bool = False  # gradients are summed over ranks, not averaged
-    clips: bool = False  # gradients are clipped here; else the training does it, after ``backward``
+    clips: bool = False  # the exchange clips gradients; otherwise training does, after ``backward``
     dense_share: float = (
         0.0  # of a step's bytes: of layers that are left dense, as costs predict it
     )
-    options: Mapping[str, object] | None = None  # of a scheme of averaging
-    averager: Averager | None = None  # unless the scheme is attached, as updates are
-    after_step: Callable[[], object] = _nothing  # follows the optimizer's step
+    options: Mapping[str, object] | None = None  # of an averaging scheme
+    averager: Averager | None = None  # unless the scheme is attached, like updates
+    after_step: Callable[[], object] = _nothing  # called after the optimizer's step
     finish: Callable[[], object] = _nothing  # makes the replicas equal
     close: Callable[[], object] = _nothing  # ends threads and groups in the background
 
     def __post_init__(self) -> None:
-        # bytes that were sent to set the exchange up belong to no step
+        # bytes sent during setup belong to no step
         self._before = Traffic() if self.comm is None else self.comm.ledger.total()
 
     @property
     def transport(self) -> str:
-        """Name the transport of the gradients."""
+        """Return the name of the gradients' transport."""
         return "torch" if self.comm is None else transport_of(self.comm)
 
     def traffic(self) -> tuple[int, int]:
@@ -196,9 +196,9 @@ def _allreduced(settings: TrainSettings, model: nn.Module, *, half: bool) -> Exc
 
 
 def _power_sgd(settings: TrainSettings, model: nn.Module) -> Exchange:
-    """Use PyTorch's ``powerSGD_hook``, set up as it is strongest and safe on gloo.
+    """Use PyTorch's ``powerSGD_hook``, configured to be strong, and safe on gloo.
 
-    The bytes are the elements that the hook itself says it allreduces.  The whole model is one bucket:
+    Bytes are computed from the elements that the hook reports.  The whole model is one bucket:
     with more, the hook waits for a collective inside a callback and hangs on gloo.
     """
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -249,9 +249,9 @@ def _attached(
 
 
 def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchange:
-    """Let a model train alone, and a scheme average it with others.
+    """Let a model train separately, and a scheme average it with others.
 
-    Members of the outer step's family are attached, so that moments can follow the average; but
+    Members of the outer step's family are attached, so moments can follow the average, but
     ``attach`` always averages buffers.  Methods that step by signs are published with plain SGD.
     """
     name, given = found.name, _scheme_options(settings, found)
@@ -270,7 +270,7 @@ def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchan
     else:
         comm = settings.connect()
         bound: dict[str, Any] = {"comm": comm, "buffers": settings.buffers}
-        if own:  # its rate is a step's length
+        if own:  # its rate is the length of a step
             bound["optimizer"] = optimizers[0]
         scheme = averager = SCHEMES[name](model, **given, **bound)
     settings_of = getattr(scheme, "settings", scheme)
@@ -284,7 +284,7 @@ def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchan
         sparse=has.get("density", 1.0) < 1,
         options={"buffers": settings.buffers, **given, **plain, **own},
         averager=averager if averager is scheme else None,
-        # where it is attached, a hook of the optimizer steps
+        # an attached scheme steps in an optimizer hook
         after_step=averager.step if averager is scheme else _nothing,
         finish=averager.finish,
         close=averager.close,
@@ -292,7 +292,7 @@ def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchan
 
 
 def _scheme_options(settings: TrainSettings, found: Named) -> dict[str, Any]:
-    """Return the options of a scheme: those that it was given itself, then those of all algorithms."""
+    """Return the options of a scheme: its own, then those common to all algorithms."""
     has = options_of(found.name)
     given: dict[str, Any] = {"period": settings.period, "seed": settings.seed}
     if has.get("density", 1.0) < 1:  # a dense exchange has none
@@ -302,7 +302,7 @@ def _scheme_options(settings: TrainSettings, found: Named) -> dict[str, Any]:
 
 
 def _in_ddp(model: nn.Module, bucket_cap_mb: float | None = None) -> DistributedDataParallel:
-    """Wrap a model, without sending the first weights over a slow link: the seed makes them equal."""
+    """Wrap a model without sending the initial weights over a slow link; the seed makes them equal."""
     return DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, init_sync=False)
 
 

@@ -33,7 +33,7 @@ BeforeStep = Callable[[int, int], None]
 def train_rank(
     settings: TrainSettings, algorithms: Sequence[str], before_step: BeforeStep | None = None
 ) -> list[TrainResult]:
-    """Train once per algorithm, on the same data from the same initial weights; all ranks call it.
+    """Train once per algorithm, on the same data and from the same initial weights; all ranks call it.
 
     Args:
         settings: equal for all of them.
@@ -45,7 +45,7 @@ def train_rank(
         One result per algorithm, the same on all ranks.
 
     Raises:
-        PeerError: another rank is gone; names this rank and the step.
+        PeerError: another rank is gone; the message names this rank and the step.
     """
     workload = settings.make_workload()
     with _naming_gloo(f"rank {dist.get_rank()}, before the first step"):
@@ -73,7 +73,7 @@ def _train(
     before_step: BeforeStep | None,
     bar: Bar,
 ) -> tuple[Exchange, _RankReport]:
-    """Train to the last step, or to the goal."""
+    """Train to the last step or the goal."""
     rank, model = dist.get_rank(), workload.make_model(settings.seed)
     torch.manual_seed(settings.seed * dist.get_world_size() + rank)  # dropout: other units on each
     exchange = make_exchange(settings, name, model)
@@ -123,15 +123,15 @@ def _train(
 
 
 def _link_sent() -> int:
-    """Return the bytes that the kernel counted on this rank's link, sent; 0 outside a lab."""
+    """Return the bytes sent on this rank's link, as counted by the kernel; 0 outside a lab."""
     counted = local_traffic()
     return 0 if counted is None else counted[0]
 
 
 def _computation_seconds(settings: TrainSettings, workload: Workload, *, steps: int = 5) -> float:
-    """Return the seconds of a step without its exchange, on all ranks at once: the slowest's median.
+    """Return the slowest rank's median seconds of a step without exchange, on all ranks at once.
 
-    One step more, before them, warms up caches and allocators.
+    An additional first step warms up caches and allocators.
     """
     model, seconds = workload.make_model(settings.seed), []
     alone = Exchange(model, settings.make_optimizers(model))
@@ -146,7 +146,7 @@ def _computation_seconds(settings: TrainSettings, workload: Workload, *, steps: 
 
 
 def _step(settings: TrainSettings, exchange: Exchange, workload: Workload, step: int) -> float:
-    """Do one step; return this rank's loss before it."""
+    """Run one step; return this rank's loss before it."""
     # a sum is P means: SGD steps would be as many times too long (Adam's and Muon's do not depend on it)
     divisor = settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
     for optimizer in exchange.optimizers:
@@ -166,7 +166,7 @@ def _step(settings: TrainSettings, exchange: Exchange, workload: Workload, step:
 
 @contextmanager
 def _naming_gloo(where: str) -> Iterator[None]:
-    """Turn gloo's errors inside plain DDP into one that names rank and step."""
+    """Turn gloo's errors inside plain DDP into errors that name rank and step."""
     try:
         yield
     except RuntimeError as error:
@@ -184,15 +184,15 @@ class _RankReport:
     """The measurements of one rank; gathered once, at the end.  Lists have one entry per step."""
 
     parameters: int = 0  # trained elements
-    finish: float = 0.0  # seconds of leaving all replicas equal
+    finish: float = 0.0  # seconds to make all replicas equal
     loss: list[float] = field(default_factory=list)  # of this rank's batch
-    seconds: list[float] = field(default_factory=list)  # the rank's delay included
+    seconds: list[float] = field(default_factory=list)  # including the rank's delay
     sent: list[int] = field(default_factory=list)  # bytes
-    received: int = 0  # bytes, in all
+    received: int = 0  # bytes in total
     kernel: list[int] = field(default_factory=list)  # bytes sent, as counted on this rank's link
     # of a scheme: averages, those with a stale model of this rank, the oldest's steps, seconds waited
     averaging: list[float] = field(default_factory=list)
-    evaluation: Evaluation = field(default_factory=Evaluation)  # of this rank's share
+    evaluation: Evaluation = field(default_factory=Evaluation)  # on this rank's share
     digests: list[str] = field(default_factory=list)  # of the parameters after the last step
 
 

@@ -1,7 +1,7 @@
 """Results of trainings: their fields, which are the JSON's keys, and the time to a loss.
 
-Losses are averaged over the last few steps, never over coming ones: at a moment of the run one knows
-no more.  All runs see the same data in the same order, so their noise is alike.
+Losses are averaged over the last few steps, never over future ones, because those are unknown during the
+run.  All runs see the same data in the same order, so their noise is similar.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ __all__ = ["Goal", "TrainResult", "seconds_of_all", "smoothed", "with_target"]
 class TrainResult:
     """One training run; its fields are the keys of the JSON.  None: does not apply.
 
-    Settings of the run, e.g. ``density``, have the names that ``TrainSettings`` gives them.
+    Settings of the run, e.g. ``density``, have the same names as in ``TrainSettings``.
     """
 
     algorithm: str  # a preset; "dense" (plain DDP); "fp16", "powersgd" (PyTorch's); or a scheme
     ranks: int
-    steps: int  # steps that were made
-    density: float  # k / n as asked for; 1 where everything is exchanged
+    steps: int  # number of steps made
+    density: float  # requested k / n; 1 if everything is exchanged
     parameters: int  # trained elements n
     optimizer: str
     lr: float  # after its warm-up
     loss: list[float]  # per step: nats per byte, image, ...; mean over ranks
-    eval_loss: float  # likewise, on held-out samples, after the last step
-    seconds_total: float  # of the slowest rank: all steps, and leaving all replicas equal
-    seconds_per_step_mean: float  # of ``seconds``; the end is not part of it
+    eval_loss: float  # the same on held-out samples, after the last step
+    seconds_total: float  # of the slowest rank: all steps, and making all replicas equal
+    seconds_per_step_mean: float  # of ``seconds``; excludes the end
     seconds_per_step_median: float
-    bytes_sent_per_step_max: int  # the most that any rank sent in any step, headers included
+    bytes_sent_per_step_max: int  # maximum over ranks and steps, including headers
     replicas_equal: bool  # all ranks ended with bit-identical parameters
-    bytes_sent: list[int]  # per step, by the rank that sent most in all
+    bytes_sent: list[int]  # per step, by the rank that sent most in total
     # bytes of the rank that sent most, the mean over steps; includes making replicas equal in the end
     sent_per_parameter_and_step: float
     received_per_parameter_and_step: float
@@ -43,7 +43,7 @@ class TrainResult:
     batch_size: int
     context: int | None
     warmup_steps: int
-    # per step: from when the last rank ended the step before until the last one ended this one
+    # per step: from the last rank's end of the previous step to the last rank's end of this one
     seconds: list[float]
     # forward, backward and optimizer on all ranks at once, without any exchange; measured before
     seconds_computation_median: float
@@ -78,9 +78,9 @@ class TrainResult:
 
 
 def seconds_of_all(ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Return how long each step took all ranks, from how long it took each of them.
+    """Return the seconds of each step over all ranks, from those of each rank.
 
-    A rank may be ahead of others: a step is over when the last one is through with it.
+    Ranks may be ahead of others, so a step ends when the last rank has finished it.
 
     Example:
         >>> seconds_of_all([[1.0, 1.0, 4.0], [3.0, 1.0, 1.0]])
@@ -115,7 +115,7 @@ class Goal:
 
     @staticmethod
     def of(losses: Sequence[float], step: int) -> Goal:
-        """Take the loss of "dense" at ``step``, counted from 1.
+        """Return the goal given by the loss of "dense" at ``step``, counted from 1.
 
         Losses are averaged over the last 20 steps, over a fifth of ``step`` in a shorter run: batches
         differ by 10 %, and dense gains that in 20 steps.
@@ -124,7 +124,7 @@ class Goal:
         return Goal(fmean(losses[step - window : step]), window)
 
     def reached_by(self, losses: Sequence[float]) -> bool:
-        """Tell whether the loss, averaged likewise, is there after the last of ``losses``."""
+        """Return whether the loss, averaged in the same way, has reached the goal after ``losses``."""
         return fmean(losses[-self.window :]) <= self.loss
 
 

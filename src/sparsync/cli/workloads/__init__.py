@@ -1,7 +1,7 @@
 """Models and data to train on: ``sparsync train --workload NAME``.
 
-Three need nothing but this machine: ``bytes``, ``lstm`` and ``digits``.  Other packages add theirs by
-entry points of the group ``sparsync.workloads``; those may read a folder, given with ``--data DIR``.
+Three need nothing but this machine: ``bytes``, ``lstm`` and ``digits``.  Other packages add workloads
+with entry points of the group ``sparsync.workloads``; those may read a folder, given with ``--data DIR``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def workload_names() -> list[str]:
 
 
 def workload_class(name: str) -> type[Workload]:
-    """Return the class of a name, or refuse it."""
+    """Return the class for a name, or refuse the name."""
     if name in _OWN:
         return _OWN[name]
     for point in entry_points(group=_GROUP, name=name):
@@ -48,14 +48,14 @@ def workload_class(name: str) -> type[Workload]:
 
 
 def make_workload(name: str, **options: int | Path | None) -> Workload:
-    """Make a workload; its data is loaded when it is first asked for.
+    """Make a workload; its data is loaded on first use.
 
     Args:
         name: one of ``workload_names()``.
-        options: fields of its class; None: its default.
+        options: fields of its class; None: the default.
 
     Raises:
-        ConfigurationError: there is no such workload, it has no such option, or its data is missing.
+        ConfigurationError: unknown workload or option, or its data is missing.
 
     Example:
         >>> make_workload("lstm", width=128, layers=None)

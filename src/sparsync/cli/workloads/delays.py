@@ -1,4 +1,4 @@
-"""Injected delays: how long a rank waits before a step.  Pure: every rank, and a simulator, knows all."""
+"""Injected delays: how long a rank waits before a step.  Pure, so every rank knows all delays."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from sparsync.errors import ConfigurationError
 __all__ = ["Delay", "parse_delay"]
 
 _A_DAY = 86_400.0
-_SPREAD = 250.0  # of "heavytail": the largest excess over the least delay, over the median one
-_DRAWS = 5_000  # of which one reaches the most: the iterations of WAGMA's Figure 9
+_SPREAD = 250.0  # "heavytail": ratio of the largest to the median excess over the minimum
+_DRAWS = 5_000  # one draw in this many reaches the maximum: the iterations of WAGMA's Figure 9
 
 
 @final
 @dataclass(frozen=True)
 class Delay:
-    """The wait of each rank, as a function of the arguments of ``seconds`` and nothing else.
+    """The wait of each rank, which depends only on the arguments of ``seconds``.
 
-    - "none": nobody waits.
-    - "random": ``first`` distinct ranks (or all, if fewer), drawn evenly on every step, wait ``second``
+    - "none": no rank waits.
+    - "random": ``first`` distinct ranks (or all, if fewer), drawn uniformly on every step, wait
+    ``second``
       seconds (WAGMA, section 5.2: 2, 0.32 s).
     - "persistent": rank ``first`` waits ``second`` seconds on every step.
-    - "heavytail": all ranks wait on all steps, mostly shortly, rarely for very long: lognormal above
+    - "heavytail": all ranks wait on all steps, usually briefly, rarely very long: lognormal above
       ``first``.  With z standard normal, drawn for each rank and step, and ``P(z > rarest) = 1 / 5000``::
 
           seconds = first + (second - first) min(1, 250^(z / rarest - 1))
 
-      So the median is ``first + (second - first) / 250``, and one of 5,000 reaches ``second``.  This fits
-      all that the paper tells of the 5,000 iterations of WAGMA's Figure 9: 1.7 to 43.5 s, a median below
-      2 s (here 1.87 s, and a mean of 2.3 s).  As many draws of a bounded Pareto of that range whose
-      median is below 2 s hardly exceed 13 s.
+      The median is therefore ``first + (second - first) / 250``, and one in 5,000 draws reaches
+      ``second``.  This fits everything that the paper says about the 5,000 iterations of WAGMA's Figure
+      9: 1.7 to 43.5 s, and a median below 2 s (this distribution: 1.87 s, with a mean of 2.3 s).  5,000
+          draws of a
+      bounded Pareto with that range and a median below 2 s hardly exceed 13 s.
     """
 
     kind: str = "none"

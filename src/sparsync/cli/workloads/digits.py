@@ -1,4 +1,4 @@
-"""A small VGG on scikit-learn's images of digits: RedSync's convolutional test case at this size."""
+"""A small VGG on scikit-learn's images of digits: RedSync's convolutional test case, small."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["DigitsWorkload", "SmallVgg", "shifted"]
 class SmallVgg(nn.Module):
     """Pairs of 3x3 convolutions, each pair followed by max-pooling; then two fully connected layers.
 
-    Without batch normalisation, as VGG was published: its running statistics would be one more thing
-    in which ranks differ.  ``channels`` are those of each pair.
+    Without batch normalisation, as VGG was published, because its running statistics would be another
+    source of differences between ranks.  ``channels`` lists the channels of each pair.
 
     Example:
         >>> model = SmallVgg(seed=0)
@@ -41,7 +41,7 @@ class SmallVgg(nn.Module):
     ) -> None:
         super().__init__()
         side, last = 8 >> len(channels), channels[-1][-1]  # pixels of an image, halved by each pair
-        with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it is
+        with torch.random.fork_rng(devices=[]):  # leaves the caller's generator unchanged
             torch.manual_seed(seed)
             before = (1, *(second for _, second in channels))
             self.convolutions = nn.Sequential(
@@ -70,7 +70,7 @@ def _pair(before: int, first: int, second: int) -> nn.Sequential:
 @final
 @dataclass(frozen=True)
 class DigitsWorkload(Workload):
-    """A small VGG on images of digits; every rank has every world_size-th image of the training part.
+    """A small VGG on images of digits; every rank gets every world_size-th training image.
 
     Example:
         >>> draw = Draw(seed=0, step=0, rank=0, world_size=4, batch_size=32)
@@ -86,10 +86,10 @@ class DigitsWorkload(Workload):
 
     @cached_property
     def parts(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Scikit-learn's 1,797 images, four fifths to train on and the rest held out.
+        """Scikit-learn's 1,797 images, four fifths for training, the rest held out.
 
         Images `[n, 1, 8, 8]` with ``float32`` in [0, 1], and their digits `[n]`, ``int64``.  The split
-        is the same whatever the run's seed, so that all runs compare.
+        does not depend on the run's seed, so all runs are comparable.
 
         Raises:
             ConfigurationError: scikit-learn is not installed.
@@ -113,10 +113,10 @@ class DigitsWorkload(Workload):
         return SmallVgg(seed=seed)
 
     def batch(self, draw: Draw) -> tuple[Tensor, Tensor]:
-        """See ``Workload``: a rank's shard, reshuffled every epoch; a batch may span several.
+        """See ``Workload``: a rank's shard, reshuffled every epoch; a batch may span epochs.
 
-        Every image is shifted by up to one pixel: without, all of them are learned by heart in 20
-        epochs, and the last runs of a comparison differ by noise alone.
+        Every image is shifted by up to one pixel.  Otherwise all images are memorised in 20 epochs, and
+        compared runs end up differing only by noise.
         """
         images, digits = self.parts[0]
         chosen = draw.samples(len(digits))
@@ -128,7 +128,7 @@ class DigitsWorkload(Workload):
 
 
 def shifted(images: Tensor, generator: np.random.Generator, *, most: int) -> Tensor:
-    """Move every square image by up to ``most`` pixels, each way; pixels from outside are 0."""
+    """Shift every square image by up to ``most`` pixels in each direction, filling with 0."""
     side = images.shape[-1]
     windows = F.pad(images, (most,) * 4).unfold(2, side, 1).unfold(3, side, 1)
     down, right = torch.from_numpy(generator.integers(2 * most + 1, size=(2, len(images))))

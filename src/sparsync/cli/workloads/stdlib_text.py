@@ -1,6 +1,6 @@
-"""Language models of bytes, on text that every machine has: the source of Python's standard library.
+"""Byte-level language models on text that every machine has: sources of Python's standard library.
 
-Its content depends on the Python version, so losses compare within one version.
+The text depends on the Python version, so losses are only comparable within one version.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ __all__ = [
     "standard_library_files",
 ]
 
-HEAD_WIDTH = 32  # of an attention head
+HEAD_WIDTH = 32  # width of an attention head
 _BYTES = 256  # the vocabulary: every value of a byte
 
 _SKIPPED_FOLDERS = frozenset(
-    # tests and installed packages; encodings are tables of numbers, not text
+    # tests, installed packages, and encodings, which are tables of numbers rather than text
     {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "encodings"}
 )
 
 
 def standard_library_files(root: Path | None = None) -> list[Path]:
-    """List the ``*.py`` files below ``root``, sorted by path, tests and installed packages left out."""
+    """List the ``*.py`` files below ``root``, sorted by path, without tests and installed packages."""
     root = root or Path(sysconfig.get_path("stdlib"))
     found: list[Path] = []
     for folder, inner, names in os.walk(root):
-        inner[:] = {*inner} - _SKIPPED_FOLDERS  # it does not enter the others
+        inner[:] = {*inner} - _SKIPPED_FOLDERS  # ``walk`` does not enter the others
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found, key=lambda file: file.relative_to(root).parts)
 
 
 @dataclass(frozen=True)
 class ByteText:
-    """A text cut in two: one part to train on, one held out; both `[bytes]` with ``torch.uint8``.
+    """A text in two parts, for training and held out; both `[bytes]` with ``torch.uint8``.
 
     Example:
         >>> text = ByteText.of_standard_library()
@@ -62,7 +62,7 @@ class ByteText:
 
     training: Tensor
     held_out: Tensor  # every twentieth file
-    context: int  # bytes that a model sees at once; a window is one byte longer: the last target
+    context: int  # bytes that a model sees at once; a window has one more byte, the last target
 
     def __post_init__(self) -> None:
         shortest = min(self.training.numel(), self.held_out.numel())
@@ -74,7 +74,7 @@ class ByteText:
 
     @classmethod
     def of_standard_library(cls, *, context: int = 64, root: Path | None = None) -> ByteText:
-        """Read 8 MB of Python's standard library; the same in every process with this Python.
+        """Read 8 MB of Python's standard library, the same in every process with this Python.
 
         ``root``: other files than the standard library's.
         """

@@ -1,6 +1,6 @@
-"""The baselines with which the papers compare: sparse allreduces, gossip, and partial collectives.
+"""The papers' baselines: sparse allreduces, gossip, and partial collectives.
 
-* TopkDSA: SparCML's dynamic allreduce, as Ok-Topk's Table 1 has it (``sparsync.published.sparcml``).
+* TopkDSA: SparCML's dynamic allreduce, as listed in Ok-Topk's Table 1 (``sparsync.published.sparcml``).
 * Gaussiank: Shaohuai Shi, Xiaowen Chu, Ka Chun Cheung and Simon See, `Understanding Top-k
   Sparsification in Distributed Deep Learning <https://arxiv.org/abs/1911.08772>`_, 2019.
 * gTopk: Shaohuai Shi, Qiang Wang, Kaiyong Zhao, Zhenheng Tang, Yuxin Wang, Xiang Huang and Xiaowen Chu,
@@ -17,7 +17,7 @@
   Unbalanced Training Workloads in Deep Learning with Partial Collective Operations
   <https://arxiv.org/abs/1908.04207>`_, PPoPP 2020.
 
-The first three are presets, and exchange sparse gradients; the others are schemes, and average models.
+The first three are presets that exchange sparse gradients.  The others are schemes that average models.
 
 Terms
 -----
@@ -39,7 +39,7 @@ communication steps per iteration             ``mixing_steps=``
 SGP, PushSum, w, x, z                         ``Sgp``, scheme "sgp"; ``SgpState.weight``
 directed exponential graph                    ``Exponential``
 communication neighbours, "SGP (2n)"          ``neighbours=``
-AD-PSGD, communication thread                 ``AdPsgd``, scheme "adpsgd"; its agent
+AD-PSGD, communication thread                 the agent of ``AdPsgd``, scheme "adpsgd"
 Eager-SGD, partial allreduce                  ``EagerSgd``
 solo allreduce                                ``quorum="solo"``, scheme "eager-solo"
 majority allreduce                            ``quorum="majority"``, scheme "eager-majority"
@@ -63,8 +63,8 @@ A scheme, with a plain module (not DDP) and any optimizer::
             optimizer.step()
             averager.step()
 
-On virtual ranks, and on real ones of which one is late on every step.  Names are the papers', in any
-case ("Eager-SGD" is "eager-majority"), and options follow a colon::
+On virtual ranks, and on local processes one of which is late on every step.  The papers' names work, in
+upper or lower case ("Eager-SGD" is "eager-majority"), and options follow a colon::
 
     sparsync bench --collectives TopkA,TopkDSA,Gaussiank,gTopk --ranks 8 --size 100000 --steps 2
     sparsync train --algorithm D-PSGD:mixing_steps=2,SGP,AD-PSGD --ranks 2 --steps 8 --delay random:1:0.05
@@ -73,25 +73,27 @@ case ("Eager-SGD" is "eager-majority"), and options follow a colon::
 Differs from the papers
 -----------------------
 
-* **Gaussian-k**: the threshold is lowered at most 32 times, by a tenth; after that the k largest are
-  taken.  The mean's magnitude is used, and moments are of finite elements in float64.  The preset caps a
-  rank at 2 k entries (``cap=2.0``), as the estimate has no upper end; ``cap=None``: as published.
-* **gTop-k**: P is any number of ranks.  A sum that a rank drops on the way up stays in that rank's
-  residual, so that nothing is lost or counted twice.
+* **Gaussian-k**: the threshold is lowered at most 32 times, by a tenth each time; after that the k
+  largest entries are taken.  The estimate uses the magnitude of the mean, and moments of the finite
+  elements in float64.  The preset caps a rank at 2 k entries (``cap=2.0``), because the estimate has no
+  upper bound.  ``cap=None`` is as published.
+* **gTop-k**: P may be any number of ranks.  Sums that a rank drops on the way up stay in that rank's
+  residual, so nothing is lost or counted twice.
 * **TopkDSA**: see ``sparsync.published.sparcml``.
 * **D-PSGD** averages after the local step; the paper allows either order.
-* **SGP**: exchange and computation are not overlapped.
-* **AD-PSGD**: any rank may ask any other, since agents answer at once and there is no deadlock; the
-  paper divides ranks in two halves.  An exchange is begun once per step, not as often as possible.
-* **Eager-SGD** sums updates of the ranks' optimizers, not gradients: the same for SGD.  A late rank
-  takes all sums that it missed, so replicas need no periodic synchronisation.  Updates that wait stay
-  in the rank's own weights: without them training diverges where ranks fall far behind.
+* **SGP** does not overlap exchange and computation.
+* **AD-PSGD**: any rank may contact any other, because agents answer immediately and cannot deadlock.  The
+  paper splits the ranks into two halves to avoid deadlock.  An exchange is started once per step, not as
+  often as possible.
+* **Eager-SGD** sums the updates of the ranks' optimizers instead of gradients, which is the same for SGD.
+  A late rank takes all sums that it missed, so replicas need no periodic synchronisation.  Pending
+  updates stay in the rank's own weights; without them, training diverges when ranks fall far behind.
 
 Not here
 --------
 
-* Allgather, dense allreduce and local SGD are the library's own: ``sparsync.collectives``,
-  ``sparsync.averaging``.
+* Allgather, dense allreduce and local SGD, which belong to the library's core:
+  ``sparsync.collectives``, ``sparsync.averaging``.
 * BMUF, Qsparse-local-SGD, DiLoCo and others that exchange after several local steps:
   ``sparsync.updates``.
 * fp16 and PowerSGD: PyTorch's own hooks, in ``sparsync train --algorithm fp16,powersgd``.
@@ -100,11 +102,11 @@ Not here
 Figures
 -------
 
-* ``benchmarks/averaging-throughput.md``, ``benchmarks/averaging-convergence.md``: the schemes next to
-  WAGMA.
+* ``benchmarks/averaging-throughput.md``, ``benchmarks/averaging-convergence.md``: the schemes compared
+  with WAGMA.
 * ``benchmarks/selection.md``: time of the selectors.
-* ``benchmarks/reproduced.md``: Ok-Topk's Table 1 and Figure 6, by ``sparsync reproduce oktopk-table1``
-  and ``sparsync reproduce oktopk-fig6``.
+* ``benchmarks/reproduced.md``: Ok-Topk's Table 1 and Figure 6, produced by ``sparsync reproduce
+  oktopk-table1`` and ``sparsync reproduce oktopk-fig6``.
 """
 
 from collections.abc import Mapping
@@ -154,7 +156,7 @@ ROWS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "aliases": {
             "Allreduce-SGD": "allreduce",
             "Local SGD": "local",
-            # of the two quorums the one of which WAGMA-SGD, section 2.2, speaks: "at most half"
+            # WAGMA-SGD, section 2.2, means this quorum: "at most half"
             "Eager-SGD": "eager-majority",
         },
     }

@@ -20,25 +20,25 @@ Quorum = Literal["solo", "majority"]
 
 @final
 class EagerSgd(Accompanied):
-    """Sums the updates of all ranks on every step; those of late ranks enter a later sum.
+    """Sums the updates of all ranks on every step; updates of late ranks enter a later sum.
 
     ::
 
         waiting = waiting + (W' - W)           this rank's local step
-        sum     = partial allreduce(waiting)   begun by the first rank, or by one that is drawn
+        sum     = partial allreduce(waiting)   started by the first rank, or by a random one
         shared  = shared + sum / P             equal on ranks that have the same sums
-        W       = shared + waiting             updates in no sum yet stay in this rank's weights
+        W       = shared + waiting             pending updates stay in this rank's weights
 
     Args:
-        quorum: "solo": the first rank that arrives starts the sum; "majority": a rank that is drawn for
-            every step does, so that on average half of the ranks have arrived.
+        quorum: "solo": the first rank to arrive starts the sum; "majority": a rank drawn at random for
+            each step starts it, so on average half of the ranks have arrived.
 
     Cost: one dense allreduce per step; memory: 3 n.
-    State: the shared model; waiting updates are in the rank's own weights.
-    Differs from the paper: updates of local optimizers travel, not gradients, which is the same for SGD
-    with and without momentum.  A late rank takes all sums that it missed, so replicas need no periodic
-    synchronisation.  Waiting updates are in the rank's own weights: left out of them, they would arrive
-    together as one long step, and training diverges where ranks fall far behind.
+    State: the shared model; pending updates are in the rank's own weights.
+    Differs from the paper: ranks send the updates of their local optimizers, not gradients, which is the
+    same for SGD with and without momentum.  A late rank takes all sums that it missed, so replicas need
+    no periodic synchronisation.  Pending updates stay in the rank's own weights.  Otherwise they would
+    arrive together as one long step, and training would diverge when ranks fall far behind.
 
     Example:
         >>> with EagerSgd(nn.Linear(2, 1), quorum="majority") as averager: averager.step()
@@ -48,7 +48,7 @@ class EagerSgd(Accompanied):
     """
 
     averaged: ClassVar[str] = "updates"
-    # the published one is bounded by a periodic synchronisation of the models, which this one lacks
+    # the paper bounds staleness with a periodic synchronisation of the models, which this scheme lacks
     staleness: Staleness = "unbounded"
 
     def __init__(
@@ -73,15 +73,15 @@ class EagerSgd(Accompanied):
         self._run(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Hand over this rank's local step; take the sums that are there."""
+        """Hand over this rank's local step; take the sums that are complete."""
         return await self._sum(round_of(step), vector)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Sum the waiting updates of all ranks, which wait for each other."""
+        """Sum the pending updates of all ranks, which wait for each other."""
         return await self._sum(2 * step, vector)
 
     async def _sum(self, version: int, vector: Tensor) -> Tensor:
-        # this rank's local step: its weights less those that it took last
+        # this rank's local step: its weights minus the ones it took last
         update = vector.cpu() - self._taken
         answer: Answer = await self._ask(
             step_of(version), lambda reply: self._agent.arrive(version, update, reply)
@@ -93,36 +93,36 @@ class EagerSgd(Accompanied):
 
 @final
 class EagerRounds(Rounds):
-    """Adds sums of updates to ``shared``, one by one: equal bits on ranks that have the same sums."""
+    """Adds sums of updates to ``shared`` one by one, so ranks with the same sums agree bit for bit."""
 
     def __init__(self, quorum: Quorum, seed: int, world_size: int, shared: Tensor) -> None:
         self.quorum, self.seed, self.world_size = quorum, seed, world_size
         self.shared = shared
         self._waiting = torch.zeros_like(shared)  # updates that are in no sum yet
-        self._given = self._waiting  # those of the round under way
+        self._given = self._waiting  # this rank's contribution to the current round
 
     def activates(self, version: int, rank: int) -> bool:
-        """Solo: any rank begins; majority: one that is drawn, so half are there on average."""
-        # drawn from the version alone, so all ranks know who it is without a message
+        """Solo: any rank may start; majority: a random rank, so half have arrived on average."""
+        # drawn from seed and version alone, so all ranks agree on it without a message
         if self.quorum == "solo" or version % 2 == 0:
             return True
         return random.Random(f"{self.seed} {version}").randrange(self.world_size) == rank
 
     def publish(self, vector: Tensor) -> None:
-        """Add an update to the waiting ones."""
+        """Add an update to the pending ones."""
         self._waiting = self._waiting + vector
 
     async def reduce(self, comm: Communicator, version: int, contributed: int) -> Tensor:
-        """Sum the waiting updates of all ranks."""
-        # noted now: updates published while the sum is under way are not in it, and go on waiting
+        """Sum the pending updates of all ranks."""
+        # fixed now: updates published while the sum is in flight are not in it, and stay pending
         self._given = self._waiting
         return await comm.allreduce(self._given, "average")
 
     def end(self, result: Round) -> None:
-        """Apply a sum; the updates that this rank gave wait no more."""
+        """Apply a sum; this rank's contribution is no longer pending."""
         self._waiting = self._waiting - self._given
         self.shared = self.shared + result.total / self.world_size
 
     def collected(self, newest: Round) -> Round:
-        """Return the shared model and this rank's waiting updates, `[2, n]`."""
+        """Return the shared model and this rank's pending updates, `[2, n]`."""
         return newest._replace(total=torch.stack([self.shared, self._waiting]))

@@ -1,4 +1,4 @@
-"""Gaussian-k: a threshold from mean and deviation."""
+"""Gaussian-k: a threshold estimated from mean and standard deviation."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ __all__ = ["GaussianK"]
 
 @final
 class GaussianK(Selector):
-    """Selects entries above the magnitude that k of n normally distributed ones would exceed.
+    """Selects entries above the magnitude that k of n normally distributed entries would exceed.
 
-    Real gradients have shorter tails than the normal distribution of their mean and deviation (Ok-Topk,
+    Real gradients have shorter tails than the normal distribution with their mean and deviation (Ok-Topk,
     Figure 4), so too few entries reach this threshold.  It is multiplied by ``scaling`` until more than
-    ``enough * k`` entries reach it, or all that are not zero; after ``trials`` of that the k largest are
-    selected instead.  **So at least ``min(enough * k, nnz)`` entries are selected, and up to n**: nothing
-    bounds their number above (as published), and a collective must cap it.  NaN and Inf are always
-    selected and have no part in the threshold.
+    ``enough * k`` entries, or all nonzero entries, reach it.  After ``trials`` attempts the k largest are
+    selected instead.  **So at least ``min(enough * k, nnz)`` entries are selected, and up to n**: as
+    published, nothing bounds their number, and the collective must cap it.  NaN and Inf are always
+    selected and do not affect the threshold.
 
     Args:
-        enough: part of k that must be exceeded (Ok-Topk, section 5.4: "more than 3k/4").
-        scaling: factor on the threshold per trial (Ok-Topk: "gradually"; 0.9 is a choice: under error
-            feedback some 5 times as many entries reach a threshold that is 10 % lower).
-        trials: most passes over the elements; 32 of 0.9 go down to 3 % of the threshold.
+        enough: fraction of k that must be exceeded (Ok-Topk, section 5.4: "more than 3k/4").
+        scaling: factor on the threshold per trial (Ok-Topk: "gradually"; 0.9 is our choice: under error
+            feedback about 5 times as many entries reach a threshold that is 10 % lower).
+        trials: maximal number of passes over the elements; 32 of 0.9 end at 3 % of the threshold.
 
     Cost: mean and deviation of n elements, and n comparisons per trial.   State: none.
-    Differs from the paper: trials are bounded; the mean's magnitude is taken, so that the sign of a
-    gradient does not matter; moments of the finite elements alone, in float64.
+    Differs from the paper: trials are bounded; the mean's magnitude is used, so the sign of the gradient
+    does not matter; moments are computed in float64, from finite elements only.
 
     Example:
         >>> accumulated = torch.tensor([0.1, -0.2, 5.0, 0.1, 0.0, -0.1])
@@ -65,7 +65,7 @@ class GaussianK(Selector):
         for _ in range(self.trials):
             key = int(kernels.magnitude_keys(accumulated.new_tensor([threshold], device="cpu")))
             reached = reaching(accumulated, key)
-            # all that is not zero may be fewer than that: a lower threshold would find no more
+            # if all nonzero entries are selected already, a lower threshold finds no more
             if reached is not None and (reached.nnz > self.enough * k or reached.nnz == nnz):
                 return reached
             threshold *= self.scaling
@@ -78,8 +78,8 @@ def _threshold(accumulated: Tensor, k: int) -> float:
     peak = float(finite.abs().max()) if finite.numel() else 0.0
     if peak == 0:
         return 0.0
-    # relative to the largest, so that no square overflows or becomes zero
+    # relative to the largest, so no square overflows or underflows
     variance, mean = torch.var_mean(finite / peak, correction=0)
-    # both tails have k / n of the entries
+    # the two tails together have k / n of the entries
     tail = -NormalDist().inv_cdf(k / accumulated.numel() / 2)
     return peak * min(abs(float(mean)) + float(variance.sqrt()) * tail, 1.0)

@@ -1,4 +1,4 @@
-"""Gossip: ranks average with few others; D-PSGD and SGP after every step, AD-PSGD in between."""
+"""Gossip: ranks average with a few others; D-PSGD and SGP after every step, AD-PSGD in the background."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _ASK, _REPLY = 0, 1
 
 
 class Graph(ABC):
-    """A directed graph over the ranks, which may change at every step; every rank computes its part."""
+    """A directed graph over the ranks that may change every step; each rank computes its own edges."""
 
     @abstractmethod
     def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
-        """Return the ranks that ``rank`` sends to: distinct, without itself."""
+        """Return the ranks that ``rank`` sends to: distinct, and not itself."""
 
     def sources(self, rank: int, world_size: int, step: int) -> list[int]:
-        """Return the ranks that ``rank`` receives from.  Cost: asks all ranks, unless overridden."""
+        """Return the ranks that ``rank`` receives from.  Unless overridden, this tries all P ranks."""
         return [r for r in range(world_size) if rank in self.neighbours(r, world_size, step)]
 
 
 @final
 class Ring(Graph):
-    """Both neighbours on a ring, on every step; of two ranks the other one, once."""
+    """Both neighbours on a ring, on every step; with two ranks there is only one."""
 
     def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
-        """Return ``rank + 1``, then ``rank - 1``: so no two send to one rank at the same time."""
+        """Return ``rank + 1``, then ``rank - 1``, so no two ranks send to the same rank at once."""
         both = dict.fromkeys([(rank + 1) % world_size, (rank - 1) % world_size])
         return [neighbour for neighbour in both if neighbour != rank]
 
@@ -57,8 +57,8 @@ class Ring(Graph):
 class Exponential(Graph):
     """The directed exponential graph: hops of 1, 2, 4, ... ranks, the next ``count`` on every step.
 
-    After any ceil(log2 P) steps every rank has heard from every other; with ``count=1`` and P a power of
-    two all of them then have exactly the mean.
+    After any ceil(log2 P) steps every rank has information from every other.  With ``count=1`` and P a
+    power of two, all ranks then hold exactly the mean.
 
     Example:
         >>> [Exponential().neighbours(0, 8, step) for step in range(4)], Exponential(2).sources(0, 8, 0)
@@ -77,7 +77,7 @@ class Exponential(Graph):
         return [(rank + hop) % world_size for hop in self._hops(world_size, step)]
 
     def sources(self, rank: int, world_size: int, step: int) -> list[int]:
-        """Return the ranks that this step's hops lead here from."""
+        """Return the ranks whose hops in this step lead to ``rank``."""
         return [(rank - hop) % world_size for hop in self._hops(world_size, step)]
 
     def _hops(self, world_size: int, step: int) -> list[int]:
@@ -89,7 +89,7 @@ class Exponential(Graph):
 async def exchange(
     comm: Communicator, graph: Graph, message: Tensor, step: int, phase: str
 ) -> list[Tensor]:
-    """Send ``message``, `[m]`, to all neighbours; return those received and the own one, by rank."""
+    """Send ``message``, `[m]`, to all neighbours; return the received ones and the own one, by rank."""
     payload = bytes_of(message)
     sources = graph.sources(comm.rank, comm.world_size, step)
     dests = graph.neighbours(comm.rank, comm.world_size, step)
@@ -106,7 +106,7 @@ async def exchange(
 
 @final
 class Dpsgd(Averager):
-    """Takes the mean of the own model and those of both neighbours, 1/3 each (two ranks: 1/2).
+    """Averages this rank's model with both neighbours' models, 1/3 each (two ranks: 1/2).
 
     Args:
         mixing_steps: rounds with the neighbours per step (WAGMA-SGD, section 5.2, doubles them).
@@ -135,7 +135,7 @@ class Dpsgd(Averager):
         return min(world_size, 3)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the mean over this rank and its neighbours."""
+        """Return the mean of this rank's model and its neighbours' models."""
         for _ in range(self.mixing_steps):
             models = await exchange(comm, Ring(), vector, step, "gossip")
             vector = sum(models[1:], start=models[0]) / len(models)
@@ -144,7 +144,7 @@ class Dpsgd(Averager):
 
 @dataclass(frozen=True)
 class SgpState:
-    """The push-sum weight w of this rank; all ranks' sum to world_size."""
+    """The push-sum weight w of this rank; the weights of all ranks sum to world_size."""
 
     weight: float = 1.0
 
@@ -153,15 +153,15 @@ class SgpState:
 class Sgp(Averager):
     """Pushes equal shares of the numerator x and of the weight w; the model is z = x / w.
 
-    Updates enter x as they are, so that the mean over ranks moves by the mean of the updates whatever
-    the weights are: after one, ``x = w z + (model - z)``.
+    Updates are added to x unscaled, so the mean over ranks moves by the mean of the updates, whatever the
+    weights are: after an update, ``x = w z + (model - z)``.
 
     Args:
-        neighbours: ranks pushed to per step, on the directed exponential graph.
-        graph: another graph in its place, any that stays connected.
+        neighbours: number of ranks to push to per step, on the directed exponential graph.
+        graph: a graph to use instead; it must stay connected.
 
-    Cost: ``neighbours`` messages of a model and 8 bytes, sent and received per step.
-    State: ``weight``; in ``memory`` the last model z while w is not 1 (never on the exponential graph).
+    Cost: ``neighbours`` messages of a model plus 8 bytes, sent and received per step.
+    State: ``weight``; ``memory`` has the last model z while w is not 1 (never on the exponential graph).
     Differs from the paper: the exchange does not overlap the computation.
 
     Example:
@@ -187,15 +187,16 @@ class Sgp(Averager):
     global_period = None
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return the ranks whose pushes meet at one: the neighbours, and itself."""
+        """Return the number of ranks whose pushes meet at one rank, itself included."""
         return 1 + len(self.graph.neighbours(0, world_size, 0))
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return z after this step's pushes."""
-        # Algorithm 1 with equal shares of x and w for each neighbour and this rank: 1 / (neighbours + 1).
-        # The columns of the mixing matrix sum to 1, so the sums of x and of w over ranks never change.
+        # Algorithm 1, with shares of 1 / (neighbours + 1) of x and w for each neighbour and for this
+        # rank. The columns of the mixing matrix sum to 1, so the sums of x and of w over ranks never
+        # change.
         share = 1 / (1 + len(self.graph.neighbours(comm.rank, comm.world_size, step)))
-        # 8 bytes in front of the values, which keeps those aligned
+        # the weight takes 8 bytes in front of the values, so those stay aligned
         weight = torch.tensor([share * self.state.weight], dtype=torch.float64).to(vector.device)
         parts = [bytes_of(part) for part in (weight, share * self._x(vector))]
         messages = await exchange(comm, self.graph, torch.cat(parts), step, "gossip")
@@ -206,12 +207,12 @@ class Sgp(Averager):
         return self._keep(weight_total, total.div_(weight_total))
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the sum of all x over that of all w, which is world_size; weights are 1 again."""
+        """Return the sum of all x over the sum of all w, which is world_size; reset the weights to 1."""
         return self._keep(1.0, await mean(comm, self._x(vector)))
 
     def _x(self, vector: Tensor) -> Tensor:
         """Return the numerator after the update that made z this vector."""
-        # x = w z + (vector - z): the update enters x unscaled by w
+        # x = w z + (vector - z): the update is added to x unscaled by w
         z = self.memory.get("model")
         return vector if z is None else vector + (self.state.weight - 1) * z
 
@@ -226,13 +227,13 @@ class Sgp(Averager):
 class AdPsgd(Accompanied):
     """Averages pairs of models in the background; no rank ever waits for one that is computing.
 
-    After each local step a rank takes the model that its agent has by then, and the agent asks a random
-    partner's agent for an average, unless it still waits for the answer to its last question.
+    After each local step a rank takes the model that its agent holds at that time.  The agent asks a
+    random partner's agent for an average, unless its previous request is still pending.
 
-    Cost: per step at most one exchange of n elements asked for and, on average, one answered; memory
+    Cost: per step at most one exchange of n elements requested and, on average, one answered; memory
     3 n.   State: the last model taken.
-    Differs from the paper: any rank may ask any other, since agents answer at once: there is no deadlock,
-    and the graph need not be bipartite.  Exchanges begin once per step, not as often as possible.
+    Differs from the paper: any rank may ask any other, because agents answer immediately and cannot
+    deadlock; the graph need not be bipartite.  Exchanges start once per step, not as often as possible.
 
     Example:
         >>> with AdPsgd(nn.Linear(2, 1)) as averager: averager.step()
@@ -246,7 +247,7 @@ class AdPsgd(Accompanied):
         self.seed = seed
         super().__init__(model, **binding)
 
-    staleness: Staleness = "unbounded"  # a partner answers with the model that it has
+    staleness: Staleness = "unbounded"  # a partner answers with whatever model it has
     global_period = None
 
     def effective_group_size(self, world_size: int) -> int:
@@ -260,7 +261,7 @@ class AdPsgd(Accompanied):
         self._run(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Hand over the local step's change; take the model as it is by now."""
+        """Hand over the change of the local step; take the agent's current model."""
         return await self._take(vector, step, ask=True)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
@@ -268,8 +269,8 @@ class AdPsgd(Accompanied):
         await self._take(vector, step, ask=False)
         agent = self._agent
         await self._ask(step, agent.rest)
-        # All have their answers and nobody asks any more: an exchange in flight would have one half of
-        # its change in the mean and the other half after it.
+        # Past the barrier no request is pending anywhere.  An exchange in flight would have half of its
+        # change in the mean and the other half after it.
         await comm.barrier()
         self.memory["taken"] = final = await mean(comm, agent.model)
         self._host.call(lambda: setattr(agent, "model", final))
@@ -288,23 +289,23 @@ class AdPsgd(Accompanied):
 class _PairAgent(Companion):
     """Holds a rank's model, and averages it with one partner at a time.
 
-    The agent that asks sends x and receives the partner's y.  It adds (y - x) / 2, and the partner
-    (x - y) / 2, to the model that each has by then: so the sum of all models never changes.  An average
-    has the step of the rank that asked for it.
+    The requesting agent sends x and receives the partner's y.  It adds (y - x) / 2 to its current model,
+    and the partner adds (x - y) / 2 to its own, so the sum of all models never changes.  An average
+    counts for the step of the rank that requested it.
     """
 
     def __init__(self, model: Tensor, seed: int, step: int) -> None:
         super().__init__()
         self.model, self.seed = model, seed
-        self._asked: Tensor | None = None  # the model that was sent and has no answer yet
+        self._asked: Tensor | None = None  # the model sent in the pending request
         self._idle: Reply | None = None
         self._count, self._step = (
             0,
             step - 1,
-        )  # exchanges asked for; the last local step in the model
+        )  # number of exchanges requested; the last local step in the model
 
     def update(self, change: Tensor, step: int, reply: Reply, *, ask: bool) -> None:
-        """Add a local step's change; return the model; ask a partner unless a question is open."""
+        """Add a local step's change; return the model; ask a partner unless a request is pending."""
         self.model = self.model + change
         if ask:
             self._step = step
@@ -333,10 +334,10 @@ class _PairAgent(Companion):
             mine = self.model
             self.model = mine + (theirs - mine) / 2
             self.participation.note(max(step - self._step, 0), 2)
-            # last, when this half is applied: with the answer the partner may conclude
+            # sent last, once this half is applied, because the partner may conclude on receiving it
             self.post(source, _HEAD.pack(_REPLY, step), mine)
             return
-        assert self._asked is not None, "an answer follows a question"
+        assert self._asked is not None, "an answer follows a request"
         self.model = self.model + (theirs - self._asked) / 2
         self.participation.note(0, 2)
         self._asked = None
@@ -345,9 +346,9 @@ class _PairAgent(Companion):
             self.answer(idle, None)
 
     def tick(self) -> None:
-        """Do nothing: no deadline is ever set."""
+        """Do nothing, because no deadline is ever set."""
 
     def lose(self, peer: int, reason: str) -> None:
-        """Fail if the lost rank's answer is still awaited."""
+        """Fail if an answer from the lost rank is pending."""
         if self._asked is not None and peer == self._partner:
             raise self.failure(peer, self._step, reason)

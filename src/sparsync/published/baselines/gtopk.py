@@ -19,18 +19,18 @@ class GTopk(Collective):
     """Sum along a binomial tree to rank 0, keeping the k largest of every merged pair; broadcast them.
 
     In the round with distance d, rank r + d passes its partial sum to rank r, for all r that 2 d divides;
-    the broadcast goes the same way back.  The lower ranks' share is the left operand.  The k largest
-    of a pair need not be those of the sum: entries that a rank drops, and the rounding errors of its
-    message, stay in its residual, also where it had selected nothing.  A codec that rounds must
-    therefore be contractive.
+    the broadcast takes the reverse path.  The lower ranks' share is the left operand.  The k largest
+    entries of a pair need not be among the k largest of the sum.  Entries that a rank drops, and the
+    rounding errors of its message, stay in its residual, even at indices that it had not selected.  A
+    lossy codec must therefore be contractive.
 
     Args:
         codec: wire format of both trees (default: coo, as in the paper).
 
-    Cost: 2 ceil(log2 P) messages, one after the other, and 4 k ceil(log2 P) words through the port of
-    rank 0, the busiest, half of each in and half out.   State: none.
-    Differs from the paper: P need not be a power of two; values travel in their dtype; the rank that
-    drops a sum keeps it, where the paper returns it to the ranks that selected its entries: that loses
+    Cost: 2 ceil(log2 P) sequential messages, and 4 k ceil(log2 P) words through the port of rank 0, the
+    busiest; half of each is sent and half received.   State: none.
+    Differs from the paper: P need not be a power of two; values are sent in their own dtype; the rank
+    that drops a sum keeps it.  The paper returns it to the ranks that selected its entries, which loses
     entries that cancel.
 
     Example:
@@ -54,8 +54,8 @@ class GTopk(Collective):
     def cost(self, job: Job) -> Cost:
         """Return ``2 log2 P`` messages in sequence, ``4 k log2 P`` words (Ok-Topk, Table 1).
 
-        The root receives the first half and sends the second: no rank sends or receives more than half
-        of the words that pass in sequence.  Of each round's two ranks one encodes, the other decodes.
+        The root receives the first half and sends the second, so no rank sends or receives more than half
+        of these words.  Of the two ranks in each round, one encodes and the other decodes.
 
         Example:
             >>> GTopk().cost(Job(10**6, k=1000, world_size=8)).words
@@ -67,7 +67,7 @@ class GTopk(Collective):
         return Cost(2 * rounds, half, half, entries, entries, turns=2 * rounds)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return its cost, which does not depend on the supports."""
+        """Return the words of ``cost``, which do not depend on the supports."""
         return self.cost(job).words
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
@@ -78,12 +78,12 @@ class GTopk(Collective):
         codec, rank, size = self.codec.seeded(comm.rank, step), comm.rank, mine.size
         framing, device = MessageFraming(codec), mine.values.device
         capacity = codec.nbytes(min(k, size), size, mine.values.dtype)
-        # the lowest bit of a rank is its distance to the parent, lower bits are those to its children
+        # the lowest set bit of a rank is the distance to its parent; lower bits lead to its children
         reach = rank & -rank or 1 << (comm.world_size - 1).bit_length()  # to the parent
         distances = (1 << i for i in range(reach.bit_length() - 1))
         children = [rank + d for d in distances if rank + d < comm.world_size]
         total, dropped = mine, []
-        # nearest first, which is rank order: the lower ranks' sum is always the left operand
+        # nearest first is rank order, so the lower ranks' sum is always the left operand
         for child in children:
             message = await comm.irecv(child, capacity, "reduce", framing)
             theirs = codec.decode(message, size).to(device)
@@ -96,7 +96,7 @@ class GTopk(Collective):
         if rank:
             await comm.isend(payload, rank - reach, "reduce", framing)
             payload = await comm.irecv(rank - reach, capacity, "broadcast", framing)
-        # the child with the most descendants first: the others' subtrees need fewer rounds
+        # the child with the most descendants first, because the other subtrees need fewer rounds
         sending = [comm.isend(payload, child, "broadcast", framing) for child in children[::-1]]
         if rank:
             total = codec.decode(payload, size).to(device)

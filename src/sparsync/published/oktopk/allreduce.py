@@ -49,12 +49,12 @@ __all__ = [
     "split_cost",
 ]
 
-# The marginal bin may hold k / 64 entries.  Its places are given out in rank order, not by magnitude, so
-# this is the part of the total that may not be the exact top-k.
+# The marginal bin may hold up to k / 64 entries.  They are admitted in rank order, not by magnitude, so
+# up to this fraction of the total may differ from the exact top-k.
 _FINE = 64
-# Fitted to benchmarks/fidelity.md at P = 4 and 8, in units of decoding and of a turn of budgeted.
+# Fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a budgeted turn.
 _PASSES = 4  # per entry of k: sort, histogram, and find the delivered ones
-_COUNTS_TURN = 1 / 3  # of a turn, for a round of counts with next to no work
+_COUNTS_TURN = 1 / 3  # of a turn: a round that exchanges counts does almost no work
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class OkTopkState:
     """State carried from step to step; the same on every rank.
 
     Attributes:
-        boundaries: P + 1 cuts of ``[0, n)``; None before the first step, and when they were crowded.
+        boundaries: P + 1 cuts of ``[0, n)``; None before the first step, and after a region was crowded.
         threshold_key: the last global threshold as a magnitude key.
     """
 
@@ -72,7 +72,7 @@ class OkTopkState:
 
 @final
 class OkTopk(Collective):
-    """Top-k of the sum of the ranks' top-k entries, with O(k) volume whatever P is.
+    """Top-k of the sum of the ranks' top-k entries, with O(k) volume for any P.
 
     Phases, with the lines of Algorithm 1: 1. agree on P regions that hold equally many selected entries,
     every ``repartition_period`` steps (5-7);  2. split and reduce: each region's owner sums it (8);  3.
@@ -80,22 +80,22 @@ class OkTopk(Collective):
     delivered = selected entries whose index is in the total (14).
 
     Args:
-        codec: wire format (default: coo).  Of one that rounds, entries are rounded on their way to a
-            region's owner, and the owner's sums on their way to all.
-        keep_error: the rank that rounds keeps the error, of a contractive codec; False: it is lost, and
-            reported.
+        codec: wire format (default: coo).  A lossy codec rounds entries on their way to a region's
+            owner, and the owner's sums on their way to all.
+        keep_error: the rank that rounds keeps the error, which requires a contractive codec; False: the
+            error is lost and reported.
         repartition_period: tau in steps (paper: 64).
         repartition_trigger: cut again on the next step when a region held more than this multiple of
             the mean (1.5 keeps the words received in phase 2 below 3k); None: never early,
             as published.  Needs ``global_threshold="histogram"``, whose messages carry the loads.
         threshold_period: tau' in steps, for ``global_threshold="allgather"`` (paper: 32, BERT 128).
-        boundaries: "histogram" (cuts of the summed counts) or "average" (means of the ranks' own cuts,
-            as published, section 3.1.1; this supposes that the ranks' supports look alike).
+        boundaries: "histogram" (quantiles of the summed counts) or "average" (means of the ranks' own
+            cuts, as published, section 3.1.1; assumes that the ranks' supports look alike).
         global_threshold: "histogram" (exactly k, every step) or "allgather" (as published: exact
             every ``threshold_period`` steps at up to 2 min(kP, n) words, reused in between).
         cap: at most ``cap * k`` entries are taken, locally and globally; None: any number.
-        buckets: of messages while splitting; one is reduced while the next is in flight (section 3.1.1,
-            which names no number).  1: no bucketing.
+        buckets: number of buckets of messages in the split; one is reduced while the next is in flight
+            (section 3.1.1, which gives no number).  1: no bucketing.
         rotate: rotate destinations (Figure 2b).
         balanced_split: False cuts even regions (the "naive reduce" of Figure 7a).
         balance: False never balances before the allgatherv (Figure 7b).
@@ -104,7 +104,7 @@ class OkTopk(Collective):
 
     Cost: 2 k (P - 1) / P words where supports match the regions (Theorem 3.1 is tight), at most
     6 k (P - 1) / P on exchangeable inputs (Equation 3) and 6 k - 4 k / P on all others, as long as
-    supports stay where they were on the step before; at most 2 P + 2 log2 P messages and the small
+    supports do not move from one step to the next; at most 2 P + 2 log2 P messages and the small
     allreduces of phases 1 and 3.
     State: ``OkTopkState``.
     Differs from the paper: any P; steps 0-based; by default the cap, histogram cuts and histogram
@@ -175,11 +175,11 @@ class OkTopk(Collective):
         self.state = OkTopkState()
 
     def cost(self, job: Job) -> Cost:
-        """Return Equations 1 and 2 for equally full regions, and the cost of agreeing on them.
+        """Return Equations 1 and 2 for equally full regions, plus the cost of agreeing on the regions.
 
-        A mean over the steps of a period, one of which cuts regions again and, with an allgathered
-        threshold, one collects all reduced entries; reused thresholds are taken to select k.  Equation
-        3 is the paper's bound, ``bound_words`` that of the default settings.
+        The cost is a mean over the steps of a period.  One of them cuts the regions again and, with an
+        allgathered threshold, one collects all reduced entries.  Reused thresholds are assumed to select
+        k entries.  Equation 3 is the paper's bound; ``bound_words`` holds for the default settings.
 
         Example:
             >>> cost = OkTopk().cost(Job(10**6, 10_000, 8))
@@ -206,7 +206,7 @@ class OkTopk(Collective):
         return cost + Cost(0, 0, encoded=encoded, decoded=decoded, turns=turns)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return Equation 3 as published, without exact steps; with a cap ``bound_words``."""
+        """Return ``bound_words`` with a cap; as published, Equation 3, which ignores exact steps."""
         if self.global_threshold == "allgather":
             return equation_3(job.k, job.world_size).words
         if self.cap == 1:
@@ -215,8 +215,8 @@ class OkTopk(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Run Algorithm 1."""
-        # The cap comes before anything is sent: a threshold that is reused for 32 steps selects up to
-        # 19 k (measured), and Equations 1 to 3 are about k.
+        # The cap is applied before anything is sent: a threshold that is reused for 32 steps selects up
+        # to 19 k entries (measured), and Equations 1 to 3 assume k.
         mine = capped(selected, k, self.cap)
         boundaries = await self._agree_on_boundaries(comm, mine, k, step)
         writer = regions.Writer(self.codec, comm, mine, step)
@@ -243,8 +243,9 @@ class OkTopk(Collective):
             writer,
             balance_trigger=self.balance_trigger,
         )
-        # The paper cuts every 64 steps, as supports change slowly.  When they jump, one owner may receive
-        # 2 (P - 1) k words until the period ends; all ranks see the loads here, and cut on the next step.
+        # The paper cuts every 64 steps, because supports change slowly.  After a jump, one owner may
+        # receive 2 (P - 1) k words until the period ends.  All ranks see the loads at this point, so they
+        # can agree to cut on the next step.
         trigger = self.repartition_trigger
         crowded = trigger is not None and regions.is_crowded(kept.loads, trigger)
         self.state = OkTopkState(None if crowded else tuple(boundaries), kept.threshold_key)
@@ -265,12 +266,12 @@ class OkTopk(Collective):
         if not self.balanced_split:
             return even_boundaries(size, world_size)
         known = self.state.boundaries
-        # Algorithm 1, line 5, has (t - 1) mod tau for steps from 1 on.
+        # Algorithm 1, line 5, tests (t - 1) mod tau because its steps start at 1.
         if step % self.repartition_period and known and len(known) == world_size + 1:
             return list(known)
         if self.boundaries == "average":
-            # In the tight case of Theorem 3.1, where rank i has selected region i alone, means of cuts
-            # suit no rank: at P = 16 one receives 13.1 words per k.
+            # In the tight case of Theorem 3.1, rank i has selected entries of region i only, and means of
+            # the ranks' cuts fit no rank: at P = 16 one of them receives 13.1 words per k.
             cuts = regions.equal_count_cuts(selected.indices.tolist(), size, world_size)
             sums = await comm.allreduce(torch.tensor(cuts, dtype=torch.int64), "boundaries")
             return [0, *(total // world_size for total in sums.tolist()), size]
@@ -288,7 +289,7 @@ class OkTopk(Collective):
             return even_boundaries(size, world_size)
         boundaries = [0]
         for i, bracket in enumerate(brackets, start=1):
-            # the edge of the bracket that leaves fewer entries on the wrong side
+            # choose the edge of the bracket that leaves fewer entries on the wrong side
             past_low = total * i // world_size - bracket.below
             cut = bracket.low if 2 * past_low <= bracket.inside else bracket.high
             boundaries.append(max(cut, boundaries[-1]))
@@ -301,15 +302,15 @@ class OkTopk(Collective):
     ) -> _Kept:
         """Keep exactly ``min(cap * k, nnz)`` entries: a histogram of magnitudes, then one of counts.
 
-        Bins lie around the last threshold (one octave either way), or everywhere if there is none.  All
-        entries above the marginal bin are kept; the places left go to the ranks in rank order, on each
-        rank to the largest.  ``cap=None`` keeps the whole marginal bin.
+        The bins cover one octave on either side of the last threshold, or all magnitudes if there is
+        none.  All entries above the marginal bin are kept.  The remaining places are filled in rank
+        order, with each rank's largest entries first.  ``cap=None`` keeps the whole marginal bin.
         """
-        # Some hundred counts on every step, and no drift, in place of an allgather of all reduced entries
+        # A few hundred counts per step do not drift.  They replace an allgather of all reduced entries
         # every tau' steps: up to 2 min(k P, n) words, which the paper's 6 k does not include.
         cap, last, values = self.cap, self.state.threshold_key, share.region.values
-        # One bit pattern of NaN has the key ``stop`` itself: ``below`` counts all elements as below
-        # ``stop``, so that it falls into the last bin.
+        # One bit pattern of NaN has the key ``stop`` itself.  ``below`` counts every element as below
+        # ``stop``, so this one falls into the last bin.
         stop, octave = kernels.key_range(values.dtype)
         around, bins = None, regions.REFINING_BINS
         if last is not None:
@@ -337,8 +338,8 @@ class OkTopk(Collective):
         bounds = below(torch.tensor([bracket.low, bracket.high]))
         from_low, from_high = (values.numel() - bounds).tolist()
         mine = torch.tensor([from_high, from_low - from_high, share.load])
-        # One allgather decides which entries are kept, whether to balance, and whether to cut regions
-        # again; every rank knows the length of every message then.
+        # One allgather decides which entries are kept, whether to balance, and whether to cut the regions
+        # again.  After it, every rank knows the length of every message.
         everyone = await comm.allgather(mine, "sizes")
         above, marginal, loads = zip(*(t.tolist() for t in everyone), strict=True)
         places = sum(marginal) if cap is None else min(wanted, total) - sum(above)
@@ -352,11 +353,11 @@ class OkTopk(Collective):
     async def _by_allgather(
         self, comm: Communicator, region: SparseVector, k: int, boundaries: Sequence[int]
     ) -> _Kept:
-        """Collect all reduced entries everywhere and take the k-th largest as threshold (line 10).
+        """Allgather all reduced entries and take the k-th largest as threshold (line 10).
 
-        Up to 2 min(k P, n) words, which Equation 3 leaves out.
+        This takes up to 2 min(k P, n) words, which Equation 3 leaves out.
         """
-        # rounded sums would tie, and many more than k would reach the k-th
+        # exact, because rounded sums would tie and far more than k entries would reach the k-th largest
         codec = self.codec if self.codec.is_exact(region.values.dtype) else Coo()
         encoded = codec.encode(region)
         length = torch.tensor([encoded.payload.numel()])
@@ -377,7 +378,7 @@ class OkTopk(Collective):
         return _Kept(self._within_cap(counts, k, finite=finite), threshold_key)
 
     async def _by_threshold(self, comm: Communicator, region: SparseVector, k: int) -> _Kept:
-        """Keep entries that reach a reused threshold; over the cap, the largest of each rank pro rata."""
+        """Keep entries that reach a reused threshold; above the cap, cut all ranks pro rata."""
         threshold_key = self.state.threshold_key
         key = torch.tensor([max(threshold_key or 0, 1)], device=region.values.device)
         reach = int(kernels.count_from(region.values, key))
@@ -387,10 +388,10 @@ class OkTopk(Collective):
         return _Kept(self._within_cap(counts, k, finite=not any(broken)), threshold_key)
 
     def _within_cap(self, counts: Sequence[int], k: int, *, finite: bool) -> Sequence[int]:
-        """Scale the counts down to ``cap * k`` entries, pro rata; entries cut off are not delivered.
+        """Scale the counts down to ``cap * k`` entries pro rata; the entries cut off are not delivered.
 
-        Where a value is not finite there is no cap: it could drop the NaN that makes all ranks refuse
-        the step.
+        No cap applies if a value is not finite: it could drop the NaN that makes all ranks refuse the
+        step.
         """
         total = sum(counts)
         most = most_entries(k, self.cap, total) if finite else total
@@ -401,9 +402,9 @@ class OkTopk(Collective):
 
 
 class _Kept(NamedTuple):
-    """How many entries of its region each rank keeps, the largest; known to all ranks.
+    """The number of largest entries that each rank keeps of its region, known to all ranks.
 
-    ``loads``: entries that each rank summed; empty where they were not exchanged.
+    ``loads``: entries that each rank summed; empty if they were not exchanged.
     """
 
     counts: Sequence[int]
@@ -417,13 +418,13 @@ class _Kept(NamedTuple):
 def bound_words(k: float, world_size: int, *, exchangeable: bool) -> float:
     """Return the most words that a rank sends or receives on any step of the preset "oktopk".
 
-    ``6 k (P - 1) / P`` (Equation 3) when the ranks' inputs are exchangeable.  On any inputs
-    ``6 k - 4 k / P = 2 k + 4 k (P - 1) / P``: Equation 1 without its assumption that a rank owns
-    1 / P of the entries that it selected (it can send all k), and Equation 2.
+    ``6 k (P - 1) / P`` (Equation 3) when the ranks' inputs are exchangeable.  For arbitrary inputs
+    ``6 k - 4 k / P = 2 k + 4 k (P - 1) / P``: Equation 2, plus Equation 1 without its assumption that a
+    rank owns 1 / P of the entries that it selected (it may have to send all k).
 
-    Domain: supports that lie where they were on the step before (the paper: for 64 steps).  Headers
-    and histograms have no term of their own; there is room for them where ``k / P >= 256``, except where
-    entries alone take all 4 k words: P = 2, disjoint supports, one rank's values dominating.
+    Domain: supports that do not move from one step to the next (the paper: for 64 steps).  Headers and
+    histograms have no separate term.  The bound leaves room for them if ``k / P >= 256``, except where
+    the entries alone take all 4 k words: P = 2, disjoint supports, one rank's values dominating.
 
     Example:
         >>> [bound_words(1000, 4, exchangeable=e) for e in (True, False)]
@@ -437,9 +438,9 @@ def bound_words(k: float, world_size: int, *, exchangeable: bool) -> float:
 
 
 def equation_3(k: float, world_size: int) -> Cost:
-    """Ok-Topk as published, at most: ``(2 P + 2 log P) alpha + 6 k (P - 1) / P beta``.
+    """Bound Ok-Topk as published: ``(2 P + 2 log P) alpha + 6 k (P - 1) / P beta``.
 
-    It leaves out headers, histograms and the exact steps, which allgather all reduced entries.
+    The bound leaves out headers, histograms and the exact steps, which allgather all reduced entries.
 
     Example:
         >>> equation_3(k=1000, world_size=8).words
@@ -450,19 +451,20 @@ def equation_3(k: float, world_size: int) -> Cost:
 
 
 def split_cost(k: float, world_size: int, message: float | None = None) -> Cost:
-    """Split and reduce, Equation 1: ``(P - 1) alpha + 2 k (P - 1) / P beta``, and P - 1 headers.
+    """Return Equation 1, split and reduce: ``(P - 1) alpha + 2 k (P - 1) / P beta``, plus P - 1 headers.
 
-    Supposes regions that hold equally many of every rank's entries.  ``message``: bytes of k / P entries;
-    None: as coo.
+    Assumes that every region holds equally many of every rank's entries.  ``message``: bytes of k / P
+    entries; None: as coo.
     """
     peers, message = world_size - 1, _share_bytes(k, world_size) if message is None else message
     return Cost(peers, peers * message, together=max(peers - 1, 0))
 
 
 def gather_cost(k: float, world_size: int, message: float | None = None) -> Cost:
-    """Balance and allgatherv, Equation 2: at most ``(P + 2 log P) alpha + 4 k (P - 1) / P beta``.
+    """Return the cost of balance and allgatherv for even counts, which need no balancing.
 
-    Here of even counts: an allgatherv of ``2 k (P - 1) / P`` words.  ``message``: as for ``split_cost``.
+    This is an allgatherv of ``2 k (P - 1) / P`` words.  For any counts Equation 2 gives at most
+    ``(P + 2 log P) alpha + 4 k (P - 1) / P beta``.  ``message``: as for ``split_cost``.
 
     Example:
         >>> gather_cost(1000, 8).words
@@ -476,7 +478,7 @@ def _share_bytes(k: float, world_size: int) -> float:
 
 
 def histogram_cost(k: int, world_size: int) -> Cost:
-    """Allreduce of ``clamp(k / 16, 32, 1024)`` bins and two outer ones.
+    """Return the cost of an allreduce of ``clamp(k / 16, 32, 1024)`` bins plus two outer ones.
 
     Where the marginal bin is divided again (usually 0 or 1 times), 64 bins more.
     """
@@ -484,10 +486,10 @@ def histogram_cost(k: int, world_size: int) -> Cost:
 
 
 def counts_cost(numbers: int, world_size: int) -> Cost:
-    """Allgather of some integers per rank: the counts it keeps, and how full its region was."""
+    """Return the cost of allgathering a few integers per rank: its counts, and its region's load."""
     return allgatherv(numbers * COUNT_BYTES, world_size)
 
 
 def averaged_cuts_cost(world_size: int) -> Cost:
-    """Allreduce of P - 1 boundaries (section 3.1.1)."""
+    """Return the cost of an allreduce of P - 1 boundaries (section 3.1.1)."""
     return allreduce(world_size - 1, world_size, COUNT_BYTES)

@@ -1,4 +1,4 @@
-"""Assumption 1 of Ok-Topk on vectors of all ranks: how far its selection is from the true top-k."""
+"""Ok-Topk's Assumption 1, evaluated on the vectors of all ranks: the distance from the true top-k."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["xi"]
 def xi(
     accumulated: Sequence[Tensor], gradients: Sequence[Tensor], k: int, *, reselect: bool = True
 ) -> float:
-    """Return the least xi with which Assumption 1 (Equation 5) holds on one step.
+    """Return the smallest xi for which Assumption 1 (Equation 5) holds on one step.
 
     ``|Topk(mean of a) - Topk(mean of Topk(a))| / |mean of g|`` over the ranks' a and g.  The learning
-    rate cancels if both have it or neither does.  ``sparsync.monitoring.XiProbe`` estimates the same
-    during training, from samples.
+    rate cancels if it is applied to both or to neither.  ``sparsync.monitoring.XiProbe`` estimates the
+    same quantity from samples during training.
 
     Args:
-        accumulated: a residual plus a gradient per rank, `[n]` each, before anything is selected.
+        accumulated: residual plus gradient of each rank, `[n]` each, before selection.
         gradients: the ranks' gradients, `[n]` each.
-        k: entries that are selected, on each rank and of the sum.
-        reselect: False: without the outer Topk of the second term, as SparCML's Assumption C.2 has it.
+        k: number of entries selected, on each rank and from the sum.
+        reselect: False: without the outer Topk of the second term, as in SparCML's Assumption C.2.
 
     Returns:
         xi >= 0; infinity if the mean gradient is zero and the two vectors differ.
@@ -50,7 +50,7 @@ def xi(
 
 
 def _top(values: Tensor, k: int) -> Tensor:
-    """Return the k largest at their places, zeros elsewhere."""
+    """Return a copy that keeps the k largest entries and is zero elsewhere."""
     chosen, positions = torch.zeros_like(values), kernels.top(values, k)
     chosen[positions] = values[positions]
     return chosen

@@ -21,12 +21,12 @@ def oktopk(
 ) -> Algorithm:
     """Ok-Topk with histogram cuts, histogram threshold and a cap: a volume bound on every step.
 
-    The bound supposes that supports lie where they were on the step before (the paper: 64 steps
-    before), and k / P >= 256.
+    The bound assumes that supports do not move from one step to the next (the paper: within 64 steps),
+    and that k / P >= 256.
 
     Args:
         threshold_period: tau', steps between exact local thresholds (paper, section 5.2: 32); "auto":
-            renewed when the local count leaves a band of 11 % around k, by each rank for itself.
+            each rank renews its threshold when its count leaves a band of 11 % around k.
         cap: at most ``cap * k`` entries are taken, locally and globally.
         floor: a step that finds fewer than ``floor * k`` local entries is made exact (early in training
             a threshold reused for 32 steps finds 0.03 to 0.1 k, benchmarks/threshold-period.md); None:
@@ -34,10 +34,10 @@ def oktopk(
         options: see ``sparsync.published.oktopk.OkTopk``.
     """
     if cap is not None and floor is not None:
-        # with a cap below the floor every step would be exact, which ``Reused`` refuses
+        # with a cap below the floor every step would be exact, so ``Reused`` refuses it
         floor = min(floor, cap)
     if threshold_period != "auto":
-        # Algorithm 1 has one tau' for the local (line 2) and the global threshold (line 9)
+        # Algorithm 1 uses one tau' for both the local (line 2) and the global threshold (line 9)
         options["threshold_period"] = threshold_period
     elif options.get("global_threshold", "histogram") != "histogram":
         raise ConfigurationError(

@@ -1,7 +1,7 @@
 """Ok-Topk's regions (section 3.1): how ranks agree on them, reduce, balance and gather them.
 
-All ranks know all counts before the allgatherv, so every message of it has a known length, and its
-receiver a place for it.
+All ranks know all counts before the allgatherv, so the length of every message is known and its receiver
+can allocate a buffer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 REFINING_BINS = 64  # per bracket that is divided again: three rounds tell 2^18 magnitudes apart
-# times the even share: if dissemination would make the busiest rank send more, the allgatherv is a ring
+# times the even share: the allgatherv uses a ring if dissemination makes the busiest rank send more
 _TOLERANCE = 1.25
 
 
@@ -62,17 +62,17 @@ def equal_count_cuts(indices: Sequence[int], size: int, parts: int) -> list[int]
 
 
 def is_crowded(loads: Sequence[int], trigger: float) -> bool:
-    """Tell whether a region was so full that its boundaries should be agreed on again.
+    """Return whether a region was so full that its boundaries should be agreed on again.
 
-    That is more than ``trigger`` times the mean, and more than cuts could divide: an index that all
-    ranks selected is a load of P by itself.
+    A crowded region holds more than ``trigger`` times the mean, and more than new cuts could divide: an
+    index that all ranks selected is a load of P by itself.
     """
     world_size = len(loads)
     return bool(loads) and max(loads) > trigger * sum(loads) / world_size + 2 * world_size
 
 
 class Bracket(NamedTuple):
-    """Keys below ``low`` number ``below``; keys in ``[low, high)`` number ``inside``."""
+    """A range of keys: ``below`` keys lie under ``low``, ``inside`` keys in ``[low, high)``."""
 
     low: int
     high: int
@@ -81,7 +81,7 @@ class Bracket(NamedTuple):
 
 
 def bins_for(k: int) -> int:
-    """Return the histogram's size: k / 16, within [32, 1024], so that it costs little."""
+    """Return the number of bins of a histogram: k / 16, within [32, 1024], to keep it cheap."""
     return min(max(k // 16, 32), 1024)
 
 
@@ -100,28 +100,29 @@ async def quantiles(
     """Bracket the keys at given positions of the sorted union of all ranks' keys.
 
     One allreduce of a histogram narrows every wanted cut to one bin; bins that still hold too much are
-    divided again.  The paper averages the ranks' own cuts instead (section 3.1.1), which needs supports
-    that look alike.
+    divided again.  The paper averages the ranks' own cuts instead (section 3.1.1), which requires
+    supports that look alike.
 
     Args:
         comm: the group.
-        below: given ascending edges in ``[0, stop]``, with ``torch.int64``, how many of this rank's keys
-            are smaller than each.
-        ranks_of: given the total number of keys, the wanted 0-based positions, ascending.
+        below: returns, for ascending ``torch.int64`` edges in ``[0, stop]``, the number of this rank's
+            keys below each.
+        ranks_of: returns the wanted 0-based positions, ascending, for the total number of keys.
         stop: all keys are smaller.
         bins: words of the first histogram; later ones take 64 per bracket that is divided again.
-        tolerance: given the total, how many keys a bracket may hold before it is divided again.
-        start_at: where to look first, ``(low, high)``; default everywhere.
-        count_limit: an upper bound of the total, the same on all ranks: decides 4 or 8 bytes a bin.
-        phase: under which the ledger books the bytes.
+        tolerance: returns, for the total, how many keys a bracket may hold before it is divided again.
+        start_at: the range to search first, ``(low, high)``; default everywhere.
+        count_limit: an upper bound of the total, the same on all ranks: decides 4 or 8 bytes per bin.
+        phase: the ledger's phase for the bytes.
 
     Returns:
-        The total, and a bracket per position; an empty one at the end for a position past the last.
+        The total, and one bracket per position; a position past the last key gets an empty bracket at the
+        end.
 
     Cost: one allreduce per round; usually 1 or 2 rounds.
     """
     dtype = torch.int32 if count_limit < 1 << 31 else torch.int64
-    # 0 and ``stop`` are edges whatever ``start_at`` is: keys outside land in the two outer bins
+    # 0 and ``stop`` are always edges, so keys outside ``start_at`` land in the two outer bins
     edges = _edges([start_at or (0, stop)], bins, 0, stop)
     brackets: list[Bracket] = []
     wanted: Sequence[int] = []
@@ -130,9 +131,9 @@ async def quantiles(
         at = below(torch.tensor(edges, dtype=torch.int64))
         counts = await comm.allreduce(at.diff().to(dtype), phase)
         ends = [0, *counts.to(torch.int64).cumsum(0).tolist()]
-        # from here on plain integers that are equal on all ranks: all take the same branches, and are in
-        # the same round of the loop
-        if not brackets:  # the first histogram covers all keys, so it tells the total
+        # From here on all decisions use integers that are equal on all ranks, so all ranks take the same
+        # branches and stay in the same round of the loop.
+        if not brackets:  # the first histogram covers all keys, so it yields the total
             total = ends[-1]
             wanted = ranks_of(total)
             brackets = [_find(position, 0, edges, ends) for position in wanted]
@@ -141,7 +142,7 @@ async def quantiles(
                 _narrowed(bracket, position, edges, ends)
                 for bracket, position in zip(brackets, wanted, strict=True)
             ]
-        # a bracket of a single key cannot be divided: however many keys tie there, the loop ends
+        # a bracket of a single key cannot be divided, so the loop ends however many keys tie there
         enough = tolerance(total)
         open_ones = sorted(
             {(b.low, b.high) for b in brackets if b.inside > enough and b.high - b.low > 1}
@@ -152,8 +153,8 @@ async def quantiles(
 
 
 def _edges(spans: Sequence[tuple[int, int]], bins: int, *outer: int) -> list[int]:
-    """Divide ``bins`` among the spans."""
-    # two pieces at least, or a round would leave a bracket as it is
+    """Divide the spans evenly into about ``bins`` pieces in total, and return the edges."""
+    # at least two pieces, or a round would leave a bracket unchanged
     per_span, edges = max(2, bins // len(spans)), set(outer)
     for low, high in spans:
         pieces = max(min(per_span, high - low), 1)
@@ -186,7 +187,7 @@ def _narrowed(
 
 @final
 class Writer:
-    """Writes this rank's messages of one call, and collects the errors of a codec that rounds.
+    """Writes this rank's messages of one call, and collects the errors of a lossy codec.
 
     Args:
         codec: wire format.
@@ -195,7 +196,8 @@ class Writer:
         step: 0-based, for codecs that draw random numbers.
 
     Attributes:
-        errors: given less decoded, of every message, as parts of the whole; none of an exact codec.
+        errors: given minus decoded values of every message, as parts of the whole; empty for an exact
+            codec.
     """
 
     def __init__(
@@ -208,11 +210,11 @@ class Writer:
         self._source, self._ranks = comm.rank, comm.world_size
 
     def write(self, region: SparseVector, start: int) -> Tensor:
-        """Return the message of a region that begins at ``start`` of the whole vector."""
+        """Return the message for a region that begins at ``start`` of the whole vector."""
         if self.exact:
             return self.codec.encode(region).payload
         encoded = self.codec.seeded(self._source, self._step).encode(region)
-        # another source for the next message: QSGD is unbiased over draws that differ
+        # another source for the next message: QSGD is unbiased only over independent draws
         self._source += self._ranks
         error = rounded_off(region, encoded.decoded)
         self.errors.append(error.embed(start, self._size))
@@ -221,7 +223,7 @@ class Writer:
     def write_regions(
         self, vector: SparseVector, boundaries: Sequence[int], own: int
     ) -> tuple[list[Tensor], SparseVector]:
-        """Return a message per region, an empty one for ``own``, and its entries, not rounded."""
+        """Return one message per region, empty for ``own``, and the own region's entries, not rounded."""
         if self.exact:
             return encode_regions(self.codec, vector, boundaries, own)
         parts, none = vector.split(boundaries), torch.empty(0, dtype=torch.uint8)
@@ -238,8 +240,8 @@ class Writer:
 def schedule(rank: int, world_size: int, *, rotate: bool) -> Iterator[tuple[int, int]]:
     """Yield ``(dest, source)`` for each of the P - 1 turns in which a rank sends to all others.
 
-    With ``rotate`` rank r sends to r + 1, r + 2, ...: in every turn each rank receives from one other
-    (Ok-Topk, Figure 2b).  Without, all ranks send to 0, then 1, ...: turn i floods rank i (2a).
+    With ``rotate``, rank r sends to r + 1, r + 2, ..., and in every turn each rank receives from one peer
+    (Ok-Topk, Figure 2b).  Without it, all ranks send to 0, then 1, ...: turn i floods rank i (2a).
 
     Example:
         >>> list(schedule(1, 4, rotate=True))
@@ -275,9 +277,9 @@ async def split_reduce(
 ) -> Share:
     """Send each region's entries to its owner; return the sum of this rank's region.
 
-    Sums are left folds in the order of the turns, the own share first: rotated, rank r adds the shares
-    of r - 1, r - 2, ..., whatever arrives first.  A bucket of turns is reduced while the next one is in
-    flight (section 3.1.1); where that has arrived already, both are reduced at once.
+    Sums are left folds in the order of the turns, starting with the own share: with rotation, rank r adds
+    the shares of r - 1, r - 2, ..., whatever arrives first.  A bucket of turns is reduced while the next
+    one is in flight (section 3.1.1); if the next one has already arrived, both are reduced at once.
 
     Args:
         comm: the group.
@@ -285,7 +287,7 @@ async def split_reduce(
         boundaries: P + 1 ascending cuts of ``[0, size)``; rank r owns ``[b[r], b[r + 1])``.
         writer: of this rank's messages.
         most: the largest number of entries that any rank may have selected.
-        buckets: into which the turns are divided, at most; 1: all shares are reduced at the end.
+        buckets: the maximal number of buckets of turns; 1: all shares are reduced at the end.
         rotate: as for ``schedule``.
 
     Cost: P - 1 messages; at most 2 ``most`` words sent; two buckets in flight.
@@ -307,16 +309,16 @@ async def split_reduce(
         return receiving
 
     # In the order of the turns, not of arrival: float addition is not associative, and the simulator,
-    # gloo and ZeroMQ have to agree bit for bit.  It is not the ranks' order either: rank P - 1 would wait
-    # for its last turn but one before it could add the share of rank 0.
+    # gloo and ZeroMQ must agree bit for bit.  Rank order would not do either: rank P - 1 would wait for
+    # its last turn but one before it could add the share of rank 0.
     region, load, flight, arrived = mine, mine.nnz, start(0), []
     for first in range(0, len(turns), width):
-        # The next bucket leaves before this one has arrived.  The paper starts it after that, which costs
-        # the latency once per bucket: more than the overlap gains where messages are short.
+        # The next bucket is sent before this one has arrived.  The paper sends it afterwards, which costs
+        # the latency once per bucket: more than the overlap gains when messages are short.
         ahead = start(first + width)
         arrived += [await receiving for receiving in flight]
         flight = ahead
-        # Reducing early reads the sum so far once more: that pays only while a rank would wait anyway.
+        # An early reduction reads the running sum once more, which only pays if the rank would idle.
         if sum(receiving.poll(0.0) for receiving in flight) > len(flight) // 2:
             continue
         with comm.stage("unpack"):
@@ -335,17 +337,17 @@ async def split_reduce(
 
 
 def holders(counts: Sequence[int], trigger: float) -> list[int]:
-    """Return the ranks that share the entries when balancing: with at most ``trigger`` times the mean."""
-    # in integers, so that no rounding makes ranks disagree
+    """Return the ranks that share the entries when balancing: at most ``trigger`` times the mean."""
+    # in integers, because rounding could make ranks disagree
     total, world_size = sum(counts), len(counts)
     return [r for r, count in enumerate(counts) if count * world_size <= trigger * total]
 
 
 def balanced_counts(counts: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """Return how many entries each rank should hold: equally many on ``ranks``, none on the others.
+    """Return the number of entries per rank after balancing: even over ``ranks``, 0 for the others.
 
-    Section 3.1.2 gives every rank k / P.  An overfull rank keeps none here: it knows its own entries, so
-    a share that it keeps or gets back would only cost volume.
+    Section 3.1.2 gives every rank k / P.  An overfull rank keeps none, because it already knows its own
+    entries: any share that it kept or got back would only add volume.
 
     Example:
         >>> balanced_counts([9, 0, 1, 0, 0], ranks=[1, 2, 3, 4])
@@ -362,10 +364,10 @@ def balanced_counts(counts: Sequence[int], ranks: Sequence[int]) -> list[int]:
 def balance_plan(
     counts: Sequence[int], targets: Sequence[int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield ``(source, dest, start, entries)`` so that rank j ends with ``targets[j]``, order kept.
+    """Yield moves ``(source, dest, start, entries)`` that leave rank j with ``targets[j]``, in order.
 
-    The entries of all ranks, one after the other, are cut into pieces of the target lengths; piece
-    j goes to rank j.  At most 2 P - 1 moves, those from a rank to itself included.
+    The entries of all ranks, concatenated, are cut into pieces of the target lengths; piece j goes to
+    rank j.  There are at most 2 P - 1 moves, including those from a rank to itself.
 
     Example:
         >>> list(balance_plan([4, 0, 0, 0], [1, 1, 1, 1]))
@@ -402,7 +404,7 @@ def spans(
 ) -> list[tuple[int, int]]:
     """Return, per balanced piece, the narrowest ``[start, stop)`` of whole regions that holds it.
 
-    All ranks can compute them from the counts, so indices travel relative to them.
+    All ranks can compute the spans from the counts, so indices are sent relative to them.
 
     Example:
         >>> spans([4, 0, 4], [2, 4, 2], [0, 10, 20, 30])
@@ -432,14 +434,14 @@ async def balance_and_allgatherv(
 ) -> SparseVector:
     """Return the union of all ranks' kept entries, identical everywhere.
 
-    ``kept`` are this rank's entries, relative to its region, ``counts`` the numbers of all ranks'.
-    Entries are balanced first where the largest count exceeds ``balance_trigger`` times the mean; None:
-    never.
+    ``kept`` are this rank's entries, relative to its region; ``counts`` are the numbers of entries of all
+    ranks.  Entries are balanced first if the largest count exceeds ``balance_trigger`` times the mean;
+    None: never.
 
-    Cost: balancing at most 2 (P - 1) messages in all and 2k words per rank; then ceil(log2 P)
-    messages and about 2k (P - 1) / P words where counts are even, else P - 1 messages on a ring and
-    at most 2k words.  After balancing, m ranks hold none: the others send each of them their share
-    (m messages, 2k m / (P - m) words more), so that a rank that handed over 2k words forwards nothing.
+    Cost: balancing takes at most 2 (P - 1) messages in total and 2k words per rank.  The allgatherv takes
+    ceil(log2 P) messages and about 2k (P - 1) / P words if counts are even, otherwise P - 1 messages on a
+    ring and at most 2k words.  After balancing, m ranks hold nothing: the others send their share to each
+    of them (m messages, 2k m / (P - m) words more), so a rank that handed over 2k words forwards nothing.
     """
     size, total, codec = boundaries[-1], sum(counts), writer.codec
     mine = kept.embed(boundaries[comm.rank], size)
@@ -470,19 +472,19 @@ async def _allgatherv(
     holding: Sequence[int],
     framing: MessageFraming,
 ) -> list[Tensor]:
-    """Collect the messages of the ranks that hold entries, in rank order; the others only receive."""
+    """Collect the messages of the ranks that hold entries, in rank order; idle ranks only receive."""
     phase = "allgatherv"
     idle = [rank for rank in range(comm.world_size) if rank not in holding]
     if comm.rank in idle:
         receiving = [comm.irecv(source, lengths[source], phase, framing) for source in holding]
         return [await operation for operation in receiving]
-    # In recursive doubling (3.1.2) idle ranks would forward the others' entries, after they sent up to
-    # 2 k words while balancing.  So holders gather among themselves, and each sends to all idle ranks.
+    # In recursive doubling (3.1.2) idle ranks would forward the others' entries after having sent up to
+    # 2 k words for balancing.  Instead, holders gather among themselves and each sends to all idle ranks.
     sending = [comm.isend(payload, dest, phase, framing) for dest in idle]
     group = Subgroup(comm, holding) if idle else comm
     shares = [lengths[rank] for rank in holding]
-    # A rank that holds nearly all entries sends them in every round of a dissemination, ceil(log2 P)
-    # times; on a ring nothing is sent twice.  All ranks know the lengths, so they choose alike.
+    # In a dissemination a rank that holds nearly all entries sends them in every round, ceil(log2 P)
+    # times; a ring sends nothing twice.  All ranks know the lengths, so they choose alike.
     even_share = sum(shares) * (len(shares) - 1) / len(shares)
     ring = dissemination_sends(shares) > _TOLERANCE * even_share
     messages = await group.allgatherv(payload, shares, phase, framing, ring=ring)
@@ -499,8 +501,8 @@ async def _balance(
     boundaries: Sequence[int],
     writer: Writer,
 ) -> SparseVector:
-    """Hand entries over until rank j holds ``targets[j]``; order is kept, so pieces just join."""
-    # messages of entries of one region each: their indices are relative to it, and all know its width
+    """Hand entries over until rank j holds ``targets[j]``; order is kept, so pieces can be joined."""
+    # each message has entries of one region, so its indices are relative to it, and all know its width
     codec, framing, phase = writer.codec, writer.framing, "balance"
     pieces = {comm.rank: mine.keep(slice(0, 0))}
     receiving: dict[int, Operation] = {}

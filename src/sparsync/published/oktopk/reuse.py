@@ -1,4 +1,4 @@
-"""Threshold reuse: exact every ``threshold_period`` steps, one comparison per entry in between."""
+"""Threshold reuse: exact selection every ``threshold_period`` steps, one comparison per entry between."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _MARGIN = 1 / 4  # octaves below the threshold from which "auto" collects: 84 % 
 
 @dataclass(frozen=True)
 class ReusedState:
-    """State that is carried from step to step."""
+    """State carried from step to step."""
 
-    # the k-th largest magnitude at the last exact step; None if all was zero, or before the first
+    # the k-th largest magnitude at the last exact step; None before the first, or if all was zero
     threshold_key: int | None = None
 
 
@@ -32,21 +32,21 @@ class ReusedState:
 class Reused(Selector):
     """Selects entries at least as large as the k-th largest was at the last exact step.
 
-    On exact steps: exactly ``min(k, nnz)`` entries.  In between the count drifts.  So at most ``cap * k``
-    are taken, the largest, and with ``floor`` a step that finds fewer than ``floor * k`` is made exact.
+    Exact steps select exactly ``min(k, nnz)`` entries.  On the steps between them the count drifts, so
+    only the ``cap * k`` largest are taken, and a step that finds fewer than ``floor * k`` is made exact.
 
-    ``threshold_period="auto"`` has no period: a step that finds fewer than 0.89 k or more than 1.11 k
-    takes exactly k and renews the threshold.  That mostly costs next to nothing: if k entries or more
-    lie above 84 % of the threshold, the k largest are among them.  So the paper's 11 %, an average
-    there, is a bound here (``benchmarks/threshold-period.md``).
+    ``threshold_period="auto"`` has no fixed period: a step that finds fewer than 0.89 k or more than
+    1.11 k entries takes exactly k and renews the threshold.  This is usually almost free: if at least k
+    entries lie above 84 % of the threshold, the k largest are among them.  The paper's 11 %, which is an
+    average there, becomes a bound (``benchmarks/threshold-period.md``).
 
     Args:
         threshold_period: tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), or "auto".
-        cap: most entries over k, on steps that reuse; None: as published.
-        floor: fewest entries over k, likewise.
+        cap: maximal number of entries over k, on steps that reuse a threshold; None: as published.
+        floor: minimal number of entries over k, on the same steps.
 
-    Cost: n comparisons; a partial sort of n every ``threshold_period`` steps and below the floor, with
-    "auto" where fewer than k entries lie above 84 % of the threshold, or more than 4 k above it.
+    Cost: n comparisons; a partial sort of n every ``threshold_period`` steps and below the floor; with
+    "auto", if fewer than k entries lie above 84 % of the threshold or more than 4 k above it.
     State: ``ReusedState``.
     Differs from the paper: cap, floor and "auto"; steps are 0-based (printed: ``(t - 1) mod tau'``).
 
@@ -104,27 +104,27 @@ class Reused(Selector):
             collected = collected or reaching(accumulated, lowest, 2 * room(k))
             collected = collected or reaching(accumulated, known, room(k))
             return self._within_band(accumulated, k, known, collected, limit)
-        # some more than the limit: of those, the largest are chosen among few instead of among n
+        # allow somewhat more than the limit: picking the largest of those is cheaper than of all n
         most = None if self.cap is None else max(limit, room(k))
         reached = collected or reaching(accumulated, known, most)
         if reached is None:
-            # Too many reach it.  The step takes the largest and keeps the threshold: the cap bounds the
-            # volume, and the next exact step renews the threshold.
+            # Too many entries reach the threshold.  Take the largest and keep the threshold: the cap
+            # bounds the volume, and the next exact step renews the threshold.
             return largest(accumulated, limit)
         if self.floor is None or reached.nnz >= min(k, self.floor * k):
             return reached.top(limit)
         return self._renew(largest(accumulated, k))
 
     def _known(self, step: int) -> int | None:
-        """Return the threshold that a step reuses; None where it is to be exact."""
+        """Return the threshold that a step reuses; None if the step must be exact."""
         opens = self.threshold_period != "auto" and step % self.threshold_period == 0
         return None if opens else self.state.threshold_key
 
     def _within_band(
         self, accumulated: Tensor, k: int, known: int, collected: SparseVector | None, limit: int
     ) -> SparseVector:
-        """Return the entries that reach the threshold, if they are about k; else exactly k."""
-        # by this rank alone: the global threshold is exact on every step, so ranks need not agree here
+        """Return the entries that reach the threshold if their number is about k, else exactly k."""
+        # a local decision: the global threshold is exact on every step, so ranks need not agree on this
         if collected is not None:
             reached = kernels.find(collected.values, known, None)
             if reached is not None and abs(reached[0].numel() - k) <= _BAND * k:
@@ -140,6 +140,6 @@ class Reused(Selector):
 
 
 def _lowest(known: int, dtype: torch.dtype) -> int:
-    """Return the key from which "auto" looks at entries."""
+    """Return the smallest key that "auto" collects."""
     _, octave = kernels.key_range(dtype)
     return max(known - round(_MARGIN * octave), 1)

@@ -1,7 +1,7 @@
-"""Table 1 of Ok-Topk: six allreduces under the model of latency and bandwidth alone.
+"""Table 1 of Ok-Topk: six allreduces under the plain latency-bandwidth model.
 
-A message of L words of 4 bytes takes ``alpha + beta L``, beta being seconds per **word** here, as in the
-paper.  Nothing else costs time: no selection, no packing, no header.
+A message of L words of 4 bytes takes ``alpha + beta L`` seconds.  In this module beta is seconds per
+**word**, as in the paper.  Selection, packing and headers cost nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparsync.errors import require
 __all__ = ["TABLE_1", "Interval", "PublishedCost"]
 
 Interval = tuple[float, float]
-"""The least and the most; equal where the paper states one number."""
+"""A lower and an upper bound; equal if the paper states one number."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,12 @@ class PublishedCost:
     """A row of the table.
 
     Attributes:
-        title: the algorithm, as the paper writes it.
+        title: the paper's name of the algorithm.
         bandwidth: the bandwidth term in words, as text.
         latency: the latency term in messages, as text.
-        words: the bandwidth term, by n, k and P.
-        messages: the latency term, by P; log P is ``ceil(log2 P)``: the paper's, for powers of two.
+        words: the bandwidth term as a function of n, k and P.
+        messages: the latency term as a function of P; log P is ``ceil(log2 P)``, which matches the paper
+            for powers of two.
 
     Example:
         >>> row = TABLE_1["oktopk"]
@@ -43,17 +44,17 @@ class PublishedCost:
     messages: Callable[[int], int]
 
     def seconds(self, size: int, k: int, world_size: int, alpha: float, beta: float) -> Interval:
-        """Return the time of one allreduce; of one rank, none.
+        """Return the time of one allreduce; zero for a single rank.
 
         Args:
             size: n, elements of the gradient.
-            k: entries that are selected.
+            k: number of entries selected.
             world_size: P.
             alpha: seconds per message.
             beta: seconds per word of 4 bytes.
 
         Raises:
-            ConfigurationError: a number that makes no sense.
+            ConfigurationError: a number is out of range.
 
         Example:
             >>> least, most = TABLE_1["oktopk"].seconds(10**6, 10**4, 16, alpha=1e-6, beta=1e-9)
@@ -75,7 +76,7 @@ def _log(ranks: int) -> int:
 
 
 def _one(words: Callable[[int, int, int], float]) -> Callable[[int, int, int], Interval]:
-    """Return a term that is one number as an interval."""
+    """Wrap a term that is a single number as an interval."""
     return lambda n, k, p: (float(words(n, k, p)),) * 2
 
 
@@ -121,4 +122,4 @@ TABLE_1: Final[Mapping[str, PublishedCost]] = MappingProxyType(
         ),
     }
 )
-"""The rows, by the names of the presets that are these algorithms, in the paper's order."""
+"""The rows in the paper's order, keyed by the names of the corresponding presets."""

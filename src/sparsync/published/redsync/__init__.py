@@ -1,12 +1,12 @@
-"""RedSync: residual gradient compression, layer by layer, with selection that suits a GPU.
+"""RedSync: residual gradient compression, layer by layer, with selection methods that suit a GPU.
 
 Jiarui Fang and Cho-Jui Hsieh, `RedSync: Reducing Synchronization Traffic for Distributed Deep Learning
 <https://arxiv.org/abs/1808.04357>`_, 2018.  This room follows that text; a later version, with Haohuan
 Fu and Guangwen Yang, is in the Journal of Parallel and Distributed Computing, 2019.
 
-Every layer sends the k largest entries of its residual, found by the method that suits the layer's
-size, and an allgather gives all of them to every rank.  Momentum is corrected before the exchange.  The
-preset "redsync" is RGC; "redsync-quantized" sends indices and one mean per layer.
+Every layer contributes the k largest entries of its residual, selected by a method that depends on the
+layer's size.  An allgather delivers all of them to every rank.  Momentum is corrected before the
+exchange.  The preset "redsync" is RGC; "redsync-quantized" sends only the indices and one mean per layer.
 
 Terms
 -----
@@ -16,58 +16,58 @@ in the paper                                  here
 ============================================  ========================================================
 RGC, Quantized-RGC (section 6)                presets "redsync" and "redsync-quantized"
 N nodes, p in section 5.4                     P: ``world_size`` ranks
-D, density ratio                              ``density=``; k of a layer is D times its elements
+D, density ratio                              ``density=``; a layer's k is D times its elements
 M, size of a layer                            bytes of its float32 elements
 residual V, Algorithm 1 (RGC)                 accumulated; the residual (``sparsync.feedback.residual``)
 communication-set                             selected entries
-communication-set-selection                   a ``Selector``; of every layer its own: ``Layered``
+communication-set-selection                   a ``Selector``; one per layer: ``Layered``
 Masks, V (1 - Masks)                          the residual less ``Reduced.delivered``
 trimmed top-k (5.2.1, Algorithm 2)            ``Trimmed``
-epsilon of Algorithm 2: 0.2                   ``Trimmed(eps=0.2)``: from one threshold to the next
+epsilon of Algorithm 2: 0.2                   ``Trimmed(eps=0.2)``: the step between thresholds
 threshold binary search (5.2.2, Algorithm 3)  ``BinarySearch``
-epsilon of Algorithm 3, without a value       ``BinarySearch(eps=0.001)``: where a search gives up
+epsilon of Algorithm 3, without a value       ``BinarySearch(eps=0.001)``: the width at which it gives up
 sampled threshold binary search, interval 5   ``BinarySearch(reuse_period=5)``; ``reuse_period=``
 count_nonzero, filter (stream compaction)     ``sparsync.kernels.count_from``, ``sparsync.kernels.find``
 RadixSelect, exact top-k                      ``sparsync.selection.Exact``
 selection by sampling (Lin et al., 2017)      ``sparsync.selection.Sampled``
-Algorithm 5, Communication-set Selection      ``BySize``: the method by the layer's bytes
+Algorithm 5, Communication-set Selection      ``BySize``: chooses a method by the layer's bytes
 compress_thd (Algorithm 4): 128 KB            ``compress_thd=``; smaller layers are dense units
-thsd1, thsd2 (Algorithm 5): 128 KB, 4 MB      ``thsd1=``, ``thsd2=``: trimmed, and searched, from there
+thsd1, thsd2 (Algorithm 5): 128 KB, 4 MB      ``thsd1=``, ``thsd2=``: least bytes for trimmed and search
 largest k and smallest k by turns (5.2.3)     ``OneSigned``
-flag, of the turns                            ``OneSignedState``, of every layer its own
+flag, of the turns                            ``OneSignedState``, one per layer
 quantization: one mean for all values         ``SignMean``, a codec
 "we do not quantify the output layer"         ``Algorithm.output``; ``Compression(output_layer=)``
 sparse synchronization, allgather (5.3)       ``sparsync.collectives.Allgather``
-tensor fusion (5.3)                           ``fusion_bytes=``: layers that share a unit and a message
+tensor fusion (5.3)                           ``fusion_bytes=``: layers fused into one message
 Algorithm 4: momentum correction, U           ``sparsync.Correction(momentum=, nesterov=)``,
                                               ``sparsync.feedback.correction``
 momentum (factor) masking                     ``Correction(masking=)``
 weight decay of Algorithm 4                   ``Correction(weight_decay=)``
 local clipping, N^-1/2 (5.5)                  ``Correction(clip=)``
-overlap for CNNs, none for RNNs (5.5)         fused layers leave during the backward pass; with
+overlap for CNNs, none for RNNs (5.5)         fused layers are sent during the backward pass; with
                                               ``Correction(clip=)`` after it
 warm-up training (5.6)                        ``Compression(warmup_steps=)``: dense first steps;
                                               ``warmup_densities=DGC_RAMP``: 25 %, 6.25 %, ..., 0.1 %
-async_allgather, handle, synchronize          a unit's exchange, on a thread; the step's commit
+async_allgather, handle, synchronize          a unit's exchange on a thread; the step's commit
 Equations 1 and 2, appendix B                 ``equation_1``, ``equation_2`` of
                                               ``sparsync.published.redsync.cost_model``
-T_select, gamma_1, gamma_2                    ``select=``, ``unpack=``, ``gamma=`` of these
+T_select, gamma_1, gamma_2                    their arguments ``select=``, ``unpack=``, ``gamma=``
 rules for the parameter size (5.4)            ``size_thresholds``
 parts of a step (Figure 10)                   ``sync.stats()["stages"]``; ``Communicator.stage``
 mask (Figure 10)                              "accumulate" (the residual) and "mask" (momentum, and
-                                              what was delivered is removed)
+                                              removal of delivered entries)
 ============================================  ========================================================
 
 Run it
 ------
 
-With a model in DDP, and an SGD that has neither momentum nor weight decay of its own::
+With a model in DDP, and SGD without momentum or weight decay::
 
     optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1)
     correction = sparsync.Correction(momentum=0.9, nesterov=True, weight_decay=1e-4)
     sync = sparsync.attach(ddp_model, optimizer, "redsync", density=0.001, correction=correction)
 
-Quantised, as published, without keeping the rounding error::
+Quantised as published, discarding the rounding error::
 
     algorithm = sparsync.presets.resolve("redsync-quantized", keep_error=False)
     sync = sparsync.attach(ddp_model, optimizer, algorithm, density=0.001, correction=correction)
@@ -77,10 +77,10 @@ A recurrent network, whose gradients are clipped (section 5.5)::
     correction = sparsync.Correction(momentum=0.9, clip=0.25)
     sync = sparsync.attach(ddp_model, optimizer, "redsync", density=0.001, correction=correction)
 
-``attach`` warns of an optimizer's own momentum, which would act on entries that come late, and tells
-where layers below ``compress_thd`` send most bytes of a step, dense.
+``attach`` warns if the optimizer has momentum, which would act on delayed entries.  It also reports when
+the dense layers below ``compress_thd`` account for most of a step's bytes.
 
-The selectors alone, of one layer::
+The selectors alone, on one layer::
 
     from sparsync.published.redsync import BinarySearch, BySize, OneSigned, Trimmed
 
@@ -88,17 +88,18 @@ The selectors alone, of one layer::
     for selector in (Trimmed(), BinarySearch(reuse_period=5), OneSigned(Trimmed()), BySize()):
         print(selector.select(layer, k=100, step=0).nnz)
 
-The sizes that divide the methods are the paper's, for 3.5 GB/s.  For another network the cost model has
-them, under the preset's names::
+The default size thresholds are the paper's, for 3.5 GB/s.  For another network the cost model computes
+them, under the names of the preset's options::
 
     from sparsync.published.redsync import size_thresholds
 
     policy = size_thresholds(world_size=8, density=0.001, alpha=0, beta=1 / 0.125e9)
     algorithm = sparsync.presets.resolve("redsync", **policy._asdict())
 
-At D = 0.1 %, for fused layers on a GPU (the defaults of ``SelectionTimes``), in KB.  The paper has 128
-KB for the first row.  Up to 4 MB it trims all the same, so that messages have one length; "never": a
-search finds up to twice as many entries, whose bytes cost more than it saves.
+The table lists the thresholds in KB at D = 0.1 %, for fused layers on a GPU (the defaults of
+``SelectionTimes``).  The paper uses 128 KB for the first row, and prefers trimming up to 4 MB so that
+messages have a fixed length.  "never" means that a binary search does not pay: it selects up to twice as
+many entries, and their bytes cost more time than the search saves.
 
 =========  ===  ==============  =======  =======
 network    P    compress_thd    thsd1    thsd2
@@ -117,8 +118,8 @@ network    P    compress_thd    thsd1    thsd2
 1 Gbit/s   128  7.06            7.06     never
 =========  ===  ==============  =======  =======
 
-On virtual ranks, by the paper's names or with options after a colon; the selectors of Figure 3; on
-processes, beside dense training::
+On virtual ranks, by the paper's names or with options after a colon; the selectors of Figure 3; and
+training on real processes, next to dense training::
 
     sparsync simulate --algorithm RGC,Quantized-RGC --ranks 8 --model-size 100000
     sparsync bench --collectives redsync:thsd1=4096,redsync:reuse_period=1 --ranks 4 --size 9999 --steps 2
@@ -128,57 +129,57 @@ processes, beside dense training::
 Differs from the paper
 ----------------------
 
-* **Algorithm 2** ends when at least k entries reach the threshold; as printed, it goes on while more
-  than k do, against its text.  All candidate thresholds are counted in one pass, which costs as much as
-  counting for one.  Exactly k entries are taken.
-* **Algorithm 3** bisects ratios; as printed, thresholds are assigned to their bounds, and the wrong
-  bound moves between k / 2 and k.  Where it stops on epsilon without k to 2 k entries (ties, a few huge
-  entries), the k largest are taken.
-* **The counter of the reuse** belongs to the layer; as printed in Algorithm 5 it is 0 in every call, and
-  every call would search.  A reused threshold takes at most 2 k entries (``cap=2.0``), so that messages
-  have a bound and need no round for their lengths; None: any number, as published.
-* **Layers of no size are selected by exact top-k** (``thsd1=None``), as in section 5.4; Algorithm 5 has
-  that tier as well, below ``thsd1``.
-* **The signs never mix** in "redsync-quantized": their mean would be near zero.  The paper's "smallest
-  k" take positive values where fewer than k are negative.
-* **The turns of the signs** belong to the layer; as printed in Algorithm 5 the flag is true in every
-  call, and the smallest k would never be sent.
-* **The quantised mean's error stays in the residual** (``keep_error=True``), where it is delivered
-  later; the paper drops it.
-* **Layers travel in fused messages** of 4 MB, each layer with its own selection and mean; the paper
+* **Algorithm 2** ends when at least k entries reach the threshold.  As printed, it continues while more
+  than k do, which contradicts the text.  All candidate thresholds are counted in a single pass, which
+  costs no more than counting one.  Exactly k entries are taken.
+* **Algorithm 3** bisects ratios.  As printed, thresholds are assigned to the bounds of the ratios, and
+  the wrong bound moves for counts between k / 2 and k.  If the search reaches epsilon without finding k
+  to 2 k entries (ties, a few huge entries), the k largest are taken.
+* **The reuse counter** belongs to the layer.  Algorithm 5 as printed resets it to 0 in every call, so
+  every call would search.  A reused threshold takes at most 2 k entries (``cap=2.0``), which bounds the
+  messages and saves a round to exchange their lengths.  ``cap=None`` takes any number, as published.
+* **There is no exact tier by default** (``thsd1=None``), as in section 5.4.  Algorithm 5 also has exact
+  top-k, for layers below ``thsd1``.
+* **The signs never mix** in "redsync-quantized", because the mean of mixed signs would be near zero.  The
+  paper's "smallest k" include positive values if fewer than k are negative.
+* **The alternation of signs** belongs to the layer.  Algorithm 5 as printed sets the flag to true in
+  every call, so the smallest k would never be sent.
+* **The error of the quantised mean stays in the residual** (``keep_error=True``) and is delivered later.
+  The paper drops it.
+* **Layers are fused into messages** of 4 MB; each layer keeps its own selection and mean.  The paper
   gives no size.
-* **Weight decay reaches the residual**; Algorithm 4 adds it to a gradient that it then does not use.
-* **Nesterov momentum** is torch's, ``U = m (U + g); V = V + U + g``, so that at density 1 training is
-  that of ``torch.optim.SGD``; Algorithm 4 adds g to V once more.
-* **Masking spares parameters that are exchanged dense**: they were never late.
-* **Local gradients are clipped to sqrt(P) times the norm**; the paper's N^-1/2 is for gradients that
-  are divided by N already.  ``clip_norm="previous"`` lets layers overlap with the backward pass all the
-  same, which the paper does without.
-* **The average is applied** by the optimizer, with its learning rate; line 48 of Algorithm 4 has
-  neither minus nor 1 / N.
-* **A message** has a header that describes it, and the paper's length in it, so that a receiver can
-  tell damaged bytes, and ranks of other settings.
+* **Weight decay reaches the residual**.  Algorithm 4 adds it to a gradient that is never used afterwards.
+* **Nesterov momentum** is PyTorch's, ``U = m (U + g); V = V + U + g``, so training at density 1 is
+  identical to ``torch.optim.SGD``.  Algorithm 4 adds g to V once more.
+* **Masking skips densely exchanged parameters**, which are never delayed.
+* **Local gradients are clipped to sqrt(P) times the norm**.  The paper's N^-1/2 applies to gradients
+  that have already been divided by N.  ``clip_norm="previous"`` allows overlap with the backward pass in
+  spite of clipping, which the paper forgoes.
+* **The optimizer applies the average**, with its learning rate.  Line 48 of Algorithm 4 has neither the
+  minus sign nor the factor 1 / N.
+* **Every message** has a header besides the paper's length field, so a receiver can detect damaged bytes
+  and ranks with different settings.
 
 Not here
 --------
 
-* A choice of the sizes while training: ``size_thresholds`` is asked once, before.  ``sparsync plan``
-  and "auto" use this project's own model (``docs/planning.md``).
+* Choosing the size thresholds during training: call ``size_thresholds`` once beforehand.  ``sparsync
+  plan`` and "auto" use this project's own cost model (``docs/planning.md``).
 * ResNet-44 and VGG-16 on CIFAR-10, AlexNet, VGG-16 and ResNet-50 on ImageNet, LSTMs on Penn Treebank
   and WikiText-2: ``sparsync_papers.models`` and ``sparsync_papers.workloads``.
-* Momentum correction, masking, clipping and warm-up stand in ``sparsync.feedback``: they work with
-  every algorithm.
-* The paper's times on GPUs: kernels for GPUs are ``sparsync.kernels.triton``, and
+* Momentum correction, masking, clipping and warm-up work with every algorithm, and live in
+  ``sparsync.feedback``.
+* The paper's timings on GPUs.  The GPU kernels are in ``sparsync.kernels.triton``;
   ``benchmarks/selection.md`` measures CPUs.
 
 Figures
 -------
 
-* ``benchmarks/redsync.md``, ``benchmarks/redsync-long.md``: loss and accuracy against dense.
-* ``benchmarks/redsync_phases.md``: where a step goes over P (Figure 10).
-* ``benchmarks/selection.md``: time of the selectors over the size of the residual (Figure 3).
-* ``benchmarks/reproduced.md``: Figures 3 and 6 to 10 and Tables 1 and 2 next to the paper's numbers, by
-  ``sparsync reproduce redsync-fig3`` and so on.
+* ``benchmarks/redsync.md``, ``benchmarks/redsync-long.md``: loss and accuracy compared with dense.
+* ``benchmarks/redsync_phases.md``: time per phase of a step as P grows (Figure 10).
+* ``benchmarks/selection.md``: time of the selectors as the residual grows (Figure 3).
+* ``benchmarks/reproduced.md``: Figures 3 and 6 to 10 and Tables 1 and 2 next to the paper's numbers,
+  produced by ``sparsync reproduce redsync-fig3`` and its siblings.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""RedSync's cost model: Equations 1 and 2, and the layer sizes from which compression pays.
+"""RedSync's cost model: Equations 1 and 2, and the layer sizes above which compression pays.
 
     ======== ======================================================================================
     equation seconds for a layer of M bytes
@@ -7,12 +7,13 @@
     2        ``2 lg(p) alpha + 2 (p - 1) / p M beta + (p - 1) / p M gamma_2``
     ======== ======================================================================================
 
-Differs from the paper: Equation 1 is for the quantised message, an index per entry; the plain one has
-two words.  Equation 2 is appendix B's (section 5.4 prints gamma_2 without M).  gamma_1 is seconds per
-message there; here a message also takes time by its bytes.  For P no power of two lg(p) is rounded up.
-Headers are left out, as in the paper: ``costs.allgatherv(codec.nbytes(k, size), p)`` counts them.
+Differs from the paper: Equation 1 holds for the quantised message, with one word per entry; the plain
+message has two.  Equation 2 is appendix B's (section 5.4 prints gamma_2 without M).  The paper's gamma_1
+is seconds per message; this module adds a term per byte of the message.  If P is not a power of two,
+lg(p) is rounded up.  Headers are left out, as in the paper; ``costs.allgatherv(codec.nbytes(k, size),
+p)`` counts them.
 
-All terms are straight lines in M, so the sizes at which two of them cross are closed forms as well.
+All terms are linear in M, so the sizes at which two of them cross have closed forms.
 
 References: Fang et al., "RedSync: Reducing Synchronization Traffic for Distributed Deep Learning",
 sections 5.2, 5.4 and appendix B.
@@ -43,14 +44,14 @@ QUANTIZED = 1  # the index; one mean per message
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds that grow with a number of bytes.
+    """Time as a linear function of a number of bytes.
 
     Example:
         >>> (Timing(1.0, 0.5) + Timing(2.0)).seconds(4)
         5.0
     """
 
-    overhead: float = 0.0  # whatever the size
+    overhead: float = 0.0  # independent of the size
     per_byte: float = 0.0
 
     def __add__(self, other: Timing) -> Timing:
@@ -65,9 +66,9 @@ class Timing:
         return self.overhead + self.per_byte * nbytes
 
     def beats_from(self, other: Timing) -> float:
-        """Return the size in bytes above which this is faster than ``other`` at every size.
+        """Return the size in bytes above which this is always faster than ``other``.
 
-        0: always; infinity: there is none.
+        0: at every size; infinity: at none.
 
         Example:
             >>> Timing(3.0, 1.0).beats_from(Timing(1.0, 2.0))
@@ -83,38 +84,38 @@ class Timing:
 
 @dataclass(frozen=True)
 class SelectionTimes:
-    """How long selection takes on a layer of float32.
+    """Selection times on a layer of float32.
 
-    The defaults are a GPU's, not measured: kernels of 10 microseconds, started from Python, and passes
-    over 550 GB/s of memory (3/4 of a P100's), counted in the algorithms.  On a CPU, this library's
-    exact selection is the fastest of all.  Measure those of the job: ``sparsync bench --selectors``.
+    The defaults are estimates for a GPU, not measurements: 10 microseconds per kernel launched from
+    Python, and the algorithms' memory passes at 550 GB/s (3/4 of a P100's bandwidth).  On a CPU, this
+    library's exact selection is the fastest.  To measure your own: ``sparsync bench --selectors``.
     """
 
-    # top-k by magnitude; as slow as an allreduce at 3.5 GB/s (section 5.2, Figure 3)
+    # top-k by magnitude is as slow as an allreduce at 3.5 GB/s (section 5.2, Figure 3)
     exact: Timing = Timing(100e-6, 2 / 3.5e9)
     # Algorithm 2: |x|, mean, max, 3 counts, 2 kernels to compact, 2 for the top k
     trimmed: Timing = Timing(100e-6, 9 / 550e9)
-    # Algorithm 3, when it searches: |x|, mean, max, 8 counts, 2 to compact
+    # Algorithm 3 with a search: |x|, mean, max, 8 counts, 2 to compact
     search: Timing = Timing(130e-6, 14 / 550e9)
-    reuse: Timing = Timing(30e-6, 4 / 550e9)  # when it uses the last threshold: |x|, 2 to compact
+    reuse: Timing = Timing(30e-6, 4 / 550e9)  # with the last threshold: |x|, 2 to compact
     reuse_period: int = 5  # steps per search (section 5.2.2)
-    found: float = 1.5  # entries that a search selects, over k: it stops between 1 and 2
+    found: float = 1.5  # entries selected by a search, over k: it stops between 1 and 2
 
     @property
     def searched(self) -> Timing:
-        """Algorithm 3 on the mean of a period."""
+        """The mean time of Algorithm 3 over a period."""
         return (self.search + self.reuse.times(self.reuse_period - 1)).times(1 / self.reuse_period)
 
 
 class SizeThresholds(NamedTuple):
-    """Bytes of a layer from which a method is used; infinity: never.
+    """Layer sizes in bytes from which a method is used; infinity: never.
 
-    The names are those of Algorithms 4 and 5, of the options of the preset "redsync", and of ``BySize``.
+    The names match Algorithms 4 and 5, the options of the preset "redsync", and ``BySize``.
     """
 
     compress_thd: float  # dense below (paper: 128 KB)
-    thsd1: float  # exact top-k below, trimmed from here (paper: as ``compress_thd``)
-    thsd2: float  # binary search with reuse from here (paper: 4 MB)
+    thsd1: float  # exact top-k below, trimmed from this size (paper: as ``compress_thd``)
+    thsd2: float  # binary search with reuse from this size (paper: 4 MB)
 
 
 def equation_1(
@@ -127,10 +128,11 @@ def equation_1(
     unpack: Timing = Timing(),
     words_per_entry: int = QUANTIZED,
 ) -> Timing:
-    """Return ``T_sparse`` of a layer by its bytes: select, allgather, add P messages.
+    """Return ``T_sparse`` as a function of a layer's bytes: select, allgather, add P messages.
 
-    alpha is in seconds per message, beta per byte; ``select`` is by the bytes of the layer, ``unpack``
-    (gamma_1) by those of one message; ``words_per_entry`` is ``QUANTIZED`` as printed, or ``PLAIN``.
+    alpha is in seconds per message, beta in seconds per byte.  ``select`` depends on the bytes of the
+    layer, ``unpack`` (gamma_1) on the bytes of one message.  ``words_per_entry`` is ``QUANTIZED``, as
+    printed, or ``PLAIN``.
 
     Example:
         >>> sparse = equation_1(128, 0.001, alpha=0, beta=1)
@@ -146,9 +148,9 @@ def equation_1(
 
 
 def equation_2(world_size: int, *, alpha: float, beta: float, gamma: float = 0.0) -> Timing:
-    """Return ``T_dense`` of a layer by its bytes: Rabenseifner's allreduce.
+    """Return ``T_dense`` as a function of a layer's bytes: Rabenseifner's allreduce.
 
-    Its arguments are those of ``equation_1``, and ``gamma_2``, seconds per byte reduced.
+    ``alpha`` and ``beta`` are as for ``equation_1``; ``gamma`` is gamma_2, in seconds per byte reduced.
     """
     _check(world_size, 1.0)
     share = (world_size - 1) / world_size
@@ -166,14 +168,15 @@ def size_thresholds(
     selection: SelectionTimes = SelectionTimes(),
     words_per_entry: int = PLAIN,
 ) -> SizeThresholds:
-    """Return the size policy for a network, which Algorithms 4 and 5 have as constants.
+    """Return the size thresholds for a network, which are constants in Algorithms 4 and 5.
 
-    A selector is used from where it beats the others, its messages' length included; compression pays
-    from where Equation 1, with that selector, is below Equation 2.  On a slow network search is never
-    used: it sends up to twice as many entries as trimmed top-k (section 5.4).
+    A selector is used from the size at which it beats the others, including the cost of its longer or
+    shorter messages.  Compression is used from the size at which Equation 1, with that selector, is below
+    Equation 2.  On a slow network the search is never used, because it sends up to twice as many entries
+    as trimmed top-k (section 5.4).
 
-    The arguments are those of the equations; alpha is 0 where layers are fused and share messages.
-    ``resolve("redsync", **size_thresholds(...)._asdict())`` is the preset with this policy.
+    The arguments are those of the equations; use alpha = 0 if layers are fused into shared messages.
+    ``resolve("redsync", **size_thresholds(...)._asdict())`` is the preset with these thresholds.
 
     Example:
         >>> found = size_thresholds(8, 0.001, alpha=0, beta=1 / 3.5e9)

@@ -16,10 +16,12 @@ from sparsync.wire.codec import Codec
 
 __all__ = ["redsync", "redsync_quantized"]
 
-_DENSE_BELOW = 128 * 1024  # bytes; section 5.4: below, an allreduce is cheaper than compressing
+_DENSE_BELOW = 128 * 1024  # bytes; section 5.4: an allreduce of fewer is cheaper than compressing
 _SEARCH_FROM = 4 * 2**20  # bytes; section 5.4
-_FUSION = 4 * 2**20  # bytes of gradient per message; section 5.3 fuses, without a number
-_SEARCHED = 1.5  # times k: entries that a search selects on average; it stops between 1 and 2
+_FUSION = 4 * 2**20  # bytes of gradient per message; section 5.3 gives no number
+_SEARCHED = (
+    1.5  # times k: average number of entries that a search selects; it stops between 1 and 2
+)
 
 
 def redsync(
@@ -32,22 +34,23 @@ def redsync(
     codec: Codec[SparseVector] | None = None,
     fusion_bytes: int = _FUSION,
 ) -> Algorithm:
-    """RGC: the k largest of every layer, by the method that suits its size (Algorithms 4 and 5).
+    """RGC: the k largest entries of every layer, selected by size (Algorithms 4 and 5).
 
-    For ``attach(ddp, algorithm="redsync", density=0.001, correction=...)`` with
-    ``Correction(momentum=0.9, nesterov=True)`` and an SGD without momentum.  Layers of a fused group
-    are exchanged while the backward pass continues; with ``Correction(clip=...)`` after it.  The default
-    sizes are the paper's, for 3.5 GB/s.
+    Use it with ``attach(ddp, algorithm="redsync", density=0.001, correction=...)``, with
+    ``Correction(momentum=0.9, nesterov=True)`` and SGD without momentum.  Fused layers are exchanged
+    while the backward pass continues, or after it with ``Correction(clip=...)``.  The default size
+    thresholds are the paper's, for 3.5 GB/s.
 
     Args:
         compress_thd: layers of fewer bytes are exchanged dense.
-        thsd1: bytes from which top-k is trimmed, not exact (default: all, as in section 5.4).
-        thsd2: bytes from which it is a binary search, with reuse.
-        reuse_period: steps that a threshold serves.
+        thsd1: size in bytes from which selection is trimmed top-k, below it exact (default: no exact
+            tier, as in section 5.4).
+        thsd2: size in bytes from which selection is a binary search with reuse.
+        reuse_period: number of steps that use a threshold.
         cap: at most ``cap * k`` entries per rank and group are taken (a search finds up to 2 k); None,
-            as published: any number, at the price of a round for the lengths.
-        codec: wire format (default: coo, 32-bit indices and the values as they are).
-        fusion_bytes: gradients that travel in one message (Horovod's tensor fusion).
+            as published: any number, at the price of a round to exchange the lengths.
+        codec: wire format (default: coo, 32-bit indices and unchanged values).
+        fusion_bytes: bytes of gradient per message (Horovod's tensor fusion).
     """
     require(compress_thd >= 0, f"compress_thd is {compress_thd}; give bytes >= 0")
     check_unit_bytes(fusion_bytes, "fusion_bytes")
@@ -55,7 +58,7 @@ def redsync(
         "redsync",
         lambda: Layered(lambda: BySize(0, thsd1 or 0, thsd2, reuse_period, cap)),
         lambda: Allgather(codec, cap),
-        # every layer has its own k (Algorithm 4): no layer gives entries to another
+        # every layer has its own k (Algorithm 4), so layers do not compete for entries
         shared=False,
         unit_bytes=fusion_bytes,
         compress=lambda _, parameter: parameter.numel() * parameter.element_size() >= compress_thd,
@@ -73,17 +76,17 @@ def redsync_quantized(
     keep_error: bool = True,
     fusion_bytes: int = _FUSION,
 ) -> Algorithm:
-    """Quantised RGC: entries of one sign, the other on the next step, and one mean for them.
+    """Quantised RGC: entries of one sign per step, alternating, with one mean for their values.
 
-    The output layer is not quantised (section 5.2.3), and is exchanged as in "redsync".
+    The output layer is not quantised (section 5.2.3); it is exchanged as in "redsync".
 
     Args:
         compress_thd: as in "redsync".
-        thsd1: likewise.
-        thsd2: likewise; the search is new on every step.
-        cap: likewise.
+        thsd1: as in "redsync".
+        thsd2: as in "redsync", but with a new search on every step.
+        cap: as in "redsync".
         codec: wire format (default: ``SignMean()``; ``SignMean("packed")`` is shorter).
-        keep_error: the rounding error of the mean stays in the residual; False, as published: it is lost.
+        keep_error: keep the rounding error of the mean in the residual; False, as published: discard it.
         fusion_bytes: as in "redsync".
     """
     plain = redsync(
@@ -92,8 +95,8 @@ def redsync_quantized(
     return replace(
         plain,
         name="redsync-quantized",
-        # a reuse period of 1: thresholds of one sign say nothing of the other's ("can not be used with
-        # quantization", section 5.2.3)
+        # a reuse period of 1, because the threshold for one sign says nothing about the other ("can not
+        # be used with quantization", section 5.2.3)
         make_selector=lambda: Layered(lambda: OneSigned(BySize(0, thsd1 or 0, thsd2, 1, cap))),
         make_collective=lambda: Allgather(codec or SignMean(), cap, keep_error=keep_error),
         output=plain,
@@ -101,7 +104,7 @@ def redsync_quantized(
 
 
 def _fused(job: Job) -> tuple[int, Job]:
-    """Take the whole job as one layer, in fused messages, of which a search selects more than k."""
+    """Treat the whole job as one layer in fused messages; a search selects more than k entries."""
     nbytes = WORD_BYTES * job.size
     entries = min((_SEARCHED if nbytes >= _SEARCH_FROM else 1.0) * job.k, job.size)
     groups = max(-(-nbytes // _FUSION), 1)

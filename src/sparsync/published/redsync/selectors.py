@@ -32,7 +32,7 @@ __all__ = [
     "mean_and_max",
 ]
 
-# elements per pass, so that their magnitudes stay in a CPU's cache: three times as fast as a copy of all
+# elements per pass: their magnitudes stay in a CPU's cache, which is three times as fast as a full copy
 _BLOCK = 1 << 18
 
 
@@ -40,15 +40,16 @@ _BLOCK = 1 << 18
 class Trimmed(Selector):
     """Selects exactly ``min(k, nnz)`` entries, as ``Exact`` does; ties go to the lower index.
 
-    The threshold ``mean + ratio (max - mean)`` of the magnitudes is the first for ``ratio`` = 1 - eps,
-    1 - 2 eps, ..., 0 (Alg. 2: eps 0.2) that at least k entries reach; the k largest of those are taken.
-    Where fewer than k reach the mean, or NaN or Inf leaves no mean, the k largest of all n are.
+    The threshold is ``mean + ratio (max - mean)`` of the magnitudes, with the first ``ratio`` of 1 - eps,
+    1 - 2 eps, ..., 0 (Alg. 2: eps 0.2) for which at least k entries reach it.  The k largest of those are
+    taken.  If fewer than k entries reach the mean, or NaN or Inf make it undefined, the k largest of all
+    n are taken.
 
-    Cost: mean and maximum of n elements, one pass that counts for all thresholds, one that collects, a
-    selection among the survivors.   State: none.
-    Differs from the paper: the loop ends when at least k entries reach the threshold (printed: it goes
-    on while more than k exceed it, which contradicts the text); all thresholds are counted in one pass;
-    the walk ends at the mean.
+    Cost: mean and maximum of n elements, one pass that counts for all thresholds, one that collects, and
+    a selection among the survivors.   State: none.
+    Differs from the paper: the loop ends when at least k entries reach the threshold (as printed, it
+    continues while more than k exceed it, which contradicts the text); all thresholds are counted in one
+    pass; the walk ends at the mean.
 
     Example:
         >>> accumulated = torch.tensor([1.0, -4.0, 0.0, 2.0])
@@ -69,49 +70,50 @@ class Trimmed(Selector):
         if k <= 0 or accumulated.numel() == 0:
             return SparseVector.empty(accumulated.numel(), accumulated)
         mean, peak = mean_and_max(accumulated)
-        # The paper's walk counts once per threshold it tries.  A pass over n elements costs about the
-        # same for all thresholds as for one, so all are counted, and the walk is done on the counts.
+        # The paper's walk counts once per threshold it tries.  One pass over n elements costs about the
+        # same for all thresholds as for one, so all are counted at once and the walk uses the counts.
         ratios = [max(1 - i * self.eps, 0.0) for i in range(math.ceil(1 / self.eps), 0, -1)]
         keys = [_key_at(ratio, mean, peak, accumulated.dtype) for ratio in ratios]
         counts = kernels.count_from(accumulated, torch.tensor(keys, device=accumulated.device))
         enough = [(key, n) for key, n in zip(keys, counts.tolist(), strict=True) if n >= k]
-        # keys ascend, the walk descends: the last of them is where it stops
+        # keys ascend and the walk descends, so it stops at the last of them
         survivors = reaching(accumulated, *enough[-1]) if enough else None
         return largest(accumulated, k) if survivors is None else survivors.top(k)
 
 
 @dataclass(frozen=True)
 class BinarySearchState:
-    """State that is carried from step to step."""
+    """State carried from step to step."""
 
     threshold_key: int | None = None  # found by the last search; None if all was zero
-    served: int = 0  # calls that it has served, the search itself included
+    served: int = 0  # calls that used this threshold, including the search itself
 
 
 @final
 class BinarySearch(Selector):
-    """Selects the entries that reach a threshold, found by bisection, which k to 2k entries reach.
+    """Selects the entries that reach a threshold, bisected until k to 2k entries reach it.
 
-    The threshold is ``mean + ratio (max - mean)`` of the magnitudes, the ratio bisected in [0, 1].  **A
-    search returns k to 2k entries, or all that are not zero if those are fewer than k.**  Where it
-    narrows to ``eps`` without such a threshold (ties, a few huge entries), the k largest are taken.
+    The threshold is ``mean + ratio (max - mean)`` of the magnitudes; the ratio is bisected in [0, 1].
+    **A search returns k to 2k entries, or all nonzero entries if there are fewer than k.**  If the
+    bracket shrinks to ``eps`` without finding a threshold (ties, a few huge entries), the k largest are
+    taken.
 
-    With ``reuse_period`` p (section 5.2.2: 5) the threshold serves the next p - 1 calls as well (the
-    paper's "sampled threshold binary search"): then any number may reach it, of which at most ``cap * k``
-    are taken, the largest (None: no cap, as published).  When none does, a new search begins.
+    With ``reuse_period`` p (section 5.2.2: 5) the threshold is also used for the next p - 1 calls (the
+    paper's "sampled threshold binary search").  Any number of entries may reach it then; the largest
+    ``cap * k`` are taken (None: no cap, as published).  If no entry reaches it, a new search begins.
 
     Args:
         eps: width of the bracket of ratios at which a search gives up (the paper names no value;
-            0.001 is at most 10 trials).
+            0.001 means at most 10 trials).
         reuse_period: calls per search.
-        cap: of k, on calls that reuse.
+        cap: maximal number of entries over k, on calls that reuse a threshold.
 
     Cost: mean and maximum of n elements, and at most n comparisons in each of ``ceil(log2(1 / eps))``
     trials; a call that reuses: n comparisons.   State: ``BinarySearchState``.
-    Differs from the paper: the bounds are ratios (printed: they are assigned thresholds), and fewer than
-    k entries lower the upper one (printed: fewer than k / 2, so that between k / 2 and k the search moves
-    away from the goal); k and 2k entries are accepted (printed: only numbers between them); exact where
-    ``eps`` ends the search; the cap.
+    Differs from the paper: the bounds are ratios (as printed, they are assigned thresholds); fewer than k
+    entries lower the upper bound (as printed, fewer than k / 2, so that between k / 2 and k the search
+    moves away from the goal); k and 2k entries are accepted (as printed, only numbers between them);
+    selection is exact if ``eps`` ends the search; the cap.
 
     Example:
         >>> selector = BinarySearch(reuse_period=5)
@@ -135,7 +137,7 @@ class BinarySearch(Selector):
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
-        """Return the entries that reach the threshold, which is searched for once per period."""
+        """Return the entries that reach the threshold; search for it once per period."""
         if k <= 0 or accumulated.numel() == 0:
             return SparseVector.empty(accumulated.numel(), accumulated)
         known, served = self.state.threshold_key, self.state.served
@@ -144,8 +146,8 @@ class BinarySearch(Selector):
             selected = reaching(accumulated, known, limit)
             if selected is None:  # more than the limit: gradients grew since the search
                 selected = largest(accumulated, limit or 0)
-            # none at all, where gradients shrank: searched for again rather than sending nothing for
-            # the rest of the period
+            # if gradients shrank so much that no entry reaches the threshold, search again rather than
+            # send nothing for the rest of the period
             if selected.nnz:
                 self.state = BinarySearchState(known, served + 1)
                 return selected
@@ -154,7 +156,7 @@ class BinarySearch(Selector):
         return selected
 
     def _search(self, accumulated: Tensor, k: int) -> tuple[int | None, SparseVector]:
-        """Return a threshold, None if all is zero, and the entries that reach it."""
+        """Return the threshold, None if all is zero, and the entries that reach it."""
         mean, peak = mean_and_max(accumulated)
         # the invariant: more than 2k entries reach ``low``, fewer than k reach ``high``
         low, high = 0.0, 1.0
@@ -168,14 +170,15 @@ class BinarySearch(Selector):
                 high = ratio
             else:
                 return key, reached
-        # ties, a constant, or a few entries that dwarf the rest: no ratio between 0 and 1 has k to 2k
+        # ties, a constant, or a few entries that dwarf the rest: no ratio in [0, 1] yields k to 2k
+        # entries
         selected = largest(accumulated, k)
         return smallest_key(selected), selected
 
 
 @final
 class BySize(Selector):
-    """Selects by the method that suits the bytes of the layer: one instance serves one layer.
+    """Selects with a method chosen by the layer's size in bytes; one instance serves one layer.
 
     ======================  =============  ====================================
     bytes                   method         entries
@@ -186,18 +189,18 @@ class BySize(Selector):
     from ``thsd2``          binary-search  k to 2k; any up to cap on reuse
     ======================  =============  ====================================
 
-    ``cost_model.size_thresholds`` computes the sizes for a network; the defaults are the paper's.
+    ``cost_model.size_thresholds`` computes the thresholds for a network; the defaults are the paper's.
 
     Args:
         compress_thd: bytes (Algorithm 4; section 5.4: 128 KB at 3.5 GB/s).
         thsd1: bytes (Algorithm 5); None: ``compress_thd``, no exact tier (section 5.4).
         thsd2: bytes (Algorithm 5; section 5.4: 4 MB).
-        reuse_period: of ``BinarySearch`` (section 5.4: 5).
-        cap: of ``BinarySearch``; None: as published.
+        reuse_period: passed to ``BinarySearch`` (section 5.4: 5).
+        cap: passed to ``BinarySearch``; None: as published.
 
-    Cost: that of the method.   State: that of the search; the other methods have none.
-    Differs from the paper: the counter of the reuse outlives the call (Algorithm 5, line 2, sets it to 0
-    in every call, and so searches in every call).
+    Cost: the method's.   State: the search's; the other methods have none.
+    Differs from the paper: the reuse counter survives between calls (Algorithm 5, line 2, resets it to 0
+    and therefore searches in every call).
 
     Example:
         >>> policy = BySize()
@@ -238,7 +241,7 @@ class BySize(Selector):
         self._search.state = state
 
     def method(self, size_bytes: int) -> str:
-        """Name the tier of a layer of this many bytes."""
+        """Return the name of the method for a layer of this many bytes."""
         if size_bytes < self.compress_thd:
             return "dense"
         if size_bytes < self.thsd1:
@@ -248,7 +251,7 @@ class BySize(Selector):
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> Vector:
-        """Return the choice of the method for the bytes of ``accumulated``."""
+        """Select with the method for the size of ``accumulated``."""
         method = self.method(accumulated.numel() * accumulated.element_size())
         if method == "binary-search":
             return self._search.select(accumulated, k, step)
@@ -266,16 +269,16 @@ class OneSignedState:
 
 @final
 class OneSigned(Selector):
-    """Wraps a selector, which sees only the positive entries, then only the negative ones, by turns.
+    """Wraps a selector and shows it the positive entries and the negative entries in alternate calls.
 
-    So one mean stands for all values of a message.  Entries of the other sign look like zeros to the
-    selector: they stay in the residual, and fewer than k entries are selected where fewer have the sign.
+    One mean can then stand for all values of a message.  Entries of the other sign look like zeros to the
+    selector and stay in the residual.  If fewer than k entries have the right sign, fewer are selected.
     NaN and Inf are selected on every call, whatever their sign.
 
-    Cost: a copy of n elements, and the selector's.   State: ``OneSignedState``.
-    Differs from the paper: its "smallest k elements" include positive ones where fewer than k are
-    negative; here the signs never mix.  The sign alternates per call, and each layer has a selector of
-    its own (Algorithm 5, line 3, sets its flag in every call, so that it would never alternate).
+    Cost: a copy of n elements, plus the selector's cost.   State: ``OneSignedState``.
+    Differs from the paper: the signs never mix, whereas its "smallest k elements" include positive ones
+    if fewer than k are negative.  The sign alternates per call, with a separate selector for each layer
+    (Algorithm 5, line 3, sets its flag in every call, so it would never alternate).
 
     Example:
         >>> selector, accumulated = OneSigned(Exact()), torch.tensor([1.0, -4.0, 0.0, 2.0])
@@ -307,7 +310,7 @@ class OneSigned(Selector):
         return {**super().state_dict(), "selector": self.selector.state_dict()}
 
     def parsed_state(self, state: Mapping[str, Any]) -> OneSignedState:
-        """Return the state object of a saved dictionary; change nothing."""
+        """Return the state object of a saved dictionary without changing this selector."""
         parsed: OneSignedState = super().parsed_state(state)
         return replace(parsed, selector=self.selector.parsed_state(parsed.selector))
 
@@ -324,7 +327,7 @@ class OneSigned(Selector):
     ) -> Vector:
         """Return the selector's choice among the entries of this call's sign."""
         other = accumulated > 0 if self._bottom else accumulated < 0
-        # NaN and Inf stay whatever the turn: selected on every step, they make all ranks refuse it
+        # NaN and Inf are never masked: selecting them on every step makes all ranks refuse the step
         one_signed = accumulated.masked_fill(other & accumulated.isfinite(), 0)
         self._bottom = not self._bottom
         return self.selector.select(one_signed, k, step)
@@ -332,19 +335,19 @@ class OneSigned(Selector):
 
 @dataclass(frozen=True)
 class LayeredState:
-    """The states of every layer's selector."""
+    """The states of all layers' selectors."""
 
     layers: tuple[Any, ...]
 
 
 @final
 class Layered(Selector):
-    """Selects from every layer of a unit separately: one message, but no layer outbids another.
+    """Selects from every layer of a unit separately: the layers share a message but do not compete.
 
-    A layer of n' of the unit's n elements is asked for ``k n' / n`` entries, at least one.  Without
-    ``sizes`` there is one layer, of any size; ``for_layers`` sets the unit's layers.
+    A layer with n' of the unit's n elements contributes ``k n' / n`` entries, at least one.  Without
+    ``sizes`` there is a single layer of any size; ``for_layers`` sets the unit's layers.
 
-    Cost: that of the layers' selectors.   State: ``LayeredState``.
+    Cost: the sum over the layers' selectors.   State: ``LayeredState``.
     Differs from the paper: nothing.
 
     Example:
@@ -384,7 +387,7 @@ class Layered(Selector):
             quota = 0 if k <= 0 or start == stop else max(round(k * (stop - start) / size), 1)
             chosen = layer.select(accumulated[start:stop], min(quota, stop - start), step)
             if isinstance(chosen, DenseVector):
-                # a layer below ``compress_thd``: its neighbours in the message are sparse
+                # a layer below ``compress_thd`` shares its message with sparse layers
                 chosen = SparseVector.from_dense(chosen.values)
             selected.append(chosen.embed(start, size))
         return SparseVector.join(selected) if selected else SparseVector.empty(size, accumulated)
@@ -410,20 +413,20 @@ class Layered(Selector):
 
 
 def mean_and_max(accumulated: Tensor) -> tuple[float, float]:
-    """Return mean and maximum of ``|accumulated|``, which has an element; NaN makes the mean NaN."""
+    """Return mean and maximum of ``|accumulated|``, which is not empty; NaN makes the mean NaN."""
     on_cpu = accumulated.device.type == "cpu"
-    wide = torch.promote_types(accumulated.dtype, torch.float32)  # 16 bits would round the mean
+    wide = torch.promote_types(accumulated.dtype, torch.float32)  # 16 bits are too few for the mean
     parts = []
     for block in torch.split(accumulated, _BLOCK) if on_cpu else [accumulated]:
         magnitudes = block.abs()
         parts.append(torch.stack([magnitudes.sum(dtype=wide), magnitudes.max().to(wide)]))
     sums, maxima = zip(*torch.stack(parts).tolist(), strict=True)
     mean, peak = sum(sums) / accumulated.numel(), max(maxima)
-    return min(mean, peak), peak  # rounding lifts the mean of equal numbers above them
+    return min(mean, peak), peak  # rounding may lift the mean of equal numbers above them
 
 
 def _key_at(ratio: float, mean: float, peak: float, dtype: torch.dtype) -> int:
     """Return the threshold ``mean + ratio (peak - mean)`` as a magnitude key of ``dtype``."""
-    # a key, so that kernels compare the very integers on every device; on the CPU, to wait for no GPU
+    # an integer key makes kernels compare alike on every device; computed on the CPU to avoid a GPU sync
     threshold = torch.tensor([mean + ratio * (peak - mean)], dtype=dtype, device="cpu")
     return int(kernels.magnitude_keys(threshold))

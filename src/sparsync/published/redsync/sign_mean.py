@@ -1,4 +1,4 @@
-"""Sign-mean: indices, and one mean per layer in place of its values (RedSync's quantisation)."""
+"""Sign-mean: indices, and one mean per layer instead of its values (RedSync's quantisation)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _LAYER_LIMIT = 1 << 16
 @final
 @dataclass(eq=False)
 class SignMean(Codec[SparseVector]):
-    """Header, a count and a mean per layer, indices: see ``docs/wire-format.md``.
+    """Header, a count and a mean per layer, then the indices: see ``docs/wire-format.md``.
 
-    Every entry of a layer arrives as the mean of the layer's entries, a projection:
-    ``|x - Q(x)|^2 = |x|^2 - nnz mean^2``, so the error may be kept in the residual.  It is small where
-    entries have one sign and one magnitude, as after ``OneSigned`` selection.
+    Every entry of a layer is decoded as the mean of the layer's entries.  This is a projection,
+    ``|x - Q(x)|^2 = |x|^2 - nnz mean^2``, so the error may be kept in the residual.  The error is small
+    if all entries have the same sign and similar magnitudes, as after ``OneSigned`` selection.
 
     A mean is summed in float64 and rounded to float32.  Finite values have a finite mean; a NaN or Inf
     makes its whole layer NaN or Inf.
@@ -41,7 +41,7 @@ class SignMean(Codec[SparseVector]):
         indices: "coo", as published, one word each; "packed", Elias-Fano as in ``Packed``.
         layers: elements per layer, 1 to 65535 layers (``for_layers`` sets them); None: one layer.
 
-    Cost: 16 bytes, 8 per layer; 4 nnz bytes of indices, or those of ``Packed``.   State: none.
+    Cost: 16 bytes, plus 8 per layer, plus 4 nnz bytes of indices, or as ``Packed``.   State: none.
     Differs from the paper: fused layers share a message; packed indices; the caller may keep the rounding
     error (the paper drops it).
 
@@ -80,13 +80,14 @@ class SignMean(Codec[SparseVector]):
         return SignMean(self.indices, sizes)
 
     def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
-        """Encode; ``decoded`` has the same indices and, layer by layer, the same value."""
-        # no bits for signs: after ``OneSigned`` all values of a layer have the sign of their mean (5.2.3)
+        """Encode; ``decoded`` has the same indices, and one value for all entries of a layer."""
+        # signs need no bits: after ``OneSigned`` all values of a layer have the sign of their mean
+        # (5.2.3)
         start, indices, size = self.start(vector), vector.indices, vector.size
         counts = self._counts(indices, size)
         means = _means(vector.values, counts)
         # a count per layer, as in the paper's message (section 5.3: "an initial element, which indicates
-        # the length"), for layers of a fused group follow each other
+        # the length"), because the layers of a fused group are concatenated
         table = torch.stack([counts.to(torch.int32), means.view(torch.int32)], 1).flatten()
         packed = self.indices == "packed"
         raw = packing.pack_indices(indices.contiguous(), size) if packed else pack_words(indices)
@@ -94,7 +95,7 @@ class SignMean(Codec[SparseVector]):
         return Encoded(self.message(start, table, raw), decoded)
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode and check every bit except those of means of layers that have entries."""
+        """Decode, and check every bit except the means of layers that have entries."""
         header, body = self.body(payload, size)
         if header.detail != self.detail:
             raise WireFormatError(
@@ -108,8 +109,8 @@ class SignMean(Codec[SparseVector]):
             indices = packing.unpack_indices(body[middle:], header.entries, size)
         else:
             indices = unpack_words(body[middle:], size)
-        # counts are redundant, as indices tell the layers: a mismatch shows ranks that fuse other layers,
-        # whose means would be spread over the wrong entries
+        # The counts are redundant, because the indices determine the layers.  A mismatch reveals ranks
+        # that fuse different layers, whose means would be spread over the wrong entries.
         found = self._counts(indices, size)
         if not torch.equal(found, counts):
             at = int((found != counts).nonzero()[0])
@@ -118,12 +119,12 @@ class SignMean(Codec[SparseVector]):
                 f"{int(found[at])} of its indices lie there; do all ranks fuse the same layers?"
             )
         if bool(means.view(torch.int32)[counts == 0].any()):
-            # a vector has one encoding: bytes without a meaning are refused
+            # every vector has exactly one encoding, so meaningless bytes are refused
             raise WireFormatError("a message has a mean for a layer without entries; it is corrupt")
         return _spread(indices, means, counts, header.dtype, size)
 
     def layout(self, header: Header) -> Parts:
-        """Return the bytes of header and counts, of indices, and of means."""
+        """Return the bytes of header and counts, indices, and means."""
         _, _, nnz, form, size, layers = header
         assert size is not None
         return Parts(
@@ -133,7 +134,7 @@ class SignMean(Codec[SparseVector]):
         )
 
     def _counts(self, indices: Tensor, size: int) -> Tensor:
-        """Return how many of the ascending indices lie in each layer."""
+        """Return the number of the ascending indices in each layer."""
         cuts = [0, *accumulate((size,) if self.layers is None else self.layers)]
         if cuts[-1] != size:
             raise ConfigurationError(
@@ -145,12 +146,12 @@ class SignMean(Codec[SparseVector]):
 
 
 def _means(values: Tensor, counts: Tensor) -> Tensor:
-    """Return the float32 mean of each layer; 0 where it has no entries."""
-    # a power of two: dividing by it is exact, and keeps sums of the largest float64 values finite
+    """Return the float32 mean of each layer; 0 for a layer without entries."""
+    # dividing by a power of two is exact, and keeps sums of the largest float64 values finite
     scale = 2.0 ** values.numel().bit_length()
     sums = torch.segment_reduce(values.double() / scale, "sum", lengths=counts)
     means = sums / counts.clamp(min=1) * scale
-    # the mean of finite values is sent as a finite one; a NaN or Inf passes, for all ranks to refuse it
+    # the mean of finite values stays finite; NaN and Inf pass through, so all ranks refuse the step
     largest = torch.finfo(torch.float32).max
     return torch.where(sums.isfinite(), means.clamp(-largest, largest), means).to(torch.float32)
 

@@ -1,13 +1,13 @@
-"""SparCML: allreduce of sparse streams, which may turn dense on the way, and quantised top-k SGD.
+"""SparCML: allreduce of sparse streams that may turn dense in flight, and quantised top-k SGD.
 
 Cedric Renggli, Saleh Ashkboos, Mehdi Aghagolzadeh, Dan Alistarh and Torsten Hoefler, `SparCML:
 High-Performance Sparse Communication for Machine Learning <https://arxiv.org/abs/1802.08021>`_, SC
 2019.
 
-Nobody knows in advance how many entries a sum of sparse vectors has.  So there are three collectives,
-for small results, for large ones and for those that become dense on the way, and a choice among them.
-They lose nothing, and reduce by any associative operation.  The preset "sparcml" is the paper's
-training with top-k selection and quantisation on top.
+The number of entries in a sum of sparse vectors is not known in advance.  SparCML therefore has three
+collectives: one for small results, one for large results, and one for results that become dense in
+flight.  They are lossless and reduce with any associative operation.  The preset "sparcml" is the
+paper's training algorithm, which adds top-k selection and quantisation.
 
 Terms
 -----
@@ -23,13 +23,13 @@ K (script), entries of the sum                ``Job.result``, ``Job.summed`` of
 sparse stream (5.1)                           ``SparseVector`` or ``DenseVector``;
                                               ``sparsync.wire.StreamCodec``
 delta, switching to a dense format (5.1)      ``StreamCodec(factor=)``, ``StreamCodec.limit``
-"in practice, delta should be even smaller"   ``factor`` below 1; measured by ``benchmarks/streams.md``
+"in practice, delta should be even smaller"   ``factor`` below 1; measured in ``benchmarks/streams.md``
 coordinate-wise operation, neutral element    ``op=``: ``sparsync.reduction.OPERATIONS``, ``Reduction``
 SSAR_Recursive_double (5.3.1)                 ``RecursiveDoubling``, preset "recursive-doubling"
 SSAR_Split_allgather (5.3.2)                  ``split_allgather``, preset "split-allgather"
 DSAR_Split_allgather (5.3.3)                  ``Dynamic(always_dense=True)``, preset "dynamic"
 dense ring, sparse ring (8.1)                 ``Ring``, presets "ring-dense" and "ring"
-"some rough idea" of the result's size        ``SparcmlAuto``, preset "sparcml-auto", which learns it
+"some rough idea" of the result's size        learned by ``SparcmlAuto``, preset "sparcml-auto"
 sparse allgather (5.2)                        ``sparsync.allgather``
 L1(P), L2(P), alpha, beta_s, beta_d           ``cost(job)`` of each collective: messages and bytes
 Lemmas 5.1 and 5.2                            ``lemma_5_1_words``, ``sum_bound_words`` in
@@ -37,7 +37,7 @@ Lemmas 5.1 and 5.2                            ``lemma_5_1_words``, ``sum_bound_w
 Algorithm 1, Quantized TopK SGD               preset "sparcml"
 acc, epsilon                                  accumulated; the residual (``sparsync.feedback.residual``)
 TopK, k of every 512 elements (8.3)           ``sparsync.selection.Blockwise``, ``block=``
-Q, QSGD (section 6)                           ``sparsync.wire.Qsgd``; of sparse vectors ``SparseQsgd``
+Q, QSGD (section 6)                           ``sparsync.wire.Qsgd``; sparse vectors: ``SparseQsgd``
 bucket of B entries, scaling factor           ``quantization_block=`` and ``scale=`` of "sparcml";
                                               ``block=`` and ``scale=`` of the codecs
 2, 4 and 8 bits per entry (section 6)         ``bits=``
@@ -55,7 +55,7 @@ Lemma C.3, Theorem C.4 (appendix C)           ``sgd_bounds.lemma_c_3``, ``sgd_bo
 Run it
 ------
 
-The sum of sparse vectors, exact, without a model::
+The exact sum of sparse vectors, without a model::
 
     vector = sparsync.SparseVector.from_dense(torch.eye(100)[3])
     total = sparsync.allreduce(vector, sparsync.connect(), algorithm="sparcml-auto").total
@@ -64,7 +64,8 @@ Another operation::
 
     largest = sparsync.allreduce(vector, sparsync.connect(), algorithm="dynamic", op="max").total
 
-Algorithm 1 with DDP and SGD; the *sum* is applied, so divide a learning rate that suits means by P::
+Algorithm 1 with DDP and SGD.  It applies the *sum* of the gradients, so divide a learning rate that was
+tuned for means by P::
 
     sync = sparsync.attach(ddp_model, optimizer, "sparcml", density=16 / 512)
 
@@ -74,14 +75,15 @@ With the settings of an experiment of section 8::
 
     sync = sparsync.attach(ddp_model, optimizer, **SPARCML_SETTINGS["cifar-10"])
 
-Section 6: the dense half of DSAR in 2 bits, buckets of 512 entries::
+Section 6, with the dense half of DSAR in 2 bits and buckets of 512 entries::
 
     algorithm = sparsync.presets.resolve(
         "sparcml", quantize="reduced", bits=2, quantization_block=512
     )
     sync = sparsync.attach(ddp_model, optimizer, algorithm, density=16 / 512)
 
-On virtual ranks, by the paper's names (in any case) or this library's, with options after a colon::
+On virtual ranks.  Both the paper's names (in upper or lower case) and this library's work, and options
+follow a colon::
 
     sparsync bench --collectives SSAR_Recursive_double,SSAR_Split_allgather,DSAR_Split_allgather --ranks 8
     sparsync bench --collectives ring,sparcml:bits=none,sparcml:bits=2 --ranks 8 --size 100000 --steps 2
@@ -93,54 +95,57 @@ MPI-OPT (needs ``pip install 'sparsync[linear]'``)::
 Differs from the paper
 ----------------------
 
-* **P** is any number of ranks (its appendix A sketches that): the surplus is folded into its
-  neighbours.
-* **Merges follow rank order**, not arrival: the same bits on every rank, on every run.
-* **Partial results of recursive doubling may turn dense** in mid-flight; the paper leaves that to DSAR.
-* **The switch to dense follows the bytes of both codecs**, whichever they are; for COO that is the
-  paper's delta, ``N i / (c + i)``.
-* **Regions stay sparse where that is shorter** in ``Dynamic``, one by one; with ``always_dense=True``
-  (the preset "dynamic") they are dense, as published.  Ok-Topk calls the first "TopkDSA".
-* **At most ``cap * k`` entries of a rank are taken** (1.0 by default) where entries are selected;
-  ``cap=None``: any number, as published.
-* **The size of the result is learned** ("sparcml-auto") from the last total, which ``allreduce`` keeps
-  with the communicator; the user gives no hint.
-* **Nothing is sent that is neutral**: an element that is not stored is the operation's neutral element.
-* **Quantised is either what ranks select** (``quantize="local"``, the default), as Algorithm 1 says,
-  **or the dense half of DSAR** (``quantize="reduced"``), as section 6 does.
-* **The quantiser draws reproducibly** (seed, rank, step).  Its scale is the largest magnitude of a block
-  ("max"), as in QSGD's experiments; ``scale="l2"`` is QSGD's analysis.  The paper does not say which.
-* **The error of quantising** is lost, as published, and reported (``stats()["lost_norm"]``): that of
-  selected values by their sender, that of a reduced sum by the region's owner.  With ``keep_error=True``
-  that rank's residual keeps it, and decoded values are shrunk so that it cannot explode.
+* **P** may be any number of ranks, as the paper's appendix A sketches: surplus ranks are folded into
+  their neighbours.
+* **Merges follow rank order**, not arrival order, so results are bitwise equal on every rank and in every
+  run.
+* **Partial results of recursive doubling may turn dense** in flight.  The paper does this only in DSAR.
+* **The switch to dense compares the bytes of the two codecs**, whatever they are.  For COO this gives
+  the paper's delta, ``N i / (c + i)``.
+* **Regions stay sparse where that is shorter** in ``Dynamic``; each region decides for itself.  With
+  ``always_dense=True`` (the preset "dynamic") all regions are dense, as published.  Ok-Topk calls the
+  former "TopkDSA".
+* **At most ``cap * k`` entries per rank are taken** (``cap`` is 1.0 by default) if entries are selected.
+  ``cap=None`` takes any number, as published.
+* **The size of the result is learned** ("sparcml-auto") from the last total, which ``allreduce`` stores
+  with the communicator.  The user gives no hint.
+* **Neutral elements are never sent**: a missing element stands for the operation's neutral element.
+* **Quantisation applies either to the selected entries** (``quantize="local"``, the default), as in
+  Algorithm 1, **or to the dense half of DSAR** (``quantize="reduced"``), as in section 6.
+* **The quantiser is reproducible**: its random numbers depend on seed, rank and step.  Its scale is the
+  largest magnitude of a block ("max"), as in QSGD's experiments; ``scale="l2"`` is the scale of QSGD's
+  analysis.  The paper does not say which one it uses.
+* **The quantisation error** is discarded, as published, and reported (``stats()["lost_norm"]``): by the
+  sender for selected values, by the region's owner for a reduced sum.  With ``keep_error=True`` that
+  rank's residual keeps the error, and decoded values are shrunk so it cannot explode.
 * **The residual holds gradients**, not gradients times the learning rate.
-* **MPI-OPT**: an intercept, which is not penalised; asynchronous steps are late by a fixed number, so
-  that a run can be repeated; SCD says how a rank learns the derivative at others' rows, which the paper
-  does not.
+* **MPI-OPT** has an intercept, which is not penalised.  Asynchronous steps have a fixed delay, which
+  makes runs reproducible.  SCD specifies how a rank obtains the derivatives at other ranks' rows; the
+  paper does not.
 
 Not here
 --------
 
 * Algorithm 1 with the learning rate in the residual:
   ``sparsync_papers.baseline_optimizers.UpdateSpaceSGD`` with "sparcml".
-* Momentum correction and warm-up, which section 8.4 mentions: ``sparsync.Correction`` and
-  ``Compression(warmup_steps=)``, for every algorithm.
+* Momentum correction and warm-up, which section 8.4 mentions, are available for every algorithm:
+  ``sparsync.Correction`` and ``Compression(warmup_steps=)``.
 * ResNet-110 on CIFAR-10, LSTMs on ATIS and Hansards, wide ResNets on ImageNet:
   ``sparsync_papers.models`` and ``sparsync_papers.workloads``.  The speech model of section 8.4 is not
   public.
-* URL and Webspam data: ``sparsync linear --data`` reads files of LIBSVM's format; without one it makes
-  trigrams of Python's own sources (``docs/linear.md``).
+* URL and Webspam data: ``sparsync linear --data`` reads files in LIBSVM's format.  Without a file it
+  builds a data set of trigrams from Python's own sources (``docs/linear.md``).
 * CNTK, and the comparison with Apache Spark.
 
 Figures
 -------
 
-* ``benchmarks/sparcml.md``: loss of "sparcml" against dense over learning rates.
-* ``benchmarks/fill_in.md``: density of the sum over P (Figure 1).
-* ``benchmarks/streams.md``: from which density on a dense stream is faster.
+* ``benchmarks/sparcml.md``: loss of "sparcml" and dense for a range of learning rates.
+* ``benchmarks/fill_in.md``: density of the sum as P grows (Figure 1).
+* ``benchmarks/streams.md``: the density above which a dense stream is faster.
 * ``benchmarks/linear.md``: linear models on real links (Table 2, SCD).
-* ``benchmarks/reproduced.md``: Figures 1 and 3 to 7 and Table 2 next to the paper's numbers, by
-  ``sparsync reproduce sparcml-fig3`` and so on.
+* ``benchmarks/reproduced.md``: Figures 1 and 3 to 7 and Table 2 next to the paper's numbers, produced by
+  ``sparsync reproduce sparcml-fig3`` and its siblings.
 """
 
 from collections.abc import Mapping

@@ -35,7 +35,7 @@ __all__ = [
     "split_allgather",
 ]
 
-_ALPHA, _BETA = 50e-6, 8e-9  # seconds per message and byte by which SparcmlAuto chooses: 1 Gbit/s
+_ALPHA, _BETA = 50e-6, 8e-9  # seconds per message and per byte that SparcmlAuto assumes: 1 Gbit/s
 
 
 # ---- recursive doubling -----------------------------------------------------------------------------
@@ -45,23 +45,23 @@ _ALPHA, _BETA = 50e-6, 8e-9  # seconds per message and byte by which SparcmlAuto
 class RecursiveDoubling(StreamCollective):
     """SSAR_Recursive_double: the fewest rounds, for small results.
 
-    In round t ranks 2^(t-1) apart exchange all that they have reduced.  Where P is not a power of two,
-    ``P - 2^m`` ranks first hand their vector to the rank below, and get the result in the end.  So a
-    group that holds the same partial result is always a run of consecutive ranks, and each merge is
-    (lower ranks) op (higher ranks): partners compute the same bits, and operations need not commute.
-    A partial result that may have more entries than the codec's limit turns dense on the way.
+    In round t, ranks 2^(t-1) apart exchange everything that they have reduced.  If P is not a power of
+    two, ``P - 2^m`` ranks first hand their vectors to the rank below, and get the result at the end.  A
+    group that holds the same partial result is therefore always a run of consecutive ranks, and each
+    merge is (lower ranks) op (higher ranks): partners compute the same bits, and operations need not
+    commute.  A partial result that may exceed the codec's limit turns dense in flight.
 
     Args:
-        codec: wire format; the error of rounding a partial result is kept by the lowest rank that holds
-            it (default: coo; dense where that is shorter).
+        codec: wire format; the lowest rank that holds a partial result keeps its rounding error
+            (default: coo; dense where that is shorter).
         op: as for ``StreamCollective``.
-        cap: likewise.
+        cap: as for ``StreamCollective``.
 
-    Cost: log2 P messages, two more where P is not a power of two;
-    ``L1 + log2(P) k beta_s <= T <= L1 + (P - 1) k beta_s`` with ``L1 = log2(P) alpha``: from all
-    supports equal to all disjoint.   State: none.
+    Cost: log2 P messages, two more if P is not a power of two;
+    ``L1 + log2(P) k beta_s <= T <= L1 + (P - 1) k beta_s`` with ``L1 = log2(P) alpha``, for supports
+    from all equal to all disjoint.   State: none.
     Differs from the paper: reproducible (merges follow rank order); any P, as sketched in its appendix
-    A; the dense switch, which the paper leaves to DSAR.
+    A; the switch to dense, which the paper makes only in DSAR.
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -78,10 +78,10 @@ class RecursiveDoubling(StreamCollective):
     order = "tree"
 
     def cost(self, job: Job) -> Cost:
-        """Return ``log2 P`` messages; k entries in every round, to twice as many in each (5.3.1).
+        """Return ``log2 P`` messages, from k entries each to twice as many in every round (5.3.1).
 
-        Where P is no power of two, one more message has the whole result.  Messages are dense where that
-        is shorter.
+        If P is not a power of two, one more message has the whole result.  Messages are dense if that is
+        shorter.
 
         Example:
             >>> doubling = RecursiveDoubling()
@@ -104,13 +104,14 @@ class RecursiveDoubling(StreamCollective):
         return self.cost(disjoint).words if self.cap == 1 else None
 
     async def total(self, call: Call) -> Vector:
-        """Fold the extra ranks (1, 3, 5, ...) into their hosts, double, hand back.
+        """Fold the extra ranks (1, 3, 5, ...) into their hosts, double, hand the result back.
 
-        Position p of the ``core = 2^m`` that double stands for the ranks ``[first_rank(p),
-        first_rank(p + 1))``: one, or a host and its extra one.
+        Position p of the ``core = 2^m`` positions that double stands for the ranks ``[first_rank(p),
+        first_rank(p + 1))``: a single rank, or a host and its extra rank.
         """
-        # Folding pairs of neighbours, not the last P - 2^m ranks onto the first ones, keeps groups runs
-        # of consecutive ranks: else "lower op higher" would not be one order for all partners.
+        # Folding pairs of neighbours, rather than the last P - 2^m ranks onto the first ones, keeps
+        # groups runs of consecutive ranks.  Otherwise "lower op higher" would not be the same order for
+        # all partners.
         comm = call.comm
         core = 1 << comm.world_size.bit_length() - 1
         extra = comm.world_size - core
@@ -134,9 +135,9 @@ class RecursiveDoubling(StreamCollective):
             first = position // span * span  # of this rank's group, as positions
             partner_first = first ^ span
             partner, lowest = first_rank(position ^ span), first_rank(first)
-            # All ranks of the group encode the same partial result, with the same random numbers, so all
-            # go on with the same decoded bits; one of them keeps the rounding error, or it would count
-            # once per rank.
+            # All ranks of the group encode the same partial result with the same random numbers, so all
+            # continue with the same decoded bits.  Only one of them keeps the rounding error, which would
+            # otherwise count once per rank.
             encoded = call.encode(mine, span, source=lowest, keep=comm.rank == lowest)
             ranks = first_rank(partner_first + span) - first_rank(partner_first)
             capacity = call.capacity(ranks, call.size)
@@ -148,7 +149,7 @@ class RecursiveDoubling(StreamCollective):
             else:
                 mine = call.combine(theirs, encoded.decoded)
             span *= 2
-        # Extra ranks get the result through the codec.  Where that rounds, all ranks have to go on with
+        # Extra ranks get the result through the codec.  With a lossy codec all ranks must continue with
         # the rounded result, or replicas would differ.
         if extra and (paired or not call.exact):
             encoded = call.encode(mine, comm.world_size, source=0, keep=comm.rank == 0)
@@ -165,30 +166,29 @@ class RecursiveDoubling(StreamCollective):
 class Dynamic(StreamCollective):
     """DSAR_Split_allgather: half of the volume, for large results that may become dense.
 
-    Every rank sends the entries of each of P even regions to its owner, who folds them; then an
-    allgather.  A region travels sparse as long as its reduced entries are within the codec's limit,
-    otherwise dense; its header says which.  The total is dense if any region was.
+    Every rank sends the entries of each of P even regions to the region's owner, who folds them; an
+    allgather follows.  A region is sent sparse as long as its reduced entries are within the codec's
+    limit, otherwise dense; its header says which.  The total is dense if any region was.
 
     Args:
         codec: wire format; its dense part may quantise (``StreamCodec(dense=...)``).  Default: coo; dense
             where that is shorter.
         op: as for ``StreamCollective``.
-        cap: likewise.
-        always_dense: regions travel dense, however few their entries (as published).
-        local: codec of the messages to owners, which rounds the own share as well (Q in SparCML's
+        cap: as for ``StreamCollective``.
+        always_dense: regions are sent dense, however few their entries (as published).
+        local: codec of the messages to owners, which also rounds the rank's own share (Q in SparCML's
             Algorithm 1).  Default: ``codec``.
-        keep_error: the sender keeps the error of rounding an entry, the owner of a region that of
-            rounding its sums; False: both are lost, as published.
-
+        keep_error: the sender keeps the rounding errors of its entries, and a region's owner those of its
+            sums; False: both are lost, as published.
     Cost: P - 1 + ceil(log2 P) messages.  Dense:
     ``L2 + (P - 1) / P N beta_d <= T <= L2 + k beta_s + (P - 1) / P N beta_d`` with
     ``L2 = (P - 1) alpha + log2(P) alpha``; sparse, received:
-    ``L2 + 2 (P - 1) / P k beta_s <= T <= L2 + P k beta_s``, from supports equal and spread evenly to
-    disjoint ones, each in one region (section 5.3.2).  The allgather, by dissemination, sends a region
+    ``L2 + 2 (P - 1) / P k beta_s <= T <= L2 + P k beta_s``, for supports from equal and evenly spread to
+    disjoint and each within one region (section 5.3.2).  The allgather, by dissemination, sends a region
     that is much larger than the others up to ceil(log2 P) times.
     State: none.
     Differs from the paper: regions stay sparse where that is shorter (as in Ok-Topk's TopkDSA); left
-    folds in rank order, not in the order of arrival; any P.  One rank alone sends nothing, and its total
+    folds in rank order, not in the order of arrival; any P.  A single rank sends nothing, and its total
     stays sparse.
 
     Example:
@@ -216,15 +216,15 @@ class Dynamic(StreamCollective):
         super().__init__(codec, op=op, cap=cap)
         require(
             local is None or self.operation.name == "sum",
-            f"Dynamic: local={local!r} rounds, as only sums may be, not '{self.operation.name}'; omit it",
+            f"Dynamic: local={local!r} rounds, but only sums may, not '{self.operation.name}'; omit it",
         )
         self.always_dense, self.keep_error = always_dense, keep_error
         self.local = None if local is None else StreamCodec(local, factor=None)
 
     def cost(self, job: Job) -> Cost:
-        """Return the cost of two sparse halves (section 5.3.2), or of a dense second one (5.3.3).
+        """Return the cost of two sparse halves (section 5.3.2), or with a dense second half (5.3.3).
 
-        Entries are spread evenly over the regions.  Dense: ``n (P - 1) / P`` to
+        Assumes that entries are spread evenly over the regions.  Dense: ``n (P - 1) / P`` to
         ``2 k + n (P - 1) / P`` words.
 
         Example:
@@ -255,7 +255,7 @@ class Dynamic(StreamCollective):
         )
 
     async def total(self, call: Call) -> Vector:
-        """Split, fold, choose the form, allgather."""
+        """Split, fold, choose sparse or dense, allgather."""
         boundaries = even_boundaries(call.size, call.comm.world_size)
         region = await self._split_and_fold(call, boundaries)
         region = call.densify(region) if self.always_dense else call.settle(region)
@@ -264,7 +264,7 @@ class Dynamic(StreamCollective):
     async def _split_and_fold(self, call: Call, boundaries: Sequence[int]) -> Vector:
         """Return the left fold, in rank order, of this rank's region; sparse.
 
-        Messages go from point to point where a native call would pad each to the longest possible.
+        Messages are sent point to point if a native call would pad each to the longest possible length.
         """
         comm, mine, codec = call.comm, call.mine, self.local or call.codec
         assert isinstance(mine, SparseVector)
@@ -275,11 +275,11 @@ class Dynamic(StreamCollective):
             payloads, own = self._rounded(call, mine.split(boundaries), boundaries)
         width = max(
             map(sub, boundaries[1:], boundaries)
-        )  # not the own region's: equal on all ranks
+        )  # not only of the other regions, so it is equal on all ranks
         most = codec.sparse.nbytes(min(call.most, width), width, call.dtype)
         capacities, framing = [most] * comm.world_size, MessageFraming(codec)
-        # Nobody knows how many entries a region has, so the capacity is that of all k in one: padding to
-        # it would send P times the bytes.
+        # The number of entries per region is unknown, so the capacity assumes that all k are in one.
+        # Padding every message to it would send P times the bytes.
         if comm.pads:
             messages = await Communicator.alltoallv(comm, payloads, capacities, "split", framing)
         else:
@@ -292,12 +292,12 @@ class Dynamic(StreamCollective):
     def _rounded(
         self, call: Call, pieces: Sequence[SparseVector], boundaries: Sequence[int]
     ) -> tuple[list[Tensor], SparseVector]:
-        """Return a message per region, and the own region, rounded as far as the others' are."""
+        """Return a message per region, and the own region, rounded only if the others' shares are."""
         codec = self.local or call.codec
         payloads, own = [], pieces[call.comm.rank]
         for dest, (piece, start) in enumerate(zip(pieces, boundaries, strict=False)):
             if dest == call.comm.rank and self.local is None:
-                # the own share does not travel, so nothing forces it to be rounded; Algorithm 1 does so
+                # the own share is not sent and needs no rounding, except in Algorithm 1
                 payloads.append(torch.empty(0, dtype=torch.uint8))
                 continue
             encoded = call.encode(piece, dest, start=start, codec=codec)
@@ -315,7 +315,7 @@ def split_allgather(
     Args:
         codec: wire format; only its sparse part is used.
         op: as for ``Dynamic``.
-        cap: likewise.
+        cap: as for ``Dynamic``.
 
     References: SparCML, section 5.3.2.
     """
@@ -327,10 +327,10 @@ def split_allgather(
 
 @final
 class Ring(StreamCollective):
-    """Pass partial sums of P even regions around a ring, then the sums (SparCML's ring baselines).
+    """Passes partial sums of P even regions around a ring, then the sums (SparCML's ring baselines).
 
-    Region r starts at rank r + 1 and ends, after P - 1 hops, at its owner r: the order of its operands
-    is fixed by P.
+    Region r starts at rank r + 1 and ends, after P - 1 hops, at its owner r, so P alone determines the
+    order of its operands.
 
     Args:
         codec: wire format; the rank that rounds keeps the error (default: coo; dense where that is
@@ -340,10 +340,10 @@ class Ring(StreamCollective):
         dense: regions are dense from the start (the dense baseline).
 
     Cost: 2 (P - 1) messages; dense 2 (P - 1) / P N beta_d, sparse
-    ``[2 (P - 1) / P k, (P - 1) k + k (P - 1) / 2] beta_s`` for supports that are spread evenly, from all
-    equal to all disjoint.   State: none.
-    Differs from the paper: the paper only names its ring baselines; here with a dense switch, which turns
-    a partial sum dense on the way.
+    ``[2 (P - 1) / P k, (P - 1) k + k (P - 1) / 2] beta_s`` for evenly spread supports, from all equal to
+    all disjoint.   State: none.
+    Differs from the paper: the paper only names its ring baselines; this ring may turn a partial sum
+    dense in flight.
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -377,9 +377,9 @@ class Ring(StreamCollective):
         )
 
     def cost(self, job: Job) -> Cost:
-        """Return ``2 (P - 1)`` messages to the next rank, of partial sums of regions, then of sums.
+        """Return ``2 (P - 1)`` messages to the next rank: partial sums of regions, then sums.
 
-        Dense: ``2 n (P - 1) / P`` words (section 8.1).  Else a block is dense where that is shorter.
+        Dense: ``2 n (P - 1) / P`` words (section 8.1).  Otherwise a block is dense if that is shorter.
 
         Example:
             >>> Ring(dense=True).cost(Job(8_000, 8_000, 8)).words  # 14 blocks of 1000 words, headers
@@ -395,11 +395,11 @@ class Ring(StreamCollective):
         return relayed(blocks, blocks * HEADER_BYTES + bodies / job.world_size)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return the cost of the dense ring; the sparse one promises nothing."""
+        """Return the cost of the dense ring; the sparse ring promises nothing."""
         return self.cost(job).words if self.dense else None
 
     async def total(self, call: Call) -> Vector:
-        """Reduce-scatter, in which the arriving partial sum is the left operand; then allgather."""
+        """Reduce-scatter, with the arriving partial sum as the left operand; then allgather."""
         comm = call.comm
         boundaries = even_boundaries(call.size, comm.world_size)
         pieces: list[Vector]
@@ -427,7 +427,7 @@ class Ring(StreamCollective):
 
 @dataclass(frozen=True)
 class SparcmlAutoState:
-    """Entries of the last total, and the most of any rank in the first call; None before it."""
+    """Entries of the last total, and the maximum per rank in the first call; None before it."""
 
     entries: int | None = None
     most: float | None = None
@@ -437,19 +437,19 @@ class SparcmlAutoState:
 class SparcmlAuto(Collective):
     """Recursive doubling for small results, split and allgather for large, dynamic for dense ones.
 
-    SparCML asks the user for "some rough idea" of the result's size K (section 5.3).  Here K is learned
-    from the last total, whose entries all ranks know; for the first call it is the expectation of
+    SparCML asks the user for "some rough idea" of the result's size K (section 5.3).  This collective
+    learns K from the last total, whose entries all ranks know.  The first call uses the expectation of
     appendix B for uniformly random supports.  Rounds are weighed against bytes as on gigabit Ethernet.
 
     Args:
-        codec: of all three; its dense switch decides where a result counts as dense.
+        codec: wire format of all three; its limit decides when a result counts as dense.
         op: the operation.
         cap: at most ``cap * k`` entries per rank are taken; None: all.
 
-    Cost: that of the cheapest of the three by the estimate; with ``cap=None`` the first call has one more
-    allreduce, of one integer, unless it was told (``expect``), as ``sparsync.allreduce`` does.
-    State: entries of the last total, and the most of a rank.
-    Differs from the paper: there the user chooses.
+    Cost: the lowest estimate of the three; with ``cap=None`` the first call takes one more allreduce, of
+    one integer, unless ``expect`` was called, as ``sparsync.allreduce`` does.
+    State: entries of the last total, and the maximum per rank.
+    Differs from the paper: the paper leaves the choice to the user.
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -478,13 +478,13 @@ class SparcmlAuto(Collective):
         self._dynamic = Dynamic(self.codec, op=op, cap=cap)
 
     def expect(self, entries: int, total: int | None) -> None:
-        """Begin with the entries of an earlier total."""
+        """Start from the entries of an earlier total."""
         self.state = SparcmlAutoState(total, entries)
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Choose, then reduce."""
-        # The choice rests only on numbers that all ranks share: n, P, the most entries of any rank, those
-        # of the last total.  Ranks that chose differently would wait for messages that nobody sends.
+        # The choice depends only on numbers that all ranks share: n, P, the maximum of entries per rank,
+        # and the entries of the last total.  Ranks that chose differently would deadlock.
         size, dtype, most = selected.size, selected.values.dtype, self.state.most
         if self.cap is not None:
             most = min(self.cap * k, size)
@@ -492,13 +492,13 @@ class SparcmlAuto(Collective):
             most = float(await comm.allreduce(torch.tensor([selected.nnz]), "entries", "max"))
         chosen = self.choose(Job(size, most, comm.world_size, result=self.state.entries), dtype)
         reduced = await chosen.reduce(comm, selected, k, step)
-        # of a total that travelled dense as well, or one dense total would make all that follow dense
+        # count nonzero entries of dense totals too, or one dense total would make all later ones dense
         entries = entries_of(reduced.total, self._doubling.operation)
         self.state = SparcmlAutoState(entries, most)
         return reduced
 
     def choose(self, job: Job, dtype: torch.dtype = torch.float32) -> RecursiveDoubling | Dynamic:
-        """Return the collective that is expected to be fastest.
+        """Return the collective with the shortest expected time.
 
         Example:
             >>> auto, n = SparcmlAuto(), 10**6
@@ -509,8 +509,8 @@ class SparcmlAuto(Collective):
         limit = self.codec.limit(job.size, dtype)
         if limit is not None and job.summed > limit:
             return self._dynamic
-        # no threshold: doubling wins where messages are few and short, but also where supports hardly
-        # overlap, as it moves (P - 1) k entries then, and splitting P k
+        # There is no fixed threshold.  Doubling wins if messages are few and short, but also if supports
+        # hardly overlap, because it then moves (P - 1) k entries and splitting moves P k.
         doubling, split = self._doubling, self._split
         seconds = [one.cost(job).seconds(_ALPHA, _BETA) for one in (doubling, split)]
         return doubling if seconds[0] <= seconds[1] else split

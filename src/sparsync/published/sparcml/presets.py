@@ -28,10 +28,10 @@ EXCHANGES: Final = (
     "split-allgather",
     "topkdsa",
 )
-"""The presets that lose nothing, by which linear models are trained (MPI-OPT)."""
+"""The lossless presets, which can train linear models (MPI-OPT)."""
 
 DECIDED: Final = ("cap", "codec", "keep_error", "local", "op")
-"""Options of theirs that the solvers of linear models decide: messages are exact, and summed."""
+"""Their options that the solvers of linear models set: messages are exact, and summed."""
 
 _BLOCK = 512  # SparCML, section 8.3: k of every 512 consecutive elements
 
@@ -46,27 +46,26 @@ def sparcml(
     block: int = _BLOCK,
     seed: int = 0,
 ) -> Algorithm:
-    """SparCML's quantised top-k SGD (Algorithm 1): layer by layer, and sums, not means.
+    """SparCML's quantised top-k SGD (Algorithm 1): layer by layer, with sums instead of means.
 
     ``attach(model, algorithm="sparcml", density=16 / 512)``: every parameter is a unit, exchanged
-    as soon as its gradient is there; a learning rate that was tuned for means is to be divided
-    by world_size.
-    ``attach(model, **SPARCML_SETTINGS["cifar-10"])`` has the paper's settings.
+    as soon as its gradient is ready.  Divide a learning rate that was tuned for means by world_size.
+    ``attach(model, **SPARCML_SETTINGS["cifar-10"])`` uses the paper's settings.
 
     Args:
-        bits: of a quantised value; None: no quantisation (ATIS, Hansards).
-        quantize: "local": the selected entries (Q in Algorithm 1); "reduced": sums that become dense on
-            the way, in the second half of the dynamic collective (section 6).
-        keep_error: keep the quantisation error in the residual of the rank that quantises: of the sender,
-            or with "reduced" of a region's owner.  QSGD is unbiased but not contractive, and its error
-            fed back explodes: True shrinks the decoded values by ``1 / (1 + omega)``, which makes it
-            contractive.  False, as published: the error is lost, and reported.
-        scale: of a quantisation block: "max" or "l2" (the paper does not say; QSGD proves its bounds for
-            "l2" and uses "max" in its experiments, whose noise is several times smaller).
+        bits: bits per quantised value; None: no quantisation (ATIS, Hansards).
+        quantize: "local": quantise the selected entries (Q in Algorithm 1); "reduced": quantise sums that
+            become dense in flight, in the second half of the dynamic collective (section 6).
+        keep_error: keep the quantisation error in the residual of the rank that quantises, which is the
+            sender or, with "reduced", a region's owner.  QSGD is unbiased but not contractive, and error
+            feedback would explode: True shrinks the decoded values by ``1 / (1 + omega)``, which makes it
+            contractive.  False, as published: the error is lost and reported.
+        scale: scale of a quantisation block: "max" or "l2" (the paper does not say; QSGD proves its
+            bounds for "l2" and uses "max" in its experiments, with several times less noise).
         quantization_block: entries that share a scale, SparCML's bucket (section 6: "in the order of
             1024").
         block: consecutive elements of which ``density * block`` are selected (section 8.3: 512).
-        seed: of the random rounding.
+        seed: seed of the random rounding.
     """
     require(quantize in ("local", "reduced"), f"quantize is {quantize!r}; choose local or reduced")
     arguments: dict[str, Any] = {
@@ -81,7 +80,7 @@ def sparcml(
         return Dynamic(StreamCodec(dense=Qsgd(**arguments)), cap=None, keep_error=keep_error)
 
     def calls(job: Job) -> tuple[int, Job]:
-        """Take the whole job as one layer, every block of which gives equally many entries."""
+        """Treat the whole job as one layer whose blocks all contribute the same number of entries."""
         per_block = min(-(-int(job.k) * block // job.size), block)
         return 1, job._replace(k=max(job.k, per_block * job.size // block))
 
@@ -91,13 +90,13 @@ def sparcml(
         make,
         average=False,  # Algorithm 1 applies the sum
         shared=False,  # every block of every layer has its own k (section 8.3)
-        unit_bytes=1,  # a unit is closed by its first parameter: layer-wise
+        unit_bytes=1,  # layer-wise: the first parameter already fills a unit
         calls=calls,
     )
 
 
 def _attention(name: str, parameter: Tensor) -> bool:
-    """Tell whether a parameter belongs to an attention layer, by its name."""
+    """Return whether a parameter belongs to an attention layer, judging by its name."""
     return "attention" in name or "attn" in name
 
 

@@ -1,22 +1,22 @@
 """SparCML's bounds on top-k SGD with error feedback: Lemma C.3 and Theorem C.4, as numbers.
 
-Ok-Topk's Theorem 4.1 has the same proof, with the xi of its own Assumption 1.  Both papers take it from
-Alistarh et al., "The Convergence of Sparsified Gradient Methods", NeurIPS 2018.
+Ok-Topk's Theorem 4.1 has the same proof, with the xi of its own Assumption 1.  Both papers take the proof
+from Alistarh et al., "The Convergence of Sparsified Gradient Methods", NeurIPS 2018.
 
 ============  =======================================================================================
 f, L          the objective; the Lipschitz constant of its gradient
 alpha_t       learning rate of step t
-x_t           the model that all gradients, whole, would have made: ``x - alpha mean(gradients)``
+x_t           the model after uncompressed steps: ``x - alpha mean(gradients)``
 v_t           the model that the ranks have; ``x_t - v_t`` is the mean residual, up to its sign
-M^2           bound of ``E |mean of the ranks' gradients|^2``, times the quantiser's ``1 + omega``
-gamma         bound of ``|x - TopK(x)| / |x|``: at most ``sqrt(1 - k / n)``
-xi            of Assumption 1 or C.2
+M^2           bound on ``E |mean of the ranks' gradients|^2``, times the quantiser's ``1 + omega``
+gamma         bound on ``|x - TopK(x)| / |x|``: at most ``sqrt(1 - k / n)``
+xi            the xi of Assumption 1 or C.2
 ============  =======================================================================================
 
-**The paper divides xi by P**, in ``(1 + xi / (P gamma))^2``.  Assumption C.2, whose two sides are means
-over ranks, does not give that: on one step ``|x - v| <= (gamma + xi) |alpha G|``, and there are vectors
-for which ``gamma + xi / P`` is too little (``test_lemma_c_3_fails_where_xi_is_divided_by_p``).  So
-``ranks`` is 1 by default, with which the bounds hold; give P for the printed numbers.
+**The paper divides xi by P**, in ``(1 + xi / (P gamma))^2``.  Both sides of Assumption C.2 are means over
+ranks, which does not justify the division: on one step ``|x - v| <= (gamma + xi) |alpha G|``, and for
+some vectors ``gamma + xi / P`` is too small (``test_lemma_c_3_fails_where_xi_is_divided_by_p``).
+``ranks`` is therefore 1 by default, for which the bounds hold; pass P to get the printed numbers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = ["condition_6", "lemma_c_3", "theorem_c_4", "top_k_gamma"]
 def top_k_gamma(k: int, size: int) -> float:
     """Return the gamma that holds for every vector: ``sqrt(1 - k / n)``.
 
-    The k largest entries have at least k / n of the square norm.  ``2 gamma^2`` is below 1, without
-    which old gradients weigh more than new ones in the bounds, only for k > n / 2; measured on the
-    vectors of a training, gamma is smaller.
+    The k largest entries have at least k / n of the square norm.  If ``2 gamma^2`` is not below 1, old
+    gradients weigh more than new ones in the bounds; this gamma satisfies it only for k > n / 2.  The
+    gamma measured on the vectors of a training run is smaller.
 
     Example:
         >>> round(top_k_gamma(10, 1000), 4), 2 * top_k_gamma(10, 1000) ** 2 < 1
@@ -53,7 +53,7 @@ def condition_6(rates: Sequence[float], gamma: float) -> float:
         gamma: see the module.
 
     Returns:
-        D; it does not grow with the number of steps if ``2 gamma^2 < 1`` and rates fall slowly.
+        D, which does not grow with the number of steps if ``2 gamma^2 < 1`` and rates decay slowly.
 
     Example:
         >>> round(condition_6([0.1] * 100, gamma=0.5), 6)  # 0.1 (1/2 + 1/4 + ...)
@@ -62,7 +62,7 @@ def condition_6(rates: Sequence[float], gamma: float) -> float:
     require(min(rates, default=0.0) > 0, "condition_6: give at least one rate, all > 0")
     most = past = 0.0
     for before, now in pairwise(rates):
-        # the sum of step t from that of step t - 1: one factor and one square more
+        # update the sum of step t - 1 to step t with one more factor and one more square
         past = 2 * gamma**2 * (past + before**2)
         most = max(most, past / now)
     return most
@@ -76,8 +76,8 @@ def lemma_c_3(steps: Sequence[float], gamma: float, xi: float, ranks: int = 1) -
     Args:
         steps: norms of the updates without truncation, ``|x_1 - x_0|, ..., |x_t - x_(t-1)|``.
         gamma: see the module; > 0.
-        xi: likewise; the largest of these steps.
-        ranks: P as printed; 1: see the module.
+        xi: see the module; the largest over these steps.
+        ranks: P for the printed bound; for 1 see the module.
 
     Example:
         >>> round(lemma_c_3([1.0], gamma=0.5, xi=0.5), 6)  # 2 (gamma + xi)^2
@@ -103,8 +103,8 @@ def theorem_c_4(
     """Bound the mean of ``E |grad f(v_t)|^2`` over steps, each weighted by its learning rate.
 
     ``4 gap / sum a + (2 L M^2 + 4 L^2 M^2 (1 + xi / (P gamma))^2 D) sum a^2 / sum a``, which is
-    Equation (7).  It goes to 0 where rates fall so that their sum has no limit and that of their squares
-    has, and D stays bounded: that is Theorem 4.1 of Ok-Topk and of SparCML.
+    Equation (7).  The bound tends to 0 if the sum of the rates diverges, the sum of their squares
+    converges, and D stays bounded.  This is Theorem 4.1 of Ok-Topk and of SparCML.
 
     Args:
         rates: learning rates of all steps, all > 0.
@@ -112,11 +112,11 @@ def theorem_c_4(
         smoothness: L.
         second_moment: M^2.
         gamma: see the module; > 0.
-        xi: likewise.
-        ranks: P as printed; 1: see the module.
+        xi: see the module.
+        ranks: P for the printed bound; for 1 see the module.
 
     Returns:
-        The bound; infinity where D is too large for a float.
+        The bound; infinity if D is too large for a float.
 
     Example:
         >>> task = {"gap": 1.0, "smoothness": 1.0, "second_moment": 1.0, "gamma": 0.6, "xi": 1.0}

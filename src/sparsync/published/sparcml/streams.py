@@ -1,4 +1,4 @@
-"""The seam of SparCML's collectives: vectors that turn dense where that is shorter; any operation."""
+"""The base of SparCML's collectives: vectors that turn dense where that is shorter; any operation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class StreamCollective(Collective):
         cap: at most ``cap * k`` entries per rank are taken; None: all.
 
     Raises:
-        ConfigurationError: unknown operation; a cap that is not positive, or not of a sum.
+        ConfigurationError: unknown operation; a cap that is not positive, or for another operation than
+            a sum.
 
     Attributes:
         keep_error: the rank that rounds keeps the error; False: no rank does, and it is reported as lost.
@@ -59,13 +60,13 @@ class StreamCollective(Collective):
             )
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Reduce the entries that take part.
+        """Reduce the entries that remain under the cap.
 
         Raises:
             ConfigurationError: the operation is not defined on the dtype; the codec would round values
-                of another operation than a sum; there are more entries than the cap, of integers.
+                of another operation than a sum; a vector of integers has more entries than the cap.
         """
-        # equal on all ranks, so that capacities, and where a sum turns dense, are as well
+        # equal on all ranks, so capacities and switches to dense are equal as well
         most = most_entries(k, self.cap, selected.size)
         call = Call(comm, self, self._taken(selected, most), most, step)
         return call.reduced(call.mine if comm.world_size == 1 else await self.total(call))
@@ -75,9 +76,9 @@ class StreamCollective(Collective):
         """Return the reduction over all ranks; there are two or more."""
 
     def _taken(self, selected: Vector, most: int) -> Vector:
-        """Return the entries that take part: none is neutral, and ``most`` at most."""
-        # An element that is not stored is the operation's neutral element (5.2), not zero: a stored 0 of
-        # a product counts, and a 1 need not travel.
+        """Return the entries to reduce: no neutral elements, and at most ``most``."""
+        # A missing element is the operation's neutral element (5.2), not zero: in a product, a stored 0
+        # counts and a 1 need not be sent.
         name, dtype = type(self).__name__, selected.values.dtype
         neutral = self.operation.check(dtype)
         if self.operation is not SUM and not self.codec.is_exact(dtype):
@@ -112,7 +113,7 @@ class Call:
         self.size, self.dtype = mine.size, mine.values.dtype
         self.framing = MessageFraming(self.codec)
         self.exact, self.keep_error = self.codec.is_exact(self.dtype), collective.keep_error
-        self._errors: list[SparseVector] = []  # of this rank's rounding: given less decoded
+        self._errors: list[SparseVector] = []  # this rank's rounding errors: given minus decoded
 
     def encode(
         self,
@@ -124,31 +125,31 @@ class Call:
         keep: bool = True,
         codec: StreamCodec | None = None,
     ) -> Encoded[Vector]:
-        """Encode; this rank answers for the rounding error.
+        """Encode; this rank accounts for the rounding error.
 
         Args:
-            vector: a region of the whole vector, from ``start`` on.
-            turn: different for all messages of one source, for codecs that draw random numbers.
+            vector: a region of the whole vector that begins at ``start``.
+            turn: distinguishes the messages of one source, for codecs that draw random numbers.
             source: the rank whose random numbers are used (default: this one).
-            start: of the region.
-            keep: False where another rank encodes the same and answers for the rounding error.
-            codec: another than the call's.
+            start: first index of the region.
+            keep: False if another rank encodes the same vector and accounts for the rounding error.
+            codec: used instead of the call's codec.
         """
-        # A seed of its own for every message of a step: QSGD is unbiased over its draws, and rounding
-        # twice with equal draws would have another expectation.
+        # Every message of a step has its own seed: QSGD is unbiased over independent draws, and rounding
+        # twice with equal draws would change the expectation.
         source = self.comm.rank if source is None else source
         codec = codec or self.codec
         with self.comm.stage("pack"):
             seeded = codec.seeded(source + turn * self.comm.world_size, self.step)
             encoded = seeded.encode(vector)
         if keep and not codec.is_exact(self.dtype):
-            # as an error of the whole vector: ``reduced`` subtracts it from ``delivered``, or reports it
+            # embedded in the whole vector: ``reduced`` subtracts it from ``delivered`` or reports it
             error = _difference(vector, encoded.decoded).embed(start, self.size)
             self._errors.append(error)
         return encoded
 
     def decode(self, message: Tensor, size: int, codec: StreamCodec | None = None) -> Vector:
-        """Decode a whole message, to where this rank's values are."""
+        """Decode a whole message onto the device of this rank's values."""
         with self.comm.stage("unpack"):
             vector = (codec or self.codec).decode(message, size)
         return vector.to(self.mine.values.device)
@@ -162,12 +163,12 @@ class Call:
     async def swap(
         self, payload: Tensor, dest: int, source: int, capacity: int, size: int, phase: str
     ) -> Vector | Tensor:
-        """Send a message while another arrives; return the latter, for ``combine``."""
+        """Send a message while another arrives; return the received one, for ``combine``."""
         receiving = self.comm.irecv(source, capacity, phase, self.framing)
         sending = self.comm.isend(payload, dest, phase, self.framing)
         message: Tensor = await receiving
         await sending
-        # left encoded: ``combine`` sums a message and a vector in one pass in C++
+        # kept encoded, because ``combine`` sums a message and a vector in one C++ pass
         if self.operation is SUM and self._is_sparse(message):
             await self.comm.work(message.numel())
             return message
@@ -180,8 +181,8 @@ class Call:
 
     def combine(self, lower: Vector | Tensor, higher: Vector | Tensor) -> Vector:
         """Return ``lower operation higher``, dense above the codec's limit; one may be a message."""
-        # By the entries of the operands, not of the result (5.1: |H1| + |H2| > delta): ranks know those
-        # before they add, and all that hold the same operands decide alike.
+        # The limit applies to the entries of the operands, not of the result (5.1: |H1| + |H2| > delta).
+        # They are known before adding, and all ranks with the same operands decide alike.
         one, other = (lower, higher) if isinstance(higher, Tensor) else (higher, lower)
         assert not isinstance(one, Tensor)
         limit = self.codec.limit(one.size, self.dtype)
@@ -201,7 +202,7 @@ class Call:
     def fold(
         self, shares: Sequence[SparseVector | Tensor], own: SparseVector, codec: StreamCodec
     ) -> Vector:
-        """Return the left fold of sparse messages and vectors of a region, of which ``own`` is one."""
+        """Return the left fold of a region's shares, sparse messages or vectors, including ``own``."""
         if self.operation is SUM:
             with self.comm.stage("unpack"):
                 return sum_messages(codec.sparse, shares, own)
@@ -210,7 +211,7 @@ class Call:
             return fold(vectors, self.operation)
 
     def settle(self, vector: Vector) -> Vector:
-        """Return a vector in the shorter form: dense if it has more entries than the codec's limit."""
+        """Return a vector in its shorter form: dense if it has more entries than the codec's limit."""
         limit = self.codec.limit(vector.size, self.dtype)
         return vector if limit is None or vector.nnz <= limit else self.densify(vector)
 
@@ -219,10 +220,10 @@ class Call:
         return densify(vector, self.operation)
 
     def capacity(self, ranks: int, width: int, *, dense: bool = False) -> int:
-        """Bound the bytes of a message: contributions of ``ranks`` ranks to ``width`` elements.
+        """Bound the bytes of a message with contributions of ``ranks`` ranks to ``width`` elements.
 
-        The width does not bound the number of entries: a sum turns dense by the entries of its operands,
-        not by those of its result.
+        The width does not bound the number of entries, because the entries of the operands, not of the
+        result, decide when a sum turns dense.
         """
         if dense:
             return self.codec.dense.nbytes(width, width, self.dtype)
@@ -238,10 +239,11 @@ class Call:
     ) -> Vector:
         """Return the whole vector, from every rank's region: dense if any region is, else sparse.
 
-        ``dense``: all regions are.  ``ring``: pass them around a ring, which sends nothing twice, instead
-        of disseminating them.
+        ``dense``: all regions are dense.  ``ring``: pass them around a ring, which sends nothing twice,
+        instead of disseminating them.
         """
-        # Every region decides by its own count, and its header says how: no round is spent on agreeing.
+        # Each owner chooses the form by its region's count, and the header states it, so no round is
+        # spent on agreeing.
         comm, spans = self.comm, list(pairwise(boundaries))
         encoded = self.encode(region, comm.world_size, start=boundaries[comm.rank])
         capacities = [
@@ -254,17 +256,17 @@ class Call:
             with comm.stage("unpack"):
                 return join_messages(self.codec.sparse, messages, spans, self.mine)
         regions = [
-            # the own region as the others decode it
+            # take the own region as the other ranks decode it
             encoded.decoded if rank == comm.rank else self.decode(messages[rank], stop - start)
             for rank, (start, stop) in enumerate(spans)
         ]
         return DenseVector(torch.cat([self.densify(r).values for r in regions]))
 
     def reduced(self, total: Vector) -> Reduced:
-        """Return the result: this rank delivered its share as it arrived, and keeps its rounding errors.
+        """Return the result: this rank delivered its share minus its rounding errors, which it keeps.
 
-        Where nobody keeps them, its whole share counts as delivered, and the errors as lost.
-        The caller may scale the total in place, so it shares no memory with ``delivered``.
+        If no rank keeps rounding errors, the whole share counts as delivered and the errors as lost.  The
+        caller may scale the total in place, so it shares no memory with ``delivered``.
         """
         mine = self.mine
         if total.values.untyped_storage().data_ptr() == mine.values.untyped_storage().data_ptr():
@@ -279,18 +281,18 @@ class Call:
 
 
 def _difference(one: Vector, other: Vector) -> SparseVector:
-    """Return ``one - other``, of two vectors in the same form."""
+    """Return ``one - other`` for two vectors in the same form."""
     if isinstance(one, SparseVector) and isinstance(other, SparseVector):
         return less(one, [other])
     return SparseVector.from_dense(one.to_dense() - other.to_dense())
 
 
 def stream_bytes(entries: float, size: int) -> float:
-    """Return the bytes of a message: header, and coo entries or all elements, whichever is shorter."""
+    """Return the bytes of a message: header plus coo entries or all elements, whichever is shorter."""
     return HEADER_BYTES + min(ENTRY_BYTES * entries, WORD_BYTES * size)
 
 
 def relayed(messages: int, nbytes: float) -> Cost:
-    """Return the cost where every message sent is encoded once, and every received one decoded."""
+    """Return the cost if every sent message is encoded once and every received one decoded."""
     entries = nbytes / ENTRY_BYTES
     return Cost(messages, nbytes, encoded=entries, decoded=entries, turns=messages)

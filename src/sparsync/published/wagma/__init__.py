@@ -1,14 +1,14 @@
-"""WAGMA-SGD: average models in changing groups of ranks, without waiting for late ones.
+"""WAGMA-SGD: model averaging in changing groups of ranks, without waiting for late ranks.
 
 Shigang Li, Tal Ben-Nun, Giorgi Nadiradze, Salvatore Di Girolamo, Nikoli Dryden, Dan Alistarh and
 Torsten Hoefler, `Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding
 Group Averaging <https://doi.org/10.1109/TPDS.2020.3040606>`_, IEEE Transactions on Parallel and
 Distributed Systems 32(7), 2021.
 
-Every rank trains a model of its own.  After each step it averages with a group of about sqrt(P) ranks,
-which changes from step to step.  The first rank to arrive starts the average for all, and a late rank
-takes part with the last model that it published.  Every tau steps all ranks average, and wait for each
-other.
+Every rank trains its own model.  After each step it averages its model with a group of about sqrt(P)
+ranks; the groups change from step to step.  The first rank to arrive starts the average for all, and a
+late rank contributes the last model that it published.  Every tau steps, all ranks wait for each other
+and average globally.
 
 Terms
 -----
@@ -22,20 +22,20 @@ tau, synchronization period                   ``sync_period=``: 10
 tau infinite                                  ``sync_period=None``
 t, training iteration                         ``step``, from 0, as in the paper
 W, local model; W'                            the vector of ``average``: parameters after the local step
-U(G, W, t), update rule                       any optimizer of torch; momentum is the rank's own
+U(G, W, t), update rule                       any PyTorch optimizer; momentum stays local
 Algorithm 1, dynamic grouping strategy        ``group_of``, in ``sparsync.published.wagma.scheme``
 mask, shift, phases of the butterfly          the row's shuffle: ``r * stride**-step mod modulus``
-G, gradient; b, local batch size              the rank's own, of its own loop
+G, gradient; b, local batch size              local to the rank's training loop
 Algorithm 2, WAGMA-SGD                        ``Wagma``, the scheme "wagma"
 wait-avoiding_group_allreduce (line 9)        ``grouping="wait-avoiding"``; ``ModelRounds``, ``Agent``
-allreduce within a group                      ``group_allreduce``; rounded ``coded_allreduce``
+allreduce within a group                      ``group_allreduce``; with rounding ``coded_allreduce``
 sync_allreduce (line 16)                      a global round: ``ModelRounds.synchronous``
 stale, line 10                                ``Round.contributed < version``
-1/S, 1/(S + 1) (lines 11, 13)                 ``Wagma.average``: ``total / models``, or with W' once more
+1/S, 1/(S + 1) (lines 11, 13)                 ``Wagma.average``: ``total / models``, or with W' added
 collective activation, activator (3.1.1)      ``Agent.arrive``
 activation messages, binomial tree            messages of ``Kind.ACTIVATE``, ``tree_children``
 version number of a collective                ``round_of(step)``, ``Round.version``
-send buffer, passive contribution             the model that an agent was last handed (``publish``)
+send buffer, passive contribution             the model last handed to the agent (``publish``)
 solo, majority collectives (section 6)        ``sparsync.published.baselines.EagerSgd``
 alpha, wait-avoiding allreduce (section 4)    ``grouping="wait-avoiding"``
 beta, normal group allreduce                  ``grouping="synchronous"``
@@ -50,10 +50,10 @@ Q1, Q3, Q4, Q5 (section 2)                    ``Averager.averaged``, ``Averager.
 staleness, Assumption 1.3                     no model is older than the last global average;
                                               "largest_staleness" of ``Averager.stats``
 Theorems 4.1 and 4.6, Lemma 4.5               ``averaging_bounds``: ``theorem_4_1`` and so on
-mu, mean of the models; Gamma, their drift    ``tests/unit/test_wagma.py`` bounds it by Lemma 4.5
-straggler, simulated load imbalance (5.2)     ``--delay random:2:0.32``: two ranks a step, 320 ms
+mu, mean of the models; Gamma, their drift    ``tests/unit/test_wagma.py`` checks Lemma 4.5's bound
+straggler, simulated load imbalance (5.2)     ``--delay random:2:0.32``: two ranks per step, 320 ms
 runtime of collecting experience (Figure 9)   ``--delay heavytail:1.7:43.5``
-fflib schedules, asynchronous execution       a thread next to training (``sparsync.transports.actors``)
+fflib schedules, asynchronous execution       a background thread (``sparsync.transports.actors``)
 Allreduce-SGD, local SGD                      schemes "allreduce" and "local" of ``sparsync.averaging``
 D-PSGD, SGP, AD-PSGD, eager-SGD               ``sparsync.published.baselines``
 ============================================  ========================================================
@@ -61,7 +61,7 @@ D-PSGD, SGP, AD-PSGD, eager-SGD               ``sparsync.published.baselines``
 Run it
 ------
 
-With a plain module (not DDP), equal on all ranks, and any optimizer::
+With a plain module (not DDP) that starts equal on all ranks, and any optimizer::
 
     from sparsync.published.wagma import Wagma
 
@@ -79,9 +79,10 @@ The ablations of section 5.2: fixed groups, synchronous groups, local SGD, globa
     Wagma(model, group_size=1, sync_period=10).close()
     Wagma(model, group_size=torch.distributed.get_world_size()).close()
 
-A straggler, on virtual ranks: on every step another rank of eight takes four times as long.  An
-allreduce takes the time of the slowest on each of 40 steps, 16.0 seconds.  With WAGMA, others go on
-without a rank that is late, which takes 6.4 seconds; without any wait it would be 5.5::
+A straggler, on virtual ranks: on every step, a different one of the eight ranks takes four times as
+long.  With an allreduce, each of the 40 steps takes as long as its slowest rank, 16.0 seconds in total.
+With WAGMA, the other ranks continue without the late one, and training takes 6.4 seconds.  Without any
+waiting it would take 5.5::
 
     from sparsync.averaging import LocalSgd
 
@@ -98,23 +99,24 @@ without a rank that is late, which takes 6.4 seconds; without any wait it would 
 
     print(f"{train(lambda: LocalSgd(period=1)):.1f}, {train(lambda: Wagma(sync_period=10)):.1f}")
 
-On processes of this machine, of which one is late on every step: the table shows the mean time per
-step, the caption for how long ranks waited, and how many models were stale.  In a training of one's
-own, ``Averager.stats`` has these numbers::
+On local processes, one of which is late on every step.  The table shows the mean time per step; the
+caption says how long ranks waited and how many models were stale.  In your own training,
+``Averager.stats`` has these numbers::
 
     sparsync train --algorithm Allreduce-SGD,WAGMA-SGD --ranks 2 --steps 8 --delay random:1:0.05
     sparsync train --algorithm wagma:group_size=2,sync_period=none,wagma:dynamic=false --ranks 2 --steps 8
     sparsync train --algorithm wagma --ranks 2 --steps 8 --delay persistent:1:0.05
     sparsync train --algorithm wagma --ranks 2 --steps 8 --delay heavytail:0.01:0.5
 
-``--delay random:COUNT:SECONDS`` draws so many ranks for every step, ``persistent:RANK:SECONDS`` always
-delays one, and in ``heavytail:MIN:MAX`` all ranks wait on all steps, mostly shortly.
+``--delay random:COUNT:SECONDS`` delays COUNT random ranks on every step, and ``persistent:RANK:SECONDS``
+always delays the same rank.  With ``heavytail:MIN:MAX`` every rank is delayed on every step, usually
+briefly.
 
 Table I, for every scheme here
 ------------------------------
 
-All of them are decentralized: no rank is a server.  Staleness is that of the models, or updates, that
-meet in an average; "never": only ``finish`` averages over all ranks.
+All schemes are decentralized: no rank is a server.  The staleness refers to the models or updates that
+enter an average.  "never" means that only ``finish`` averages over all ranks.
 
 ===================  ========  ==============  ==========  ===============  ==========================
 scheme               averages  S               staleness   global average   in the paper's Table I
@@ -138,49 +140,49 @@ scheme               averages  S               staleness   global average   in t
 "updates"            updates   1               none        every 2 steps    -
 ===================  ========  ==============  ==========  ===============  ==========================
 
-* "allreduce" averages models after the local step, which for SGD is to average gradients.
-* "local": the paper counts a local step as stale until all ranks have it, as Assumption 1.3 does; its
-  BMUF has the same local steps and is "none".
-* "eager-solo" and "eager-majority": the paper's Eager-SGD bounds staleness by synchronising replicas
-  now and then.  Here a late rank takes all sums that it missed, so replicas need none, and a rank may
-  be late by any number of steps.
+* "allreduce" averages models after the local step, which for SGD is equivalent to averaging gradients.
+* "local": the paper counts a local step as stale until all ranks have it, as Assumption 1.3 does.  Its
+  BMUF has the same local steps but is listed as "none".
+* "eager-solo" and "eager-majority": the paper's Eager-SGD bounds staleness by synchronising the replicas
+  periodically.  This implementation needs no such synchronisation, because a late rank takes all sums
+  that it missed.  In return, a rank may be late by any number of steps.
 * "sgp" with ``neighbours=2`` has S = 3.
 
 Differs from the paper
 ----------------------
 
-* **P and S** are any numbers, as few jobs have powers of two; groups that S does not divide evenly
-  differ by one rank.  With powers of two the groups are those of Algorithm 1, read as ``mask = 1 <<
-  shift``: as printed, a mask that is already shifted is shifted again, and the paper's own examples do
-  not come out.
-* **A late rank that finds no newer result keeps its model**, and takes each result once: as it would
-  otherwise count twice.  A rank that is late by several averages publishes once and takes the newest;
-  Algorithm 2 has one average per step.
-* **A group's sum** is by recursive doubling or by reduce-scatter and allgather, whichever is cheaper;
-  the paper's phases of the butterfly are the former.
-* **Groups of one** (``group_size=1``) have no agent that takes part for a late rank, which would average
-  its new model with its own old one; so this is local SGD, as section 4 says.
-* **Tensors that do not train** have rules (``buffers=``, ``moments=``): BatchNorm's statistics are
-  averaged with the parameters, or stay local; an optimizer's moments stay local by default.
-* **A last global average** is taken by ``finish``, so that training ends with one model.
+* **P and S** may be any numbers, because few jobs have a power of two of ranks.  If S does not divide P,
+  group sizes differ by one.  For powers of two the groups are those of Algorithm 1, read as ``mask = 1
+  << shift``.  As printed, a mask that is already shifted is shifted again, which does not reproduce the
+  paper's own examples.
+* **A late rank that finds no newer result keeps its model.**  It takes each result only once, because
+  the result would otherwise count twice.  A rank that is late by several averages publishes once and
+  takes only the newest result; Algorithm 2 has one average per step.
+* **A group's sum** uses recursive doubling or reduce-scatter plus allgather, whichever is cheaper.  The
+  paper's butterfly is the former.
+* **Groups of one** (``group_size=1``) have no agent that contributes for a late rank, because the rank
+  would average its new model with its own old one.  The result is local SGD, as section 4 says.
+* **Tensors that are not trained** have rules (``buffers=``, ``moments=``): BatchNorm statistics are
+  averaged with the parameters or stay local; optimizer moments stay local by default.
+* **A final global average** is taken by ``finish``, so training ends with one model.
 
 Additions, off by default:
 
 * ``values="bf16"`` or ``"int8"``: group averages are rounded, and the error is contributed later.
-* ``deadline=``: a rank that is silent for this long is left out, and goes on with the others when it is
-  heard again.  As published, it is waited for.
+* ``deadline=``: a rank that is silent for this long is left out, and rejoins when it is heard again.  As
+  published, the others wait for it.
 
 Not here
 --------
 
-* The proof of convergence (section 4.1).  ``tests/claims/test_wagma_family.py`` has the mixing matrices
-  of section 4's family instead.
+* The proof of convergence (section 4.1).  ``tests/claims/test_wagma_family.py`` checks the mixing
+  matrices of the family in section 4 instead.
 * ResNet-50 on ImageNet and the Transformer on WMT17: ``sparsync_papers.models`` and
   ``sparsync_papers.workloads``.  Habitat's navigation is replaced by PPO on CartPole
   (``sparsync_papers.workloads.ppo``).
-* Averages of gradients in place of models: ``sparsync.attach``.
-* Agents over MPI: they have ZeroMQ's connections of their own, whatever carries the rest.
-* The paper's throughput on Piz Daint: here it is simulated, with its compute and network.
+* Averaging gradients instead of models: ``sparsync.attach``.
+* Agents over MPI: agents always open their own ZeroMQ connections, whatever transport the rest uses.
+* The paper's throughput on Piz Daint, which is simulated with that machine's compute and network times.
 
 Figures
 -------
@@ -188,11 +190,11 @@ Figures
 * ``benchmarks/averaging-throughput.md``: Figures 4, 7 and 10, in virtual time.
 * ``benchmarks/averaging-convergence.md``: loss of all schemes after equal steps, with late ranks.
 * ``benchmarks/averaging-ablations.md``: section 5.2's ablations on 64 ranks.
-* ``benchmarks/averaging-delays.md``: seconds that delays add, with real processes.
-* ``benchmarks/ppo.md``: reinforcement learning (section 5.4), small.
-* ``benchmarks/reproduced.md``: Figures 4 to 8, 10 and 11 next to the paper's numbers, by ``sparsync
-  reproduce wagma-fig4`` and so on.
-* ``docs/averaging.md``: what travels, what is checked, saving and resuming.
+* ``benchmarks/averaging-delays.md``: seconds that delays add, on real processes.
+* ``benchmarks/ppo.md``: small-scale reinforcement learning (section 5.4).
+* ``benchmarks/reproduced.md``: Figures 4 to 8, 10 and 11 next to the paper's numbers, produced by
+  ``sparsync reproduce wagma-fig4`` and its siblings.
+* ``docs/averaging.md``: message contents, consistency checks, saving and resuming.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,9 @@
 """The agent of a rank: executes rounds of averaging while the rank itself computes.
 
-Rounds have version numbers and are executed in order, each once.  A round begins on a rank when the
-rank arrives at it, or when it hears that another has: the news travels down the binomial tree whose root
-is the activator, and with the round's own messages.  A ``Rounds`` computes the result of a round;
-nothing here knows of threads or sockets.
+Rounds have version numbers and are executed in order, once each.  A round starts on a rank when the rank
+arrives at it, or when it learns that another rank has arrived.  This news travels down a binomial tree
+rooted at the activator, and with the round's own messages.  A ``Rounds`` computes the result of a round.
+This module is independent of threads and sockets.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ __all__ = [
 ]
 
 _LAYOUT: Final = struct.Struct("<IIqQ")
-_REMEMBERED: Final = 64  # last versions for which an agent knows whom it has told
+_REMEMBERED: Final = 64  # number of versions for which an agent remembers whom it has told
 
 
 def round_of(step: int) -> int:
-    """Return the version of the average after a 0-based step; ``finish`` has the even one before it.
+    """Return the version of the average after a 0-based step; ``finish`` uses the even one before it.
 
     Example:
         >>> [round_of(step) for step in range(3)], step_of(5)
@@ -54,7 +54,7 @@ def round_of(step: int) -> int:
 
 
 def step_of(version: int) -> int:
-    """Return the step that a round belongs to."""
+    """Return the step of a round."""
     return version // 2
 
 
@@ -77,17 +77,17 @@ class Kind(IntEnum):
     """The kinds of messages between agents."""
 
     ACTIVATE = 1  # a round has begun; number: the activator
-    DATA = 2  # of a round's collective
-    RESULT = 3  # of a round that the receiver has not ended; number: models in the sum
-    PING = 4  # are you there?
+    DATA = 2  # a message of a round's collective
+    RESULT = 3  # result of a round that the receiver has not ended; number: models in the sum
+    PING = 4  # is the receiver alive?
     PONG = 5
     VIEW = 6  # who is present
-    # to a rank that was left out: who is present, and the last common sum; number: models in it
+    # to a rank that was left out: the present ranks, and the last common sum; number: models in it
     WELCOME = 7
 
 
 class Header(NamedTuple):
-    """The 24 bytes before every message between agents; ``view`` says who takes part."""
+    """The 24 bytes before every message between agents; ``view`` identifies the set of present ranks."""
 
     kind: int
     number: int
@@ -95,7 +95,7 @@ class Header(NamedTuple):
     view: int = 0
 
     def pack(self) -> bytes:
-        """Return its bytes."""
+        """Return the header as bytes."""
         return _LAYOUT.pack(*self)
 
     @classmethod
@@ -111,31 +111,31 @@ class Round(NamedTuple):
     version: int
     total: Tensor  # sum of the models
     models: int  # in the sum
-    contributed: int  # version of the model that this rank put in; an older one was stale
+    contributed: int  # version of this rank's contribution; an older one than the round's is stale
 
 
 class Answer(NamedTuple):
     """The answer to a rank that arrives at a round."""
 
     result: Round  # the newest
-    resumes: bool  # the rank had been left out, and goes on with this result, after this round
+    resumes: bool  # the rank had been left out, and resumes with this result, after this round
     left_out: tuple[tuple[int, int, str], ...]  # rank, step and reason, so far
-    present: list[int]  # ranks that take part, ascending
+    present: list[int]  # ranks that are present, ascending
 
 
 class Rounds(ABC):
-    """The rounds of an algorithm; by default all ranks take part, and the first to arrive begins."""
+    """The rounds of an algorithm; by default all ranks join, and the first to arrive starts."""
 
     def synchronous(self, version: int) -> bool:
-        """Tell whether a rank takes part only when it has arrived itself."""
+        """Return whether a rank joins the round only once it has arrived itself."""
         return False
 
     def activates(self, version: int, rank: int) -> bool:
-        """Tell whether this rank's arrival starts the round for all."""
+        """Return whether this rank's arrival starts the round for all."""
         return True
 
     def members(self, version: int, present: Sequence[int], rank: int) -> Sequence[int]:
-        """Return this rank's group among those present, ascending."""
+        """Return this rank's group among the present ranks, ascending."""
         return present
 
     @abstractmethod
@@ -143,20 +143,20 @@ class Rounds(ABC):
         """Take the vector that this rank contributes from now on."""
 
     def restart(self, model: Tensor) -> None:
-        """Publish a model that all ranks have, in place of this rank's own."""
+        """Publish a model that all ranks have instead of this rank's own."""
         self.publish(model)
 
     @abstractmethod
     def reduce(
         self, comm: Communicator, version: int, contributed: int
     ) -> Coroutine[Operation, None, Tensor]:
-        """Sum the contributions of a group's ranks; a round may be begun again."""
+        """Sum the contributions of a group's ranks; a round may be restarted."""
 
-    def end(self, result: Round) -> None:  # noqa: B027 (most keep nothing)
+    def end(self, result: Round) -> None:  # noqa: B027 (most need nothing)
         """Take a round's result."""
 
     def collected(self, newest: Round) -> Round:
-        """Return the answer to a rank that arrives: by default the newest round."""
+        """Return the round to answer an arriving rank with: by default the newest."""
         return newest
 
 
@@ -165,7 +165,7 @@ class Rounds(ABC):
 
 @final
 class _AgentComm(Communicator):
-    """Messages between agents, as a round's collective sends and receives them."""
+    """Adapts messages between agents to the communicator of a round's collective."""
 
     def __init__(self, agent: Agent, version: int, view: int) -> None:
         super().__init__(agent.host.rank, agent.host.world_size, torch.device("cpu"))
@@ -197,12 +197,12 @@ class _Delivery(Operation):
 
 @dataclass
 class _Attempt:
-    """A round under way among those that were present when it began."""
+    """An attempt at a round, among the ranks that were present when it started."""
 
     models: int  # in its sum
-    contributed: int  # version of the model that this rank put in
+    contributed: int  # version of this rank's contribution
     task: Task[Tensor]
-    since: float  # when it began to wait
+    since: float  # time at which it started to wait
 
     @property
     def waits_for(self) -> _Delivery:
@@ -216,15 +216,15 @@ class _Attempt:
 class Agent(Companion):
     """Executes the rounds of one rank.
 
-    Each rank has a generation, which is even while it takes part and odd while it is left out.
-    Generations only grow, so all ranks reach the same view by taking maxima, whatever the order of the
-    news.
+    Each rank has a generation, which is even while it is present and odd while it is left out.
+    Generations only grow, so all ranks reach the same view by taking maxima, in whatever order news
+    arrives.
 
     Args:
         rounds: the computation of each round.
         world_size: number of ranks.
         step: the first local step.
-        model: published first, and given to a rank that comes back before the first synchronous round.
+        model: published first, and given to a rank that rejoins before the first synchronous round.
         deadline: seconds of silence after which a rank that others wait for is left out; None: never.
     """
 
@@ -245,22 +245,22 @@ class Agent(Companion):
         rounds.publish(model)
         self._called = 2 * step
         self._waiting: tuple[int, Reply] | None = None  # version, and the reply that waits for it
-        self._told: dict[int, set[int]] = {}  # version -> whom this rank has told
+        self._told: dict[int, set[int]] = {}  # version -> ranks that this rank has told
         self._welcome: Round | None = None
         self._generations = [0] * world_size
         self._view = 0  # a fingerprint of the generations
         self._heard: dict[int, float] = {}
-        self._gone: dict[int, str] = {}  # ranks that cannot come back, and why
+        self._gone: dict[int, str] = {}  # ranks that cannot rejoin, and why
 
     def _restart(self, result: Round) -> None:
-        """Go on after a round whose result all ranks have."""
-        self._last = self._common = result  # common: all waited for it
+        """Continue after a round whose result all ranks have."""
+        self._last = self._common = result  # common: the last result that all ranks waited for
         self._arrived = self._published = result.version
         self.version = result.version + 1
 
     @property
     def present(self) -> list[int]:
-        """The ranks that take part, ascending."""
+        """The present ranks, ascending."""
         return [rank for rank in range(len(self._generations)) if self._is_present(rank)]
 
     def _is_present(self, rank: int) -> bool:
@@ -269,7 +269,7 @@ class Agent(Companion):
     # ---- the rank's calls
 
     def arrive(self, version: int, vector: Tensor, reply: Reply) -> None:
-        """Take this rank's model; ``reply`` gets a round >= ``version``, or the way back in."""
+        """Take this rank's model; ``reply`` gets a round >= ``version``, or the round to resume at."""
         self._waiting = version, reply
         if self._welcome is not None:
             self._answer(self._welcome)
@@ -280,7 +280,7 @@ class Agent(Companion):
             self._answer(self._last)
             return
         self._arrived = version
-        self.version = min(self.version, version)  # of ``finish``: it precedes the step's round
+        self.version = min(self.version, version)  # a round of ``finish`` precedes the step's round
         alone = self._waits_for_all(version) or self._called >= version
         if not alone and self.rounds.activates(version, self.host.rank):
             self._called = version
@@ -288,8 +288,8 @@ class Agent(Companion):
         self._advance()
 
     def _answer(self, result: Round) -> None:
-        """Give the waiting rank a result."""
-        assert self._waiting is not None, "it has arrived"
+        """Send a result to the waiting rank."""
+        assert self._waiting is not None, "the rank has arrived"
         (_, reply), self._waiting = self._waiting, None
         resumes, self._welcome = self._welcome is not None, None
         result = self.rounds.collected(result)
@@ -307,11 +307,11 @@ class Agent(Companion):
             return
         match header.kind:
             case Kind.ACTIVATE:
-                # also of a round that this rank has ended
+                # passed on even if this rank has already ended the round
                 self._tell(header.version, header.number)
                 self._take_part(header.version)
             case Kind.DATA if header.version <= self._last.version:
-                self._repeat(source, header.version)  # begun again by the sender, ended here
+                self._repeat(source, header.version)  # restarted by the sender, ended on this rank
             case Kind.DATA:
                 self.mail_of(header.version, header.view, source).append(body)
                 self._take_part(header.version)
@@ -321,7 +321,9 @@ class Agent(Companion):
                 self._advance()
             case Kind.PING:
                 self._post(source, Kind.PONG)
-                if header.version <= self._last.version:  # it waits in a round that has ended here
+                if (
+                    header.version <= self._last.version
+                ):  # it waits in a round that ended on this rank
                     self._repeat(source, header.version)
             case Kind.VIEW:
                 self._merge(body.clone().view(torch.int64).tolist())
@@ -329,10 +331,10 @@ class Agent(Companion):
                 self._on_welcome(header, body)
 
     def _values(self, body: Tensor) -> Tensor:
-        return body.clone().view(self._common.total.dtype)  # a body may start at any byte
+        return body.clone().view(self._common.total.dtype)  # aligned: a body may start at any byte
 
     def mail_of(self, version: int, view: int, source: int) -> deque[Tensor]:
-        """Return the messages of a round that a rank has sent, in order."""
+        """Return the queue of messages from one rank for one round."""
         return self._mail.setdefault((version, view, source), deque())
 
     def _take_part(self, version: int) -> None:
@@ -340,12 +342,12 @@ class Agent(Companion):
         self._advance()
 
     def _repeat(self, source: int, version: int) -> None:
-        """Send the result of a round that has ended here, or of a later one."""
+        """Send the result of a round that has ended on this rank, or a later result."""
         result = self._common if self._common.version == version else self._last
         self.post(source, Header(Kind.RESULT, result.models, version).pack(), result.total)
 
     def _tell(self, version: int, root: int) -> None:
-        """Pass the word on down the tree of ``root``, to ranks that this one has not told yet."""
+        """Forward an activation down the tree of ``root``, to ranks not yet told by this one."""
         told = self._told.setdefault(version, set())
         pending = tree_children(self.host.rank, root, self.host.world_size)
         while pending:
@@ -355,7 +357,7 @@ class Agent(Companion):
             told.add(child)
             if self._is_present(child):
                 self.post(child, Header(Kind.ACTIVATE, root, version).pack())
-            else:  # tell the children of a rank that is left out
+            else:  # tell the children of a rank that is left out in its place
                 pending += tree_children(child, root, self.host.world_size)
 
     def _post(self, dest: int, kind: Kind, body: Tensor | None = None) -> None:
@@ -395,9 +397,9 @@ class Agent(Companion):
         return _Attempt(len(members), self._published, task, self.host.now)
 
     def _end(self, result: Round) -> None:
-        """Take a round's result, its own or another rank's, and go on to the next of a step."""
+        """Take a round's result, from this or another rank, and advance to the next step's round."""
         self._drop()
-        # versions of a step: 2 step before it, 2 step + 1 after it
+        # a step has the versions 2 step, before it, and 2 step + 1, after it
         age = -(-(result.version - result.contributed) // 2)
         self.participation.note(age, result.models)
         self.rounds.end(result)
@@ -411,7 +413,7 @@ class Agent(Companion):
             self._answer(result)
 
     def _drop(self) -> None:
-        """Give up the round under way, which may be begun again."""
+        """Abandon the current attempt; the round may be restarted."""
         if self._attempt is not None:
             self._attempt.task.program.close()
             self._attempt = None
@@ -421,13 +423,13 @@ class Agent(Companion):
     def tick(self) -> None:
         """Ping the rank that keeps this one waiting; leave it out if it stays silent."""
         if self._attempt is not None and self.due is not None and self.deadline is not None:
-            # late by so much, this rank was away itself: messages may wait that it has not read yet
+            # so late a tick means that this rank itself was suspended, and may have unread messages
             if self.host.now - self.due > self.deadline / 4:
                 self._attempt.since = self.host.now
             self._watch(ask=True)
 
     def _watch(self, *, ask: bool = False) -> None:
-        """Plan the next look at the rank that keeps this one waiting, if there is one."""
+        """Schedule the next check of the rank that keeps this one waiting, if any."""
         self.due = None
         if self._attempt is None:
             return
@@ -445,7 +447,7 @@ class Agent(Companion):
             self.due = half if now < half else end
 
     def lose(self, peer: int, reason: str) -> None:
-        """Leave out a rank that is gone for ever; without a deadline, fail once it is needed."""
+        """Leave out a rank that is gone for good; without a deadline, fail once it is needed."""
         self._gone[peer] = reason
         if self.deadline is None:
             self._watch()
@@ -458,11 +460,11 @@ class Agent(Companion):
         self._merge(self._toggled(peer), reason)
 
     def _toggled(self, peer: int) -> list[int]:
-        """Return the generations with one rank left out, or back."""
+        """Return the generations with one rank left out or readmitted."""
         return [g + (rank == peer) for rank, g in enumerate(self._generations)]
 
     def _readmit(self, peer: int) -> None:
-        """Welcome a rank that was left out and is heard again: it gets the last common model."""
+        """Welcome a rank that was left out and is heard again, with the last common model."""
         if peer in self._gone:
             return
         self._merge(self._toggled(peer))
@@ -471,8 +473,8 @@ class Agent(Companion):
         self.post(peer, header.pack(), torch.cat([*map(bytes_of, parts)]))
 
     def _merge(self, generations: list[int], reason: str = "other ranks say so") -> None:
-        """Take over news about who is present; a round under way begins again among these."""
-        # element-wise maxima commute, so the order in which news arrive does not matter
+        """Merge news about the present ranks; if they changed, restart the current round among them."""
+        # element-wise maxima commute, so the order in which news arrives does not matter
         newer = [max(pair) for pair in zip(self._generations, generations, strict=True)]
         if newer == self._generations:
             return
@@ -487,12 +489,12 @@ class Agent(Companion):
                 self._post(peer, Kind.VIEW, torch.tensor(newer))
         self._drop()
         if self.host.rank not in present:
-            for peer in present:  # any message makes them readmit this rank
+            for peer in present:  # any message makes its receiver readmit this rank
                 self._post(peer, Kind.PING)
         self._advance()
 
     def _on_welcome(self, header: Header, body: Tensor) -> None:
-        """Go on from the round at which the others are."""
+        """Resume at the other ranks' current round."""
         cut = 8 * self.host.world_size
         generations = body[:cut].clone().view(torch.int64).tolist()
         if header.version <= self.version and self._is_present(self.host.rank):

@@ -1,16 +1,16 @@
-"""WAGMA's bounds, as numbers: how far apart models are (Lemma 4.5), and how fast they converge.
+"""WAGMA's bounds as numbers: the distance between models (Lemma 4.5), and the rate of convergence.
 
-The analysis takes one interaction at a time.  Of P models, S that are drawn at random are averaged: a
-rank takes its own model and those of the other S - 1 as they were before their last gradient step, and
-then does a gradient step of its own.  Every tau interactions all models are averaged.  In practice P / S
-interactions are one step of training.
+The analysis considers one interaction at a time, which averages S of the P models, drawn at random.  A
+rank averages its own model with the other S - 1 as they were before their last gradient step, and then
+takes a gradient step.  Every tau interactions, all models are averaged.  P / S interactions correspond to
+one step of training.
 
 ============  =======================================================================================
 f, L          the objective; the Lipschitz constant of its gradients
 eta           learning rate (called alpha in Theorem 4.6)
-M^2           bound of ``E |gradient of a sample|^2``, on every rank
+M^2           bound on ``E |gradient of a sample|^2``, on every rank
 mu_t          the mean of all models
-tau           most interactions since the last global average, and staleness
+tau           maximal number of interactions since the last global average; bounds staleness
 ============  =======================================================================================
 """
 
@@ -45,8 +45,8 @@ def theorem_4_6(
 ) -> float:
     """Bound the mean of ``E |grad f(mu_t)|^2`` over T interactions at a learning rate of ``P / sqrt(T)``.
 
-    ``(2 gap + 8 S^2 M^2 + 64 S^2 L^2 M^2) / sqrt(T)``.  The squares of gradients are at most M^2 anyway,
-    so the bound says something only for ``T > 64 S^4``.
+    ``(2 gap + 8 S^2 M^2 + 64 S^2 L^2 M^2) / sqrt(T)``.  Squared gradients are at most M^2 in any case, so
+    the bound is vacuous unless ``T > 64 S^4``.
 
     Args:
         steps: T, at least ``P^4 tau^4``.
@@ -58,7 +58,7 @@ def theorem_4_6(
         sync_period: tau.
 
     Raises:
-        ConfigurationError: too few steps for the theorem.
+        ConfigurationError: the theorem does not hold for so few steps.
 
     Example:
         >>> task = {"gap": 1.0, "smoothness": 0.1, "second_moment": 1.0}
@@ -84,10 +84,10 @@ def theorem_4_1(
     world_size: int,
     sync_period: int,
 ) -> int:
-    """Return interactions after which some model mean had ``E |grad f|^2 <= goal``.
+    """Return the number of interactions after which some mean model had ``E |grad f|^2 <= goal``.
 
-    The paper gives the order, ``max(gap^2 / goal^2, S^4 M^4 L^4 / goal^2, P^4 tau^4)``; this is the
-    number that follows from Theorem 4.6.
+    The paper gives the order, ``max(gap^2 / goal^2, S^4 M^4 L^4 / goal^2, P^4 tau^4)``; this function
+    returns the number that follows from Theorem 4.6.
 
     Example:
         >>> task = {"gap": 1.0, "smoothness": 0.1, "second_moment": 1.0}

@@ -1,12 +1,12 @@
-"""WAGMA-SGD: average within changing groups without waiting for late ranks, and globally at intervals.
+"""WAGMA-SGD: averages in changing groups without waiting for late ranks, and globally at intervals.
 
-The first rank to arrive starts the average for all.  A late rank takes part with the last model that it
+The first rank to arrive starts the average for all.  A late rank contributes the last model that it
 published, and finds the result when it arrives.
 
-Ranks stand in a row that is cut into groups of neighbours.  Before every step the row is shuffled,
-always by the same permutation: rank r stands at ``r * stride**-step mod modulus``.  With P and S powers
-of two, stride S and modulus P - 1 rotate the bits of r, and that *is* Algorithm 1: step t merges along
-the ``log2 S`` bits from ``(t * log2 S) mod log2 P`` on.  Multiplication is defined for any P.
+The ranks form a row that is cut into groups of neighbours.  Before every step the row is shuffled by the
+same permutation: rank r is at place ``r * stride**-step mod modulus``.  If P and S are powers of two,
+stride S and modulus P - 1 rotate the bits of r, which *is* Algorithm 1: step t merges along the ``log2
+S`` bits that start at ``(t * log2 S) mod log2 P``.  Unlike bit rotation, multiplication works for any P.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Grouping = Literal["wait-avoiding", "synchronous"]
 Values = Literal["fp32", "bf16", "int8"]
 
 _LOG = logging.getLogger("sparsync")
-_ALPHA: Final = 50e-6  # seconds per message, as the simulator's default links
+_ALPHA: Final = 50e-6  # seconds per message, as on the simulator's default links
 _BETA: Final = 8e-9  # seconds per byte: 1 Gbit/s
 CODECS: Final = MappingProxyType[str, Codec[DenseVector] | None](
     {
@@ -59,11 +59,11 @@ CODECS: Final = MappingProxyType[str, Codec[DenseVector] | None](
 )
 
 
-# without a global average, by the staleness of the models that meet
+# the assumptions given up without global averages, by staleness
 _GIVEN_UP: Final = MappingProxyType(
     {
-        "unbounded": "a late rank's model may be of any age, so Assumption 1.3 (bounded staleness) of "
-        "WAGMA-SGD's Theorem 4.1 does not hold, nor Lemma 4.5, on how far models drift apart",
+        "unbounded": "a late rank's model may be arbitrarily old, so Assumption 1.3 (bounded staleness) "
+        "of WAGMA-SGD's Theorem 4.1 does not hold, nor Lemma 4.5, on how far models drift apart",
         "none": "nothing bounds how far models drift apart, so Lemma 4.5 of WAGMA-SGD, on which "
         "Theorem 4.1 rests, does not hold",
     }
@@ -80,29 +80,29 @@ class Wagma(Accompanied):
                               W = (sum + W') / (S + 1)  an older model of this rank was in it
         (t + 1) % tau == 0:   W = mean over all ranks, which wait for each other
 
-    A rank that is late by several averages publishes once and takes only the newest of them.  No model
-    is older than the last global average, so none is tau steps old.
+    A rank that is late by several averages publishes once and takes only the newest result.  No model is
+    older than the last global average, so none is tau steps old.
 
     Args:
-        group_size: S; default: the divisor of P nearest sqrt(P).  Groups that S does not divide evenly
-            differ by one rank; 1: only global averages, which is local SGD.
+        group_size: S; default: the divisor of P nearest sqrt(P).  If S does not divide P, group sizes
+            differ by one; 1: only global averages, which is local SGD.
         sync_period: tau, in steps; None, for infinity: no global average before ``finish``, which gives
-            up an assumption of Theorem 4.1 (rank 0 says which).
-        grouping: a late rank's group goes on, "wait-avoiding", or waits for it, "synchronous".
-        dynamic: groups change from step to step (Algorithm 1); False: for the ablation of 5.2.
-        values: group averages travel as "fp32" (as the model has them), "bf16" or "int8"; a rank adds its
-            rounding error to its next contribution.  Global averages are never rounded.
+            up an assumption of Theorem 4.1 (rank 0 reports which).
+        grouping: a late rank's group continues without it ("wait-avoiding") or waits ("synchronous").
+        dynamic: change groups from step to step (Algorithm 1); False: the ablation of section 5.2.
+        values: group averages are sent as "fp32" (the model's own dtype), "bf16" or "int8"; a rank adds
+            its rounding error to its next contribution.  Global averages are never rounded.
         deadline: seconds of silence after which a rank that others wait for is left out and reported.
-            When it is heard again it goes on with the last global average and the others' step
+            When it is heard again it resumes with the last global average, at the others' step
             (``resume_at``).  None: the others wait for it.
 
     Raises:
-        DeadlineError: a rank does not come to a global average within the communicator's timeout.
+        DeadlineError: a rank misses a global average by more than the communicator's timeout.
 
-    Cost: per step 2 n (S - 1) / S elements in 2 ceil(log2 S) messages, or log2 S messages of n where
-    that is cheaper (rounded: S - 1 + ceil(log2 S) messages), and at most log2 P activations; memory:
-    the published model and the newest result; rounded: also the last global average and the error.
-    State: the step and the error: a resumed run begins as if after a global average.
+    Cost: per step 2 n (S - 1) / S elements in 2 ceil(log2 S) messages, or log2 S messages of n if that
+    is cheaper (rounded: S - 1 + ceil(log2 S) messages), and at most log2 P activations; memory: the
+    published model and the newest result; rounded: also the last global average and the error.
+    State: the step and the error; a resumed run starts as if after a global average.
     Differs from the paper: any P and S; a late rank that finds no newer result keeps its model; the
     deadline.
 
@@ -145,7 +145,7 @@ class Wagma(Accompanied):
 
     @property
     def staleness(self) -> Staleness:
-        """Bounded by tau; unbounded without global averages; none if groups wait."""
+        """Bounded by tau; unbounded without global averages; none with synchronous groups."""
         if self.grouping == "synchronous" or self.group_size == 1:
             return "none"
         return "unbounded" if self.sync_period is None else "bounded"
@@ -160,7 +160,7 @@ class Wagma(Accompanied):
         return self.group_size or default_group_size(world_size)
 
     def survivors(self, comm: Communicator) -> Communicator:
-        """Return the ranks that have not been left out, or have come back."""
+        """Return the ranks that have not been left out or have rejoined."""
         everyone = len(self._present) in (0, comm.world_size)
         return comm if everyone else Subgroup(comm, self._present)
 
@@ -174,8 +174,8 @@ class Wagma(Accompanied):
         if self.sync_period is None and self._binding is not None and comm.rank == 0:
             say(f"sync_period=None: {_GIVEN_UP[self.staleness]}")
         vector = vector.cpu()
-        # A rank that trains alone never waits; but an agent that took part for it would average its new
-        # model with its own old one.
+        # A group of one never waits, but an agent contributing on its rank's behalf would average the
+        # rank's new model with its own old one.
         grouping = "synchronous" if size == 1 else self.grouping
         self._rounds = ModelRounds(
             vector, size, self.sync_period, grouping, dynamic=self.dynamic, codec=self._codec
@@ -187,7 +187,7 @@ class Wagma(Accompanied):
         self._run(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Average with the group, or with all."""
+        """Average with the group or with all ranks."""
         return await self._arrive(round_of(step), vector)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
@@ -195,7 +195,7 @@ class Wagma(Accompanied):
         return await self._arrive(2 * step, vector)
 
     async def _arrive(self, version: int, vector: Tensor) -> Tensor:
-        """Arrive at a round; return the model that this rank goes on with."""
+        """Arrive at a round; return the model that this rank continues with."""
         published = vector.cpu()
         answer: Answer = await self._ask(
             step_of(version), lambda reply: self._agent.arrive(version, published, reply)
@@ -222,12 +222,12 @@ class Wagma(Accompanied):
 class ModelRounds(Rounds):
     """Rounds of WAGMA: group averages, and a global one when ``(step + 1) % sync_period == 0``.
 
-    With a codec, a rank contributes the distance of its model from the last global average, ``base``,
-    which all ranks have, and adds the rounding error to its next contribution::
+    With a codec, a rank contributes the difference between its model and the last global average,
+    ``base``, which all ranks have.  It adds the rounding error to its next contribution::
 
         p = W' + error;   q = C(p - base);   error = p - base - q
 
-    So rounding does not change the mean over ranks of W + error, as long as no rank is late.
+    Rounding therefore does not change the mean of W + error over the ranks, as long as no rank is late.
 
     Attributes:
         error: `[n]`, None without a codec.
@@ -253,7 +253,7 @@ class ModelRounds(Rounds):
         return version % 2 == 0 or closes
 
     def synchronous(self, version: int) -> bool:
-        """Tell whether a rank takes part only when it has arrived itself."""
+        """Return whether a rank joins the round only once it has arrived itself."""
         return self.grouping == "synchronous" or self._is_global(version)
 
     def members(self, version: int, present: Sequence[int], rank: int) -> Sequence[int]:
@@ -265,15 +265,15 @@ class ModelRounds(Rounds):
         return [present[i] for i in group_of(present.index(rank), count, size, step)]
 
     def publish(self, vector: Tensor) -> None:
-        """Contribute ``vector``, which nobody changes, from now on."""
+        """Contribute ``vector`` from now on; the caller must not change it."""
         self._vector = vector if self.error is None else vector + self.error
 
     def restart(self, model: Tensor) -> None:
-        """Contribute distances from this model from now on; the error belonged to the discarded one."""
+        """Take this model as the new base; the error belonged to the discarded model."""
         self._vector, self._base, self.error = model, model, None
 
     def end(self, result: Round) -> None:
-        """Take a global average as the new base; no error is pending any more."""
+        """Take a global average as the new base, which clears the error."""
         if self._is_global(result.version):
             self._base, self.error = result.total / result.models, None
 
@@ -283,8 +283,8 @@ class ModelRounds(Rounds):
             return await group_allreduce(comm, self._vector)
         base = self._base
         coded = await coded_allreduce(comm, self._vector - base, self.codec, version)
-        # A stale model is one too many in the sum (Algorithm 2).  Rounding it once more owes nothing; the
-        # error of the round in which it was fresh is still owed.
+        # A stale model is an extra term of the sum (Algorithm 2).  Rounding it again adds no error to
+        # repay; the error of the round in which it was fresh still has to be repaid.
         owed = self.error if contributed < version else coded.lost
         self.error = coded.lost_of_sum if owed is None else owed + coded.lost_of_sum
         return base * comm.world_size + coded.total
@@ -294,13 +294,13 @@ class ModelRounds(Rounds):
 
 
 def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[int, ...]:
-    """Return the members of a rank's group at a 0-based local step, ascending, itself among them.
+    """Return the members of a rank's group at a 0-based local step, ascending, including the rank.
 
-    If S divides P, all groups have S members.  Else their sizes differ by one, as close to S as an
-    equal share allows; nobody stays alone (unless S = 1).  With more than one group of more than
-    one, the groups of no two consecutive steps are the same; those of ``step=0`` never change.
+    If S divides P, all groups have S members.  Otherwise group sizes differ by one and are as close to S
+    as an even division allows; no rank is alone (unless S = 1).  If there are several groups of more than
+    one rank, consecutive steps never have the same groups.  The groups of ``step=0`` are fixed.
 
-    Cost: that of sorting the group, whatever P is.
+    Cost: sorting the group, independent of P.
 
     Example:
         >>> group_of(5, 8, 4, step=0), group_of(5, 8, 4, step=1)
@@ -311,11 +311,11 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
     References: Li et al., WAGMA-SGD, IEEE TPDS 2021, Algorithm 1, with ``mask = 1 << shift`` (as
     printed, a mask that is already shifted is shifted again; the paper's examples come out so).
     """
-    # P / S rounded to the nearest, down if halfway: so nobody is ever alone with S = 2 and P odd
+    # P / S rounded to nearest, half down, so no rank is alone with S = 2 and P odd
     groups = (2 * world_size + group_size - 1) // (2 * group_size)
-    # The members of a group should spread over as many groups as possible, leaving none out between
-    # them: a stride of the smallest group's size, or the next below that has an inverse.  Where S
-    # divides P that is S, modulo P - 1; a stride of 2 always is one or the other.
+    # The next shuffle should spread a group's members over as many groups as possible, without gaps: the
+    # stride is the smallest group's size, or the next number below it that has an inverse.  If S divides
+    # P, the stride is S modulo P - 1; a stride of 2 is always invertible modulo P or P - 1.
     stride, modulus = next(
         (stride, modulus)
         for stride in range(world_size // groups, 0, -1)
@@ -324,11 +324,11 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
     )
 
     def shuffled(number: int, exponent: int) -> int:
-        moves = number < modulus  # modulo P - 1 the last rank keeps its place
+        moves = number < modulus  # with modulus P - 1 the last rank keeps its place
         return number * pow(stride, exponent, modulus) % modulus if moves else number
 
     index = shuffled(rank, -step) * groups // world_size
-    # group i has the places from ceil(i P / groups) on
+    # group i starts at place ceil(i P / groups)
     start, stop = (-(-world_size * i // groups) for i in (index, index + 1))
     return tuple(sorted(shuffled(place, step) for place in range(start, stop)))
 
@@ -336,8 +336,8 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
 def default_group_size(world_size: int) -> int:
     """Return the divisor of P, other than 1, nearest to the square root of P (section 5.2).
 
-    A prime P > 3 has no such divisor but itself, which would be a global average: there it is the
-    whole number nearest to the root, as any S will do.
+    For a prime P > 3 the only such divisor is P, which would be a global average.  The result is then the
+    integer nearest to the root, because any S is allowed.
 
     Example:
         >>> [default_group_size(world_size) for world_size in (1, 2, 8, 12, 64, 13)]
@@ -354,9 +354,9 @@ def default_group_size(world_size: int) -> int:
 
 
 async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
-    """Sum over a group, by the cheaper way; equal on all its members.
+    """Sum over a group with the cheaper of two algorithms; the result is equal on all its members.
 
-    Cost: recursive doubling, log2 S messages of n; or that of ``comm.allreduce``.
+    Cost: log2 S messages of n for recursive doubling, or the cost of ``comm.allreduce``.
     """
     size = comm.world_size
     hops = (size - 1).bit_length()
@@ -377,16 +377,16 @@ class CodedSum(NamedTuple):
     """A sum of rounded vectors, `[n]`, equal on all members, and its rounding errors."""
 
     total: Tensor
-    lost: Tensor  # by rounding this rank's vector
-    lost_of_sum: Tensor  # by rounding the sum, in this rank's block
+    lost: Tensor  # the error of rounding this rank's vector
+    lost_of_sum: Tensor  # the error of rounding the sum, in this rank's block
 
 
 async def coded_allreduce(
     comm: Communicator, vector: Tensor, codec: Codec[DenseVector], seed: int
 ) -> CodedSum:
-    """Sum over a group: every member sums one block of rounded vectors, and sends the rounded sum.
+    """Sum over a group: every member sums one block of the rounded vectors and sends the rounded sum.
 
-    The codec's draws depend on ``seed`` and the rank.
+    The codec's random numbers depend on ``seed`` and the rank.
 
     Cost: S - 1 + ceil(log2 S) messages; 2 n (S - 1) / S elements, rounded.
     """
@@ -402,9 +402,9 @@ async def coded_allreduce(
 
     encoded = [codec.encode(DenseVector(block)) for block in blocks]
     lost = vector - torch.cat([one.decoded.values for one in encoded])
-    lost[mine] = 0  # this rank sums its own block, which is not rounded
+    lost[mine] = 0  # this rank sums its own block, so that block is not rounded
     capacities = [codec.nbytes(len(block), len(block), vector.dtype) for block in blocks]
-    # to any other rank: the longest of their blocks, and the last ones are short
+    # the longest block that goes to any other rank, because the last blocks are shorter
     most = [max(capacities[:r] + capacities[r + 1 :], default=0) for r in range(len(blocks))]
     received = await comm.alltoallv([one.payload for one in encoded], most, "average", framing)
     total = torch.zeros_like(blocks[comm.rank])

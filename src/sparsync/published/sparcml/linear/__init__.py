@@ -45,7 +45,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the estimator, and with it scikit-learn (a second), where it is asked for."""
+    """Import the estimator on first use, because scikit-learn takes a second to import."""
     if name != "SparseLinearClassifier":
         raise AttributeError(
             f"module 'sparsync.published.sparcml.linear' has no attribute {name!r}"

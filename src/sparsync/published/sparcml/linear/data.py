@@ -23,7 +23,7 @@ from sparsync.errors import ConfigurationError, require
 
 __all__ = ["Shard", "load_rows", "load_shard", "row_range"]
 
-_FORMAT = 2  # of the cache; raised whenever older blocks would be read wrongly
+_FORMAT = 2  # version of the cache; raised whenever older blocks would be misread
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Shard:
     rows_total: int  # of the whole data set, over all ranks
     first_row: int
     known: tuple[float, ...] = (-1.0, 1.0)  # labels of the file, ascending
-    positive: tuple[float, ...] = (1.0,)  # those of them that are +1 here
+    positive: tuple[float, ...] = (1.0,)  # the file's labels that became +1
     base: int = 0  # the file's number of the first column
 
 
 def row_range(rows: int, *, rank: int, world_size: int) -> tuple[int, int]:
     """Return the rows `[first, stop)` of a rank: contiguous, sizes differ by at most one.
 
-    With fewer rows than ranks the last ranks have none.
+    With fewer rows than ranks, the last ranks have none.
 
     Raises:
-        ConfigurationError: there is no such rank.
+        ConfigurationError: the rank does not exist.
 
     Example:
         >>> [row_range(10, rank=rank, world_size=4) for rank in range(4)]
@@ -71,22 +71,22 @@ def load_shard(
 ) -> Shard:
     r"""Load this rank's rows of an svmlight file; plain, ``.gz`` or ``.bz2``.
 
-    Ranks that start together and share the cache parse different blocks (one that finds a block still
-    missing parses it).  From then on a rank reads the blocks of its rows, and the labels.
+    Ranks that start together and share the cache parse different blocks; a rank that finds a block
+    missing parses it.  Later runs only read the labels and the blocks of the rank's rows.
 
     Args:
         source: the file.
         rank: this rank.
-        world_size: may exceed the number of rows.
+        world_size: number of ranks; may exceed the number of rows.
         dimensions: number of columns; default: as many as the file's largest index needs.
         cache: folder for the cache; default: ``<source>.cache`` next to the file.
-        positive: the label, or labels, of +1; all others are -1.  Default: the larger of two.
+        positive: the label or labels that become +1; all others become -1.  Default: the larger of two.
 
     Raises:
-        ConfigurationError: the text is malformed, the labels are not two and ``positive`` does not say
-            more, or the cache cannot be written.
+        ConfigurationError: the text is malformed, there are more than two labels and no ``positive``, or
+            the cache cannot be written.
 
-    Cost: about 40 MB of text per second, core and rank once; then reading the rank's blocks.
+    Cost: parses about 40 MB of text per second and core, once; then reads the rank's blocks.
 
     Example:
         >>> import tempfile
@@ -108,11 +108,11 @@ def load_shard(
 def load_rows(
     source: str | Path, *, base: int, cache: Path | None = None
 ) -> tuple[sparse.csr_matrix, np.ndarray]:
-    """Load all rows of a file, and their labels as they stand there, to predict by a model.
+    """Load all rows of a file, and their original labels, for prediction with a model.
 
     Args:
         source: as in ``load_shard``.
-        base: number of the file's first column, as the training's file had it: 0 or 1.
+        base: number of the first column in the training file: 0 or 1.
         cache: as in ``load_shard``.
 
     Raises:
@@ -159,7 +159,7 @@ def _load(
 def _positive(
     labels: np.ndarray, positive: float | Collection[float] | None, path: Path
 ) -> tuple[list[float], list[float]]:
-    """Return the labels that there are, and those of them that are +1."""
+    """Return the file's labels, and those that become +1."""
     known = np.unique(labels).tolist()
     listed = ", ".join(f"{label:g}" for label in known[:10])
     listed += f", ... ({len(known):,} in all)" if len(known) > 10 else ""
@@ -178,23 +178,25 @@ def _positive(
 class _Blocks:
     """The parsed blocks of a file: block b has the lines that start in its bytes of the text.
 
-    Parsed blocks are kept in the cache, as NumPy archives whose members have checksums.  A block is
-    written under another name and renamed when whole.  Its content is a function of the file, so ranks
-    that race write the same: no lock, no wait.
+    Parsed blocks are cached as NumPy archives, whose members have checksums.  A block is written under
+    another name and renamed when complete.  Its content depends only on the file, so racing ranks write
+    the same bytes and need no lock.
     """
 
-    block_bytes: ClassVar[int] = 1 << 26  # of text; parsing takes up to six times that in memory
+    block_bytes: ClassVar[int] = 1 << 26  # of text; parsing takes up to six times as much memory
 
     def __init__(self, path: Path, cache: Path | None) -> None:
         require(path.is_file(), f"{path} is not a file; give the path of a data file")
         self.path = path
         self.folder = path.with_name(f"{path.name}.cache")
-        if cache is not None:  # which may hold the caches of many files
+        if cache is not None:  # the folder may hold the caches of many files
             whole = str(path.resolve()).encode(errors="surrogateescape")
             self.folder = Path(cache) / f"{path.name}-{zlib.crc32(whole):08x}"
         self.state = self._state()
         opener: Any = {".gz": gzip.open, ".bz2": bz2.open}.get(path.suffix, open)
-        self.text = opener(path, "rb")  # seeks forward in a compressed one decompress once
+        self.text = opener(
+            path, "rb"
+        )  # seeking forward in a compressed file decompresses only once
         self._next = -1  # block whose lines are next in the text
         self._parsed = False
 
@@ -205,9 +207,9 @@ class _Blocks:
         self.text.close()
 
     def complete(self, rank: int, world_size: int) -> tuple[list[list[int]], list[np.ndarray]]:
-        """Parse blocks that the cache lacks; return the blocks' least and largest index, and labels.
+        """Parse the blocks missing in the cache; return each block's index range, and the labels.
 
-        A rank parses its share first, then the blocks that the next ranks have not parsed by then.
+        A rank parses its own share first, then blocks that the next ranks have not parsed by that time.
         """
         with self._reading(""):
             known = self._cached(0, "size")
@@ -217,18 +219,18 @@ class _Blocks:
         found = {block: self.read(block, "span", "labels") for block in order}
         unchanged = self._state() == self.state
         require(unchanged, f"{self.path} changed while it was read; start again")
-        if self._parsed:  # remove blocks of former states of the file
+        if self._parsed:  # remove blocks of earlier versions of the file
             for other in self.folder.glob("[0-9]*.npz"):
                 if not other.name.startswith(f"{self.state}-"):
                     other.unlink(missing_ok=True)
         spans, labels = zip(*(found[block] for block in numbers), strict=True)
         samples = sum(map(len, labels))
         require(samples > 0, f"{self.path} holds no samples; give an svmlight file")
-        # a block without entries has no least and no largest index
+        # a block without entries has no index range
         return [span.tolist() for span in spans if span[1] >= 0] or [[1, -1]], list(labels)
 
     def read(self, block: int, *names: str) -> list[np.ndarray]:
-        """Return arrays of a block; it is parsed if the cache does not have it whole."""
+        """Return arrays of a block; parse it unless the cache has it intact."""
         found = self._cached(block, *names)
         if found is None:
             arrays = self._parse(block)
@@ -249,7 +251,7 @@ class _Blocks:
             with zipfile.ZipFile(self._file(block)) as archive:  # ``read`` compares the checksum
                 raw = [archive.read(f"{name}.npy") for name in names]
             return [np.load(io.BytesIO(member), allow_pickle=False) for member in raw]
-        except Exception:  # untrusted bytes: whatever is wrong with them, the block is parsed again
+        except Exception:  # the bytes are untrusted: after any failure the block is parsed again
             return None
 
     def _write(self, block: int, arrays: dict[str, np.ndarray]) -> None:
@@ -273,10 +275,12 @@ class _Blocks:
 
         start, stop = block * self.block_bytes, (block + 1) * self.block_bytes
         with self._reading(f" in bytes {start:,} to {stop:,} of its text"):
-            if block != self._next:  # else this is the place: going back would decompress all again
+            if (
+                block != self._next
+            ):  # avoid a seek backwards, which would decompress everything again
                 self.text.seek(max(start - 1, 0))
                 if start:
-                    self.text.readline()  # a line that starts before belongs to the block before
+                    self.text.readline()  # a line that starts earlier belongs to the previous block
             self._next = block + 1
             lines = self.text.read(max(stop - self.text.tell(), 0))
             if lines and not lines.endswith(b"\n"):

@@ -28,9 +28,9 @@ __all__ = ["SparseLinearClassifier"]
 
 @final
 class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """Logistic regression or a linear SVM by SGD or coordinate descent; one-vs-rest of many classes.
+    """Logistic regression or linear SVM by SGD or coordinate descent; one-vs-rest for many classes.
 
-    ``batch_size``, ``lr`` and ``schedule`` are those of ``Sgd``, ``coordinates`` those of ``Scd``.
+    ``batch_size``, ``lr`` and ``schedule`` are passed to ``Sgd``, ``coordinates`` to ``Scd``.
 
     Args:
         model: "logistic" or "svm".
@@ -39,11 +39,11 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         l2: factor of the L2 penalty (scikit-learn's SGDClassifier calls it alpha).
         epochs: passes over the data.
         fit_intercept: the model has an intercept, not penalised.
-        exchange: among ranks; one of ``sparsync.published.sparcml.presets.EXCHANGES``.
-        threads: of this rank.
-        dtype: of weights and of exchanged values, "float64" or "float32".
-        random_state: of the order of rows or coordinates; equal on all ranks, so give a number, not a
-            generator, where there are several.
+        exchange: one of ``sparsync.published.sparcml.presets.EXCHANGES``.
+        threads: number of threads on this rank.
+        dtype: dtype of weights and exchanged values, "float64" or "float32".
+        random_state: seed for the order of rows or coordinates; must be equal on all ranks, so with
+            several ranks give a number, not a generator.
 
     Attributes:
         classes_: labels, ascending.
@@ -55,7 +55,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         >>> SparseLinearClassifier().fit(x, y).predict([[1.0, 0.0], [0.0, 1.0]]).tolist()
         ['yes', 'no']
 
-    On P ranks every rank gives its own rows, and all get the same model::
+    On P ranks, every rank passes its own rows and all get the same model::
 
         SparseLinearClassifier().fit(my_rows, my_labels, comm=sparsync.connect())
     """
@@ -91,11 +91,11 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         Args:
             X: rows.
             y: labels.
-            comm: the ranks, each of which calls this with rows of its own; None: this one alone.
+            comm: the ranks, each of which calls this method with its own rows; None: a single rank.
 
         Raises:
-            ConfigurationError: an option that cannot work; fewer than two classes.
-            PeerError: ranks disagree, or one is gone.
+            ConfigurationError: an invalid option; fewer than two classes.
+            PeerError: ranks disagree, or a rank is gone.
         """
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=(np.float64, np.float32))
         check_classification_targets(y)
@@ -138,7 +138,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         return self
 
     def decision_function(self, X: Any) -> NDArray[Any]:
-        """Return scores: `[rows]` for two classes (positive: the second), else `[rows, classes]`."""
+        """Return scores: `[rows]` for two classes (positive for the second), else `[rows, classes]`."""
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse="csr", dtype=(np.float64, np.float32), reset=False)
         scores: NDArray[Any] = X @ self.coef_.T + self.intercept_
@@ -153,7 +153,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
 
     @available_if(lambda self: self.model == "logistic")  # type: ignore[misc, untyped-decorator, unused-ignore]
     def predict_proba(self, X: Any) -> NDArray[Any]:
-        """Return `[rows, classes]` probabilities; of many classes one-vs-rest, divided by their sum."""
+        """Return `[rows, classes]` probabilities; for many classes, normalised one-vs-rest ones."""
         positive = expit(self.decision_function(X))
         if positive.ndim == 1:
             return np.stack([1 - positive, positive], axis=1)
@@ -177,7 +177,7 @@ async def _train(solver: Solver, epochs: int) -> None:
 
 
 async def _all_classes(comm: Communicator, mine: NDArray[Any]) -> NDArray[Any]:
-    """Unite the ranks' labels, numbers or strings; `[classes]`, ascending."""
+    """Return the union of the ranks' labels, numbers or strings; `[classes]`, ascending."""
     if comm.world_size == 1:
         return mine
     texts = await texts_of(comm, json.dumps(mine.tolist()), "classes")

@@ -26,7 +26,7 @@ _CURE = "give a file that sparsync linear --save wrote"
 @final
 @dataclass(frozen=True, eq=False)
 class LinearModel:
-    """Weights with the meaning of their columns and signs, to be saved and to predict with.
+    """Weights together with the meaning of their columns and signs, for saving and prediction.
 
     Example:
         >>> model = LinearModel(np.array([1.0, -2.0]), 0.5, labels=(3.0, 7.0), positive=(7.0,))
@@ -37,24 +37,24 @@ class LinearModel:
     weights: Floats  # `[dimensions]`
     intercept: float
     labels: tuple[float, ...] = (-1.0, 1.0)  # of the training file, ascending
-    positive: tuple[float, ...] = (1.0,)  # those of them that were trained as +1
+    positive: tuple[float, ...] = (1.0,)  # the labels that were trained as +1
     base: int = 0  # the file's number of the first column
 
     @staticmethod
     def of(weights: Weights, **meaning: Any) -> LinearModel:
-        """Take the weights of a solver; ``meaning``: the other fields, as a ``Shard`` has them."""
+        """Wrap the weights of a solver; ``meaning``: the other fields, with the values of a ``Shard``."""
         return LinearModel(weights.to_dense(), weights.intercept, **meaning)
 
     @property
     def classes(self) -> tuple[float, float]:
-        """The labels of a negative and of a positive score; -1 and +1 where a class had several."""
+        """The labels for a negative and a positive score; -1 and +1 if a class had several labels."""
         if len(self.labels) == 2 and len(self.positive) == 1:
             (negative,) = set(self.labels) - set(self.positive)
             return negative, self.positive[0]
         return -1.0, 1.0
 
     def scores(self, rows: csr_matrix) -> Floats:
-        """Return ``rows w + intercept``, `[rows]`; columns beyond the model's count nothing."""
+        """Return ``rows w + intercept``, `[rows]`; columns beyond the model's are ignored."""
         fitting = csr_matrix(rows)
         if fitting.shape[1] != len(self.weights):
             fitting = fitting.copy()
@@ -68,14 +68,14 @@ class LinearModel:
         return np.where(self.scores(rows) >= 0, positive, negative)
 
     def accuracy(self, rows: csr_matrix, labels: Floats) -> float | None:
-        """Return the fraction of rows whose sign is right; None: there are labels of no class."""
+        """Return the fraction of rows with the right sign; None if a label belongs to no class."""
         if not len(labels) or not np.isin(labels, self.labels).all():
             return None
         right = (self.scores(rows) >= 0) == np.isin(labels, self.positive)
         return float(right.mean())
 
     def save(self, path: Path) -> None:
-        """Write a NumPy archive of arrays, with the weights that are not zero.
+        """Write a NumPy archive with the nonzero weights.
 
         Raises:
             ConfigurationError: the file cannot be written.
@@ -92,7 +92,7 @@ class LinearModel:
             "labels": np.array(self.labels, np.float64),
         }
         try:
-            with path.open("wb") as file:  # given a name, NumPy would append ".npz"
+            with path.open("wb") as file:  # NumPy would append ".npz" to a name
                 np.savez_compressed(file, **arrays)
         except OSError as error:
             raise ConfigurationError(
@@ -104,11 +104,11 @@ class LinearModel:
         """Read a file that ``save`` has written; nothing in it is unpickled.
 
         Raises:
-            ConfigurationError: it cannot be read, or is no such file.
+            ConfigurationError: the file cannot be read, or is not a saved model.
         """
         require(path.is_file(), f"the model '{path}' is no file; {_CURE}")
         try:
-            with zipfile.ZipFile(path):  # else NumPy would take it for an array, or a pickle
+            with zipfile.ZipFile(path):  # otherwise NumPy might take it for an array or a pickle
                 pass
             with np.load(path, allow_pickle=False) as archive:
                 found = {name: archive[name] for name in (*_NUMBERS, *_ARRAYS)}
@@ -131,7 +131,7 @@ class LinearModel:
 
 
 def _check(path: Path, found: dict[str, Any]) -> None:
-    """Refuse arrays that no model has."""
+    """Refuse arrays that are not a valid model."""
     shapes = all(found[name].shape == () for name in _NUMBERS)
     shapes = shapes and all(found[name].ndim == 1 for name in _ARRAYS)
     kinds = shapes and all(found[name].dtype.kind in "iuf" for name in (*_NUMBERS, *_ARRAYS))

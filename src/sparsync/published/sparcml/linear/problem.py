@@ -44,9 +44,9 @@ Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.integer[Any]]
 T = TypeVar("T")
 
-# below it all weights are written once: float32 keeps 7 digits, gradients are divided by the scale
+# A smaller scale is folded into the weights: gradients are divided by it, and float32 keeps 7 digits.
 _SMALLEST_SCALE = 1e-3
-_COMPACT = 30  # columns per stored element from which sorting is faster than dense sums
+_COMPACT = 30  # columns per stored element above which sorting is faster than dense sums
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class Loss:
     """
 
     value: Callable[[Floats], Floats]  # exact for margins of any size
-    slope: Callable[[Floats], Floats]  # the derivative; a subgradient where there is a corner
-    curvature: float | None  # a bound of the second derivative, if there is one
+    slope: Callable[[Floats], Floats]  # the derivative; at a corner, a subgradient
+    curvature: float | None  # a bound on the second derivative, if there is one
 
 
 LOSSES: MappingProxyType[str, Loss] = MappingProxyType(
     {
-        # log(1 + e^-m) and its derivative, neither of which overflows in these forms
+        # log(1 + e^-m) and its derivative, in forms that do not overflow
         "logistic": Loss(lambda m: np.logaddexp(0, -m), lambda m: -expit(-m), 0.25),
         "svm": Loss(lambda m: np.maximum(0, 1 - m), lambda m: -(m < 1).astype(m.dtype), None),
     }
@@ -88,13 +88,13 @@ def soft(values: Floats, threshold: Floats | float) -> Floats:
 
 
 class Weights(ABC):
-    """Weights and an intercept under proximal steps, each as cheap as its gradient is sparse.
+    """Weights and an intercept under proximal steps whose cost is linear in the gradient's entries.
 
-    A step is ``w = soft(max(1 - rate l2, 0) w - rate gradient, rate l1)``.  A weight takes its part of
-    the penalties when a gradient changes it.  A weight that is only *read* is not written back: ranks
-    read different weights, and all must hold the same bits.
+    A step is ``w = soft(max(1 - rate l2, 0) w - rate gradient, rate l1)``.  Pending penalties are applied
+    to a weight when a gradient changes it.  A weight that is only *read* is not written back, because
+    ranks read different weights and all must hold the same bits.
 
-    Gradients have one element more than the n weights: the intercept's, which no penalty applies to.
+    Gradients have one element more than the n weights, for the intercept, which is not penalised.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class Weights(ABC):
         return self.at(slice(None))
 
     def add_(self, delta: Vector) -> None:
-        """Add to weights and intercept as they are, without decay."""
+        """Add to the weights and the intercept without decay."""
         where, values, value = self._parts(delta)
         self._values[where] += values
         self.intercept += value
 
     def _parts(self, vector: Vector) -> tuple[Integers | slice, Floats, float]:
-        """Split into the places of the weights, their values, and the intercept's element."""
+        """Split into the indices of the weights, their values, and the intercept's element."""
         values: Floats = vector.values.numpy()
         if not isinstance(vector, SparseVector):
             return slice(None), values[:-1], float(values[-1])
@@ -142,10 +142,11 @@ class Weights(ABC):
 
 @final
 class LazyWeights(Weights):
-    """Weights whose rate is one for all of them.
+    """Weights that share one learning rate.
 
-    They are stored as ``scale * soft(values, shrunk - seen)``: L2 shrinks only ``scale``, L1 adds only to
-    ``shrunk`` (``soft`` of a after ``soft`` of b is ``soft`` of a + b, so nothing is lost by waiting).
+    They are stored as ``scale * soft(values, shrunk - seen)``: an L2 step only shrinks ``scale``, an L1
+    step only adds to ``shrunk``.  Deferring is exact, because ``soft`` of a after ``soft`` of b is
+    ``soft`` of a + b.
 
     Cost: O(nnz) per step, O(n) when the scale is renewed; memory n, with L1 8 n bytes more.
 
@@ -187,7 +188,7 @@ class LazyWeights(Weights):
             self._seen[:] = 0
 
     def _settled(self, where: Integers | slice) -> Floats:
-        """Return the values after the L1 steps that they have not taken yet."""
+        """Return the values with their pending L1 steps applied."""
         values: Floats = self._values[where]
         if not self.l1:
             return values
@@ -196,15 +197,15 @@ class LazyWeights(Weights):
 
 @final
 class AdaptiveWeights(Weights):
-    """Weights with a rate each, which falls as their gradients add up.
+    """Weights with individual rates, which decrease as their gradients add up.
 
-    It is ``lr / (length sqrt(sum of squares))``, and the intercept's, whose column has length 1, ``lr /
-    sqrt(sum of squares)``: so scores do not depend on the units of the features.  A weight's rate stays
-    while no gradient reaches it, so the m steps that it has missed have a closed form: with ``a = 1 -
-    rate l2`` it is ``soft(a^m w, rate l1 (1 + a + ... + a^(m - 1)))``.
+    A weight's rate is ``lr / (length sqrt(sum of squares))``.  The intercept's rate is ``lr / sqrt(sum of
+    squares)``, because its column has length 1.  Scores therefore do not depend on the units of the
+    features.  A weight's rate is constant while no gradient reaches it, so the m steps that it missed
+    have a closed form: with ``a = 1 - rate l2`` it is ``soft(a^m w, rate l1 (1 + a + ... + a^(m - 1)))``.
 
     Attributes:
-        length: of a row of features, the root mean square over all rows.
+        length: length of a row of features, as the root mean square over all rows.
 
     Cost: O(nnz) per step; memory 2 n, with a penalty 8 n bytes more.
 
@@ -226,7 +227,7 @@ class AdaptiveWeights(Weights):
         self._seen = np.zeros(size if self.l1 or self.l2 else 0, np.int64)  # steps taken
 
     def measure_by(self, length: float) -> None:
-        """Take ``length`` as the length of a row, from the next step on."""
+        """Use ``length`` as the length of a row, starting with the next step."""
         self.length = length
 
     def at(self, indices: Integers | slice) -> Floats:
@@ -258,7 +259,7 @@ class AdaptiveWeights(Weights):
             self.intercept -= lr * slope / math.sqrt(self._square)
 
     def _rates(self, where: Integers | slice) -> Floats:
-        """Return the rates as they are now; 0 of weights that no gradient has reached."""
+        """Return the current rates; 0 for weights that no gradient has reached."""
         roots = np.sqrt(self._squares[where])
         rates: Floats = np.divide(self._lr, roots, out=np.zeros_like(roots), where=roots > 0)
         return rates
@@ -266,7 +267,7 @@ class AdaptiveWeights(Weights):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """An objective, and this rank's rows of it (none is legal)."""
+    """An objective and this rank's rows of it, possibly none."""
 
     features: csr_matrix  # `[rows, dimensions]`
     labels: Floats  # `[rows]`, -1 or +1
@@ -307,7 +308,7 @@ class Problem:
         return int(self.features.shape[1])
 
     def weights(self, kind: type[Weights] = LazyWeights) -> Weights:
-        """Make a model of zeros."""
+        """Return a model of zeros."""
         return kind(self.dimensions, self.dtype, l1=self.l1, l2=self.l2, intercept=self.intercept)
 
     def penalty(self, weights: Floats) -> float:
@@ -318,10 +319,10 @@ class Problem:
 
 @final
 class Products:
-    """Multiplies sparse rows on several threads (SciPy leaves Python's lock while it does).
+    """Multiplies sparse rows on several threads (SciPy releases the GIL meanwhile).
 
-    Rows are cut into one block per thread, whose sums are added in the order of the blocks: a result
-    depends on the number of threads (to rounding), never on which of them is first.
+    Rows are cut into one block per thread, and the blocks' sums are added in order.  A result depends on
+    the number of threads (up to rounding), but never on which thread finishes first.
 
     Example:
         >>> rows = csr_matrix(np.array([[1.0, 0.0, 2.0], [0.0, 0.0, 3.0]]))
@@ -335,12 +336,12 @@ class Products:
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
     def scores(self, rows: csr_matrix, weights: Weights) -> Floats:
-        """Return ``rows w + intercept``, `[rows]`; reads the weights of the stored columns alone."""
+        """Return ``rows w + intercept``, `[rows]`; only reads the weights of stored columns."""
 
         def block(start: int, stop: int) -> Floats:
             part = rows[start:stop]
             stored = np.arange(part.nnz, dtype=part.indices.dtype)
-            # every stored element its own column: the product gathers, then adds row by row
+            # give every stored element its own column, so the product gathers and then adds row by row
             gathered = csr_matrix((part.data, stored, part.indptr), (stop - start, part.nnz))
             result: Floats = gathered @ weights.at(part.indices)
             return result
@@ -352,10 +353,10 @@ class Products:
     def transposed(self, rows: csr_matrix, coefficients: Floats) -> SparseVector:
         """Return ``rows^T coefficients`` and, as the last element, the coefficients' sum.
 
-        Where no row stores anything, nothing is stored here.
+        Columns in which no row has an element are not stored.
 
-        Cost: O(nnz + columns): the sums are added up in dense vectors; O(nnz log nnz) where rows store
-        much less than there are columns.  The bits are the same.
+        Cost: O(nnz + columns), with sums in dense vectors; O(nnz log nnz) if the rows store far fewer
+        elements than there are columns.  Both give the same bits.
         """
         size, stored = rows.shape[1], None
         if rows.nnz * _COMPACT < size:

@@ -1,4 +1,4 @@
-"""SGD and block coordinate descent over ranks, which exchange as sparsely as the data are."""
+"""SGD and block coordinate descent over ranks, with exchanges as sparse as the data."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class DenseSlices(Collective):
         cuts = even_boundaries(selected.size, comm.world_size)
         lengths = [stop - start for start, stop in pairwise(cuts)]
         dense = selected.to_dense()
-        mine = dense.new_zeros(max(lengths))  # of one length, so that none is announced
+        mine = dense.new_zeros(max(lengths))  # equal lengths need not be announced
         mine[: lengths[comm.rank]] = dense[cuts[comm.rank] : cuts[comm.rank + 1]]
         slices = await comm.allgather(mine, "allgather")
         parts = [part[:length] for part, length in zip(slices, lengths, strict=True)]
@@ -89,7 +89,7 @@ class DenseSlices(Collective):
 
 # ---- shared by the solvers --------------------------------------------------------------------------
 
-# divisors of the learning rate after t epochs, counted from 0; "adagrad" divides each weight's own
+# divisors of the learning rate after t epochs, counted from 0; "adagrad" has one rate per weight instead
 SCHEDULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
     {
         "adagrad": lambda t: 1.0,
@@ -103,12 +103,12 @@ SCHEDULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
 
 @final
 class Meter:
-    """Measures where a rank's seconds go.  All ranks exchange in one order, so their lists compare.
+    """Measures how a rank spends its time.  All ranks exchange in the same order, so lists match up.
 
     Args:
-        fence: called before every exchange; waits for the slowest rank, so that waiting is not booked as
-            communication, and returns the start.  Default: no rank waits.
-        clock: for the exchanges; the simulator has its own.
+        fence: called before every exchange; waits for the slowest rank, so waiting does not count as
+            communication, and returns the start time.  Default: no waiting.
+        clock: clock for the exchanges; the simulator has its own.
     """
 
     def __init__(
@@ -120,20 +120,20 @@ class Meter:
         self.clear()
 
     def clear(self) -> None:
-        """Begin new lists; the old ones stay as they are."""
+        """Start new lists; callers may keep the old ones."""
         self.computed: list[float] = []  # seconds of every stretch of computation
         self.exchanged: list[tuple[str, float, float]] = []  # phase, start and end
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Time a stretch of computation, which awaits nothing."""
+        """Time a stretch of computation that does not await anything."""
         start = time.perf_counter()
         yield
         self.computed.append(time.perf_counter() - start)
 
     @contextmanager
     def exchanging(self, phase: str) -> Iterator[None]:
-        """Time an exchange from the moment when all ranks are there."""
+        """Time an exchange from the moment when all ranks have arrived."""
         start = self.fence()
         yield
         self.exchanged.append((phase, start, self.clock()))
@@ -141,10 +141,10 @@ class Meter:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model on the rows of all ranks; 0 rows in all give NaN."""
+    """A model's quality on the rows of all ranks; NaN if there are no rows."""
 
     objective: float  # mean loss plus penalties
-    accuracy: float  # fraction of rows whose sign is right (a score of 0 counts as +1)
+    accuracy: float  # fraction of rows with the right sign (a score of 0 counts as +1)
 
 
 class Solver(ABC):
@@ -154,11 +154,11 @@ class Solver(ABC):
         comm: the group.
         problem: this rank's rows; equal dimensions, model and penalties on all ranks.
         exchange: one of ``sparsync.published.sparcml.presets.EXCHANGES``, in any spelling.
-        options: of the exchange; its format and its cap are the solver's.
-        products: threads.
-        seed: of the order of rows or coordinates.
-        steps: most steps of an epoch; None: a whole pass.
-        meter: measures.
+        options: options of the exchange; the solver sets its format and cap.
+        products: the threads for matrix products.
+        seed: seed for the order of rows or coordinates.
+        steps: maximal number of steps per epoch; None: a whole pass.
+        meter: takes the time.
     """
 
     facts: dict[str, object]  # must be equal on all ranks, like those of the problem
@@ -182,7 +182,7 @@ class Solver(ABC):
         refused = sorted({*options} & {*DECIDED})
         require(
             not refused,
-            f"{name}: {', '.join(refused)} cannot be given, as what it sends is exact, and sums; omit it",
+            f"{name}: {', '.join(refused)} cannot be given, because the solver sends exact sums; omit it",
         )
         self.options = {**options}
         self.products, self.meter = products or Products(), meter or Meter()
@@ -192,7 +192,7 @@ class Solver(ABC):
         self.step = 0
 
     async def start(self) -> None:
-        """Agree with the other ranks on the problem, and count their rows; called once, first.
+        """Check that all ranks agree on the problem, and count their rows; called once, first.
 
         Raises:
             PeerError: ranks disagree; the message names the fact and the ranks.
@@ -206,17 +206,17 @@ class Solver(ABC):
 
     @property
     def epoch_steps(self) -> int:
-        """Steps of an epoch, equal on all ranks; known when started."""
+        """Steps per epoch, equal on all ranks; known after ``start``."""
         whole = self._whole_pass()
         return whole if self.steps is None else min(whole, self.steps)
 
     @abstractmethod
     async def epoch(self, epoch: int, advance: Callable[[int], None] = lambda steps: None) -> None:
-        """Do the steps of a 0-based epoch; ``advance`` is called after each with their number."""
+        """Run a 0-based epoch; ``advance`` is called after every step with the number of steps."""
 
     @abstractmethod
     def _whole_pass(self) -> int:
-        """Return the steps that use everything once."""
+        """Return the number of steps that use every row or coordinate once."""
 
     def _collective(self, dense: Callable[[], Collective], cap: float | None) -> Collective:
         """Make the collective; it sends at most ``cap * k`` entries, in the shortest exact format."""
@@ -228,9 +228,9 @@ class Solver(ABC):
         return resolve(self.exchange, **given).make_collective()
 
     async def evaluate(self, problem: Problem | None = None) -> Evaluation:
-        """Evaluate the weights on every rank's rows of another problem, or of the training.
+        """Evaluate the weights on all ranks' rows of another problem; default: the training problem.
 
-        Cost: one pass over the rows, an allgather of 24 bytes.
+        Cost: one pass over the rows and an allgather of 24 bytes.
         """
         problem = problem or self.problem
         scores = self.products.scores(problem.features, self.weights)
@@ -245,7 +245,7 @@ class Solver(ABC):
 
 
 async def _sum_over_ranks(comm: Communicator, mine: list[float], phase: str) -> list[float]:
-    """Sum a few numbers in rank order: equal to the last bit on all ranks and transports."""
+    """Sum a few numbers in rank order, with the same bits on all ranks and transports."""
     everyone = await comm.allgather(torch.tensor(mine, dtype=torch.float64), phase)
     return torch.stack(everyone).cumsum(0)[-1].tolist()
 
@@ -254,36 +254,37 @@ async def _sum_over_ranks(comm: Communicator, mine: list[float], phase: str) -> 
 
 
 _BATCH = 1_000  # rows per rank and step (section 8.2)
-_LEAST_STEPS = 100  # of an epoch: the paper's data have 50 times as many rows as the trigrams
+_LEAST_STEPS = 100  # per epoch: the paper's data have 50 times as many rows as the trigrams
 
 
 @final
 class Sgd(Solver):
     """Minimises by steps ``w -= lr * (mean gradient of all ranks' batches + penalties)``.
 
-    A gradient has an element where a row of the batch has one.  Nothing is dropped or rounded: with
-    any exchange the steps are those of one rank with the united batch, to rounding.  The model is
-    replicated; since totals are bit-identical, so are the replicas.
+    A gradient has an element wherever a row of the batch has one.  Nothing is dropped or rounded: with
+    any exchange, the steps equal those of a single rank with the combined batch, up to rounding.  The
+    model is replicated; totals are bit-identical, and therefore so are the replicas.
 
-    Args (those of ``Solver``, and):
-        batch_size: rows per rank and step; None: the paper's 1,000, or fewer for 100 steps an epoch.
-        lr: first learning rate.  None, with "adagrad": 1, a change in scores.  With the other schedules:
-            1 / a bound of the curvature, with which gradient descent surely descends, and slowly:
-            well-conditioned data bear more.  The bound is ``c (mean |x_i|^2 + intercept) + l2``, c being
-            the loss's curvature (1 for the hinge, which has none: a choice, not a bound).
-        schedule: one of ``SCHEDULES``, t in epochs; "adagrad" has a rate for every weight, which falls
-            as its gradients add up (``AdaptiveWeights``).
-        staleness: steps t compute with the totals up to t - 1 - staleness, exactly; an epoch ends
-            with nothing in flight.  0: synchronous.
-        background: runs exchanges during the computation; None: each runs when its result is waited
-            for (always so in the simulator, whose clock charges no computation).
-        shuffle: rows in a new order in each epoch; else in theirs.
+    Args (in addition to those of ``Solver``):
+        batch_size: rows per rank and step; None: the paper's 1,000, or fewer to get 100 steps per epoch.
+        lr: initial learning rate.  None, with "adagrad": 1, in units of the scores.  None, with another
+            schedule: the inverse of a bound on the curvature, which guarantees that gradient descent
+            descends, but slowly; well-conditioned data allow more.  The bound is ``c (mean |x_i|^2 +
+            intercept) + l2``, where c is the loss's curvature (the hinge has none, and 1 is a choice, not
+            a bound).
+        schedule: one of ``SCHEDULES``, t in epochs; "adagrad" has a rate for every weight, which
+            decreases as its gradients add up (``AdaptiveWeights``).
+        staleness: step t uses exactly the totals up to step t - 1 - staleness; an epoch ends with nothing
+            in flight.  0: synchronous.
+        background: runs exchanges during the computation; None: each runs when its result is needed
+            (always the case in the simulator, whose clock does not charge computation).
+        shuffle: a new order of the rows in each epoch; False: their stored order.
 
     Cost: per step one exchange of the gradient's entries; O(entries of the batch + n).
-    State: weights, step.   Differs from the paper: an intercept, which is not penalised; AdaGrad's rates,
-    unless another schedule is given: the paper names none, and with one constant rate trigrams reach 81 %
-    in the five epochs in which these reach SCD's 96 % (``docs/linear.md``); asynchronous steps are late
-    by a fixed number, so that a run can be repeated (the paper does not say by how many).
+    State: weights, step.   Differs from the paper: an intercept, which is not penalised; AdaGrad's rates
+    by default: the paper names no schedule, and in five epochs a constant rate reaches 81 % on trigrams
+    where AdaGrad reaches SCD's 96 % (``docs/linear.md``); asynchronous steps have a fixed delay, which
+    makes runs reproducible (the paper does not state its delay).
 
     References: Renggli et al., SparCML, SC 2019, sections 7 and 8.2 (batches of 1,000 per rank).
     """
@@ -314,7 +315,7 @@ class Sgd(Solver):
             self.weights = problem.weights(AdaptiveWeights)
         self.staleness, self.background = staleness, background
         self.facts = {"batch_size": batch_size, "staleness": staleness, "schedule": (schedule, lr)}
-        # each of the exchanges in flight has a collective and a channel of its own
+        # every exchange in flight needs a separate collective and channel
         self._slots = [
             (self._collective(Dense, None), comm.channel(comm.tag + i))
             for i in range(staleness + 1)
@@ -323,11 +324,11 @@ class Sgd(Solver):
 
     @property
     def batch_size(self) -> int:
-        """Rows per rank and step; known when started, unless it was given."""
+        """Rows per rank and step; known after ``start``, unless it was given."""
         return self._batch_size or max(min(_BATCH, max(self.rows) // _LEAST_STEPS), 1)
 
     def _whole_pass(self) -> int:
-        """Return the steps of the rank with most rows."""
+        """Return the number of steps of the rank with the most rows."""
         return -(-max(self.rows) // self.batch_size)
 
     async def start(self) -> None:
@@ -393,7 +394,7 @@ class Sgd(Solver):
 
 
 async def _end_of(job: Future[Reduced]) -> Reduced:
-    """Return the result of a background exchange; its own waits have deadlines."""
+    """Return the result of a background exchange, whose own waits have deadlines."""
     return job.result()
 
 
@@ -402,24 +403,25 @@ async def _end_of(job: Future[Reduced]) -> Reduced:
 
 @final
 class Scd(Solver):
-    """Minimises by exact steps in a few coordinates per rank, all ranks at once.
+    """Minimises by exact steps in a few coordinates per rank, on all ranks at once.
 
-    1. All ranks know all coordinates of the step (seeded); each computes, from its own rows, their
-       partial derivatives and curvatures, and sends every rank those of that rank's coordinates.
-    2. A rank sums them in rank order and takes the proximal Newton step in each of its coordinates,
-       with a curvature that bounds the whole block's: where c of its coordinates meet in a row,
-       ``(sum of c terms)^2 <= c * sum of squares``.  So the objective never rises.
-    3. A sparse allgather of the updates; every rank changes the weights, and its rows' scores.
+    1. All ranks know all coordinates of the step, from the seed.  Each rank computes their partial
+       derivatives and curvatures on its own rows, and sends every other rank those for that rank's
+       coordinates.
+    2. A rank sums them in rank order and takes the proximal Newton step in each of its coordinates, with
+       a curvature that bounds that of the whole block: if c of its coordinates meet in a row, ``(sum of
+       c terms)^2 <= c * sum of squares``.  The objective therefore never increases.
+    3. The updates are shared in a sparse allgather; every rank updates the weights and its rows' scores.
 
-    Args (those of ``Solver``, whose problem must have a smooth loss, and):
-        coordinates: per rank and step (paper: 100); fewer where the slice has no more left.
+    Args (in addition to those of ``Solver``, whose problem must have a smooth loss):
+        coordinates: number per rank and step (paper: 100); fewer at the end of a slice.
 
     Cost: per step P - 1 messages of 16 bytes per coordinate, and the allgather: at most 8 bytes per
     coordinate from every rank.   State: weights, this rank's scores (8 bytes per row), and a copy of
     the features by columns.
 
-    Differs from the paper, which says neither how a rank learns the derivative at other ranks' rows
-    (message 1 here) nor the step size: coordinates are drawn without replacement, and only those that
+    Differs from the paper: the paper specifies neither how a rank obtains the derivatives at other ranks'
+    rows (message 1) nor the step size: coordinates are drawn without replacement, and only those that
     occur in the data (one allreduce of n bytes at the start); the intercept moves in every step.
 
     References: Renggli et al., SparCML, SC 2019, section 8.2; Wright, "Coordinate descent
@@ -448,26 +450,26 @@ class Scd(Solver):
         self.facts = {"coordinates": coordinates, "seed": self.seed}
         self.collective = self._collective(DenseSlices, 1.0)
         ones = np.ones((problem.rows, 1), problem.dtype)
-        # the intercept is a column of ones after the last
+        # the intercept is an extra last column of ones
         self.columns = hstack([problem.features, ones], format="csc")
         self.scores = np.zeros(problem.rows)
         self.slices: list[Integers] = []
 
     def _whole_pass(self) -> int:
-        """Return the steps until the fullest slice is through."""
+        """Return the number of steps that exhaust the largest slice."""
         return max(-(-max(map(len, self.slices)) // self.coordinates), 1)
 
     async def start(self) -> None:
-        """See ``Solver``; also find the columns that occur."""
+        """See ``Solver``; also find the columns that occur in the data."""
         await super().start()
         here = torch.from_numpy(np.diff(self.columns.indptr)[:-1] > 0).to(torch.uint8)
         occurring = (await self.comm.allreduce(here, "occurring", "max")).numpy().nonzero()[0]
-        # the vector of updates has one element more, the intercept's: cut as that is cut
+        # the vector of updates has one element more, for the intercept, and is cut in the same places
         cuts = even_boundaries(self.problem.dimensions + 1, self.comm.world_size)
         self.slices = np.split(occurring, np.searchsorted(occurring, cuts[1:-1]))
 
     async def epoch(self, epoch: int, advance: Callable[[int], None] = lambda steps: None) -> None:
-        """Give every coordinate one turn, in random order."""
+        """Update every coordinate once, in random order."""
         orders = [
             np.random.default_rng([self.seed, epoch, owner]).permutation(coordinates)
             for owner, coordinates in enumerate(self.slices)
@@ -491,7 +493,7 @@ class Scd(Solver):
             advance(self.epoch_steps)
 
     def _owned(self, orders: Sequence[Integers], turn: int) -> list[Integers]:
-        """Return every rank's coordinates of a step, ascending, also from rank to rank."""
+        """Return every rank's coordinates of a step, ascending within and across ranks."""
         part = slice(turn * self.coordinates, (turn + 1) * self.coordinates)
         owned = [np.sort(order[part]) for order in orders]
         if self.problem.intercept:
@@ -499,7 +501,7 @@ class Scd(Solver):
         return owned
 
     def _derivatives(self, owned: Sequence[Integers], columns: csc_matrix) -> list[Floats]:
-        """Return, per rank, `[2, its coordinates]`: first derivatives and bounds of the second ones."""
+        """Return `[2, coordinates]` per rank: first derivatives, and bounds on the second ones."""
         labels = self.problem.labels
         slopes = labels * self.problem.loss.slope(labels * self.scores)
         meeting = np.bincount(columns.indices, minlength=self.problem.rows)
@@ -531,7 +533,7 @@ class Scd(Solver):
         current[is_weight] = self.weights.at(owned[is_weight])
         l1, l2 = self.problem.l1 * is_weight, self.problem.l2 * is_weight
         slopes, curvatures = derivatives[0] + l2 * current, derivatives[1] + l2
-        moves = curvatures > 0  # a column of zeros decides nothing
+        moves = curvatures > 0  # a column of zeros has no curvature, and its weight stays
         curvatures = np.where(moves, curvatures, 1)
         targets = soft(current - slopes / curvatures, l1 / curvatures)
         changes = np.where(moves, targets - current, 0).astype(self.problem.dtype)

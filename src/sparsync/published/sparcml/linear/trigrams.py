@@ -17,10 +17,12 @@ __all__ = ["URL_DIMENSIONS", "trigram_shard"]
 URL_DIMENSIONS = 3_231_961  # columns of the URL data set (SparCML, Table 1)
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
-_LINES = 16  # of one file make a sample
-_SHORTEST = 3  # characters that make a trigram
+_LINES = 16  # lines per sample
+_SHORTEST = 3  # characters in a trigram
 _MAX_DIMENSIONS = (1 << 31) - 1  # columns are int32
-_FAIR_SHARE = 0.2  # of all samples: with less (some systems ship stubs of it) ``test`` is no class
+_FAIR_SHARE = (
+    0.2  # ``test`` must have this share of all samples: some systems ship only a stub of it
+)
 
 
 def trigram_shard(
@@ -32,21 +34,21 @@ def trigram_shard(
     positive: str | None = None,
     root: Path | None = None,
 ) -> Shard:
-    """Make this rank's rows of the trigram data set; a rank hashes no others.
+    """Make this rank's rows of the trigram data set; a rank only hashes its own rows.
 
-    It has the shape of the URL and Webspam sets (millions of columns, few hundred entries a row)
-    without a download.  A sample is a run of lines of one file; its label says which package they are
-    from.  The entry of a trigram that occurs c times among the n of its sample is sqrt(c / n), so a row
-    has length 1; a run of whitespace counts as one blank.  Rows are in random order, the same on every
-    rank, so that shards are alike.
+    The data set has the shape of URL and Webspam (millions of columns, a few hundred entries per row),
+    but needs no download.  A sample is a run of lines from one file; its label tells the package.  A
+    trigram that occurs c times among the n trigrams of its sample has the entry sqrt(c / n), so rows have
+    length 1.  A run of whitespace counts as one blank.  Rows are in random order, the same on every rank,
+    so shards have similar distributions.
 
     Args:
         dimensions: number of columns that trigrams are hashed to.
         rank: this rank.
         world_size: may exceed the number of rows.
-        rows: use this many rows, the first in order; default: all.
+        rows: use only this many rows, from the start of the order; default: all.
         positive: name of the top-level package or module whose lines are +1.  Default: ``test``,
-            about half of all lines; where it is not shipped, all packages against single modules.
+            about half of all lines; if it is not shipped, all packages (modules are -1).
         root: folder of the sources; default: this Python's standard library.
 
     Raises:
@@ -75,9 +77,9 @@ def trigram_shard(
 
 
 def _samples(root: Path, positive: str | None) -> tuple[list[bytes], np.ndarray]:
-    """Read all sources, in the order of their paths; return every run of lines, and which are +1."""
+    """Read all sources in the order of their paths; return every run of lines, and which are +1."""
     texts: list[bytes] = []
-    names: list[str] = []  # of the top-level package or module
+    names: list[str] = []  # top-level package or module of each text
     packages: set[str] = set()
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
@@ -85,7 +87,7 @@ def _samples(root: Path, positive: str | None) -> tuple[list[bytes], np.ndarray]
             continue
         try:
             text = path.read_bytes().splitlines(keepends=True)
-        except OSError:  # e.g. a dangling link: files that cannot be read are no sources
+        except OSError:  # skip files that cannot be read, e.g. dangling links
             continue
         runs = [b"".join(text[start : start + _LINES]) for start in range(0, len(text), _LINES)]
         runs = [run for run in runs if len(run.strip()) >= _SHORTEST]

@@ -212,7 +212,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     parts = {
-        "# Ok-Topk without one of its optimisations, over Ok-Topk": optimisations,
+        "# Ok-Topk without one of its optimisations, relative to Ok-Topk": optimisations,
         "## Rotation and bucketing": simulated_schedules,
         "## Bucketing on real ranks": lambda: real_bucketing(arguments.lab),
     }

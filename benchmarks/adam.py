@@ -79,11 +79,12 @@ def report(runs: Runs, seeds: int) -> str:
         "",
         f"`python benchmarks/adam.py` on torch {torch.__version__}, {platform.machine()}: the byte "
         f"transformer of `sparsync train`, {RANKS} ranks, AdamW with weight decay 0.01, constant "
-        "learning rate. Held-out loss, mean and standard deviation over seeds, at dense's best "
-        "learning rate; *over dense*: mean over dense's mean of the same seeds; **bold** within 5 %. "
-        "*Words*: sent per step over n, in 32-bit words (the last, dense delivery of `local` not "
-        "counted: it is one step's, 1.5 words per element); pairs of index and value at 1 % (0.1 %) "
-        "would be 0.02 (0.002) per message, three of which every rank forwards or sends.",
+        "learning rate. Held-out loss is the mean and standard deviation over seeds, at dense's best "
+        "learning rate. *Over dense* is this mean relative to dense's mean with the same seeds; values "
+        "within 5 % are **bold**. *Words* are the 32-bit words sent per step, divided by n. They "
+        "exclude the final dense delivery of `local` (1.5 words per element, once). Index-value pairs "
+        "at 1 % (0.1 %) would take 0.02 (0.002) per message, three of which every rank forwards or "
+        "sends.",
     ]
     for steps in STEPS:
         lines += section(runs, steps, seeds)

@@ -82,25 +82,25 @@ AVOIDING = set(ROWS) - {
 
 
 WHY = """
-## Where it is not as the paper has it, and how far the cause is known
+## Differences from the paper, and known causes
 
-- **How often ranks are late** decides. At the paper's rate per rank (one of eight on every fourth step)
+- **How often ranks are late** is decisive. At the paper's rate per rank (one of eight on every fourth step),
   WAGMA is as good as Allreduce-SGD on digits. With two of eight late on every step, eight times that
-  rate, its loss is higher: a stale model in an average takes back part of its members' updates, and a
-  rank that has fallen behind stays stale until the next global average. For a pair of which one is
+  rate, its loss is higher: a stale model in an average undoes part of its members' updates, and a
+  rank that has fallen behind stays stale until the next global average. In a pair in which one rank is
   always one step behind, Algorithm 2 keeps 5/7 of all updates. Allreduce-SGD with 0.7 of the learning
-  rate is no better than that, so a smaller step explains it; that nothing else adds is not shown.
+  rate is no better than this, so a smaller step explains the loss; other causes have not been ruled out.
 - **On bytes**, at the paper's rate, the default S = 2 is 1.2 % above Allreduce-SGD's loss and S = 4
-  0.8 %, where seeds differ by more than 3 %: with S = 2 of eight a model meets few others in ten steps.
-- **The ordering of the ablations** is the paper's on bytes at the paper's rate: without groups is worst
-  of those with equal S, then fixed groups, then a smaller S, and S = P is no better. On digits it is not
-  found: its seeds differ more than its schemes, and 300 steps of a small network forgive what 28,000 of
-  ResNet-50 do not. With two of eight late on every step S = P and S = 4 are worse than smaller groups:
-  the larger a group, the more often it holds a stale model.
-- **S = P** costs 0.2 % of throughput here, not 24 %: in the simulator only messages cost time, and those
-  of eight ranks take 33 ms; taking part passively is free (`benchmarks/averaging-throughput.md`).
-- Rows of one seed have no deviation: differences between them may be chance.  Empty cells and missing
-  rows have not been run.
+  0.8 %, while seeds differ by more than 3 %. With S = 2 of eight, a model meets few others in ten steps.
+- **The ordering of the ablations** on bytes, at the paper's rate, is the same as in the paper: among equal S,
+  without groups is worst, then fixed groups, then a smaller S, and S = P is no better. On digits, there is no
+  such ordering: seeds differ more than schemes do, and 300 steps of a small network tolerate more than 28,000
+  steps of ResNet-50. With two of eight late on every step, S = P and S = 4 are worse than smaller groups,
+  because larger groups more often contain a stale model.
+- **S = P** costs 0.2 % of throughput here, not 24 %: in the simulator, only messages cost time, and those
+  of eight ranks take 33 ms; passive participation is free (`benchmarks/averaging-throughput.md`).
+- Rows with one seed have no deviation, so differences between them may be due to chance.  Empty cells and
+  missing rows have not been run.
 """
 
 
@@ -428,32 +428,33 @@ def report(cache: Cache, seeds: int, name: str) -> str:
     """Return the document."""
     tables = "\n".join(text for w in WORKLOAD_OPTIONS for text in section(cache, w, seeds))
     schemes = "\n".join(play_table(cache))
-    return f"""# Schemes of averaging after equal steps
+    return f"""# Averaging schemes after equal steps
 
 `python benchmarks/averaging_convergence.py`, torch {torch.__version__}, {platform.machine()}: {RANKS}
 ranks, {STEPS} steps of SGD with momentum 0.9, learning rate constant after 20 steps of warm-up:
 Allreduce-SGD's best for all rows. *digits*: the CNN of `sparsync train`, 16 images per rank; *bytes*:
 the byte transformer with 2 layers of width 96, 8 windows per rank. WAGMA's tau is 10.
 
-**Time is virtual**: all ranks run in the simulator, in one process. A step computes for
-{COMPUTATION} s, that of late ranks, drawn anew every time, for 0.32 s more; messages take as long as
-those of ResNet-50 on links of 5.4 GB/s. Training is real. WAGMA's section 5.2 has two late ranks of 64:
-as many of eight slow Allreduce-SGD down as much, but make each rank late eight times as often; one of
-eight on every fourth step is the paper's rate per rank.
+**Time is virtual**: all ranks run in the simulator, in one process, but training is real. A step computes for
+{COMPUTATION} s, or 0.32 s longer on late ranks, which are drawn anew for every step. Messages take as long as
+those of ResNet-50 on links of 5.4 GB/s. In WAGMA's section 5.2, two of 64 ranks are late. Two of eight
+slow Allreduce-SGD down as much, but each rank is late eight times as often; one of
+eight on every fourth step gives the paper's rate per rank.
 
 ## What the schemes do
 
-Without a model, seed 0: throughput (steps per virtual second) over Allreduce-SGD's; and how much of the
-ranks' updates is in the final mean, where every update counts 1/P. *Models sent*: per rank and step.
+These figures are from runs without a model, with seed 0: throughput (steps per virtual second) relative to
+Allreduce-SGD's, and the share of the ranks' updates in the final mean, where every update counts 1/P.
+*Models sent*: per rank and step.
 
 {schemes}
 
 ![held-out loss over virtual time]({name})
 
-In the tables below: mean and standard deviation over seeds; *over allreduce*: of runs with the same
-seed; **bold**: not worse by more than 1 %. Everything is evaluated after `finish()`. *Own models*: mean
-of the ranks' own losses over the loss of their mean, after {BETWEEN} steps, midway between two global
-averages. *any*: who waits for others does so whoever is late, and comes to the same models.
+The tables below show means and standard deviations over seeds. *Over allreduce* compares runs with the same
+seed; **bold** means at most 1 % worse. All losses are evaluated after `finish()`. *Own models* is the mean
+of the ranks' own losses, relative to the loss of their mean model, after {BETWEEN} steps, midway between two global
+averages. *any*: schemes that wait for all ranks produce the same models whichever rank is late.
 {tables}
 {WHY}"""
 

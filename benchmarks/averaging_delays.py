@@ -120,10 +120,10 @@ def added_table(rows: dict[str, dict[str, list[float]]], steps: int) -> list[str
         "## What delays add",
         "",
         f"`sparsync train --ranks {RANKS} --transport torch --workload bytes --layers 1 --width 64 "
-        f"--batch-size 4 --context 32 --steps {steps}`, with and without `--delay {DELAY}`; seconds per "
-        "step of the slowest rank through `finish()`, median of the repeats; *over allreduce*: added "
-        "seconds over those of allreduce in the same repeat. A scheme that waited for nobody would add "
-        f"the mean delay, {0.32 * 2 / RANKS:.2f} s.",
+        f"--batch-size 4 --context 32 --steps {steps}`, with and without `--delay {DELAY}`. Times are "
+        "the slowest rank's seconds per step, including `finish()`; medians over repeats. *Over "
+        "allreduce*: added seconds relative to allreduce's in the same repeat. A scheme without any "
+        f"waiting would add the mean delay, {0.32 * 2 / RANKS:.2f} s.",
         "",
         "| scheme | without | with delays | added | over allreduce | repeats |",
         "|---|---|---|---|---|---|",
@@ -151,9 +151,9 @@ def stall_table(rows: dict[str, list[float]]) -> list[str]:
         "",
         "## An average whose other member is busy",
         "",
-        f"Two ranks, {STALL_SIZE:,} elements, rank 1 is busy and takes part passively; milliseconds of "
-        "rank 0's averages. Beside pure Python a message waits for the interpreter's lock, 5 ms at a "
-        "time.",
+        f"Two ranks, {STALL_SIZE:,} elements. Rank 1 is busy and participates passively; times are "
+        "milliseconds of rank 0's averages. While pure Python runs, a message waits for the "
+        "interpreter's lock, 5 ms at a time.",
         "",
         "| transport | rank 1 | averages | median | mean | longest |",
         "|---|---|---|---|---|---|",
@@ -168,7 +168,7 @@ def stall_table(rows: dict[str, list[float]]) -> list[str]:
 def report(measured: dict, steps: int) -> str:
     """Return the tables."""
     lines = [
-        "# Averaging beside delays, real processes",
+        "# Averaging with delays, in real processes",
         "",
         f"`python benchmarks/averaging_delays.py` on torch {torch.__version__}, {platform.machine()}, "
         "gloo (and ZeroMQ for the stall).",

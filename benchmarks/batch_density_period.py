@@ -124,12 +124,12 @@ in %).
 Means over everything else: batch {effect(cache, 0, seeds)}; density {effect(cache, 1, seeds)}; tau'
 {effect(cache, 2, seeds)}.
 
-What follows: **the period does not matter** to the loss, for the cap keeps exactly k whatever a
-threshold finds, so it should be what is cheapest ("auto"). **The density does, the more the larger the
-batch**: with 4 samples per rank, whose gradients are mostly noise, 1 % cannot be told from dense; with 16
-and 64 the same step loses less to noise than to entries that wait, and 10 % is needed. So of the bytes
-that a larger batch saves (fewer steps), some belong into the density. Losses are small and late here (the
-model has learnt the training part): relative differences are larger than on models that still improve.
+Conclusions: **the period does not affect** the loss, because the cap keeps exactly k entries whatever a
+threshold finds, so the cheapest period ("auto") is the best choice. **The density matters, and more so for larger
+batches.** With 4 samples per rank, whose gradients are mostly noise, 1 % is indistinguishable from dense. With 16
+and 64, noise costs less than waiting entries do, and 10 % is needed. Some of the bytes that a larger batch saves
+(through fewer steps) should therefore go into the density. Losses are small here, as the model has already learnt
+the training part, so relative differences are larger than for models that still improve.
 """
 
 

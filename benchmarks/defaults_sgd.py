@@ -330,10 +330,11 @@ def report(runs: Runs, seeds: Sequence[int]) -> str:
     lines = [
         "# SGD's default over dense SGD",
         "",
-        f"Held-out loss over dense SGD's at its best rate (constant), {RANKS} ranks; mean and deviation "
-        "over seeds. Made by `benchmarks/defaults_sgd.py`, on virtual ranks. A run's loss is the mean of "
-        f"its last {LAST} evaluations, five steps apart. *Default*: `density` as `attach` decides it. "
-        "*Corrected*: momentum before the exchange. 1: as dense.",
+        f"Held-out loss relative to dense SGD's at its best constant rate, {RANKS} ranks; mean and "
+        "deviation over seeds. Made by `benchmarks/defaults_sgd.py`, on virtual ranks. A run's loss is "
+        f"the mean of its last {LAST} evaluations, five steps apart. *Default*: `density` as chosen by "
+        "`attach`. *Corrected*: momentum is applied before the exchange. A value of 1 means equal to "
+        "dense.",
         "",
         "| network | parameters | steps | momentum | rate, of tried | seeds | dense | "
         f"{' | '.join(others)} "

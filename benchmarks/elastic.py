@@ -90,15 +90,15 @@ def _write() -> None:
     known = json.loads((HERE / "elastic" / "results.json").read_text())
     names = [name for name in ROWS if name in known]
     lines = [
-        "# Ranks that are killed and started again",
+        "# Ranks that are killed and restarted",
         "",
-        "`python benchmarks/elastic.py`: each run over one without faults, on one machine, one after the "
-        "other; `budgeted`, density 1 %, SGD, unless said. A rank is killed by SIGKILL at random, and "
-        "its process started again at once. Survivors go on: from the kill to a step that another group "
-        "has applied. Of updates, these are local steps. "
-        "Lost norm: of the residuals that died. In columns with more kills than ranks, it was counted as "
-        "the rank saw it that was there longest, until the launcher put together what all have seen: it "
-        "is too low there.",
+        "`python benchmarks/elastic.py`: each run is compared with a fault-free run, one after the "
+        "other on one machine, with `budgeted`, density 1 % and SGD unless stated otherwise. Ranks are "
+        "killed at random by SIGKILL, and their processes are restarted at once. *Survivors go on*: "
+        "the time from the kill to the first step that another group has applied. With updates, steps "
+        "are local steps. *Lost norm*: the norm of the lost residuals. In columns with more kills than "
+        "ranks, it is too low: it was counted by the longest-running rank alone, before the launcher "
+        "combined the counts of all ranks.",
         "",
         f"| | {' | '.join(names)} |",
         f"|---|{'---:|' * len(names)}",

@@ -147,10 +147,11 @@ def train(run: Mapping[str, Any]) -> float:
 def report(rows: list[dict[str, Any]]) -> str:
     """Return the page."""
     lines = [
-        "# What is left of the gap to dense AdamW without rounding",
+        "# The remaining gap to dense AdamW without rounding",
         "",
-        f"Held-out loss over dense AdamW's, {RANKS} virtual ranks that average updates in 32 bits after "
-        "every step and know the noise of their gradients exactly; mean, deviation and each seed. Made "
+        f"Held-out loss relative to dense AdamW's, {RANKS} virtual ranks that average updates in 32 "
+        "bits after every step and know the noise of their gradients exactly; mean, deviation and each "
+        "seed. Made "
         'by `benchmarks/exact_shares.py`. "moved": the same, begun 1e-6 beside, which shows how much '
         "a single run tells.",
         "",

@@ -139,12 +139,7 @@ def main() -> None:
     about = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
     text = (__doc__ or "").split("\n\n")
     head = f"# Exchanges over far links\n\n`python benchmarks/far.py` on 2 cores, {about}.\n\n"
-    notes = (
-        "\n\nBack to back: exchanges follow each other by some 0.1 s. After a pause TCP begins with its "
-        "first window again, and needs a round trip for each doubling; windows kept: with "
-        "`sysctl -w net.ipv4.tcp_slow_start_after_idle=0` on all ranks. Congestion control is Reno, "
-        "and in the last column BBR: `sysctl -w net.ipv4.tcp_congestion_control=bbr`.\n"
-    )
+    notes = "\n\n*Back to back*: exchanges follow each other after some 0.1 s. After a pause, TCP starts again from its initial window, and needs one round trip for each doubling. *Windows kept*: with `sysctl -w net.ipv4.tcp_slow_start_after_idle=0` on all ranks. Congestion control is Reno, except in the last column, where it is BBR (`sysctl -w net.ipv4.tcp_congestion_control=bbr`).\n"
     out.write_text(head + text[-1].strip() + "\n\n" + "\n".join(lines) + notes, encoding="utf-8")
     Console().print(f"wrote {out}")
 

@@ -118,8 +118,9 @@ def report(runs: list[dict]) -> str:
         "",
         f"`python benchmarks/fidelity.py`: {os.cpu_count()} cores, {platform.machine()}, torch "
         f"{torch.__version__}, one thread per rank; density {DENSITY:.0%}. Every rank has a network "
-        "namespace, its link is shaped in both directions. `sparsync doctor` measured network and ranks, "
-        "all at once, before; predictions know nothing else, but tbf's burst.",
+        "namespace, whose link is shaped in both directions. `sparsync doctor` measured the network "
+        "and the ranks beforehand, all ranks at once; the only other input to the predictions is tbf's "
+        "burst.",
         "",
         f"| wire >= {1e3 * LONG:g} ms: within {RELATIVE:.0%} (target: {SHARE:.0%} of them) "
         f"| shorter: within {1e3 * ABSOLUTE:g} ms | all: within either "
@@ -127,12 +128,14 @@ def report(runs: list[dict]) -> str:
         "|---|---|---|---|",
         counts_of(runs),
         "",
-        "How often a collective passes over its entries, and what of a turn its smaller rounds cost "
-        "(`planning/forms.py`), was fitted to earlier measurements of these cells, but for those of 8 "
-        "ranks and the larger n: these are predictions in the strict sense. The last two networks were "
-        "measured twice: first while other programs held the machine (31 of 36 cells instead of 34).",
+        "Two kinds of constants were fitted to earlier measurements of these cells: how often a "
+        "collective passes over its entries, and what part of a turn its smaller rounds cost "
+        "(`collectives/costs.py`). Cells with 8 ranks and the larger n were left out of this fit, so "
+        "those are predictions in the strict sense. The last two networks were measured twice, the "
+        "first time while other programs used the machine (31 of 36 cells instead of 34).",
         "",
-        "*Exchange*: selected to total. *Error*: predicted over measured. *Whole*: `reduce()`.",
+        "*Exchange*: from selected entries to the total. *Error*: predicted relative to measured. "
+        "*Whole*: `reduce()`.",
         "",
         "| network | ranks | n | collective | wire, ms | predicted, ms | measured, ms | error | within | "
         "whole, ms | pick |",

@@ -87,15 +87,15 @@ def main() -> None:
 
 `python benchmarks/fill_in.py`, torch {torch.__version__}, {platform.machine()}; {size:,} parameters of
 the demo's byte transformer, {BATCH} windows per rank, each rank's k largest gradient entries (no
-error feedback). In percent; in brackets uniformly random supports (SparCML, appendix B), the most
-fill-in of any.
+error feedback). In percent; values in brackets are for uniformly random supports (SparCML, appendix B), which fill
+in more than real gradients.
 
 ![density of the sum over the number of ranks](fill_in.png)
 
 {tables}
 
-Real gradients overlap, so their sums fill in less than random supports; and less at the start, where
-the same few entries are large on all ranks. At 50 % a dense vector is shorter than coo.
+Real gradients overlap, so their sums fill in less than those of random supports. They fill in even less at the
+start, where the same few entries are large on all ranks. From 50 % on, a dense vector is shorter than coo.
 """,
         encoding="utf-8",
     )

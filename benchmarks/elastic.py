@@ -1,7 +1,7 @@
-"""Kill ranks at random and start them again: what the others lose, and how soon the killed are back.
+"""Kill and restart ranks at random; measure the others' loss, and how soon the killed ranks are back.
 
-Every row is ``sparsync train --elastic``, which trains twice, first without faults.  Writes
-``benchmarks/elastic.md`` and a picture.
+Every row is ``sparsync train --elastic``, which trains twice, the first time without faults.  Writes
+``benchmarks/elastic.md`` and a plot.
 
     python benchmarks/elastic.py                 # about 3 hours; --quick: 5 minutes
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SMALL = "--workload bytes --width 64 --batch-size 4 --optimizer sgd"
-PACED = "--delay random:8:0.3"  # all 8 wait: fewer ranks on 2 cores would be faster ones
+PACED = "--delay random:8:0.3"  # all 8 wait; otherwise, fewer ranks would be faster on 2 cores
 LARGE = "--workload bytes --width 416 --optimizer sgd --ranks 4"
 ROWS = {
     "4 ranks, no slow link, a kill every 10 s": f"{SMALL} --ranks 4 --steps 1500 --kill random:10",

@@ -1,13 +1,14 @@
-"""Peak memory of a training process: DDP with ``attach`` over plain DDP.
+"""Peak memory of a training process: DDP with ``attach`` relative to plain DDP.
 
     python benchmarks/memory.py        (Linux; 5 minutes; writes benchmarks/memory.md)
 
-Each figure comes from fresh processes.  They train a tiny model first, which pays for imports, threads
-and sockets, then a large one; what counts is the kernel's peak (VmHWM) less what was in use between.
+Each figure comes from fresh processes.  They first train a tiny model, which pays for imports, threads
+and sockets, then a large one.  The figure is the kernel's peak (VmHWM), minus the memory in use between
+the two.
 
-glibc raises the size from which it asks the kernel for memory to that of what was last freed; from
-then on gradients and temporaries share a heap with holes in it.  ``mallopt`` fixes the size, and the
-peak is what the program asked for.  Both are measured.
+glibc raises its threshold for asking the kernel for memory to the size of the last freed block; from then
+on, gradients and temporaries share a heap with holes in it.  ``mallopt`` fixes the threshold, so the peak
+is the memory that the program asked for.  Both cases are measured.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 WIDTH, LAYERS = 2048, 5  # 21 M parameters
 TINY = 64
 DENSITY = 0.01
-STEPS = 5  # DDP makes its buckets anew in the second
+STEPS = 5  # DDP rebuilds its buckets in the second
 WORD_BYTES = 4
 MIB = 1 << 20
 
@@ -55,12 +56,12 @@ def status_bytes(field: str) -> int:
 
 
 def elements(width: int) -> int:
-    """Return n of the model."""
+    """Return the model's number of elements."""
     return LAYERS * width * (width + 1)
 
 
 def train(width: int, algorithm: str | None, options: dict, attached: dict) -> None:
-    """Train a model of large linear layers for a few steps, and forget it."""
+    """Train a model of large linear layers for a few steps, then drop it."""
     torch.manual_seed(0)
     layers = [
         layer for _ in range(LAYERS) for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())
@@ -86,8 +87,8 @@ def train(width: int, algorithm: str | None, options: dict, attached: dict) -> N
 
 
 def peak(algorithm: str | None, options: dict, attached: dict, malloc: int | None) -> int:
-    """Return the bytes that the large model took at the worst moment, the most of all ranks."""
-    # not by an environment variable: ranks are forked from a process that has read it already
+    """Return the peak bytes that the large model took, the maximum over ranks."""
+    # an environment variable would have no effect: the parent of the forked ranks has already read it
     if malloc is not None and ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, malloc) != 1:
         raise OSError(f"mallopt(M_MMAP_THRESHOLD, {malloc}) failed; run with glibc")
     train(TINY, algorithm, options, attached)
@@ -106,7 +107,7 @@ def measure(
 
 
 def row(world_size: int, view: bool, malloc: str, case: str, extra: int, plain: int) -> str:
-    """Return one line of the table; the rest is what was taken beside the residual."""
+    """Return one row of the table; the rest is the memory taken in addition to the residual."""
     residual = elements(WIDTH) * WORD_BYTES
     rest = (extra - residual) / (WORD_BYTES * elements(WIDTH) * (DENSITY + 1 / world_size))
     return (
@@ -120,11 +121,11 @@ def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     n = elements(WIDTH)
     lines = [
-        "# Peak memory over plain DDP",
+        "# Peak memory relative to plain DDP",
         "",
         f"`python benchmarks/memory.py` on {os.cpu_count()} cores, {platform.machine()}, torch "
         f"{torch.__version__}; n = {n:,} float32 ({n * WORD_BYTES / MIB:.0f} MiB), k = {DENSITY:.0%}, "
-        f"SGD, {STEPS} steps, the most of all ranks.",
+        f"SGD, {STEPS} steps; maximum over ranks.",
         "",
         "| P | bucket view | malloc | algorithm | over DDP / residual | rest / 4 (k + n / P) bytes "
         "| peak / DDP's | DDP, MiB | over DDP, MiB |",

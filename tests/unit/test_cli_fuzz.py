@@ -295,7 +295,7 @@ ENDS = 120  # seconds of a call with ranks
 
 
 def started(line):
-    """Make an accepted call with its ranks, in a process of its own; return what is wrong, or ""."""
+    """Make an accepted call with its ranks, in a process of its own; return what is wrong, or an empty string."""
     with subprocess.Popen(
         [sys.executable, "-m", "sparsync", *line],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

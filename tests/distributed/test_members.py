@@ -355,9 +355,7 @@ def test_one_is_left_and_two_join_at_once(job, outer):
     run.kill(2)
     run.all_contribute([0], since=killed + 1)
     for number in (1, 2):
-        run.start(
-            number, seed=number
-        )  # with other weights, they take those of the remaining replica
+        run.start(number, seed=number)  # with other weights: they take the remaining replica's
     run.all_contribute([1, 2], since=killed)
     changes = run.finish()[0]["changes"]
     assert sum(c["died"] for c in changes) == 2 and sum(c["came"] for c in changes) == 5

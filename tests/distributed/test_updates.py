@@ -290,9 +290,7 @@ def test_several_optimizers_frozen_and_unused_parameters_and_buffers():
         sync.finish()
         assert same_everywhere(flat(net))
         assert same_everywhere(net["norm"].running_mean)
-        torch.testing.assert_close(
-            before[0], net["unused"].weight
-        )  # the rounding errors were delivered
+        torch.testing.assert_close(before[0], net["unused"].weight)  # rounding was delivered
         assert torch.equal(before[1], net["frozen"].weight)
         assert sync.stats()["local_steps"] == 9
     assert ddp.broadcast_buffers

@@ -1,9 +1,10 @@
-"""Ok-Topk's optimisations, one switched off at a time: seconds of one exchange.
+"""Seconds of one exchange with Ok-Topk's optimisations switched off one at a time.
 
     python benchmarks/ablations.py [--lab 1gbit]     (writes benchmarks/ablations.md; about 5 minutes)
 
-On virtual ranks; rotation and bucketing (section 3.1.1, Figure 2) one by one and together; bucketing on
-eight processes as well: over loopback, and with --lab on shaped links (Linux, root).
+All of them are measured on virtual ranks, with rotation and bucketing (section 3.1.1, Figure 2)
+separately and together. Bucketing is also measured on eight processes, over loopback and, with --lab, on
+shaped links (Linux, root).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def spread(rank: int, world_size: int) -> torch.Tensor:
 
 
 def clustered(rank: int, world_size: int) -> torch.Tensor:
-    """Return normal values in the first n / P elements, zeros elsewhere: one even region holds all."""
+    """Return normal values in the first n / P elements, zeros elsewhere, so one even region holds all."""
     values = torch.zeros(SIZE)
     width = max(SIZE // world_size, K)
     values[:width] = spread(rank, world_size)[:width]
@@ -52,7 +53,7 @@ def clustered(rank: int, world_size: int) -> torch.Tensor:
 
 
 def one_holds_all(rank: int, world_size: int) -> torch.Tensor:
-    """Return disjoint supports in matching regions, rank 0's values the largest."""
+    """Return disjoint supports in matching regions, with the largest values on rank 0."""
     values = torch.zeros(SIZE)
     start, stop = (SIZE * r // world_size for r in (rank, rank + 1))
     values[start:stop] = spread(rank, world_size)[start:stop] * (100 if rank == 0 else 1)
@@ -83,7 +84,7 @@ def seconds(make, world_size: int, *, gamma: float = 0.0, **options) -> float:
 
 
 def optimisations() -> list[str]:
-    """Return the table of all optimisations, each switched off alone."""
+    """Return the table of all optimisations, each switched off separately."""
     lines = [
         f"Simulated seconds of one exchange ({RATE}, n = {SIZE:,}, k = {K:,}); > 1: the optimisation "
         "pays.",
@@ -106,7 +107,7 @@ SCHEDULES = {
     "both": {"rotate": True, "buckets": 2},
 }
 FIGURE_2_RANKS = (16, 64)
-GAMMAS = (0.0, 0.3e-9, 2e-9)  # seconds per byte reduced: nothing; as in C++ here; six times as much
+GAMMAS = (0.0, 0.3e-9, 2e-9)  # seconds per reduced byte: none; as in C++; about six times as much
 KINDS = ("uniform", "overlapping")
 
 
@@ -212,7 +213,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     parts = {
-        "# Ok-Topk without one of its optimisations, over Ok-Topk": optimisations,
+        "# Ok-Topk without one of its optimisations, relative to Ok-Topk": optimisations,
         "## Rotation and bucketing": simulated_schedules,
         "## Bucketing on real ranks": lambda: real_bucketing(arguments.lab),
     }

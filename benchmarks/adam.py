@@ -1,9 +1,9 @@
-"""AdamW with a sparse exchange: every variant against dense AdamW, 4 ranks.
+"""AdamW with a sparse exchange: every variant compared with dense AdamW, 4 ranks.
 
     python benchmarks/adam.py                (long; writes benchmarks/adam.md, .json)
     python benchmarks/adam.py --only signs   (only runs with "signs" in their name)
 
-Finished runs stand in the .json and are not made again.
+Finished runs are kept in the .json and not repeated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RANKS = 4
 LRS = (1e-3, 3e-3, 1e-2)
 STEPS = (300, 1000)
 LIMIT = 1.05
-# row -> what it is: options of ``sparsync train``
+# row -> options of ``sparsync train``
 VARIANTS = {
     "local, signs": {"algorithm": "signs", "space": "local"},
     "local, allgather": {"algorithm": "allgather", "space": "local"},
@@ -40,7 +40,7 @@ DENSITIES = (0.01, 0.001)
 
 
 def spec(steps: int, seed: int, lr: float, density: float = 1.0, **options) -> dict:
-    """Return what tells a run apart."""
+    """Return the settings that identify a run."""
     return {
         "part": "adam", "steps": steps, "seed": seed, "lr": lr, "density": density, **options
     }  # fmt: skip
@@ -52,14 +52,14 @@ def dense(steps: int, seed: int, lr: float) -> dict:
 
 
 def best_lr(runs: Runs, steps: int) -> float:
-    """Return dense's best learning rate of those that were run; the middle one at first."""
+    """Return dense's best learning rate among finished runs, or the middle one before there are any."""
     tried = {lr: runs.find(dense(steps, 0, lr)) for lr in LRS}
     known = {lr: run["eval_loss"] for lr, run in tried.items() if run and run["eval_loss"]}
     return min(known, key=known.__getitem__) if known else LRS[1]
 
 
 def run_all(runs: Runs, seeds: int) -> None:
-    """Make what is not done: what decides first."""
+    """Make the missing runs, those that determine the learning rate first."""
     for steps in STEPS:
         for lr in LRS:
             runs.make(dense(steps, 0, lr), optimizer="adamw")
@@ -79,11 +79,12 @@ def report(runs: Runs, seeds: int) -> str:
         "",
         f"`python benchmarks/adam.py` on torch {torch.__version__}, {platform.machine()}: the byte "
         f"transformer of `sparsync train`, {RANKS} ranks, AdamW with weight decay 0.01, constant "
-        "learning rate. Held-out loss, mean and standard deviation over seeds, at dense's best "
-        "learning rate; *over dense*: mean over dense's mean of the same seeds; **bold** within 5 %. "
-        "*Words*: sent per step over n, in 32-bit words (the last, dense delivery of `local` not "
-        "counted: it is one step's, 1.5 words per element); pairs of index and value at 1 % (0.1 %) "
-        "would be 0.02 (0.002) per message, three of which every rank forwards or sends.",
+        "learning rate. Held-out loss is the mean and standard deviation over seeds, at dense's best "
+        "learning rate. *Over dense* is this mean relative to dense's mean with the same seeds; values "
+        "within 5 % are **bold**. *Words* are the 32-bit words sent per step, divided by n. They "
+        "exclude the final dense delivery of `local` (1.5 words per element, once). Index-value pairs "
+        "at 1 % (0.1 %) would take 0.02 (0.002) per message, three of which every rank forwards or "
+        "sends.",
     ]
     for steps in STEPS:
         lines += section(runs, steps, seeds)

@@ -1,9 +1,9 @@
-"""The ablations of WAGMA, section 5.2, on as many ranks as the paper's: 64, S = 8, tau = 10.
+"""The ablations of WAGMA, section 5.2, on as many ranks as in the paper: 64, S = 8, tau = 10.
 
     python benchmarks/averaging_ablations.py     (two hours of a core; .md and .json)
 
-All ranks are coroutines of one process, in virtual time, as in ``averaging_convergence.py``, with a
-byte transformer small enough for 64 of them.  Finished runs stand in the .json and are not made again.
+As in ``averaging_convergence.py``, all ranks are coroutines of one process, in virtual time.  The byte
+transformer is small enough for 64 of them.  Finished runs are kept in the .json and not repeated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS = {
 
 
 def prepare(steps: int) -> None:
-    """Give the other benchmark this one's ranks and rows."""
+    """Apply this benchmark's ranks and rows to the other benchmark."""
     convergence.RANKS, convergence.STEPS, convergence.LOOKS = RANKS, steps, ()
     convergence.BETWEEN = steps - 5
     convergence.DELAYS = {DELAY: ("random:2:0.32", 1)}
@@ -45,7 +45,7 @@ def prepare(steps: int) -> None:
 def row_of(
     name: str, runs: list[dict], bases: list[dict], played: dict | None, fastest: dict
 ) -> str:
-    """Write one row: runs, each beside WAGMA's of the same seed."""
+    """Return one row: each run is compared with WAGMA's run with the same seed."""
     cells = [name, ROWS[name][2], str(len(runs))]
     if any(run["loss"] is None for run in runs):
         return f"| {' | '.join([*cells, 'diverges', '', '', ''])} |"
@@ -76,19 +76,21 @@ def report(cache: convergence.Cache, seeds: int, steps: int) -> str:
     return f"""# The ablations of WAGMA on 64 ranks
 
 `python benchmarks/averaging_ablations.py`, torch {torch.__version__}, {platform.machine()}: {RANKS}
-ranks, tau = 10, two of them late by 320 ms on every step, as in section 5.2, drawn anew each time; all in
-virtual time (see `benchmarks/averaging-convergence.md`). The byte transformer with one layer of width 64
-({size:,} parameters), 2 windows per rank, {steps} steps of SGD with momentum 0.9 after 20 of warm-up,
-Allreduce-SGD's best learning rate for all: {losses}.
+ranks, tau = 10. As in section 5.2, two ranks, drawn anew for every step, are late by 320 ms. Time is
+virtual (see `benchmarks/averaging-convergence.md`). The model is the byte transformer with one layer of
+width 64 ({size:,} parameters), 2 windows per rank, {steps} steps of SGD with momentum 0.9 after 20 of
+warm-up, at Allreduce-SGD's best learning rate for all schemes: {losses}.
 
-*Over WAGMA*: held-out loss of runs with the same seed, mean and standard deviation. *Throughput*: steps
-per virtual second over WAGMA's. *Own models*: mean of the ranks' own losses over the loss of their mean,
-midway between two global averages. *Paper*: top-1 accuracy of ResNet-50 after 90 epochs, %.
+*Over WAGMA*: held-out loss relative to WAGMA's run with the same seed, mean and standard deviation.
+*Throughput*: steps per virtual second, relative to WAGMA's. *Own models*: mean of the ranks' own losses,
+relative to the loss of their mean model, midway between two global averages. *Paper*: top-1 accuracy of
+ResNet-50 after 90 epochs, %.
 
-The ordering is the paper's: without groups is worst by far, then fixed groups, then smaller ones; S = P
-is no better than S = 8 by more than seeds differ. It costs no throughput here: in the simulator taking
-part passively is free (`benchmarks/averaging-throughput.md`). Allreduce-SGD is ahead by more than in the
-paper: {steps} steps in place of 28,000 end while the models still move fast.
+The ordering is the same as in the paper: without groups is worst by far, then fixed groups, then smaller
+groups. The difference between S = P and S = 8 is within the differences between seeds. S = P costs no
+throughput here, because passive participation is free in the simulator
+(`benchmarks/averaging-throughput.md`). Allreduce-SGD is further ahead than in the paper: {steps} steps
+instead of 28,000 end while the models still change fast.
 
 | scheme | paper | seeds | held-out loss | over WAGMA | accuracy | throughput | own models |
 |---|---|---|---|---|---|---|---|
@@ -97,7 +99,7 @@ paper: {steps} steps in place of 28,000 end while the models still move fast.
 
 
 def main() -> None:
-    """Make what is not done, seed by seed; write after each."""
+    """Make the missing runs, seed by seed; write the results after each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)

@@ -1,12 +1,11 @@
-"""Schemes of averaging after equal steps: 8 ranks, real training, virtual time (WAGMA, section 5.2).
+"""Averaging schemes after equal steps: 8 ranks, real training, virtual time (WAGMA, section 5.2).
 
     python benchmarks/averaging_convergence.py          (two hours of a core; .md, .json, .png)
     python benchmarks/averaging_convergence.py --only digits --seeds 1
 
 All ranks of a run are coroutines of one process, in the simulator: gradients, models and messages are
-real, computation, delays and the network take virtual time.  So who is late, whose model is stale and
-what comes out of it is the same on every machine.  Finished runs stand in the .json and are not made
-again.
+real, while computation, delays and the network take virtual time.  Late ranks, stale models and results
+are therefore the same on every machine.  Finished runs are kept in the .json and not repeated.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ from sparsync.transports.sim import Links, SimCommunicator, simulate
 RANKS, STEPS = 8, 300
 LOOKS = (50, 100, 150, 200, 250)  # steps after which the mean of all models is evaluated
 BETWEEN = 295  # steps: five after a global average, five before the next
-# name -> who is late for 320 ms (section 5.2), and on which steps: every so many
+# name -> the ranks that are late by 320 ms (section 5.2), and the interval between such steps
 DELAYS = {
-    "two of eight late on every step": ("random:2:0.32", 1),  # as many as 5.2 has among 64
-    "one of eight late on every fourth": ("random:1:0.32", 4),  # 1/32 per rank and step: 5.2's rate
+    "two of eight late on every step": ("random:2:0.32", 1),  # as many as among 64 ranks in 5.2
+    "one of eight late on every fourth": ("random:1:0.32", 4),  # 1/32 per rank and step, as in 5.2
     "one of eight late on every step": ("random:1:0.32", 1),
     "nobody late": ("none", 1),
 }
 TRAINED = tuple(DELAYS)[:2]  # the others are simulated without a model
-SMALL = 8192  # parameters of a model that is not trained: large enough to be summed as others are
-COMPUTATION = 0.621  # seconds of a step (ours: section 5.2 gives the delay alone)
+SMALL = 8192  # parameters of the untrained model: large enough to be summed like a real one
+COMPUTATION = 0.621  # seconds of a step (our value; section 5.2 states only the delay)
 ALPHA = 2e-6  # seconds per message (ours: MPI on Aries)
 BETA, PARAMETERS = 0.184e-9, 25_559_081  # 5.4 GB/s (ours); ResNet-50 (5.2)
 LIMIT = 0.01
-# Allreduce-SGD's best serves all
+# all schemes use Allreduce-SGD's best rate
 LRS = {"digits": (0.025, 0.05, 0.1, 0.2), "bytes": (0.1, 0.2, 0.4, 0.8)}
-# 16 images: 128 in all, as 4 ranks have by default; a transformer that costs an hour, not a day
+# 16 images, 128 in all, as with 4 ranks by default; the transformer takes an hour, not a day
 WORKLOAD_OPTIONS = {"digits": {"batch_size": 16}, "bytes": {"layers": 2, "width": 96}}
-# row -> scheme and its options; in the order in which they are made
+# row -> scheme and its options, in the order of the runs
 ROWS = {
     "Allreduce-SGD": ("allreduce", {}),
     "WAGMA, S = 2 (default)": ("wagma", {}),
@@ -72,7 +71,7 @@ ROWS = {
     "Qsparse-local-SGD, H = 8": ("qsparse-local", {}),
 }
 BASE, ESSENTIAL = next(iter(ROWS)), tuple(ROWS)[:8]
-LR_SCALE = {"Allreduce-SGD, lr x 0.7": 0.7}  # as much as WAGMA keeps of its updates
+LR_SCALE = {"Allreduce-SGD, lr x 0.7": 0.7}  # the share of updates that WAGMA keeps
 ABLATED = "WAGMA, S = 4"  # with the smaller S = 2 as one of its four ablations
 ABLATIONS = ("no group collectives", "fixed groups, S = 4", "WAGMA, S = 2 (default)", "S = P = 8")
 AVOIDING = set(ROWS) - {
@@ -82,25 +81,25 @@ AVOIDING = set(ROWS) - {
 
 
 WHY = """
-## Where it is not as the paper has it, and how far the cause is known
+## Differences from the paper, and known causes
 
-- **How often ranks are late** decides. At the paper's rate per rank (one of eight on every fourth step)
-  WAGMA is as good as Allreduce-SGD on digits. With two of eight late on every step, eight times that
-  rate, its loss is higher: a stale model in an average takes back part of its members' updates, and a
-  rank that has fallen behind stays stale until the next global average. For a pair of which one is
+- **How often ranks are late** is decisive. At the paper's rate per rank (one of eight on every fourth
+  step), WAGMA is as good as Allreduce-SGD on digits. With two of eight late on every step, eight times
+  that rate, its loss is higher: a stale model in an average undoes part of its members' updates, and a
+  rank that has fallen behind stays stale until the next global average. In a pair in which one rank is
   always one step behind, Algorithm 2 keeps 5/7 of all updates. Allreduce-SGD with 0.7 of the learning
-  rate is no better than that, so a smaller step explains it; that nothing else adds is not shown.
+  rate is no better than this, so a smaller step explains the loss; other causes have not been ruled out.
 - **On bytes**, at the paper's rate, the default S = 2 is 1.2 % above Allreduce-SGD's loss and S = 4
-  0.8 %, where seeds differ by more than 3 %: with S = 2 of eight a model meets few others in ten steps.
-- **The ordering of the ablations** is the paper's on bytes at the paper's rate: without groups is worst
-  of those with equal S, then fixed groups, then a smaller S, and S = P is no better. On digits it is not
-  found: its seeds differ more than its schemes, and 300 steps of a small network forgive what 28,000 of
-  ResNet-50 do not. With two of eight late on every step S = P and S = 4 are worse than smaller groups:
-  the larger a group, the more often it holds a stale model.
-- **S = P** costs 0.2 % of throughput here, not 24 %: in the simulator only messages cost time, and those
-  of eight ranks take 33 ms; taking part passively is free (`benchmarks/averaging-throughput.md`).
-- Rows of one seed have no deviation: differences between them may be chance.  Empty cells and missing
-  rows have not been run.
+  0.8 %, while seeds differ by more than 3 %. With S = 2 of eight, a model meets few others in ten steps.
+- **The ordering of the ablations** on bytes, at the paper's rate, is the same as in the paper: among
+  equal S, without groups is worst, then fixed groups, then a smaller S, and S = P is no better. On
+  digits, there is no such ordering: seeds differ more than schemes do, and 300 steps of a small network
+  tolerate more than 28,000 steps of ResNet-50. With two of eight late on every step, S = P and S = 4 are
+  worse than smaller groups, because larger groups more often contain a stale model.
+- **S = P** costs 0.2 % of throughput here, not 24 %: in the simulator, only messages cost time, and those
+  of eight ranks take 33 ms; passive participation is free (`benchmarks/averaging-throughput.md`).
+- Rows with one seed have no deviation, so differences between them may be due to chance.  Empty cells and
+  missing rows have not been run.
 """
 
 
@@ -108,7 +107,7 @@ WHY = """
 
 
 def train(spec: dict, bar: Bar) -> dict:
-    """Train one scheme on all virtual ranks; return what came of it."""
+    """Train one scheme on all virtual ranks; return the results."""
     settings = TrainSettings(
         ranks=RANKS,
         steps=STEPS,
@@ -143,7 +142,7 @@ def train(spec: dict, bar: Bar) -> dict:
     models = simulate(program, RANKS, links=links(size)).results
 
     def evaluate(vectors: list[Tensor]) -> tuple[float | None, float]:
-        """Return loss and accuracy; of several models each has its share of what is held out."""
+        """Return loss and accuracy; several models share the held-out samples."""
         binding, shares = bind(model, None), []
         for rank, vector in enumerate(vectors):
             binding.write_(vector)
@@ -165,7 +164,7 @@ def train(spec: dict, bar: Bar) -> dict:
 
 
 def play(spec: dict, bar: Bar) -> dict:
-    """Run a scheme without a model: what it costs, and what becomes of the ranks' updates."""
+    """Run a scheme without a model; return its cost and the fate of the ranks' updates."""
     late = lateness(spec["delay"], spec["seed"])
 
     async def program(comm: SimCommunicator) -> tuple[Tensor, int]:
@@ -195,12 +194,12 @@ def make(spec: dict, model: torch.nn.Module | None, comm: SimCommunicator) -> Av
 
 
 def links(size: int) -> Links:
-    """Return links on which this many parameters take as long as ResNet-50's on the paper's."""
+    """Return links on which this many parameters take as long as ResNet-50's do on the paper's links."""
     return Links(ALPHA, BETA * PARAMETERS / size)
 
 
 def lateness(name: str, seed: int) -> Callable[[int, int], float]:
-    """Return by how many seconds a rank is late at a step."""
+    """Return a rank's delay at a step, in seconds."""
     text, period = DELAYS[name]
     delay = parse_delay(text)
     return lambda step, rank: delay.seconds(step, rank, RANKS, seed) * (step % period == 0)
@@ -227,18 +226,18 @@ def descend(settings, workload, model, optimizer, step: int, rank: int) -> None:
 
 
 class Cache:
-    """Finished runs, in a file that is written after each."""
+    """Finished runs, in a file that is rewritten after each run."""
 
     def __init__(self, path: Path, wanted: str) -> None:
         self.path, self.wanted = path, wanted
         self.done: list[dict] = json.loads(path.read_text()) if path.exists() else []
 
     def find(self, spec: dict) -> dict | None:
-        """Return the run of a specification, or None."""
+        """Return the run with this specification, or None."""
         return next((run for run in self.done if run["settings"] == spec), None)
 
     def make(self, spec: dict) -> None:
-        """Train, unless that is done or not wanted."""
+        """Train, unless the run is already done or not selected."""
         name = " ".join(map(str, spec.values()))
         if self.wanted not in name or self.find(spec):
             return
@@ -246,14 +245,14 @@ class Cache:
         with progress(shown=True) as rows, rows(name) as bar:
             run = train(spec, bar) if "workload" in spec else play(spec, bar)
         self.done.append({"settings": spec, **run})
-        partial = self.path.with_suffix(".partial")  # who is cut short here loses one run only
+        partial = self.path.with_suffix(".partial")  # an interruption here loses only one run
         partial.write_text(json.dumps(self.done, indent=1) + "\n")
         partial.replace(self.path)
         result = next(iter(run.items()))
         print(f"{name}: {result}, {time.perf_counter() - started:.0f} s", flush=True)
 
     def best_lr(self, workload: str) -> float:
-        """Return Allreduce-SGD's best learning rate with seed 0, of those that were run."""
+        """Return Allreduce-SGD's best learning rate with seed 0, among finished runs."""
         tried = {
             lr: run["loss"] or math.inf
             for lr in LRS[workload]
@@ -263,7 +262,7 @@ class Cache:
 
 
 def specify(workload: str, row: str, seed: int, lr: float, delay: str = TRAINED[0]) -> dict:
-    """Return what tells a training apart; who waits for all others does so whoever is late."""
+    """Return the settings that identify a run; schemes that wait for all ignore which ranks are late."""
     if row not in AVOIDING:
         delay = TRAINED[0]
     lr = round(lr * LR_SCALE.get(row, 1), 6)
@@ -271,7 +270,7 @@ def specify(workload: str, row: str, seed: int, lr: float, delay: str = TRAINED[
 
 
 def run_all(cache: Cache, seeds: int) -> Iterator[None]:
-    """Make what is not done, what decides first; yield after each."""
+    """Make the missing runs, those that determine the learning rate first; yield after each."""
     for delay in DELAYS:
         for row in (row for row in ROWS if row not in LR_SCALE):
             yield cache.make({"row": row, "seed": 0, "delay": delay})
@@ -291,19 +290,19 @@ def run_all(cache: Cache, seeds: int) -> Iterator[None]:
 
 
 def found(cache: Cache, workload: str, row: str, seeds: int, delay: str) -> dict[int, dict]:
-    """Return the runs of a row by seed, as many as there are."""
+    """Return the finished runs of a row, by seed."""
     lr = cache.best_lr(workload)
     runs = {s: cache.find(specify(workload, row, s, lr, delay)) for s in range(seeds)}
     return {seed: run for seed, run in runs.items() if run}
 
 
 def played(cache: Cache, row: str, delay: str) -> dict | None:
-    """Return what a scheme does without a model."""
+    """Return the results of a scheme's run without a model."""
     return cache.find({"row": row, "seed": 0, "delay": delay})
 
 
 def play_table(cache: Cache) -> list[str]:
-    """Return throughput and what is kept, for all delays."""
+    """Return throughput and the kept share of updates, for all delays."""
     lines = [
         f"| scheme | models sent | {' | '.join(DELAYS)} |",
         "|---" * (2 + len(DELAYS)) + "|",
@@ -348,7 +347,7 @@ def section(cache: Cache, workload: str, seeds: int) -> list[str]:
 
 
 def ablations(cache: Cache, workload: str, seeds: int) -> list[str]:
-    """Return section 5.2's ablations, each beside the run of WAGMA with the same seed."""
+    """Return section 5.2's ablations, each compared with WAGMA's run with the same seed."""
     lines = ["", f"Held-out loss over that of {ABLATED}, same seeds:", ""]
     lines += ["| late | " + " | ".join(ABLATIONS) + " |", "|---" * (1 + len(ABLATIONS)) + "|"]
     for delay in TRAINED:
@@ -367,7 +366,7 @@ def ablations(cache: Cache, workload: str, seeds: int) -> list[str]:
 
 
 def line(row: str, delay: str, pairs: list[tuple[dict, dict]]) -> str:
-    """Write one row: runs, each beside Allreduce-SGD's of the same seed."""
+    """Return one row: each run is compared with Allreduce-SGD's run with the same seed."""
     runs = [run for run, _ in pairs]
     cells = [row, delay.split(" late")[0] + delay.partition(" on")[2], f"{len(runs)}"]
     if any(run["loss"] is None for run in runs):
@@ -382,13 +381,13 @@ def line(row: str, delay: str, pairs: list[tuple[dict, dict]]) -> str:
 
 
 def spread(values: list[float], digits: int, sign: str = "") -> str:
-    """Write mean and standard deviation."""
+    """Format mean and standard deviation."""
     text = f"{fmean(values):{sign}.{digits}f}"
     return text + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def shown(loss: float | None) -> str:
-    """Write a loss."""
+    """Format a loss."""
     return "diverges" if loss is None else f"{loss:.4f}"
 
 
@@ -428,38 +427,39 @@ def report(cache: Cache, seeds: int, name: str) -> str:
     """Return the document."""
     tables = "\n".join(text for w in WORKLOAD_OPTIONS for text in section(cache, w, seeds))
     schemes = "\n".join(play_table(cache))
-    return f"""# Schemes of averaging after equal steps
+    return f"""# Averaging schemes after equal steps
 
 `python benchmarks/averaging_convergence.py`, torch {torch.__version__}, {platform.machine()}: {RANKS}
 ranks, {STEPS} steps of SGD with momentum 0.9, learning rate constant after 20 steps of warm-up:
 Allreduce-SGD's best for all rows. *digits*: the CNN of `sparsync train`, 16 images per rank; *bytes*:
 the byte transformer with 2 layers of width 96, 8 windows per rank. WAGMA's tau is 10.
 
-**Time is virtual**: all ranks run in the simulator, in one process. A step computes for
-{COMPUTATION} s, that of late ranks, drawn anew every time, for 0.32 s more; messages take as long as
-those of ResNet-50 on links of 5.4 GB/s. Training is real. WAGMA's section 5.2 has two late ranks of 64:
-as many of eight slow Allreduce-SGD down as much, but make each rank late eight times as often; one of
-eight on every fourth step is the paper's rate per rank.
+**Time is virtual**: all ranks run in the simulator, in one process, but training is real. A step computes
+for {COMPUTATION} s, or 0.32 s longer on late ranks, which are drawn anew for every step. Messages take as
+long as those of ResNet-50 on links of 5.4 GB/s. In WAGMA's section 5.2, two of 64 ranks are late. Two of
+eight slow Allreduce-SGD down as much, but each rank is late eight times as often; one of eight on every
+fourth step gives the paper's rate per rank.
 
 ## What the schemes do
 
-Without a model, seed 0: throughput (steps per virtual second) over Allreduce-SGD's; and how much of the
-ranks' updates is in the final mean, where every update counts 1/P. *Models sent*: per rank and step.
+These figures are from runs without a model, with seed 0: throughput (steps per virtual second) relative
+to Allreduce-SGD's, and the share of the ranks' updates in the final mean, where every update counts 1/P.
+*Models sent*: per rank and step.
 
 {schemes}
 
 ![held-out loss over virtual time]({name})
 
-In the tables below: mean and standard deviation over seeds; *over allreduce*: of runs with the same
-seed; **bold**: not worse by more than 1 %. Everything is evaluated after `finish()`. *Own models*: mean
-of the ranks' own losses over the loss of their mean, after {BETWEEN} steps, midway between two global
-averages. *any*: who waits for others does so whoever is late, and comes to the same models.
-{tables}
+The tables below show means and standard deviations over seeds. *Over allreduce* compares runs with the
+same seed; **bold** means at most 1 % worse. All losses are evaluated after `finish()`. *Own models* is
+the mean of the ranks' own losses, relative to the loss of their mean model, after {BETWEEN} steps, midway
+between two global averages. *any*: schemes that wait for all ranks produce the same models whichever rank
+is late. {tables}
 {WHY}"""
 
 
 def main() -> None:
-    """Run the grid; write after every run."""
+    """Run the grid; write the results after every run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help='a part of a run\'s name, as "digits WAGMA"')

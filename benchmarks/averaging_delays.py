@@ -1,12 +1,12 @@
-"""Schemes of averaging between real processes of which some are late, over gloo.
+"""Averaging schemes between real processes, some of them late, over gloo.
 
     python benchmarks/averaging_delays.py             (writes benchmarks/averaging-delays.md, .json)
     python benchmarks/averaging_delays.py --only stall
 
-Part "added": what delays of WAGMA's section 5.2 (two random ranks wait 320 ms before each step) add to
-the seconds per step of the slowest rank, through ``finish()``; every scheme with and without delays, one
-after the other, ``--repeats`` times.  Part "stall": how long an average takes whose other member is busy:
-its agent shares an interpreter with what it computes.
+Part "added": the time that the delays of WAGMA's section 5.2 (two random ranks wait 320 ms before each
+step) add to the seconds per step of the slowest rank, including ``finish()``.  Every scheme runs with and
+without delays, one after the other, ``--repeats`` times.  Part "stall": the duration of an average whose
+other member is busy, so that its agent shares an interpreter with the computation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sparsync.transports.process_group import connect_group
 RANKS = 8
 SCHEMES = ("allreduce", "wagma", "local", "dpsgd", "sgp", "eager-solo", "eager-majority", "adpsgd")
 DELAY = "random:2:0.32"
-TARGET = 0.6  # of what allreduce adds
+TARGET = 0.6  # of the time that allreduce adds
 MODEL = {
     "workload": "bytes",
     "layers": 1,
@@ -66,19 +66,19 @@ def seconds_per_step(scheme: str, delay: str, steps: int, seed: int) -> float:
 
 
 def sleeping(until: float) -> None:
-    """Need nothing."""
+    """Leave the processor idle."""
     time.sleep(until - time.monotonic())
 
 
 def python(until: float) -> None:
-    """Hold the interpreter's lock, but for its switch interval (5 ms)."""
+    """Hold the interpreter's lock, except at its switch interval (5 ms)."""
     count = 0
     while time.monotonic() < until:
         count += sum(range(100))
 
 
 def torch_work(until: float) -> None:
-    """Multiply matrices, which lets go of the lock."""
+    """Multiply matrices, which releases the lock."""
     matrix = torch.ones(400, 400)
     while time.monotonic() < until:
         matrix = matrix @ matrix / 400.0
@@ -90,7 +90,7 @@ KINDS: dict[str, Callable[[float], None]] = {
 
 
 def stall(transport: str, kind: str, seconds: float) -> list[float]:
-    """Average with a rank that is busy for so long; return the seconds of every average."""
+    """Average with a rank that stays busy for this long; return the seconds of every average."""
     torch.set_num_threads(1)
     comm = connect_group(transport=transport, timeout=60.0)
     averager, vector = Wagma(group_size=2, sync_period=None), torch.zeros(STALL_SIZE)
@@ -98,7 +98,7 @@ def stall(transport: str, kind: str, seconds: float) -> list[float]:
     times, until = [], time.monotonic() + seconds
     vector = run(averager.average(comm, vector, 0))
     if comm.rank == 0:
-        while time.monotonic() < until - 0.2:  # the other one is busy all the while
+        while time.monotonic() < until - 0.2:  # the other rank is busy throughout
             started = time.perf_counter()
             vector = run(averager.average(comm, vector, len(times) + 1))
             times.append(time.perf_counter() - started)
@@ -115,15 +115,15 @@ def stall(transport: str, kind: str, seconds: float) -> list[float]:
 
 
 def added_table(rows: dict[str, dict[str, list[float]]], steps: int) -> list[str]:
-    """Write what delays add; ratios of the same repeat, their median."""
+    """Return the time that delays add; ratios are taken within a repeat, then their median."""
     lines = [
         "## What delays add",
         "",
         f"`sparsync train --ranks {RANKS} --transport torch --workload bytes --layers 1 --width 64 "
-        f"--batch-size 4 --context 32 --steps {steps}`, with and without `--delay {DELAY}`; seconds per "
-        "step of the slowest rank through `finish()`, median of the repeats; *over allreduce*: added "
-        "seconds over those of allreduce in the same repeat. A scheme that waited for nobody would add "
-        f"the mean delay, {0.32 * 2 / RANKS:.2f} s.",
+        f"--batch-size 4 --context 32 --steps {steps}`, with and without `--delay {DELAY}`. Times are "
+        "the slowest rank's seconds per step, including `finish()`; medians over repeats. *Over "
+        "allreduce*: added seconds relative to allreduce's in the same repeat. A scheme without any "
+        f"waiting would add the mean delay, {0.32 * 2 / RANKS:.2f} s.",
         "",
         "| scheme | without | with delays | added | over allreduce | repeats |",
         "|---|---|---|---|---|---|",
@@ -146,14 +146,14 @@ def added(times: dict[str, list[float]]) -> list[float]:
 
 
 def stall_table(rows: dict[str, list[float]]) -> list[str]:
-    """Write how long averages take."""
+    """Return the table of how long averages take."""
     lines = [
         "",
         "## An average whose other member is busy",
         "",
-        f"Two ranks, {STALL_SIZE:,} elements, rank 1 is busy and takes part passively; milliseconds of "
-        "rank 0's averages. Beside pure Python a message waits for the interpreter's lock, 5 ms at a "
-        "time.",
+        f"Two ranks, {STALL_SIZE:,} elements. Rank 1 is busy and participates passively; times are "
+        "milliseconds of rank 0's averages. While pure Python runs, a message waits for the "
+        "interpreter's lock, 5 ms at a time.",
         "",
         "| transport | rank 1 | averages | median | mean | longest |",
         "|---|---|---|---|---|---|",
@@ -168,7 +168,7 @@ def stall_table(rows: dict[str, list[float]]) -> list[str]:
 def report(measured: dict, steps: int) -> str:
     """Return the tables."""
     lines = [
-        "# Averaging beside delays, real processes",
+        "# Averaging with delays, in real processes",
         "",
         f"`python benchmarks/averaging_delays.py` on torch {torch.__version__}, {platform.machine()}, "
         "gloo (and ZeroMQ for the stall).",

@@ -3,7 +3,7 @@
     python benchmarks/averaging_throughput.py              (half an hour; writes averaging-*)
     python benchmarks/averaging_throughput.py --only fig4  (only runs with "fig4" in their name)
 
-Finished runs stand in the .json and are not made again.
+Finished runs are kept in the .json and not repeated.
 """
 
 from __future__ import annotations
@@ -35,55 +35,58 @@ from sparsync_papers.reproduce.wagma_throughput import (
 TEXT = """# Throughput of the averaging schemes, in virtual time
 
 `python benchmarks/averaging_throughput.py`: the schemes of `sparsync.averaging` on the simulator's
-virtual ranks, {size} elements in the model's place on links that are slower by as much. Computation and
-network are the paper's (section 5.2, 64 ranks, nobody late): a step of AD-PSGD, which hides all
-communication, is computation, {compute:.3f} s; what local SGD's takes longer is an allreduce, so
-beta = {beta:.3f} ns per byte; alpha = {alpha:g} us is ours. Figure 7: {fig7} s per mean batch is ours
-(the paper gives none; with 0.1 s WAGMA is 1.80 x local SGD at 16 ranks), times our lines' relative cost.
-Figure 10: the heavy tail is all of a step's computation. Seconds of a step are the mean over ranks and
-steps: 120 for D-PSGD, SGP and AD-PSGD; for the others 80 to 64 ranks, 40 above, 24 at 1,024. *Ideal*:
-the mean computation over 120 steps, delays included, no waiting, no communication.
+virtual ranks, {size} elements in place of the model, on links that are slower by the same factor.
+Computation and network are derived from the paper (section 5.2, 64 ranks, none late). A step of AD-PSGD,
+which hides all communication, consists of computation, {compute:.3f} s; the additional time of local
+SGD's step is an allreduce, so beta = {beta:.3f} ns per byte; alpha = {alpha:g} us is ours. Figure 7:
+{fig7} s per mean batch is ours (the paper gives none; with 0.1 s WAGMA is 1.80 x local SGD at 16 ranks),
+times our lines' relative cost. In Figure 10, the heavy tail is the whole computation of a step. Seconds
+per step are the mean over ranks and steps: 120 for D-PSGD, SGP and AD-PSGD; for the others 80 to 64
+ranks, 40 above, 24 at 1,024. *Ideal*: the mean computation over 120 steps, delays included, no waiting,
+no communication.
 
 ## Against the paper
 
-WAGMA's throughput over the others'; *in italics* what the paper's runs may have had, see below; *half*:
-Figure 4 with half the batch, whose times of training 5.2 compares.
+WAGMA's throughput relative to the others'; *in italics*: conditions that the paper's runs may have had
+(see below); *half*: Figure 4 with half the batch, for which section 5.2 compares training times.
 
 {targets}
 
-Without delays (*Control* below) those that the paper has there, and both of eager-SGD, are within 7 % of
-each other; SGP with 4 neighbours, which it has not, is 9 % over SGP with 1.
+Without delays (*Control* below), the schemes that the paper compares there, and both variants of
+eager-SGD, are within 7 % of each other; SGP with 4 neighbours, which the paper does not include, is 9 %
+above SGP with 1.
 
 What two late ranks per step add to a step of Figure 4 at 64 ranks, in ms (of 320):
 
 {paid}
 
-**Why D-PSGD and SGP are better here than there.** A rank waits for its neighbours of this step alone, so
-a delay travels one hop per step and delays of distant ranks pass at the same time: few of the 320 ms are
-paid. The paper's paid like local SGD: its D-PSGD was 1.02 x as fast as local SGD with delays (1.25 over
-1.23) and 1.03 x without (1.57 / 1.52), where one that waits less gains on it. With a barrier after every
-step, in italics, the schemes here pay all, too, and the target is reached.
+**Why D-PSGD and SGP are better here than in the paper.** A rank waits only for its neighbours in the
+current step, so a delay travels one hop per step, and delays of distant ranks overlap: the schemes pay
+for only a small part of the 320 ms. In the paper, they paid as much as local SGD: D-PSGD was 1.02 x as
+fast as local SGD with delays (1.25 over 1.23) and 1.03 x without (1.57 / 1.52), whereas a scheme that
+waits less would have gained. With a barrier after every step (in italics), the schemes here pay in full
+as well, and the target is reached.
 
-In Figure 10 they were 1.24 x (2.33 / 1.88) and 1.11 x as fast as local SGD there, {gossip:.1f} x and
-{pushed:.1f} x here, where in every global average WAGMA waits for the longest of 8 x 1,024 draws. One of
-5,000 is of 43.5 s, so 8 steps take {window:.0f} s, as many as with local SGD of H = tau: in between
-nobody waits. (D-PSGD needs long runs to spread such delays: at 256 ranks it is 7 % slower over 480 steps
-than over 120.)
+In Figure 10, they were 1.24 x (2.33 / 1.88) and 1.11 x as fast as local SGD in the paper, {gossip:.1f} x
+and {pushed:.1f} x here. In every global average, WAGMA waits for the longest of 8 x 1,024 draws. One draw
+in 5,000 is of 43.5 s, so 8 steps take {window:.0f} s, as with local SGD with H = tau, because no rank
+waits in between. (D-PSGD needs long runs to spread such delays: at 256 ranks, it is 7 % slower over 480
+steps than over 120.)
 
-**Why eager-SGD is.** It has no global average: a late rank stays behind until it is drawn (majority), or
-for ever (solo), while WAGMA pays for its latest rank once in tau steps. When eager-SGD's ranks meet every
-tau steps as well, in italics, WAGMA is ahead. That is not all: at 1.25 / 1.13 x local SGD's speed, a
-step of the paper's takes 0.88 s, 0.22 s over a balanced one here, of which a recursive doubling of the
-whole model (section 3.1: 6 n beta = 112 ms, where ours takes 37) explains a third; what the
-rest was, the paper does not say.
+**Why eager-SGD is better here.** It has no global average: a late rank stays behind until it is drawn
+(majority), or forever (solo), whereas WAGMA pays for its latest rank once in tau steps. If eager-SGD's
+ranks also meet every tau steps (in italics), WAGMA is ahead. This does not explain everything: at 1.25 /
+1.13 x local SGD's speed, a step in the paper takes 0.88 s, 0.22 s longer than a balanced step here. A
+recursive doubling of the whole model (section 3.1: 6 n beta = 112 ms, compared with 37 here) explains a
+third of this difference; the paper does not explain the rest.
 
-**Why S = P costs nothing.** Our groups of all ranks do not wait either, and their allreduce moves
-2 n (S - 1) / S elements, hardly more than one of 8 ranks. In the paper S = P costs what local SGD does
-(1.24 and 1.25): a "global collective" that waits for all. With groups that wait, in italics, so it
-does here.
+**Why S = P costs nothing here.** Our groups of all ranks do not wait either, and their allreduce moves 2
+n (S - 1) / S elements, hardly more than with 8 ranks. In the paper, S = P costs as much as local SGD
+(1.24 and 1.25), as a "global collective" that waits for all ranks would. With groups that wait (in
+italics), this also holds here.
 
-**Why AD-PSGD is, in Figure 7.** It begins no exchange before the last one is answered, so it never waits
-for the network; the paper's could not hide its communication there.
+**Why AD-PSGD is better here in Figure 7.** It begins no exchange before the previous one has been
+answered, so it never waits for the network; in the paper, it could not hide its communication there.
 
 {sections}
 """
@@ -99,7 +102,7 @@ RATIOS = {(t.figure, t.ranks, row): t.ratio for t in TARGETS for row in t.rows}
 
 
 def steps_of(scheme: str, world_size: int) -> int:
-    """Return the steps of a run, a multiple of every tau; gossip takes longest to spread delays."""
+    """Return the steps of a run, a multiple of every tau; gossip needs longer runs to spread delays."""
     if scheme in ("dpsgd", "sgp", "adpsgd"):
         return 120
     return 80 if world_size <= 64 else 40 if world_size < 1024 else 24
@@ -112,7 +115,7 @@ def cases() -> Iterator[tuple[str, int, str]]:
         yield figure, ranks, "ideal"
         for row in (*ROWS, *VARIANTS):
             wanted = (row in ROWS and figure != "half") or (figure, ranks, row) in RATIOS
-            # allreduces of 512 and more ranks take long here; the paper's Figure 10 has none of these
+            # allreduces of 512 and more ranks take long here, and the paper's Figure 10 has none
             slow = figure == "fig10" and ranks > 64 and row.startswith(("eager", "Allreduce"))
             if (wanted and not slow) or row == "WAGMA":
                 yield figure, ranks, row
@@ -128,7 +131,7 @@ def make(figure: str, ranks: int, row: str) -> float:
 
 
 def keep(path: Path, name: str, seconds: float) -> None:
-    """Add a run to the file, which another process may write, too."""
+    """Add a run to the file, to which other processes may write as well."""
     done = load(path) | {name: seconds}
     partial_file = path.with_suffix(f".{os.getpid()}")
     partial_file.write_text(json.dumps(dict(sorted(done.items())), indent=1) + "\n")
@@ -136,7 +139,7 @@ def keep(path: Path, name: str, seconds: float) -> None:
 
 
 def load(path: Path) -> dict[str, float]:
-    """Return the runs that are done: seconds per step."""
+    """Return the seconds per step of finished runs."""
     done: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
     return done
 
@@ -148,7 +151,7 @@ def rate(done: dict[str, float], figure: str, ranks: int, row: str) -> float | N
 
 
 def table(done: dict[str, float], figure: str) -> str:
-    """Return a figure's steps per second, and in brackets WAGMA's over them."""
+    """Return a figure's steps per second, with WAGMA's relative throughput in brackets."""
     ranks = SETTINGS[figure].ranks
     lines = ["| | " + " | ".join(f"P = {p}" for p in ranks) + " |", "|---|" + "---|" * len(ranks)]
     for row in ("ideal", *ROWS):
@@ -164,7 +167,7 @@ def table(done: dict[str, float], figure: str) -> str:
 
 
 def targets(done: dict[str, float]) -> str:
-    """Return WAGMA's throughput over the others', beside the paper's."""
+    """Return WAGMA's throughput relative to the others', next to the paper's figures."""
     lines = ["| | ranks | WAGMA over | here | paper | reached |", "|---|---|---|---|---|---|"]
     for (figure, ranks, row), paper in RATIOS.items():
         own, wagma = (rate(done, figure, ranks, name) for name in (row, "WAGMA"))
@@ -177,7 +180,7 @@ def targets(done: dict[str, float]) -> str:
 
 
 def paid(done: dict[str, float]) -> str:
-    """Return what delays add to a step of Figure 4 at 64 ranks, over the same without delays."""
+    """Return the time that delays add to a step of Figure 4 at 64 ranks."""
     added = {
         row: 1e3 * (done[f"fig4/64/{row}"] - done[f"control/64/{row}"])
         for row in ROWS
@@ -188,7 +191,7 @@ def paid(done: dict[str, float]) -> str:
 
 
 def picture(done: dict[str, float], figure: str, path: Path) -> None:
-    """Draw throughput over the ideal one, over ranks."""
+    """Plot throughput, relative to the ideal one, over ranks."""
     from matplotlib.figure import Figure
 
     setting, drawing = SETTINGS[figure], Figure(figsize=(8.0, 4.2), layout="constrained")
@@ -236,7 +239,7 @@ def report(done: dict[str, float], path: Path) -> None:
 
 
 def main() -> None:
-    """Run what is not done, then write."""
+    """Make the missing runs, then write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help='a part of a run\'s name, as "fig10/1024/WAGMA"')
     parser.add_argument(

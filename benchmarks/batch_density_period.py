@@ -1,9 +1,9 @@
-"""Final loss over batch, density and the period tau' of thresholds: which of them matter together.
+"""Final loss by batch, density and threshold period tau': which of them matter, and in which combination.
 
     python benchmarks/batch_density_period.py            (writes batch-density-period.md, .json)
     python benchmarks/batch_density_period.py --seeds 1
 
-All ranks run in one process.  Finished runs stand in the .json and are not made again.
+All ranks run in one process.  Finished runs are kept in the .json and not repeated.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LR = 0.05
 
 
 class Perceptron:
-    """The digits, with a model that learns them in seconds: two hidden layers."""
+    """The digits, with a model of two hidden layers that learns them in seconds."""
 
     def __init__(self) -> None:
         self.digits = workload_of("digits")
 
     def make_model(self, seed: int) -> nn.Module:
-        """Return 85 k parameters; the same for a seed."""
+        """Return a model with 85 k parameters, determined by the seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             hidden = (nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
@@ -62,12 +62,12 @@ def run(spec: dict, bar) -> dict:
 
 
 def specify(batch: int, density: float, period, seed: int) -> dict:
-    """Return what tells a run apart."""
+    """Return the settings that identify a run."""
     return {"batch": batch, "density": density, "period": period, "seed": seed}
 
 
 def over_dense(cache: Cache, batch: int, density: float, period, seeds: int) -> list[float]:
-    """Return the logarithm of loss over dense's, by seed, as many as there are."""
+    """Return the logarithm of the loss relative to dense's, for every finished seed."""
     found = []
     for seed in range(seeds):
         base = cache.find(specify(batch, 1.0, "dense", seed))
@@ -124,17 +124,18 @@ in %).
 Means over everything else: batch {effect(cache, 0, seeds)}; density {effect(cache, 1, seeds)}; tau'
 {effect(cache, 2, seeds)}.
 
-What follows: **the period does not matter** to the loss, for the cap keeps exactly k whatever a
-threshold finds, so it should be what is cheapest ("auto"). **The density does, the more the larger the
-batch**: with 4 samples per rank, whose gradients are mostly noise, 1 % cannot be told from dense; with 16
-and 64 the same step loses less to noise than to entries that wait, and 10 % is needed. So of the bytes
-that a larger batch saves (fewer steps), some belong into the density. Losses are small and late here (the
-model has learnt the training part): relative differences are larger than on models that still improve.
+Conclusions: **the period does not affect** the loss, because the cap keeps exactly k entries whatever a
+threshold finds, so the cheapest period ("auto") is the best choice. **The density matters, and more so
+for larger batches.** With 4 samples per rank, whose gradients are mostly noise, 1 % is indistinguishable
+from dense. With 16 and 64, noise costs less than waiting entries do, and 10 % is needed. Some of the
+bytes that a larger batch saves (through fewer steps) should therefore go into the density. Losses are
+small here, as the model has already learnt the training part, so relative differences are larger than for
+models that still improve.
 """
 
 
 def main() -> None:
-    """Run the grid; write after every run."""
+    """Run the grid; write the results after every run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="a part of a run's name")

@@ -1,10 +1,11 @@
-"""Loss after equal steps: Ok-Topk against dense at dense's best learning rate.
+"""Loss after equal steps: Ok-Topk compared with dense at dense's best learning rate.
 
     python benchmarks/convergence.py --optimizer sgd        (writes benchmarks/convergence-sgd.md, .json)
     python benchmarks/convergence.py --optimizer adam
 
-Dense is trained at several learning rates, Ok-Topk at the best of them; every figure is the mean of
-three seeds (data and initial weights).  Rows are written as they come, so a run can be cut short.
+Dense is trained at several learning rates, and Ok-Topk at the best of them.  Every figure is the mean of
+three seeds (data and initial weights).  Rows are written as soon as they are done, so a run can be
+interrupted.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def measure(
 
 
 def best_dense(rows: list[dict]) -> dict:
-    """Return dense's row at its best learning rate; one that diverged (NaN) is not the best."""
+    """Return dense's row at its best learning rate, ignoring runs that diverged (NaN)."""
     return min(
         (row for row in rows if row["algorithm"] == "dense"),
         key=lambda row: np.nan_to_num(row["eval_loss"], nan=np.inf),
@@ -120,7 +121,7 @@ def main() -> None:
         run("dense", lr)
     best = best_dense(rows)["lr"]
     run("oktopk", best)
-    if args.optimizer == "adam":  # it loses more: what helps?
+    if args.optimizer == "adam":  # Adam loses more, so also measure remedies
         run("oktopk", best, warmup_steps=args.steps // 10)
         run("oktopk", best, density=0.05)
 

@@ -1,13 +1,13 @@
-"""SGD's default over dense SGD, at dense's best rate, with and without momentum, on virtual ranks.
+"""SGD's default compared with dense SGD at dense's best rate, with and without momentum; virtual ranks.
 
-    python benchmarks/defaults_sgd.py                       (what is missing, then the table)
+    python benchmarks/defaults_sgd.py                       (missing runs, then the table)
     python benchmarks/defaults_sgd.py --tasks mlp,resnet --methods "default,1 %" --seeds 1,2,3
-    python benchmarks/defaults_sgd.py --report              (only writes what is there)
+    python benchmarks/defaults_sgd.py --report              (only writes the table)
 
-Every finished run is a line of ``defaults_sgd/results.jsonl`` and is not made again; ``defaults_sgd.md``
-reads nothing else.  Dense SGD runs at every rate of a network first, with every seed; the rest is at the
-rate whose mean is best: one seed does not tell rates apart.  What comes out is the same on every machine
-with the same torch.
+Every finished run is a line of ``defaults_sgd/results.jsonl`` and is not repeated; ``defaults_sgd.md`` is
+made from these lines alone.  Dense SGD first runs at every rate of a network, with every seed.  All other
+methods use the rate with the best mean, because a single seed cannot separate rates.  Results are the
+same on every machine with the same torch.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from sparsync_papers.models.text import LstmLanguageModel
 
 OUT = Path(__file__).with_suffix(".md")
 RANKS = 4
-LAST = 5  # evaluations, five steps apart, whose mean is a run's loss: one alone is mostly chance
+LAST = 5  # a run's loss is the mean of these evaluations, five steps apart; a single one is mostly chance
 
 
 # ---- networks -------------------------------------------------------------------------------------
 
 
 class Regression:
-    """Learns what a network of the same inputs and outputs, drawn at random, makes of noise."""
+    """Learns the outputs of a random network with the same inputs and outputs, for noise as input."""
 
     batch, clip = 32, math.inf
 
@@ -103,13 +103,13 @@ class Digits:
         return F.cross_entropy(model(images), digits)
 
     def held_out_loss(self, model: nn.Module) -> float:
-        """Return the loss on (every nth of) the images that are held out, shifted in every way."""
+        """Return the loss on (every nth of) the held-out images, with all shifts."""
         images, digits = held_out_digits()
         return F.cross_entropy(model(images[:: self.every]), digits[:: self.every]).item()
 
 
 class Text:
-    """Predicts the bytes of Python's standard library; the model is that of ``make demo``, or another."""
+    """Predicts the bytes of Python's standard library, by default with the model of ``make demo``."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Text:
         return self.workload.loss(model(inputs), targets)
 
     def held_out_loss(self, model: nn.Module) -> float:
-        """Return the loss on a quarter of the files that are held out."""
+        """Return the loss on a quarter of the held-out files."""
         return self.workload.evaluate(model, rank=0, world_size=4).loss
 
 
@@ -286,7 +286,7 @@ def make(run: Mapping[str, Any], bar: Callable[[int], None]) -> dict[str, Any]:
 
 
 class Runs:
-    """Finished runs, a line each."""
+    """Finished runs, one per line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -294,7 +294,7 @@ class Runs:
         self.done: list[dict[str, Any]] = [json.loads(line) for line in lines]
 
     def get(self, run: Mapping[str, Any], *, makes: bool = True) -> dict[str, Any] | None:
-        """Return the result of a run, which is made if it is not there."""
+        """Return the result of a run; make the run if it is missing."""
         found = next((row for row in self.done if run.items() <= row.items()), None)
         if found is not None or not makes:
             return found
@@ -311,13 +311,13 @@ class Runs:
     def best_rate(
         self, task: str, momentum: float, seeds: Sequence[int], *, makes: bool
     ) -> float | None:
-        """Return dense SGD's best rate by the mean over seeds; None if none has ended well."""
+        """Return dense SGD's best rate by the mean over seeds; None if all rates have diverged."""
         _, steps, rates = TASKS[task]
         base = {"task": task, "steps": steps, "momentum": momentum, "method": "dense"}
         losses: dict[float, list[float]] = {lr: [] for lr in rates[momentum]}
         for seed in seeds:
             found = [self.get({**base, "lr": lr, "seed": seed}, makes=makes) for lr in losses]
-            if all(found):  # a report may come before the last seeds
+            if all(found):  # the report may be made before the last seeds
                 for row in found:
                     losses[row["lr"]].append(row["loss"])
         means = {lr: fmean(its) for lr, its in losses.items() if its and math.isfinite(sum(its))}
@@ -330,10 +330,11 @@ def report(runs: Runs, seeds: Sequence[int]) -> str:
     lines = [
         "# SGD's default over dense SGD",
         "",
-        f"Held-out loss over dense SGD's at its best rate (constant), {RANKS} ranks; mean and deviation "
-        "over seeds. Made by `benchmarks/defaults_sgd.py`, on virtual ranks. A run's loss is the mean of "
-        f"its last {LAST} evaluations, five steps apart. *Default*: `density` as `attach` decides it. "
-        "*Corrected*: momentum before the exchange. 1: as dense.",
+        f"Held-out loss relative to dense SGD's at its best constant rate, {RANKS} ranks; mean and "
+        "deviation over seeds. Made by `benchmarks/defaults_sgd.py`, on virtual ranks. A run's loss is "
+        f"the mean of its last {LAST} evaluations, five steps apart. *Default*: `density` as chosen by "
+        "`attach`. *Corrected*: momentum is applied before the exchange. A value of 1 means equal to "
+        "dense.",
         "",
         "| network | parameters | steps | momentum | rate, of tried | seeds | dense | "
         f"{' | '.join(others)} "
@@ -371,7 +372,7 @@ def _over(ratios: list[float]) -> str:
 
 
 def main() -> None:
-    """Run what is missing, then write the table."""
+    """Make the missing runs, then write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     words = lambda text: text.split(",")  # noqa: E731
     parser.add_argument("--tasks", type=words, default=list(TASKS))

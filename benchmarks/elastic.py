@@ -1,7 +1,7 @@
-"""Kill ranks at random and start them again: what the others lose, and how soon the killed are back.
+"""Kill and restart ranks at random; measure the others' loss, and how soon the killed ranks are back.
 
-Every row is ``sparsync train --elastic``, which trains twice, first without faults.  Writes
-``benchmarks/elastic.md`` and a picture.
+Every row is ``sparsync train --elastic``, which trains twice, the first time without faults.  Writes
+``benchmarks/elastic.md`` and a plot.
 
     python benchmarks/elastic.py                 # about 3 hours; --quick: 5 minutes
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SMALL = "--workload bytes --width 64 --batch-size 4 --optimizer sgd"
-PACED = "--delay random:8:0.3"  # all 8 wait: fewer ranks on 2 cores would be faster ones
+PACED = "--delay random:8:0.3"  # all 8 wait; otherwise, fewer ranks would be faster on 2 cores
 LARGE = "--workload bytes --width 416 --optimizer sgd --ranks 4"
 ROWS = {
     "4 ranks, no slow link, a kill every 10 s": f"{SMALL} --ranks 4 --steps 1500 --kill random:10",
@@ -90,15 +90,15 @@ def _write() -> None:
     known = json.loads((HERE / "elastic" / "results.json").read_text())
     names = [name for name in ROWS if name in known]
     lines = [
-        "# Ranks that are killed and started again",
+        "# Ranks that are killed and restarted",
         "",
-        "`python benchmarks/elastic.py`: each run over one without faults, on one machine, one after the "
-        "other; `budgeted`, density 1 %, SGD, unless said. A rank is killed by SIGKILL at random, and "
-        "its process started again at once. Survivors go on: from the kill to a step that another group "
-        "has applied. Of updates, these are local steps. "
-        "Lost norm: of the residuals that died. In columns with more kills than ranks, it was counted as "
-        "the rank saw it that was there longest, until the launcher put together what all have seen: it "
-        "is too low there.",
+        "`python benchmarks/elastic.py`: each run is compared with a fault-free run, one after the "
+        "other on one machine, with `budgeted`, density 1 % and SGD unless stated otherwise. Ranks are "
+        "killed at random by SIGKILL, and their processes are restarted at once. *Survivors go on*: "
+        "the time from the kill to the first step that another group has applied. With updates, steps "
+        "are local steps. *Lost norm*: the norm of the lost residuals. In columns with more kills than "
+        "ranks, it is too low: it was counted by the longest-running rank alone, before the launcher "
+        "combined the counts of all ranks.",
         "",
         f"| | {' | '.join(names)} |",
         f"|---|{'---:|' * len(names)}",

@@ -1,14 +1,14 @@
-"""Where AdamW's one line loses to dense training: exchanges without rounding, and noise that is known.
+"""Where AdamW's one line loses to dense training: exchanges without rounding, with known gradient noise.
 
     python benchmarks/exact_shares.py --seeds 1,2,3 --steps 1000
 
 Four ranks average their updates in 32 bits after every step, and know exactly by how much averaging
 shrinks the squares of their gradients (the *share*, see ``averaging.moments``): of each parameter, or of
-each group of its rows.  What is left of the loss is neither rounding, nor measuring, nor the period.
-The variants take more away: clipping by each rank's own norm, second moments of each rank's own.
+each group of its rows.  The remaining loss is therefore not due to rounding, measurement or the period.
+The variants remove further causes: clipping by each rank's own norm, and each rank's own second moments.
 
-Every finished run is a line of ``exact_shares/results.jsonl`` and is not made again;
-``exact_shares.md`` reads nothing else.
+Every finished run is a line of ``exact_shares/results.jsonl`` and is not repeated;
+``exact_shares.md`` is made from these lines alone.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ RANKS = 4
 
 
 class Method(NamedTuple):
-    """What a run does otherwise than the one line.
+    """Differences of a run from the one line.
 
     Attributes:
         dense: average gradients before the optimizer, as DDP.
         groups: shares per matrix, of as many contiguous rows each; 0: one per row.
-        common_clip: clip by the norm of the average, as DDP, in place of each rank's own.
-        second: whose second moments divide: "own", their "mean" over ranks, or those of the average's
-            gradients ("dense"), as DDP.
+        common_clip: clip by the norm of the average, as DDP does, instead of by each rank's own norm.
+        second: the second moments to divide by: the rank's "own", their "mean" over ranks, or those of
+            the averaged gradients ("dense"), as in DDP.
     """
 
     dense: bool = False
@@ -75,7 +75,7 @@ class State:
         self.first = torch.zeros(RANKS, *parameter.shape)
         self.second = torch.zeros(RANKS, *parameter.shape)
         self.of_dense = torch.zeros_like(parameter)
-        self.squares = torch.zeros(2, -(-rows // size))  # of the average, of single ranks
+        self.squares = torch.zeros(2, -(-rows // size))  # for the average and for single ranks
         self.group, self.method = group, method
 
     def direction(self, gradients: Tensor, step: int) -> Tensor:
@@ -105,7 +105,7 @@ class State:
 
 
 def factor(gradients: list[Tensor], clip: float) -> float:
-    """Return by what gradients are multiplied, so that their 2-norm is at most ``clip``."""
+    """Return the factor that limits the gradients' 2-norm to ``clip``."""
     norm = torch.stack([one.norm() for one in gradients]).norm()
     return min(1.0, clip / (float(norm) + 1e-6))
 
@@ -114,7 +114,7 @@ def train(run: Mapping[str, Any]) -> float:
     """Return the held-out loss."""
     task, method, seed = TASKS[run["task"]][0](), METHODS[run["method"]], run["seed"]
     model = task.make_model(seed)
-    if run["moved"]:  # rounding, and nothing else: how much a single run tells
+    if run["moved"]:  # only rounding differs, which shows the resolution of a single run
         draw = torch.Generator().manual_seed(run["moved"])
         for parameter in model.parameters():
             parameter.data.add_(torch.randn(parameter.shape, generator=draw), alpha=1e-6)
@@ -147,10 +147,11 @@ def train(run: Mapping[str, Any]) -> float:
 def report(rows: list[dict[str, Any]]) -> str:
     """Return the page."""
     lines = [
-        "# What is left of the gap to dense AdamW without rounding",
+        "# The remaining gap to dense AdamW without rounding",
         "",
-        f"Held-out loss over dense AdamW's, {RANKS} virtual ranks that average updates in 32 bits after "
-        "every step and know the noise of their gradients exactly; mean, deviation and each seed. Made "
+        f"Held-out loss relative to dense AdamW's, {RANKS} virtual ranks that average updates in 32 "
+        "bits after every step and know the noise of their gradients exactly; mean, deviation and each "
+        "seed. Made "
         'by `benchmarks/exact_shares.py`. "moved": the same, begun 1e-6 beside, which shows how much '
         "a single run tells.",
         "",
@@ -181,7 +182,7 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run what is missing, then write the table."""
+    """Make the missing runs, then write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     words = lambda text: text.split(",")  # noqa: E731
     parser.add_argument("--tasks", type=words, default=["torch-100k"])

@@ -1,13 +1,13 @@
-"""How processes end that stop in the midst of training: exit codes, seconds, words on stderr.
+"""How processes end that stop in the middle of training: exit codes, seconds, output on stderr.
 
-``python benchmarks/exits.py --runs 200`` writes ``exits.md``; finished runs are kept in
-``exits.json``, so a table that was cut short goes on later.  Two ranks train with AdamW, and both stop
-after a step that has begun an exchange: with ``delay=1`` it is under way then.  A run is wrong if a rank
-ends with another code than it should, says anything besides its own traceback, or takes more than 5
-seconds from its last statement on.
+``python benchmarks/exits.py --runs 200`` writes ``exits.md``.  Finished runs are kept in
+``exits.json``, so an interrupted table can be completed later.  Two ranks train with AdamW, and both stop
+after a step that has begun an exchange, which is still in flight if ``delay=1``.  A run is wrong if a
+rank ends with an unexpected code, prints anything besides its own traceback, or takes more than 5 seconds
+after its last statement.
 
-Ranks are forked from a process that has imported everything and started no thread; they end as any
-Python process does, through the interpreter's own finalisation.  Linux: its scheduler tells how long a
+Ranks are forked from a process that has imported everything and started no thread.  They end like any
+Python process, through the interpreter's own finalisation.  Linux only: the scheduler reports how long a
 process has waited for a processor, which does not count.
 """
 
@@ -43,13 +43,13 @@ RESULTS = HERE / "exits.json"
 RANKS = 2
 ALLOWED = 5.0  # seconds from the last statement to the end of the process
 HANGS = 40.0  # seconds after which a rank is killed
-SAID = "sparsync: exchanges updates"  # by attach, about what it does
+SAID = "sparsync: exchanges updates"  # printed by attach
 CODES = {"end": 0, "exit": 3, "raise": 1}
 KINDS = list(itertools.product(("zmq", "torch"), (0, 1), (False, True), CODES))
 
 
 def main() -> None:
-    """Make the runs that are missing, and write the table."""
+    """Make the missing runs, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--runs", type=int, default=20, help="of each kind, of two exits; earlier ones included"
@@ -61,7 +61,7 @@ def main() -> None:
     command, pipes = [sys.executable, __file__, "--serve"], {"stdin": PIPE, "stdout": PIPE}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, text=True, env=environment, **pipes) as server:
-        # in turn, so that a table that was cut short has as many of each
+        # in turn, so that an interrupted table has equal numbers of each kind
         for number, kind in itertools.product(range(options.runs), KINDS):
             name = name_of(*kind)
             if options.kinds not in name or number < len(done.setdefault(name, [])):
@@ -79,13 +79,13 @@ def main() -> None:
 
 
 def name_of(transport: str, delay: int, destroys: bool, end: str) -> str:
-    """Name a kind of exit."""
+    """Return the name of a kind of exit."""
     after = ", destroy_process_group" if destroys else ""
     return f"{'gloo' if transport == 'torch' else transport}, delay={delay}{after}, {end}"
 
 
 def judge(end: str, ranks: list[Any]) -> tuple[str, float]:
-    """Say what is wrong with a run, and how long its ranks took to end."""
+    """Return the defects of a run, and how long its ranks took to end."""
     for code, seconds, words in ranks:
         lines = [line.partition("]: ")[2] or line for line in words.strip().splitlines()]
         lines = [line for line in lines if not line.startswith(SAID)]
@@ -106,13 +106,14 @@ def judge(end: str, ranks: list[Any]) -> tuple[str, float]:
 def table(done: dict[str, list[Any]]) -> str:
     """Return the table as Markdown."""
     lines = [
-        "# Exits in the midst of training",
+        "# Exits in the middle of training",
         "",
-        "Two ranks fall off their end, call `sys.exit(3)` or raise right after a step that has begun an",
-        "exchange (with `delay=1` it is under way), with and without `destroy_process_group()` before.",
-        "Wrong: another exit code than 0, 3 or 1, any word on stderr besides the exception's traceback,",
-        "more than 5 s, a hang. Seconds are those from the last statement to the end of the process,",
-        "without those in which others had the processor. Made by `python benchmarks/exits.py`.",
+        "Two ranks reach the end of the script, call `sys.exit(3)` or raise right after a step that has",
+        "begun an exchange (with `delay=1`, it is still in flight), with and without a preceding",
+        "`destroy_process_group()`. A run is wrong if an exit code is not 0, 3 or 1, if anything but",
+        "the exception's traceback is on stderr, if it takes more than 5 s, or if it hangs. Seconds are",
+        "counted from the last statement to the end of the process, without time in which other",
+        "processes had the processor. Made by `python benchmarks/exits.py`.",
         "",
         "| kind | exits | wrong runs | how | longest, s |",
         "| --- | ---: | ---: | --- | ---: |",
@@ -129,7 +130,7 @@ def table(done: dict[str, list[Any]]) -> str:
 
 
 def serve() -> tuple[int, list[Any], str] | None:
-    """Fork two ranks for each line of the input; return in these, with a rank, the kind and a file."""
+    """Fork two ranks for each line of the input; in a rank, return the rank, the kind and a file."""
     warm = torch.nn.Linear(1, 1)
     warm.weight.grad = torch.ones(1, 1)
     torch.optim.AdamW(warm.parameters()).step()  # imports the compiler
@@ -173,7 +174,7 @@ def serve() -> tuple[int, list[Any], str] | None:
 
 
 def ran_until(pid: int | str) -> float:
-    """Return the time, less the seconds that a process has waited for a processor."""
+    """Return the time, minus the seconds for which a process has waited for a processor."""
     waited = Path(f"/proc/{pid}/schedstat").read_text().split()[1]
     return time.monotonic() - int(waited) / 1e9
 
@@ -204,7 +205,7 @@ if __name__ == "__main__":
     if "--serve" not in sys.argv:
         main()
     elif (given := serve()) is not None:
-        # at the top level: what follows is the end of the interpreter, and nothing else
+        # at the top level, so that only the interpreter's own finalisation follows
         mine, (run, carrier, late, destroys, end), file = given
         handle = train(mine, run, carrier, late)
         if destroys:

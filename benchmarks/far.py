@@ -3,9 +3,9 @@
     python benchmarks/far.py        (about 20 minutes; Linux, root; writes benchmarks/far.md)
 
 4 ranks exchange 1 % of 14.7 M elements, or all of 8.4 M in one bit each (`updates`), over links of
-several rates and round-trip times.  Ranks begin together; an exchange is over when the last one has its
-total.  Its floor: the bytes of the rank that sends or receives most, at the links' rate, and two round
-trips.
+several rates and round-trip times.  Ranks start at the same time, and an exchange ends when the last
+rank has its total.  The floor (lower bound) is two round trips, plus the time that the links need for
+the bytes of the rank that sends or receives most.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ KEPT, BBR = {"tcp_slow_start_after_idle": "0"}, {"tcp_congestion_control": "bbr"
 
 
 def gradients(preset: str, comm: Communicator) -> Iterator[None]:
-    """Yield before an exchange, after it, and at the end of its step, over and over."""
+    """Yield before an exchange, after it, and at the end of its step, repeatedly."""
     reducer = Reducer(
         comm, plan_units([("w", torch.empty(SIZE))]), run(resolve(preset).on(comm)), DENSITY
     )
@@ -69,7 +69,7 @@ def gradients(preset: str, comm: Communicator) -> Iterator[None]:
 
 
 def updates(_: str, comm: Communicator) -> Iterator[None]:
-    """Yield likewise, for changes of weights in one bit each."""
+    """Yield at the same points, for changes of weights in one bit each."""
     whole, draw = Quantised(bits=1, block=512), torch.Generator().manual_seed(comm.rank)
     for step in count():
         change = DenseVector(torch.randn(UPDATES, generator=draw))
@@ -82,7 +82,7 @@ def updates(_: str, comm: Communicator) -> Iterator[None]:
 def measure(preset: str, transport: str, pause: float, tcp: dict[str, str]) -> tuple[float, float]:
     """Return the median seconds of an exchange, and its bytes on the busiest link, in and out."""
     torch.set_num_threads(1)
-    for name, value in tcp.items():  # of this rank's namespace alone
+    for name, value in tcp.items():  # set only in this rank's namespace
         (Path("/proc/sys/net/ipv4") / name).write_text(value)
     settings: dict[str, Any] = {"interface": local_address()} if transport == "zmq" else {}
     comm = sparsync.connect(300.0, transport=transport, **settings)
@@ -140,10 +140,11 @@ def main() -> None:
     text = (__doc__ or "").split("\n\n")
     head = f"# Exchanges over far links\n\n`python benchmarks/far.py` on 2 cores, {about}.\n\n"
     notes = (
-        "\n\nBack to back: exchanges follow each other by some 0.1 s. After a pause TCP begins with its "
-        "first window again, and needs a round trip for each doubling; windows kept: with "
+        "\n\n*Back to back*: exchanges follow each other after some 0.1 s. After a pause, TCP starts "
+        "again from its initial window, and needs one round trip for each doubling. *Windows kept*: with "
         "`sysctl -w net.ipv4.tcp_slow_start_after_idle=0` on all ranks. Congestion control is Reno, "
-        "and in the last column BBR: `sysctl -w net.ipv4.tcp_congestion_control=bbr`.\n"
+        "except in the last column, where it is BBR "
+        "(`sysctl -w net.ipv4.tcp_congestion_control=bbr`).\n"
     )
     out.write_text(head + text[-1].strip() + "\n\n" + "\n".join(lines) + notes, encoding="utf-8")
     Console().print(f"wrote {out}")

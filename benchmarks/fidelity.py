@@ -1,10 +1,10 @@
-"""What the planner predicts against what real links take.
+"""The planner's predictions, compared with times on real links.
 
     python benchmarks/fidelity.py      (half an hour on an idle machine; Linux; .md, .json)
 
-For every network: ``sparsync doctor --lab RATE --ranks P`` measures links and ranks, the planner predicts
-from that and from nothing else, and ``sparsync bench --lab RATE --ranks P`` measures.  Finished cells
-stand in the .json and are not made again.
+For every network, ``sparsync doctor --lab RATE --ranks P`` measures links and ranks, the planner predicts
+from these measurements alone, and ``sparsync bench --lab RATE --ranks P`` measures.  Finished cells are
+kept in the .json and not repeated.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ HERE = Path(__file__).parent
 RATES, RANKS, SIZES = ("1gbit", "200mbit", "100mbit"), (4, 8), (1_000_000, 14_728_266)
 COLLECTIVES = ("dense", "allgather", "oktopk", "budgeted", "halving")
 DENSITY = 0.01
-LONG = 0.010  # seconds of wire from which the relative error counts
+LONG = 0.010  # seconds of wire time above which the relative error counts
 RELATIVE, ABSOLUTE, SHARE, NEARLY_BEST = 0.2, 0.005, 0.9, 0.1
 
 
 def command(*words: str) -> dict | list:
-    """Run ``sparsync`` in a process of its own; return what it wrote."""
+    """Run ``sparsync`` in a separate process; return its output."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "out.json"
         subprocess.run(
@@ -58,9 +58,9 @@ def measure(rate: str, ranks: int, size: int) -> dict:
 
 
 def cells_of(run: dict) -> list[dict]:
-    """Predict every collective of a run, beside what was measured.
+    """Predict every collective of a run, next to its measurement.
 
-    The bucket of ``tbf`` lets a burst pass at once: so much of the wire no transfer pays for.
+    ``tbf``'s bucket lets a burst pass at once, so these bytes cost no wire time.
     """
     machine, cells = Machine.from_dict(run["machine"]), []
     burst = default_burst(parse_rate(run["rate"]))
@@ -90,7 +90,7 @@ def cells_of(run: dict) -> list[dict]:
 
 
 def counts_of(runs: list[dict]) -> str:
-    """Return how many cells are within the limits, and how good the picks are."""
+    """Return the number of cells within the limits, and the quality of the picks."""
     every = [cell for run in runs for cell in cells_of(run)]
     long = [cell["within"] for cell in every if cell["long"]]
     short = [cell["within"] for cell in every if not cell["long"]]
@@ -105,7 +105,7 @@ def counts_of(runs: list[dict]) -> str:
 
 
 def pick_of(cells: list[dict]) -> tuple[str, str, float]:
-    """Return what the planner picks, the measured best, and how much longer the pick takes."""
+    """Return the planner's pick, the measured best, and how much longer the pick takes."""
     pick = min(cells, key=lambda cell: cell["predicted_whole"])
     best = min(cells, key=lambda cell: cell["whole"])
     return pick["collective"], best["collective"], pick["whole"] / best["whole"] - 1
@@ -118,8 +118,9 @@ def report(runs: list[dict]) -> str:
         "",
         f"`python benchmarks/fidelity.py`: {os.cpu_count()} cores, {platform.machine()}, torch "
         f"{torch.__version__}, one thread per rank; density {DENSITY:.0%}. Every rank has a network "
-        "namespace, its link is shaped in both directions. `sparsync doctor` measured network and ranks, "
-        "all at once, before; predictions know nothing else, but tbf's burst.",
+        "namespace, whose link is shaped in both directions. `sparsync doctor` measured the network "
+        "and the ranks beforehand, all ranks at once; the only other input to the predictions is tbf's "
+        "burst.",
         "",
         f"| wire >= {1e3 * LONG:g} ms: within {RELATIVE:.0%} (target: {SHARE:.0%} of them) "
         f"| shorter: within {1e3 * ABSOLUTE:g} ms | all: within either "
@@ -127,12 +128,14 @@ def report(runs: list[dict]) -> str:
         "|---|---|---|---|",
         counts_of(runs),
         "",
-        "How often a collective passes over its entries, and what of a turn its smaller rounds cost "
-        "(`planning/forms.py`), was fitted to earlier measurements of these cells, but for those of 8 "
-        "ranks and the larger n: these are predictions in the strict sense. The last two networks were "
-        "measured twice: first while other programs held the machine (31 of 36 cells instead of 34).",
+        "Two kinds of constants were fitted to earlier measurements of these cells: how often a "
+        "collective passes over its entries, and what part of a turn its smaller rounds cost "
+        "(`collectives/costs.py`). Cells with 8 ranks and the larger n were left out of this fit, so "
+        "those are predictions in the strict sense. The last two networks were measured twice, the "
+        "first time while other programs used the machine (31 of 36 cells instead of 34).",
         "",
-        "*Exchange*: selected to total. *Error*: predicted over measured. *Whole*: `reduce()`.",
+        "*Exchange*: from selected entries to the total. *Error*: predicted relative to measured. "
+        "*Whole*: `reduce()`.",
         "",
         "| network | ranks | n | collective | wire, ms | predicted, ms | measured, ms | error | within | "
         "whole, ms | pick |",
@@ -179,7 +182,7 @@ def report(runs: list[dict]) -> str:
 
 
 def main() -> None:
-    """Make the cells that are not there; write after each network."""
+    """Make the missing cells; write the results after each network."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=HERE / "fidelity.md")
     arguments = parser.parse_args()

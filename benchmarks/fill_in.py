@@ -1,9 +1,9 @@
-"""How dense a sum of sparse gradients is, over the number of ranks (SparCML, Figure 1).
+"""Density of sums of sparse gradients, by number of ranks (SparCML, Figure 1).
 
     python benchmarks/fill_in.py        (half a minute; writes benchmarks/fill_in.md and fill_in.png)
 
-Real gradients of the demo's byte transformer, one batch per virtual rank, each rank's k largest
-entries; beside them uniformly random supports (appendix B), which fill in most.
+Real gradients of the demo's byte transformer, with one batch per virtual rank and each rank's k largest
+entries, are compared with uniformly random supports (appendix B), which fill in more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTH_INCHES, HEIGHT_INCHES = 9.0, 3.9
 
 
 def table(measured: dict[float, dict[int, float]], size: int) -> str:
-    """Return the densities of the sums in percent, those of uniform supports in brackets."""
+    """Return the densities of the sums in percent, with those of uniform supports in brackets."""
     lines = [
         "| density of a rank | " + " | ".join(f"P = {p}" for p in RANKS) + " |",
         "|---|" + "---|" * len(RANKS),
@@ -38,7 +38,7 @@ def table(measured: dict[float, dict[int, float]], size: int) -> str:
 
 
 def picture(measured: dict[str, dict[float, dict[int, float]]], size: int, path: Path) -> None:
-    """Draw density of the sum over ranks: solid as measured, dotted as for uniform supports."""
+    """Plot the density of the sum over ranks: solid as measured, dotted for uniform supports."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
@@ -86,16 +86,17 @@ def main() -> None:
         f"""# Fill-in: the density of the sum
 
 `python benchmarks/fill_in.py`, torch {torch.__version__}, {platform.machine()}; {size:,} parameters of
-the demo's byte transformer, {BATCH} windows per rank, each rank's k largest gradient entries (no
-error feedback). In percent; in brackets uniformly random supports (SparCML, appendix B), the most
-fill-in of any.
+the demo's byte transformer, {BATCH} windows per rank, each rank's k largest gradient entries (no error
+feedback). In percent; values in brackets are for uniformly random supports (SparCML, appendix B), which
+fill in more than real gradients.
 
 ![density of the sum over the number of ranks](fill_in.png)
 
 {tables}
 
-Real gradients overlap, so their sums fill in less than random supports; and less at the start, where
-the same few entries are large on all ranks. At 50 % a dense vector is shorter than coo.
+Real gradients overlap, so their sums fill in less than those of random supports. They fill in even less
+at the start, where the same few entries are large on all ranks. From 50 % on, a dense vector is shorter
+than coo.
 """,
         encoding="utf-8",
     )

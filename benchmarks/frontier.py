@@ -1,13 +1,13 @@
-"""Bytes against loss under AdamW and Muon: every method on one task, tuned alike, on measured links.
+"""Bytes and loss with AdamW and Muon: every method on one task, tuned alike, on measured links.
 
     python benchmarks/frontier.py --task gpt-1m --steps 300     (long; resumes)
     python benchmarks/frontier.py --task gpt-1m --lab 100mbit   (then: seconds and bytes on real links)
-    python benchmarks/frontier.py --report                      (only writes what is there)
+    python benchmarks/frontier.py --report                      (only writes the report)
 
-A method tries every learning rate, then each value of its own two knobs, with the first seed; the best
-settings are run with the other seeds.  In the lab (Linux, root) the best settings are run for a few
-steps.  Every finished run is a line of ``frontier/results.jsonl`` and is not made again; the report,
-``frontier.md`` and ``docs/images/frontier.png``, reads nothing else.
+A method tries every learning rate, then each value of its two knobs, with the first seed; the best
+settings are run with the other seeds.  In the lab (Linux, root), the best settings are run for a few
+steps.  Every finished run is a line of ``frontier/results.jsonl`` and is not repeated; the report,
+``frontier.md`` and ``docs/images/frontier.png``, is made from these lines alone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def numbers(kind: Callable[[str], float]) -> Callable[[str], list[float]]:
 
 
 def main() -> None:
-    """Run what is missing, then write the report."""
+    """Make the missing runs, then write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     tasks, rows, kinds = names(TASKS), names(METHODS), names(MARKERS)
     parser.add_argument("--task", type=tasks, default=["gpt-1m"], help=f"of {', '.join(TASKS)}")
@@ -81,7 +81,7 @@ def main() -> None:
                 results.time(run, given.lab, given.lab_steps)
             else:
                 results.tune(run, rates, given.seeds, knobs=not given.rates_only)
-        except RankError as error:  # the other rows are worth their time
+        except RankError as error:  # continue with the other rows
             failed.append(f"failed: {task} {method} {kind}: {error}")
             Console(stderr=True).print(failed[-1], markup=False)
     drawn = PICTURE if given.out == OUT else given.out.with_suffix(".png")

@@ -1,10 +1,10 @@
 """Everything of sparsync that needs a GPU, in one run: correctness first, then times.
 
     make gpu                                  (20 minutes at most; an NVIDIA GPU and torch for CUDA)
-    make gpu GPU_PYTHON=python3               (with what that Python has installed; needs no network)
+    make gpu GPU_PYTHON=python3               (with that Python's installed packages; needs no network)
     python benchmarks/gpu.py --rehearse       (a minute, without a GPU: tiny sizes, Triton's interpreter)
 
-Each part is a process of its own, so that one that breaks its CUDA context spoils no other.  The tables
+Each part runs in a separate process, so a part that breaks its CUDA context affects no other.  The tables
 go to benchmarks/gpu.md, and as JSON next to it; a rehearsal writes neither, unless --json names a file.
 """
 
@@ -32,7 +32,7 @@ NEEDED = ("triton", "pytest", "hypothesis", "typer", "rich", "zmq")
 
 
 def missing() -> str | None:
-    """Say in a line what a run needs and is not here."""
+    """Return one line that names a missing requirement."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is not built for CUDA; install one that is (pytorch.org)"
     if not torch.cuda.is_available():
@@ -68,7 +68,7 @@ def run_part(name: str, rehearse: bool, seconds: float) -> Row:
 
 
 def be_part(name: str, rehearse: bool, out: Path) -> int:
-    """Be a part: write its rows as they come, and why there are no more."""
+    """Run as a part's process: write its rows as they come, and the reason why they end."""
     rows: list[Row] = []
     try:
         for row in PARTS[name][0](rehearse):
@@ -83,7 +83,7 @@ def be_part(name: str, rehearse: bool, out: Path) -> int:
 
 
 def about() -> Row:
-    """Name the machine and the versions."""
+    """Return the names of the machine and the versions."""
     known: Row = {"torch": torch.__version__, "Python": platform.python_version()}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

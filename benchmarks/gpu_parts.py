@@ -29,7 +29,7 @@ DENSITY = 0.01
 VGG, BERT, LARGE = 14_728_266, 133_547_324, 1 << 30
 REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
 TINY = (5_000, 9_000, 1 << 40)  # the last has no room
-CASES = {  # of ``attach``: what is exchanged, over what
+CASES = {  # of ``attach``: the exchange and its transport
     "dense DDP": None,
     "gradients, gloo": ("gradients", "torch"),
     "gradients, zmq": ("gradients", "zmq"),
@@ -47,12 +47,12 @@ def say(line: str) -> None:
 
 
 def device_of(rehearse: bool) -> torch.device:
-    """Return the GPU, or what stands in for it."""
+    """Return the GPU, or its stand-in."""
     return torch.device("cpu") if rehearse else torch.device("cuda", 0)
 
 
 def finish(device: torch.device) -> None:
-    """Wait until the device has nothing left to do."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -62,7 +62,7 @@ def milliseconds(
     device: torch.device,
     before: Callable[[], object] = lambda: None,
 ) -> float:
-    """Return the median of a call's times, by the device's clock; one more call warms up."""
+    """Return a call's median time by the device's clock, after one call to warm up."""
     taken = []
     for _ in range(8 if device.type == "cuda" else 2):
         before()
@@ -82,13 +82,13 @@ def milliseconds(
 
 
 def check(holds: bool, what: str) -> None:
-    """Fail where something does not hold."""
+    """Fail if a condition does not hold."""
     if not holds:
         raise AssertionError(what)
 
 
 def check_device(device: torch.device, **tensors: Tensor | None) -> None:
-    """Fail where a tensor lies elsewhere."""
+    """Fail if a tensor is on another device."""
     for name, tensor in tensors.items():
         where = None if tensor is None else tensor.device
         check(where == device, f"{name} is on {where}, not on {device}")
@@ -98,7 +98,7 @@ def check_device(device: torch.device, **tensors: Tensor | None) -> None:
 
 
 def contracts(rehearse: bool) -> Iterator[Row]:
-    """Compare every Triton kernel with the specification; in a rehearsal some."""
+    """Compare every Triton kernel with the specification (in a rehearsal, only some)."""
     tests = [f"tests/unit/test_{name}.py" for name in ("triton", "gpu", "zmq")]
     chosen = "few_programs or any_codes" if rehearse else "test_triton.py or gpu"
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(ROOT)]
@@ -114,7 +114,7 @@ def contracts(rehearse: bool) -> Iterator[Row]:
 
 
 class Given(nn.Module):
-    """A model whose gradients are what it is given: on every device the same, bit for bit."""
+    """A model whose gradients equal its inputs, bit for bit on every device."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Given(nn.Module):
         return torch.stack([(w * g).sum() for w, g in zip(self.weights, wanted, strict=True)]).sum()
 
     def gradients(self, rank: int, step: int) -> list[Tensor]:
-        """Draw those of a rank and step."""
+        """Draw the gradients of a rank and step."""
         generator = torch.Generator().manual_seed(100 * step + rank)
         return [
             torch.randn(w.numel(), generator=generator).to(w.device, w.dtype) for w in self.weights
@@ -136,7 +136,7 @@ class Given(nn.Module):
 
 
 def optimizer_of(model: nn.Module, exchange: str | None) -> torch.optim.Optimizer:
-    """Return AdamW for updates, else SGD with rate 1, whose steps no device rounds differently."""
+    """Return AdamW for updates, else SGD with rate 1, whose steps are rounded alike on every device."""
     if exchange == "updates":
         return torch.optim.AdamW(model.parameters(), lr=0.01)
     return torch.optim.SGD(model.parameters(), lr=1.0)
@@ -186,7 +186,7 @@ def train(name: str, device: torch.device, size: int, group: Any = None) -> tupl
 
 
 def _of_exchange(sync: Any, device: torch.device) -> Row:
-    """Return the bytes of a step, and which part of the exchange training did not wait for."""
+    """Return the bytes of a step, and the share of the exchange for which training did not wait."""
     stats = sync.stats()
     residuals = {f"residual {i}": r.accumulated for i, r in enumerate(sync.reducer.residuals)}
     check_device(device, **residuals)
@@ -202,7 +202,7 @@ def _of_exchange(sync: Any, device: torch.device) -> Row:
 
 
 def attach_rank(rank: int, ranks: int, port: int, rehearse: bool, out: str) -> None:
-    """Be one of several ranks on one device; compare transports with each other and with the CPU."""
+    """Run as one of several ranks on one device; compare transports with each other and with the CPU."""
     device = _enter(rank, ranks, port, rehearse)
     size, rows, weights = TINY[0] if rehearse else VGG, [], {}
     for name in CASES:
@@ -246,7 +246,7 @@ def _leave(rank: int, rows: list[Row], out: str) -> None:
 
 
 def _spawn(function: Callable[..., None], ranks: int, rehearse: bool) -> list[Row]:
-    """Run ``function`` on new processes, which CUDA needs; return what rank 0 wrote."""
+    """Run ``function`` in newly spawned processes, as CUDA requires; return rank 0's output."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/rows.json"
@@ -270,7 +270,7 @@ def nccl_rank(rank: int, ranks: int, port: int, rehearse: bool, out: str) -> Non
         group = dist.new_group(backend="gloo" if rehearse else "nccl")
         dist.all_reduce(torch.ones(1, device=device), group=group)
         finish(device)
-    except RuntimeError as error:  # this process has no sound NCCL any more
+    except RuntimeError as error:  # NCCL is no longer usable in this process
         rows[0]["outcome"] = "NCCL refuses: " + str(error).strip().splitlines()[-1][:120]
         if rank == 0:
             Path(out).write_text(json.dumps(rows))
@@ -284,7 +284,7 @@ def nccl(rehearse: bool) -> Iterator[Row]:
     """Run DDP over NCCL, where two ranks may share a device."""
     try:
         yield from _spawn(nccl_rank, 2, rehearse)
-    except torch.multiprocessing.ProcessExitedException as error:  # it did not raise, it died
+    except torch.multiprocessing.ProcessExitedException as error:  # died without raising
         yield {"case": "two ranks, one device", "outcome": f"NCCL ended a process: {error}"}
 
 
@@ -311,7 +311,7 @@ def one_rank(rehearse: bool) -> Iterator[Row]:
 
 
 def one_model(kind: str, exchange: str, mesh: Any, device: torch.device) -> Row:
-    """Train one model; check that average and residual are the gradient, or the steps AdamW's."""
+    """Train one model; check that average plus residual is the gradient, or that steps equal AdamW's."""
     import sparsync
     from sparsync.units import local_of
 
@@ -354,11 +354,11 @@ def one_model(kind: str, exchange: str, mesh: Any, device: torch.device) -> Row:
 
 
 def selection(rehearse: bool) -> Iterator[Row]:
-    """Select the k largest of n, against ``torch.topk``."""
+    """Compare the selection of the k largest of n with ``torch.topk``."""
     device = device_of(rehearse)
     for size in TINY if rehearse else (VGG, BERT, LARGE):
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
-        if (need := 28 * size) > free:  # x, the gradient, |x|, keys, and what topk takes
+        if (need := 28 * size) > free:  # x, the gradient, |x|, the keys, and topk's own memory
             say(f"  selection, n = {size:,} skipped: {need >> 30} GiB do not fit in {free >> 30}")
             continue
         for density in (0.001, 0.01):
@@ -372,7 +372,7 @@ def selection(rehearse: bool) -> Iterator[Row]:
 
 
 def select(size: int, k: int, device: torch.device) -> Row:
-    """Measure one size; both must find the same magnitudes."""
+    """Measure one size, for which both must find the same magnitudes."""
     from sparsync.kernels import magnitude_keys
     from sparsync.kernels import triton as backend
 
@@ -381,7 +381,7 @@ def select(size: int, k: int, device: torch.device) -> Row:
     zeros = torch.zeros_like(x)
     keys = magnitude_keys(x)
     largest = torch.topk(keys, k, sorted=False).values
-    # the Triton kernels and not torch's: called by name
+    # called by name, to get the Triton kernels and not torch's
     positions = backend.top(x, k)
     check_device(device, positions=positions)
     check(bool((positions.diff() > 0).all()), "positions do not ascend")
@@ -415,7 +415,7 @@ def select(size: int, k: int, device: torch.device) -> Row:
 
 
 def transfer(rehearse: bool) -> Iterator[Row]:
-    """Move k entries to the host while a backward pass runs: how much of that time is hidden."""
+    """Measure how much of the time to move k entries to the host a backward pass hides."""
     from sparsync.kernels import packing
     from sparsync.kernels import triton as backend
 
@@ -474,7 +474,7 @@ def transfer(rehearse: bool) -> Iterator[Row]:
         def both(stream: Any = stream, several: Callable[[], object] = several) -> None:
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(device))
-            backward()  # begins; the host goes on
+            backward()  # starts on the device while the host continues
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 several()
             if stream is not None:
@@ -491,7 +491,7 @@ def transfer(rehearse: bool) -> Iterator[Row]:
 
 # ==== all =============================================================================================
 
-# seconds that each may take
+# time limit of each part, in seconds
 PARTS: dict[str, tuple[Callable[[bool], Iterator[Row]], int]] = {
     "contracts": (contracts, 480),
     "one_rank": (one_rank, 150),

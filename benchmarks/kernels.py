@@ -1,11 +1,11 @@
-"""The CPU kernels, over torch's own ``residual.add_(gradient)`` and over torch's operations.
+"""The CPU kernels, relative to torch's ``residual.add_(gradient)`` and to torch's own operations.
 
 python benchmarks/kernels.py [--json FILE] [--rounds 20] [--threads 1,2]     (about a minute)
 
-All rows of a table are measured in turns, round after round, and every row counts with its best time:
-what else runs on the machine hits all of them alike.  Before every measurement the inputs are restored,
-and torch's threads, if any, which spin for some milliseconds after an operation, may go to sleep.
-The results are checked.  The table in benchmarks/kernels.md is the output.
+All rows of a table are measured in turn, round after round, and each row's best time counts, so other
+programs on the machine affect all rows alike.  Before every measurement, the inputs are restored, and
+torch's threads, which spin for some milliseconds after an operation, get time to go to sleep.
+The results are checked.  The output is the table in benchmarks/kernels.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Rows = dict[str, Callable[[], object]]
 
 
 def error_feedback(size: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return a residual as training leaves it, and the next gradient: blocks of unequal scale."""
+    """Return a residual as left by training, and the next gradient, in blocks of unequal scale."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-1, 1, 64).repeat_interleave(-(-size // 64))[:size]
     residual = torch.zeros(size)
@@ -63,7 +63,7 @@ def measure(rows: Rows, rounds: int, restore: Callable[[], object]) -> dict[str,
 
 
 def whole_vector(rounds: int) -> list[dict[str, object]]:
-    """Measure what reads all n elements, over ``add_``."""
+    """Measure the kernels that read all n elements, relative to ``add_``."""
     k = round(SIZE * DENSITY)
     residual, gradient = error_feedback(SIZE, k)
     r, g = residual.clone(), gradient.clone()
@@ -110,7 +110,7 @@ def whole_vector(rounds: int) -> list[dict[str, object]]:
 
 
 def sparse_streams(rounds: int) -> list[dict[str, object]]:
-    """Measure what reads about k entries, over the same in torch's operations."""
+    """Measure the kernels that read about k entries, relative to torch's operations."""
     k, region = round(SIZE * DENSITY), SIZE // RANKS
     generator = torch.Generator().manual_seed(1)
 
@@ -142,7 +142,7 @@ def sparse_streams(rounds: int) -> list[dict[str, object]]:
 
 
 def table(title: str, rows: list[dict[str, object]]) -> Table:
-    """Ratios first, milliseconds last."""
+    """Print ratios first, milliseconds last."""
     columns = {
         "kernel": "",
         "over_add": "over add_",

@@ -1,9 +1,9 @@
-"""The lab's far links: rate, round trip, loss and asymmetry as asked and as measured; processor time.
+"""The lab's far links: rate, RTT, loss and asymmetry, requested and measured; processor time.
 
     python benchmarks/lab.py        (about 6 minutes; Linux, root; writes benchmarks/lab.md)
 
-Everything is measured by plain sockets of the ranks, processes of their own.  The loads of the last
-table: every rank sends to the next, or to every other one at once.
+The ranks are separate processes that measure with plain sockets.  In the last table, every rank sends
+either to the next rank or to all others at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PINGS = 50
 DATAGRAMS = 20_000
 AT_ONCE, PAUSE = 20, 0.005  # datagrams: at most 4,000 per second
 ON_WIRE = 1514 / 1448  # an Ethernet frame over its payload
-PAIRS = (  # links of two ranks, and seconds of a stream before it is measured
+PAIRS = (  # links of two ranks, and the seconds that a stream runs before it is measured
     ("100mbit,20ms", 2),
     ("100mbit,80ms", 5),
     ("10mbit,80ms", 5),
@@ -42,25 +42,25 @@ LOADS = ("100mbit,20ms", "100mbit,80ms", "100mbit,20ms,0.01%")  # of four ranks
 
 
 def address(rank: int) -> tuple[str, int]:
-    """Return where a rank listens."""
+    """Return the address at which a rank listens."""
     return f"10.77.0.{rank + 1}", PORT
 
 
 def listen(kind: int) -> socket.socket:
-    """Listen; a rank that connects after the barrier is heard."""
+    """Return a listening socket, once all ranks are listening."""
     server = socket.socket(socket.AF_INET, kind)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     server.bind(address(dist.get_rank()))
     if kind == socket.SOCK_STREAM:
         server.listen(64)
-    else:  # SO_RCVBUFFORCE, so that no datagram is lost there when this rank is late
+    else:  # SO_RCVBUFFORCE: no datagram must be lost here if this rank is late
         server.setsockopt(socket.SOL_SOCKET, 33, 1 << 24)
     dist.barrier()
     return server
 
 
 def ping() -> float:
-    """Return the median round trip from rank 0 to rank 1, of a byte over TCP; 0 on the others."""
+    """Return the median round trip of a byte over TCP from rank 0 to rank 1; 0 on the other ranks."""
     with listen(socket.SOCK_STREAM) as server:
         seconds = [0.0]
         if dist.get_rank() == 0:
@@ -79,7 +79,7 @@ def ping() -> float:
 
 
 def lost(source: int) -> float:
-    """Return the share of datagrams that this rank misses; 0 on their source."""
+    """Return the share of datagrams that did not reach this rank; 0 on their source."""
     with listen(socket.SOCK_DGRAM) as server:
         arrived = 0
         if dist.get_rank() == source:
@@ -98,7 +98,7 @@ def lost(source: int) -> float:
 
 
 def receive(streams: list[tuple[int, int]], warm_up: float, seconds: float) -> float:
-    """Let ranks send to ranks; return the bits per second that this rank receives."""
+    """Make ranks send to each other; return the bits per second that this rank receives."""
     rank = dist.get_rank()
     received, links = [0], []
     with listen(socket.SOCK_STREAM) as server:
@@ -129,20 +129,20 @@ def receive(streams: list[tuple[int, int]], warm_up: float, seconds: float) -> f
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
             link.close()
-        time.sleep(1.0)  # what was under way has arrived
+        time.sleep(1.0)  # messages in flight have arrived
         dist.barrier()
     return rate
 
 
 def pair(warm_up: float, seconds: float) -> tuple[float, ...]:
-    """Return the round trip, the rates 0 -> 1 and 1 -> 0, and the losses likewise."""
+    """Return the round trip, the rates 0 -> 1 and 1 -> 0, and the losses in the same order."""
     rates = [receive([ends], warm_up, seconds) for ends in ((0, 1), (1, 0))]
     mine = ping(), *rates, lost(0), lost(1)
     return tuple(map(max, zip(*gather(list(mine)), strict=True)))
 
 
 def load(pattern: str, warm_up: float, seconds: float) -> list[float]:
-    """Return the rate at which each rank receives when all send to the next, or to all."""
+    """Return each rank's rate of reception when all send to the next rank, or to all."""
     ranks = dist.get_world_size()
     steps = (1,) if pattern == "to the next" else range(1, ranks)
     streams = [(rank, (rank + step) % ranks) for step in steps for rank in range(ranks)]
@@ -190,7 +190,7 @@ def load_row(text: str, pattern: str, ranks: int, warm_up: float, seconds: float
         rates = launch(load, ranks, pattern, warm_up, seconds, lab=lab)
         ended.set()
         thread.join()
-    busiest = sorted(shares)[-round(seconds) :]  # the seconds of the load; before, ranks start
+    busiest = sorted(shares)[-round(seconds) :]  # only the seconds under load, not the start
     each = ", ".join(f"{rate / 1e6:.0f}" for rate in rates)
     median = statistics.median(busiest)
     return f"| `{text}` | {pattern} | {each} | {median:.2f} | {max(busiest):.2f} |"
@@ -207,19 +207,20 @@ def main() -> None:
     loads = [load_row(text, each, 4, 5.0, 2 * seconds) for text in LOADS for each in patterns]
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}"
     lines = [
-        "# Far links: as asked, and as measured by plain sockets",
+        "# Far links: requested properties, and those measured with plain sockets",
         "",
-        f"Made by `python benchmarks/lab.py` on one machine ({machine}), which had other work, too.",
-        f"RTT: median of {PINGS} bytes over TCP there and back. Rates: one stream of {seconds:g} s",
-        "(Reno), with its headers, rank 0 to 1 / rank 1 to 0.",
-        f"Losses: of {DATAGRAMS:,} datagrams each way, and twice the binomial deviation.",
+        f"Made by `python benchmarks/lab.py` on one machine ({machine}), which was also doing other "
+        "work.",
+        f"RTT: median of {PINGS} round trips of a byte over TCP. Rates: one stream of {seconds:g} s",
+        "(Reno), including headers, rank 0 to 1 / rank 1 to 0.",
+        f"Losses: of {DATAGRAMS:,} datagrams each way, ± twice the binomial deviation.",
         "",
         "| links of two ranks | carrier | RTT asked, ms | measured | Mbit/s asked | measured "
         "| loss asked | measured |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
         *pairs,
         "",
-        "Where packets are lost, it is Reno that sets the rate, not the link.",
+        "Where packets are lost, Reno determines the rate, not the link.",
         "",
         "## Processor time of the forwarder",
         "",

@@ -1,8 +1,8 @@
-"""One exchange on real links: every collective against gloo's dense allreduce.
+"""One exchange on real links: every collective compared with gloo's dense allreduce.
 
     python benchmarks/lab_exchange.py     (about 15 minutes; Linux; writes benchmarks/lab_exchange.md)
 
-Runs, one after the other, what these commands run, and shows the ratios first:
+Runs the equivalent of these commands, one after the other, and shows the ratios first:
 
     sparsync bench --lab 1gbit --ranks 8 --size 14728266 --density 0.01 \
         --collectives dense,allgather,oktopk,budgeted,halving
@@ -30,7 +30,7 @@ RUNS = (
     ("1gbit", 8, COLLECTIVES, "auto"),
     ("1gbit", 4, COLLECTIVES, "auto"),
     ("100mbit", 8, "dense,oktopk,budgeted", "auto"),
-    ("1gbit", 8, "dense,oktopk,budgeted", "torch"),  # what the default transport is worth
+    ("1gbit", 8, "dense,oktopk,budgeted", "torch"),  # shows the gain from the default transport
 )
 HEADINGS = (
     "collective",
@@ -51,7 +51,7 @@ HEADINGS = (
 
 
 def measure(rate: str, ranks: int, collectives: str, transport: str) -> list[dict]:
-    """Run one bench in a process of its own; return its rows."""
+    """Run one bench in a separate process; return its rows."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "sparsync", "bench", "--lab", rate, "--ranks", str(ranks)]
@@ -62,7 +62,7 @@ def measure(rate: str, ranks: int, collectives: str, transport: str) -> list[dic
 
 
 def line(row: dict) -> str:
-    """Write one row of a table."""
+    """Return one row of a table."""
     most = max(row["bytes_sent_max"], row["bytes_received_max"])
     bound = row["bound_words_per_k"]
     cells = [
@@ -85,7 +85,7 @@ def line(row: dict) -> str:
 
 
 def main() -> None:
-    """Run all benches, writing after each."""
+    """Run all benches, and write the results after each."""
     parser = argparse.ArgumentParser(description="Every collective on real links of this machine.")
     parser.add_argument("--output", type=Path, default=HERE / "lab_exchange.md")
     arguments = parser.parse_args()
@@ -96,11 +96,11 @@ def main() -> None:
         "namespace, links shaped in both directions. Medians; `dense` is gloo's native allreduce.",
         f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, one thread per rank.",
         "",
-        "*Whole*: `reduce()`, accumulation to average. *Exchange*: selected to total. *Wire*: what the",
-        "link takes for the row's own bytes, less tbf's burst. *Local*: whole less exchange, over",
-        "`residual.add_(gradient)` of all ranks at once in the same run. *Processor*: time of an",
-        "exchange, all threads of a rank, the ranks' mean; over that of `residual.add_(gradient)`.",
-        "Made by `python benchmarks/lab_exchange.py`.",
+        "*Whole*: `reduce()`, from accumulation to the average. *Exchange*: from selected entries to",
+        "the total. *Wire*: the link's time for the row's bytes, minus tbf's burst. *Local*: whole",
+        "minus exchange, relative to `residual.add_(gradient)` on all ranks at once in the same run.",
+        "*Processor*: processor time of an exchange over all threads of a rank, mean over ranks,",
+        "relative to `residual.add_(gradient)`. Made by `python benchmarks/lab_exchange.py`.",
     ]
     for rate, ranks, collectives, transport in RUNS:
         rows = measure(rate, ranks, collectives, transport)

@@ -1,8 +1,8 @@
-"""Linear models on trigrams: sparse exchanges beside dense ones, and scikit-learn beside ours.
+"""Linear models on trigrams: sparse exchanges compared with dense, and ours with scikit-learn.
 
     python benchmarks/linear.py     (4 minutes; Linux; writes benchmarks/linear.md)
 
-Runs, one after the other, what these commands run, and shows the ratios first:
+Runs the equivalent of these commands, one after the other, and shows the ratios first:
 
     sparsync linear --lab 1gbit --ranks 8 --compare dense,allgather,...
     sparsync linear --lab 1gbit --ranks 8 --solver scd --steps 100 --compare dense
@@ -49,7 +49,7 @@ HEADINGS = (
 
 
 def train(arguments: argparse.Namespace, options: list[str]) -> list[dict]:
-    """Run one command in a process of its own; return its results."""
+    """Run one command in a separate process; return its results."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "linear.json"
         command = [sys.executable, "-m", "sparsync", "linear", "--ranks", str(arguments.ranks)]
@@ -65,7 +65,7 @@ def train(arguments: argparse.Namespace, options: list[str]) -> list[dict]:
 
 
 def line(result: dict) -> str:
-    """Write one row of a table."""
+    """Return one row of a table."""
 
     def mean(key: str) -> float:
         return sum(result[key]) / len(result[key])
@@ -88,7 +88,7 @@ def line(result: dict) -> str:
 
 
 def section(heading: str, results: list[dict]) -> list[str]:
-    """Write what one command measured."""
+    """Return the section on one command's measurements."""
     first = results[0]
     carriers = "/".join(sorted({result["transport"] for result in results}))
     equal = all(result["replicas_equal"] for result in results)
@@ -106,13 +106,13 @@ def section(heading: str, results: list[dict]) -> list[str]:
 
 
 def accuracy(rows: int, epochs: int, l2: float = 1e-5, lr: float = 20.0) -> list[str]:
-    """Compare with scikit-learn on one rank: equal penalty, 9 of 10 rows to train on."""
+    """Compare with scikit-learn on one rank, with equal penalty, training on 9 of 10 rows."""
     shard = trigram_shard(rows=rows)
     cut = rows * 9 // 10
     training, held_out = slice(None, cut), slice(cut, None)
     text = [
         "",
-        "## Accuracy beside scikit-learn, one rank",
+        "## Accuracy compared with scikit-learn, one rank",
         "",
         f"{rows:,} trigram samples, a tenth of them held out, l2 = alpha = {l2:g}; ours: {epochs} epochs "
         f"in batches of 8, lr {lr:g}, schedule 1/t.",
@@ -138,7 +138,7 @@ def accuracy(rows: int, epochs: int, l2: float = 1e-5, lr: float = 20.0) -> list
 
 
 def main() -> None:
-    """Run everything, writing after each."""
+    """Run everything, and write the results after each command."""
     parser = argparse.ArgumentParser(description="Linear models on trigrams, on real links.")
     parser.add_argument("--output", type=Path, default=HERE / "linear.md")
     parser.add_argument("--lab", default="1gbit", help="empty: simulated")
@@ -153,9 +153,10 @@ def main() -> None:
     text = [
         "# Linear models on naturally sparse data",
         "",
-        "Trigrams of the standard library's sources. Ratios: dense over the exchange; *communication*:",
-        "from when all ranks are there to when the last has its result; *updates*: of SCD's exchange of",
-        "updates alone (its derivatives are summed alike in all). Losses are over all training rows.",
+        "The data are trigrams of the standard library's sources. Ratios are dense over the exchange.",
+        "*Communication*: from the moment when all ranks are ready until the last has its result;",
+        "*updates*: only SCD's exchange of updates (derivatives are summed in the same way by all).",
+        "Losses are over all training rows.",
         f"{arguments.lab or 'simulated'}; {os.cpu_count()} cores, {platform.machine()}, "
         f"torch {torch.__version__}. Made by `python benchmarks/linear.py`.",
     ]

@@ -1,4 +1,4 @@
-"""Peak memory of a training process: DDP with ``attach`` over plain DDP.
+"""Peak memory of a training process: DDP with ``attach`` relative to plain DDP.
 
     python benchmarks/memory.py        (Linux; 5 minutes; writes benchmarks/memory.md)
     python benchmarks/memory.py --gpt  (14 GB, 3 minutes; writes benchmarks/memory_gpt.md)
@@ -6,12 +6,13 @@
 The first measures algorithms with SGD on linear layers of 21 M parameters; ``--gpt`` the defaults, with
 AdamW and with SGD, on a GPT of 124 M.
 
-Each figure comes from fresh processes.  They train a tiny model first, which pays for imports, threads
-and sockets, then a large one; what counts is the kernel's peak (VmHWM) less what was in use between.
+Each figure comes from fresh processes.  They first train a tiny model, which pays for imports, threads
+and sockets, then a large one.  The figure is the kernel's peak (VmHWM), minus the memory in use between
+the two.
 
-glibc raises the size from which it asks the kernel for memory to that of what was last freed; from
-then on gradients and temporaries share a heap with holes in it.  ``mallopt`` fixes the size, and the
-peak is what the program asked for.  Both are measured.
+glibc raises its threshold for asking the kernel for memory to the size of the last freed block; from then
+on, gradients and temporaries share a heap with holes in it.  ``mallopt`` fixes the threshold, so the peak
+is the memory that the program asked for.  Both cases are measured.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ WIDTH, LAYERS = 2048, 5  # 21 M parameters
 GPT_WIDTH, GPT_LAYERS, VOCABULARY, TOKENS = 768, 12, 50257, 64
 TINY = 64
 DENSITY = 0.01
-STEPS = 5  # DDP makes its buckets anew in the second
+STEPS = 5  # DDP rebuilds its buckets in the second
 WORD_BYTES = 4
 MIB = 1 << 20
 
@@ -162,7 +163,7 @@ def measure(world_size: int, case: Case) -> int:
 
 
 def row(world_size: int, view: bool, malloc: str, case: str, extra: int, plain: int) -> str:
-    """Return one line of the table; the rest is what was taken beside the residual."""
+    """Return one row of the table; the rest is the memory taken in addition to the residual."""
     residual = elements(WIDTH) * WORD_BYTES
     rest = (extra - residual) / (WORD_BYTES * elements(WIDTH) * (DENSITY + 1 / world_size))
     return (
@@ -192,7 +193,7 @@ def algorithms() -> None:
     """Measure algorithms on linear layers."""
     n = elements(WIDTH)
     lines = [
-        "# Peak memory over plain DDP",
+        "# Peak memory relative to plain DDP",
         "",
         f"`python benchmarks/memory.py` on {machine()}; n = {n:,} float32 "
         f"({n * WORD_BYTES / MIB:.0f} MiB), k = {DENSITY:.0%}, "

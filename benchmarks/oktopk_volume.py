@@ -1,4 +1,4 @@
-"""Volume and simulated time per rank over world sizes and inputs, against the claimed bounds.
+"""Volume and simulated time per rank by world size and input, compared with the claimed bounds.
 
     python benchmarks/oktopk_volume.py        (about 2 minutes; writes benchmarks/oktopk_volume.md)
 
@@ -45,7 +45,7 @@ def table(head: list[str], lines: list[list[str]]) -> str:
 
 
 def by_input() -> str:
-    """Words per k of "oktopk", one line per input."""
+    """Return the words per k of "oktopk", one row per input."""
     lines = []
     for kind, described in INPUTS.items():
         line = [f"{kind}"]
@@ -65,7 +65,7 @@ def by_input() -> str:
 
 
 def by_collective(kind: str) -> str:
-    """Words per k, and median milliseconds, of every collective."""
+    """Return the words per k, and the median milliseconds, of every collective."""
     lines = []
     for name in sorted(PRESETS):
         rows = [measure(name, kind, ranks) for ranks in RANKS]
@@ -79,11 +79,11 @@ def by_collective(kind: str) -> str:
 def report() -> str:
     """Measure everything and describe it."""
     meanings = "\n".join(f"- {kind}: {i.meaning}" for kind, i in INPUTS.items())
-    return f"""# Volume of Ok-Topk over world sizes and inputs
+    return f"""# Volume of Ok-Topk by world size and input
 
-n = {SIZE:,}, k = {K:,}; {STEPS} steps with error feedback, the first included; every result was checked.
-Volume: max(sent, received) of any rank on any step, in words of 4 bytes per requested k, headers and
-histograms included. Made by `python benchmarks/oktopk_volume.py`.
+n = {SIZE:,}, k = {K:,}; {STEPS} steps with error feedback, including the first; every result was checked.
+Volume: the maximum of sent and received over all ranks and steps, in 4-byte words per requested k,
+including headers and histograms. Made by `python benchmarks/oktopk_volume.py`.
 
 ## Preset `oktopk`
 
@@ -95,9 +95,9 @@ histograms included. Made by `python benchmarks/oktopk_volume.py`.
 
 ## All presets, with simulated time
 
-1 Gbit/s and 50 us, communication alone, median step. `oktopk-paper` has no bound per requested k: its
-exact steps allgather all reduced entries, and a reused threshold selects more and more of a residual
-that piles up.
+1 Gbit/s and 50 us, communication only, median step. `oktopk-paper` has no bound per requested k: its
+exact steps allgather all reduced entries, and a reused threshold selects more and more entries as the
+residual grows.
 
 {by_collective("uniform")}
 

@@ -1,11 +1,12 @@
-"""The one line with every optimizer, with unlike data and sizes, and in fine-tuning, on virtual ranks.
+"""The one line with every optimizer, with unequal data per rank, and in fine-tuning, on virtual ranks.
 
     python benchmarks/optimizers.py --studies optimizers --seeds 1,2,3 --search
-    python benchmarks/optimizers.py --report    (only writes what is there)
+    python benchmarks/optimizers.py --report    (only writes the tables)
 
-Every finished run is a line of ``optimizers/results.jsonl`` and is not made again; ``optimizers.md``
-reads nothing else.  Optimizers that PyTorch does not have come from ``pytorch-optimizer``; without it
-their rows are left out.  What comes out is the same on every machine with the same packages.
+Every finished run is a line of ``optimizers/results.jsonl`` and is not repeated; ``optimizers.md`` is
+made from these lines alone.  Optimizers that PyTorch does not have come from ``pytorch-optimizer``;
+without this package, their rows are omitted.  Results are the same on every machine with the same
+packages.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ Made = torch.optim.Optimizer | list[torch.optim.Optimizer]
 
 
 def of_torch(name: str, **options: Any) -> Callable[[nn.Module], Made]:
-    """Return what makes one of PyTorch's."""
+    """Return a factory for one of PyTorch's optimizers."""
     return lambda model: getattr(torch.optim, name)(model.parameters(), **options)
 
 
 def of_package(name: str, **options: Any) -> Callable[[nn.Module], Made]:
-    """Return what makes one of ``pytorch-optimizer``'s."""
+    """Return a factory for one of ``pytorch-optimizer``'s optimizers."""
 
     def made(model: nn.Module) -> Made:
         import pytorch_optimizer  # type: ignore[import-not-found, unused-ignore]
@@ -62,7 +63,7 @@ def of_package(name: str, **options: Any) -> Callable[[nn.Module], Made]:
 
 
 def muon(model: nn.Module) -> Made:
-    """Return Muon of the hidden matrices, scaled to AdamW's steps, and AdamW of the rest."""
+    """Return Muon for the hidden matrices, scaled to AdamW's steps, and AdamW for the rest."""
     hidden = [p for name, p in model.named_parameters() if "layers" in name and p.dim() == 2]
     rest = [p for p in model.parameters() if all(p is not one for one in hidden)]
     return [
@@ -71,7 +72,7 @@ def muon(model: nn.Module) -> Made:
     ]
 
 
-# name -> what makes it, and the first rate that is tried for dense
+# name -> factory, and the first rate to try for dense
 OPTIMIZERS: Mapping[str, tuple[Callable[[nn.Module], Made], float]] = MappingProxyType(
     {
         "AdamW": (of_torch("AdamW", weight_decay=0.1), 1.6e-2),
@@ -99,11 +100,11 @@ OPTIMIZERS: Mapping[str, tuple[Callable[[nn.Module], Made], float]] = MappingPro
 
 
 def adamw(model: nn.Module) -> Made:
-    """Return AdamW of what is trained."""
+    """Return AdamW for the trained parameters."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.1)
 
 
-# method -> what differs from the default of ``attach``
+# method -> differences from the default of ``attach``
 SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "32 bits": {"algorithm": "dense"},
@@ -124,7 +125,7 @@ def trained(
     schedule: str = SCHEDULE,
     seen: Callable[[int, int], float] | None = None,
 ) -> float:
-    """Train a run's model, dense or not; return its loss on what it was not trained on."""
+    """Train a run's model, dense or not; return its held-out loss."""
     arguments: tuple[Any, ...] = (
         make_model,
         make_optimizer,
@@ -144,7 +145,7 @@ def trained(
 
 
 def train_optimizer(run: Mapping[str, Any]) -> float:
-    """Train the GPT of torch's layers from its beginning."""
+    """Train the GPT of torch's layers from scratch."""
     task = TorchTask(*SHAPE)
     return trained(run, task, OPTIMIZERS[run["case"]][0], lambda: task.make_model(run["seed"]))
 
@@ -160,7 +161,7 @@ class Unequal(TorchTask):
         self.rows, self.joined = rows, joined
 
     def loss_of(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
-        """Return the mean over a rank's windows; where ranks are joined, its part of that of all."""
+        """Return the mean over a rank's windows or, if ranks are joined, its part of the overall mean."""
         self.batch = self.rows[rank]
         loss = super().loss_of(model, seed, step, rank)
         return loss * (self.rows[rank] * len(self.rows) / sum(self.rows) if self.joined else 1)
@@ -177,7 +178,7 @@ ROWS: Mapping[str, tuple[int, ...]] = MappingProxyType(
 
 
 def train_unequal(run: Mapping[str, Any]) -> float:
-    """Train ranks that see unequally much; "dense" is one process with all of it."""
+    """Train ranks with unequal amounts of data; "dense" is one process with all of the data."""
     rows = ROWS[run["case"]]
     task = Unequal(rows, joined=run["method"] == "dense")
 
@@ -192,14 +193,14 @@ def train_unequal(run: Mapping[str, Any]) -> float:
 
 
 class Apart(TorchTask):
-    """Gives every rank a part of the text of its own; some batches come from everywhere."""
+    """Gives every rank a separate part of the text; some batches come from all of it."""
 
     def __init__(self, common: float) -> None:
         super().__init__(*SHAPE, packages=("email", "pydoc_data", "json", "http"))
         self.common = common
 
     def loss_of(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
-        """Return the loss on a batch from anywhere, or from this rank's own text."""
+        """Return the loss on a batch from the whole text, or from this rank's part."""
         draw = torch.Generator().manual_seed(1_000_000 * seed + 1_000 * step + rank)
         own = self.text.chunk(RANKS)[rank]
         anywhere = torch.rand((), generator=draw).item() < self.common
@@ -207,7 +208,7 @@ class Apart(TorchTask):
 
 
 class Classes:
-    """Digits by a small network; every rank has classes of its own, or all ranks have all."""
+    """Digits, with a small network; every rank has its own classes, or all ranks have all classes."""
 
     clip = math.inf
 
@@ -235,7 +236,7 @@ class Classes:
         return nn.functional.cross_entropy(model(images[at]), labels[at])
 
     def held_out_loss(self, model: nn.Module) -> float:
-        """Return the loss on digits that are not trained on."""
+        """Return the loss on held-out digits."""
         images, labels = self.held_out
         return nn.functional.cross_entropy(model(images), labels).item()
 
@@ -272,7 +273,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The layer as a whole: without gradients, torch's encoder layers compute with it alone."""
+        """The combined weight, which is all that torch's encoder layers use without gradients."""
         return self.frozen.weight + self.up.weight @ self.down.weight
 
     @property
@@ -301,7 +302,7 @@ def pretrained(seed: int) -> nn.Module:
 
 
 def tuned(case: str, seed: int) -> nn.Module:
-    """Return the model that fine-tuning begins with."""
+    """Return the model with which fine-tuning begins."""
     model = copy.deepcopy(pretrained(seed))
     if case == "LoRA":
         model.requires_grad_(False)
@@ -313,7 +314,7 @@ def tuned(case: str, seed: int) -> nn.Module:
 
 
 def fine_tune(run: Mapping[str, Any]) -> float:
-    """Go on with the text of Python's manual; "before" is the loss at the beginning."""
+    """Continue training on the text of Python's manual; "before" is the initial loss."""
     task, case = TorchTask(*SHAPE, packages=("pydoc_data",)), run["case"].split(",")[0]
     if run["method"] == "before":
         model = tuned(case, run["seed"]).eval()
@@ -329,14 +330,14 @@ def fine_tune(run: Mapping[str, Any]) -> float:
 class Study:
     """One question: its rows, how they are trained, and what the report says.
 
-    A run is a dictionary that tells it apart: ``study``, ``case``, ``lr``, ``seed``, ``method``.
+    A run is identified by a dictionary with ``study``, ``case``, ``lr``, ``seed`` and ``method``.
 
     Attributes:
-        title: of the table.
-        cases: name of a row -> rates of dense, the first of which is a usual one.
-        train: return the held-out loss of a run.
-        methods: what is compared with "dense", the first of them.
-        improvement: the table has shares of how far dense comes down from "before".
+        title: the table's title.
+        cases: maps the name of a row to dense's rates, beginning with a usual one.
+        train: returns the held-out loss of a run.
+        methods: the methods compared; the first is "dense".
+        improvement: whether the table shows shares of dense's improvement over "before".
     """
 
     title: str
@@ -347,12 +348,12 @@ class Study:
 
 
 def grid(first: float) -> tuple[float, ...]:
-    """Return rates around the first."""
+    """Return rates around the first one."""
     return tuple(first * FACTOR**power for power in sorted(range(-4, 5), key=abs))
 
 
 def those_there() -> dict[str, tuple[float, ...]]:
-    """Return the optimizers that can be had."""
+    """Return the available optimizers."""
     package = importlib.util.find_spec("pytorch_optimizer") is not None
     own = [*OPTIMIZERS][:10]
     return {name: grid(at) for name, (_, at) in OPTIMIZERS.items() if package or name in own}
@@ -364,7 +365,7 @@ STUDIES: Mapping[str, Study] = MappingProxyType(
             "Every optimizer", those_there(), train_optimizer, ("dense", "updates", "not corrected")
         ),
         "unequal": Study(
-            "Ranks that see unequally much",
+            "Ranks with unequal amounts of data",
             dict.fromkeys(ROWS, grid(1.6e-2)),
             train_unequal,
             ("dense", "contribute", "updates"),
@@ -396,12 +397,12 @@ class Results:
         self.rows: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
 
     def loss(self, run: dict[str, Any]) -> float | None:
-        """Return the loss of a run that is finished; Inf where it has diverged."""
+        """Return the loss of a finished run, or Inf if it diverged."""
         row = next((row for row in self.rows if run.items() <= row.items()), None)
         return None if row is None else math.inf if row["loss"] is None else row["loss"]
 
     def make(self, run: dict[str, Any]) -> float:
-        """Return the loss of a run, which is made unless it is there."""
+        """Return the loss of a run; make the run if it is missing."""
         if (known := self.loss(run)) is not None:
             return known
         began = time.perf_counter()
@@ -416,9 +417,9 @@ class Results:
 
 
 def best_rate(results: Results, name: str, case: str, *, search: bool = False) -> float:
-    """Return the rate at which dense is best, of those that were tried; else the usual one.
+    """Return dense's best rate among those tried, or else the usual one.
 
-    A search climbs from the usual one, to either side while the loss falls.
+    A search starts from the usual rate and continues on either side as long as the loss falls.
     """
     tried: dict[float, float] = {}
     for rate in STUDIES[name].cases[case]:
@@ -432,13 +433,13 @@ def best_rate(results: Results, name: str, case: str, *, search: bool = False) -
 
 
 def spread(values: Sequence[float], digits: int = 1, sign: str = "+") -> str:
-    """Write mean and deviation."""
+    """Format mean and deviation."""
     text = f"{fmean(values):{sign}.{digits}f}"
     return text + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def row_of(results: Results, name: str, case: str) -> str:
-    """Return a row of a table, or nothing where nothing can be compared."""
+    """Return a row of a table, or nothing if there is nothing to compare."""
     study, lr = STUDIES[name], best_rate(results, name, case)
     found: dict[str, dict[int, float]] = {}
     for method in ("before", *study.methods):
@@ -465,11 +466,11 @@ def report(results: Results) -> str:
     lines = [
         "# The one line with other optimizers and data",
         "",
-        f"Made by `benchmarks/optimizers.py`: {STEPS} steps, {RANKS} virtual ranks or as many as a row "
-        "names, a GPT of torch's layers with 22 thousand parameters (digits: a network of two layers), a "
-        "rate that falls to 0. Rates are dense's best of those that were tried with the first seed. "
-        "Columns are held-out loss over dense at the same rate, mean and deviation over seeds; for "
-        "fine-tuning the share of dense's improvement.",
+        f"Made by `benchmarks/optimizers.py`: {STEPS} steps, {RANKS} virtual ranks unless a row states "
+        "otherwise, a GPT of torch's layers with 22 thousand parameters (digits: a network of two "
+        "layers), and a rate that falls to 0. Rates are the best dense rates among those tried with "
+        "the first seed. Columns show held-out loss relative to dense at the same rate, mean and "
+        "deviation over seeds; for fine-tuning, they show the share of dense's improvement.",
     ]
     for name, study in STUDIES.items():
         if rows := [row for case in study.cases if (row := row_of(results, name, case))]:
@@ -480,7 +481,7 @@ def report(results: Results) -> str:
 
 
 def main() -> None:
-    """Run what is missing, then write the tables."""
+    """Make the missing runs, then write the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     words = lambda text: text.split(",")  # noqa: E731
     parser.add_argument("--studies", type=words, default=list(STUDIES))

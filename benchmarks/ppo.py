@@ -1,12 +1,12 @@
-"""PPO whose ranks collect for unequal times: schemes of averaging, their return and their time.
+"""PPO with ranks that collect for unequal times: return and time of every averaging scheme.
 
     python benchmarks/ppo.py     (writes benchmarks/ppo.md, .json)
     python benchmarks/ppo.py --ranks 2 --runs 1 --iterations 5 --algorithm allreduce,local
 
-CartPole stands for the navigation in Habitat of WAGMA's section 5.4, which is out of reach (see
-``sparsync_papers.workloads.ppo``).  A step of CartPole takes microseconds, a rendered one milliseconds:
-``--step-seconds`` sleeps that long per step, so that ranks which wait do not lend others their core.
-Rows are written as they come, so a run can be cut short.
+CartPole replaces the Habitat navigation of WAGMA's section 5.4, which is out of reach (see
+``sparsync_papers.workloads.ppo``).  A step of CartPole takes microseconds, a rendered step milliseconds.
+``--step-seconds`` sleeps for this long per step, so a waiting rank does not free a core for the others.
+Rows are written as soon as they are done, so a run can be interrupted.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sparsync.cli.output import progress
 from sparsync.errors import ConfigurationError
 from sparsync_papers.workloads.ppo import Ppo
 
-# ours, but for 8: WAGMA's synchronization period in 5.4
+# our values, except 8, WAGMA's synchronization period in 5.4
 OPTIONS = {"wagma": {"sync_period": 8}, "local": {"period": 1}}
 
 
 def train(algorithm: str, seed: int, args: argparse.Namespace) -> dict:
-    """Train on this rank, with all others; return what they measured together."""
+    """Train on this rank, together with all others; return their combined measurements."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     task = Ppo(environment=args.environment, episodes=args.episodes)
     model = task.make_model(seed)
@@ -84,12 +84,13 @@ def table(rows: list[dict], args: argparse.Namespace) -> str:
         f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}. Mean and standard "
         f"deviation over runs. Every rank collects {args.episodes} whole episodes per iteration, learns "
         f"from them, and averages its model; {args.iterations} iterations. *Return*: of "
-        f"{args.final_episodes} new episodes per rank with the model after `finish()`; the steps of an "
-        "episode, of at most 500 in CartPole. *Time*: of the slowest rank, through `finish()`. A policy "
-        "that lives longer takes longer, hence *per step*: that time over the steps that a rank collects "
-        "on average; *ratio*: of that to the first row's with the same seed, which ran just before or "
-        "after: the machine had other work. *Imbalance*: steps of the rank that collects most in an "
-        "iteration, over the mean. Habitat, the paper's task, is out of reach.",
+        f"{args.final_episodes} new episodes per rank with the model after `finish()`; in CartPole, an "
+        "episode's return is its length, at most 500 steps. *Time*: of the slowest rank, including "
+        "`finish()`. Episodes of a better policy take longer, so *per step* divides this time by the "
+        "mean number of steps that a rank collects. *Ratio*: time per step relative to the first row's "
+        "with the same seed, run immediately before or after, because the machine was also doing other "
+        "work. *Imbalance*: steps of the rank that collects most in an iteration, relative to the "
+        "mean. Habitat, the paper's task, is out of reach.",
         "",
         "| algorithm | runs | return | time, s | per step, ms | ratio | imbalance | replicas equal |",
         "|---|---|---|---|---|---|---|---|",
@@ -112,7 +113,7 @@ def _spread(values: list[float]) -> str:
 
 
 def main() -> None:
-    """Train every scheme as often as is asked for, seeds in turn."""
+    """Train every scheme the requested number of times, with one seed after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--algorithm", default="wagma,allreduce,local", help=", ".join(SCHEMES))
     parser.add_argument("--ranks", type=int, default=4)

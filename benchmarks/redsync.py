@@ -1,12 +1,12 @@
-"""RedSync's convergence at this size: a small VGG on digits, an LSTM on text, both with 4 ranks.
+"""RedSync's convergence on small models: a VGG on digits and an LSTM on text, both with 4 ranks.
 
     python benchmarks/redsync.py                        (writes benchmarks/redsync.md, .json)
     python benchmarks/redsync.py --only lstm --seeds 1  (only what has "lstm" in its name, one seed)
 
 Part "convergence" asks the question of Table 1 and Figure 6: are RedSync and its quantised form as
-good as dense after equal steps?  Part "batches" asks that of Table 2: are they with large batches,
-after equal epochs?  Finished runs stand in the .json and are not made again, so a run can be cut
-short; the table shows what is there.
+good as dense after equal steps?  Part "batches" asks that of Table 2: are they also as good with large
+batches, after equal epochs?  Finished runs are kept in the .json and not repeated, so a run can be
+interrupted; the table shows all finished runs.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ RANKS = 4
 DENSITIES = (0.01, 0.001)
 BATCHES = (128, 256, 512, 1024, 2048)  # images of all ranks together (Table 2)
 BATCH_DENSITY = 0.001
-BATCH_LRS = (0.5, 1, 2)  # times the default; dense's best serves all
+BATCH_LRS = (0.5, 1, 2)  # factors on the default; all methods use dense's best
 WARMUP = 15  # the learning rate grows over a fifteenth of the steps
 
 
 WHY = (
     "",
-    "## Where it is not as good as dense, and why",
+    "## Where RedSync is worse than dense, and why",
     "",
-    "- **Few steps.** At 0.1 % a rank delivers one entry in a thousand per step: in 300 steps 0.3 "
-    "entries per parameter, most of the model's change still lies in residuals at the end. The gap "
-    "closes with length: after 1,200 steps (`benchmarks/redsync-long.md`) the LSTM at 1 % is as good "
-    "as dense, and at 0.1 % a quarter to a third of the gap in nats is left.",
-    "- **Digits.** Compressed runs differ from seed to seed far more than dense's own: the small VGG "
-    "is trained at a constant learning rate that is dense's best, and single seeds are behind at step "
-    "300. After 1,123 steps (batch 128 above) all three end within 0.6 points of each other.",
-    "- **Large batches.** From 512 on, 100 epochs are 281 steps and less, too few for this network at "
-    "all three learning rates: dense itself stays near ln 10 = 2.303 or ends far from what it reaches "
-    "with 128. These rows say nothing for or against compression.",
+    "- **Few steps.** At 0.1 %, a rank delivers one entry in a thousand per step, or 0.3 entries per "
+    "parameter in 300 steps, so most of the model's change is still in residuals at the end. The gap "
+    "shrinks in longer runs: after 1,200 steps (`benchmarks/redsync-long.md`), the LSTM at 1 % is as "
+    "good as dense, and at 0.1 %, a quarter to a third of the gap in nats remains.",
+    "- **Digits.** Compressed runs differ much more between seeds than dense runs do: the small VGG is "
+    "trained at dense's best constant learning rate, and single seeds are behind at step 300. After "
+    "1,123 steps (batch 128 above), all three end within 0.6 points of each other.",
+    "- **Large batches.** From 512 on, 100 epochs are at most 281 steps, too few for this network at "
+    "all three learning rates: dense itself stays near ln 10 = 2.303, or ends far from its loss with "
+    "batches of 128. These rows are no evidence for or against compression.",
 )
 
 
@@ -77,7 +77,7 @@ def convergence(
 
 
 def batch(args: argparse.Namespace, total: int, algorithm: str, lr: float) -> dict:
-    """Return the settings of a run of the second part: as many epochs, whatever the batch."""
+    """Return the settings of a run of the second part: equal epochs for every batch size."""
     images = len(DigitsWorkload().parts[0][1])
     return {
         "part": "batches",
@@ -92,7 +92,7 @@ def batch(args: argparse.Namespace, total: int, algorithm: str, lr: float) -> di
 
 
 def best_dense(args: argparse.Namespace, runs: Runs, total: int) -> dict | None:
-    """Return dense's run at its best learning rate, once all are done."""
+    """Return dense's run at its best learning rate, once all of its runs are done."""
     base = workload_class("digits").defaults.sgd_lr
     tried = [runs.find(batch(args, total, "dense", times * base)) for times in BATCH_LRS]
     if any(run is None for run in tried):
@@ -106,7 +106,7 @@ def make(runs: Runs, spec: dict) -> None:
 
 
 def run_all(args: argparse.Namespace, runs: Runs) -> None:
-    """Make what is not done: all seeds of a row, row after row; then the batch sizes."""
+    """Make the missing runs: row by row with all seeds, then the batch sizes."""
     for workload in ("digits", "lstm"):
         for algorithm, density in rows(args):
             for seed in range(args.seeds):
@@ -127,7 +127,7 @@ def report(args: argparse.Namespace, runs: Runs) -> str:
     """Return all tables as Markdown."""
     command = f"python benchmarks/redsync.py --steps {args.steps} --epochs {args.epochs}"
     lines = [
-        "# RedSync against dense",
+        "# RedSync compared with dense",
         "",
         f"`{command}` on {os.cpu_count()} cores, torch {torch.__version__}, Python "
         f"{platform.python_version()}; {RANKS} ranks, SGD with momentum 0.9, constant "
@@ -154,7 +154,7 @@ def convergence_table(
 ) -> list[str]:
     """Return mean and standard deviation over seeds, and whether they are as good as dense's.
 
-    ``measure`` is better where ``sign`` times it is larger.
+    A larger ``sign`` times ``measure`` is better.
     """
     defaults = workload_class(workload).defaults
     clip = f", clip {defaults.clip:g}" if defaults.clip else ""
@@ -194,7 +194,7 @@ def convergence_table(
 
 
 def verdict(ours: list[float], dense: list[float], better: int) -> str:
-    """Say whether the mean is worse than dense's by more than dense's standard deviation."""
+    """Return whether the mean is worse than dense's by more than dense's standard deviation."""
     if len(dense) < 2:
         return ""
     worse, deviation = better * (fmean(dense) - fmean(ours)), stdev(dense)
@@ -203,7 +203,7 @@ def verdict(ours: list[float], dense: list[float], better: int) -> str:
 
 
 def batch_table(args: argparse.Namespace, runs: Runs) -> list[str]:
-    """Return held-out error and loss over batch sizes."""
+    """Return held-out error and loss by batch size."""
     names = ("dense", *args.algorithms)
     lines = [
         "",
@@ -228,7 +228,7 @@ def batch_table(args: argparse.Namespace, runs: Runs) -> list[str]:
 
 
 def error(run: dict | None) -> str:
-    """Write a run's held-out error and loss."""
+    """Format a run's held-out error and loss."""
     if run is None:
         return ""
     loss = "diverges" if run["eval_loss"] is None else f"{run['eval_loss']:.3f}"

@@ -1,4 +1,4 @@
-"""Where a step of RedSync goes (its Figure 10): select, mask, pack, communicate, unpack.
+"""Where a RedSync step's time goes (its Figure 10): select, mask, pack, communicate, unpack.
 
     python benchmarks/redsync_phases.py     (2 minutes; writes benchmarks/redsync_phases.md and .png)
 
@@ -49,7 +49,7 @@ WIDTH_INCHES, HEIGHT_INCHES = 10.0, 5.6
 
 
 def picture(measured: dict[str, Measured], path: Path) -> None:
-    """Draw the shares of the two published schemes over P, and the seconds of all at the last P."""
+    """Plot the shares of the two published schemes over P, and the seconds of all at the last P."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
@@ -89,24 +89,24 @@ def report(measured: dict[str, Measured]) -> str:
     started = ", ".join(f"{1e6 * t.overhead:.0f}" for t in select)
     passes = ", ".join(f"{t.per_byte / machine.memory:.0f}" for t in select)
     tables = "\n\n".join(f"## {model}\n\n{table(rows)}" for model, rows in measured.items())
-    return f"""# RedSync: where a step goes
+    return f"""# RedSync: where a step's time goes
 
 `python benchmarks/redsync_phases.py`; RedSync's Figure 10 in the simulator's virtual time, density
-{100 * DENSITY:g} %, milliseconds per step. The same on every machine.
+{100 * DENSITY:g} %, milliseconds per step. The results are the same on every machine.
 
 ![shares of the stages over P, and milliseconds at P = {RANKS[-1]}](redsync_phases.png)
 
-At P = {RANKS[-1]} unpacking takes {share[0]} of a step of ResNet-50, {share[1]} where quantised; the
-paper measured 69 and 67 %. It adds P messages to every layer one by one, and a kernel takes its time
-however little it adds. The LSTM has few layers, all large: there the bytes of P messages are what
-costs, and quantised messages pay beyond 16 ranks, as in the paper (they need a search on every step).
-`budgeted` applies O(k) entries and avoids both: {one[3]} ms against {one[0]}, and for the LSTM
-{two[3]} against {two[0]}. One kernel per message, for all layers at once, mends the unpacking of
-the allgather ({one[2]} and {two[2]} ms) but not its bytes.
+At P = {RANKS[-1]} unpacking takes {share[0]} of a step of ResNet-50, {share[1]} if quantised; the paper
+measured 69 and 67 %. Unpacking adds P messages to every layer one by one, and each kernel has a fixed
+cost, however little it adds. The LSTM has few layers, all of them large. There, the bytes of P messages
+dominate, and quantised messages, which need a search on every step, pay off beyond 16 ranks, as in the
+paper. `budgeted` applies O(k) entries and avoids both costs: {one[3]} ms against {one[0]}, and for the
+LSTM {two[3]} against {two[0]}. One kernel per message, for all layers at once, solves the problem of
+unpacking in the allgather ({one[2]} and {two[2]} ms) but not its bytes.
 
-Real are the collectives, their messages and bytes, and the size policy (dense below 128 KB, trimmed,
-search with reuse from 4 MB; quantised: search on every step, the output layer plain). Modelled are
-network and GPU, as a node of Piz Daint; a pass reads or writes the bytes of a layer once:
+The collectives, their messages and bytes, and the size policy are real (dense below 128 KB, trimmed,
+search with reuse from 4 MB; quantised: search on every step, with a plain output layer). The network and
+the GPU are modelled on a node of Piz Daint; a pass reads or writes the bytes of a layer once:
 
 | constant, per layer | value | from |
 |---|---|---|
@@ -120,9 +120,9 @@ network and GPU, as a node of Piz Daint; a pass reads or writes the bytes of a l
 | unpack | {CLEAR}; and a kernel per message | Algorithm 4 |
 | unpack, a message | {machine.scattered:g} passes | ours: 4 bytes touch 2 x 32 |
 
-Nothing overlaps, and all layers travel in one message, where the paper sends several: that flatters
-the allgather. Layers are {SHRINK} times smaller than real, and bandwidths {SHRINK} times lower. All
-times stay as they are but those of headers (up to 7 % of quantised messages) and of `budgeted`'s
+Nothing overlaps, and all layers travel in one message, whereas the paper sends several, which flatters
+the allgather. Layers are {SHRINK} times smaller than real, and bandwidths {SHRINK} times lower. This
+preserves all times except those of headers (up to 7 % of quantised messages) and of `budgeted`'s
 slack, which are too long.
 
 {tables}

@@ -1,4 +1,4 @@
-"""The conclusions of the papers beside ours, from the files that ``sparsync reproduce`` wrote.
+"""The papers' conclusions next to ours, from the files that ``sparsync reproduce`` wrote.
 
 sparsync reproduce --all --out DIR        (an hour on two cores)
 python benchmarks/reproduced.py DIR       (writes reproduced.md)
@@ -40,12 +40,12 @@ def report(artifacts: list[dict]) -> str:
     head = [
         "# The papers, reproduced",
         "",
-        f"`sparsync reproduce --all --out DIR`, then `python benchmarks/reproduced.py DIR`: "
+        "`sparsync reproduce --all --out DIR`, then `python benchmarks/reproduced.py DIR`: "
         f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}; {len(artifacts)} "
-        f"artifacts, {minutes:.0f} minutes in all beside other work. **{sum(compared)} of "
-        f"{len(compared)} conclusions are the papers'**; the others have their reason beside them. "
-        "What the kinds of evidence are worth: `docs/reproducing.md`; small models train for hundreds "
-        "of steps here, one seed.",
+        f"artifacts, {minutes:.0f} minutes in all, alongside other work. **{sum(compared)} of "
+        f"{len(compared)} conclusions agree with the papers'**; for the others, the table gives the "
+        "reason. `docs/reproducing.md` explains what the kinds of evidence are worth; here, small "
+        "models train for hundreds of steps with one seed.",
         "",
         "| artifact | what | paper | ours | same conclusion? |",
         "|---|---|---|---|---|",
@@ -54,7 +54,7 @@ def report(artifacts: list[dict]) -> str:
 
 
 def main() -> None:
-    """Read what is there, in the catalogue's order."""
+    """Read the existing files, in the catalogue's order."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="of sparsync reproduce --out")
     arguments = parser.parse_args()

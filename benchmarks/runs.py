@@ -1,4 +1,4 @@
-"""Many trainings, one after the other, kept in a file: a table that was cut short goes on later."""
+"""Many training runs, one after the other, kept in a file, so an interrupted table can be completed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Spec = Mapping[str, Any]
 
 
 class Runs:
-    """Finished trainings: what was asked for, and what it gave.
+    """Finished training runs, with their settings and results.
 
     Args:
-        path: the file (JSON), read now and written after every run.
-        ranks: of every training.
-        wanted: a part of the name of the runs to make, which is all values of the specification.
-        after: called when a run has been made.
+        path: the JSON file, which is read now and written after every run.
+        ranks: the number of ranks in every run.
+        wanted: a part of the names of the runs to make; a name has all values of the specification.
+        after: called after every run.
     """
 
     def __init__(
@@ -37,16 +37,15 @@ class Runs:
         self.done: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
 
     def find(self, spec: Spec) -> dict[str, Any] | None:
-        """Return the run of a specification, or None."""
+        """Return the run with this specification, or None."""
         return next((run for run in self.done if run["settings"] == spec), None)
 
     def make(self, spec: Spec, **options: Any) -> None:
-        """Train, unless that is done or not wanted.
+        """Train, unless the run is already done or not selected.
 
         Args:
-            spec: "algorithm", names of your own that begin with "part", and fields of
-                ``TrainSettings``.
-            options: more fields, which do not tell runs apart.
+            spec: "algorithm", any names that begin with "part", and fields of ``TrainSettings``.
+            options: further fields, which do not identify runs.
         """
         name = " ".join(f"{value}" for value in spec.values())
         if self.wanted not in name or self.find(spec):
@@ -67,7 +66,7 @@ class Runs:
             "seconds": time.perf_counter() - started,
         }
         self.done.append(run)
-        partial = self.path.with_suffix(".partial")  # who is cut short here loses one run only
+        partial = self.path.with_suffix(".partial")  # an interruption here loses only one run
         partial.write_text(json.dumps(self.done, indent=1) + "\n")
         partial.replace(self.path)
         Console().print(f"{name}: eval loss {run['eval_loss']}, {run['seconds']:.0f} s")
@@ -75,7 +74,7 @@ class Runs:
 
 
 def spread(values: list[float]) -> str:
-    """Write mean and standard deviation.
+    """Format mean and standard deviation.
 
     Example:
         >>> spread([1.0, 3.0]), spread([2.0])

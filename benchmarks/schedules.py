@@ -1,11 +1,11 @@
-"""AdamW's one line over dense AdamW, at the same rate and under every usual schedule, on virtual ranks.
+"""AdamW's one line compared with dense AdamW at the same rate, under nine schedules, on virtual ranks.
 
     python benchmarks/schedules.py --tasks torch-100k,bytes-100k --schedules cosine-0,linear-0 --seeds 1,2
-    python benchmarks/schedules.py --methods uncorrected,two-bits    (what the default was chosen from)
-    python benchmarks/schedules.py --report    (only writes what is there)
+    python benchmarks/schedules.py --methods uncorrected,two-bits    (other candidates for the default)
+    python benchmarks/schedules.py --report    (only writes the report)
 
-Every finished run is a line of ``schedules/results.jsonl`` and is not made again; ``schedules.md`` reads
-nothing else.  What comes out is the same on every machine with the same torch.
+Every finished run is a line of ``schedules/results.jsonl`` and is not repeated; ``schedules.md`` is made
+from these lines alone.  Results are the same on every machine with the same torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sparsync.presets import resolve
 
 HERE = Path(__file__).parent
 OUT = HERE / "schedules.md"
-WARMUP = 20  # steps over which every schedule but OneCycle begins
+WARMUP = 20  # warm-up steps of every schedule except OneCycle
 
 
 def cosine(part: float) -> float:
@@ -63,7 +63,7 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = MappingProxyType(
 
 
 def rate_at(schedule: str, step: int, steps: int) -> float:
-    """Return the part of the largest rate.
+    """Return the rate, as a fraction of the largest rate.
 
     Example:
         >>> [round(rate_at("linear-0", step, 40), 3) for step in (0, 19, 20, 39)]
@@ -74,7 +74,7 @@ def rate_at(schedule: str, step: int, steps: int) -> float:
 
 
 class TorchGpt(nn.Module):
-    """A GPT of torch's own layers: biases, GELU, a head of its own."""
+    """A GPT of torch's own layers, with biases, GELU and an untied head."""
 
     def __init__(self, context: int, width: int, layers: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class TorchGpt(nn.Module):
 
 
 class TorchTask:
-    """Trains ``TorchGpt`` on the source of some of Python's packages; clips at 1.0."""
+    """Trains ``TorchGpt`` on the sources of some Python packages; clips at 1.0."""
 
     clip, batch = 1.0, 8
 
@@ -138,13 +138,13 @@ class TorchTask:
         return self._loss(model, self.text, draw)
 
     def held_out_loss(self, model: nn.Module) -> float:
-        """Return the loss on 40 batches of text that is not trained on."""
+        """Return the loss on 40 held-out batches of text."""
         draw = torch.Generator().manual_seed(0)
         return fmean(self._loss(model, self.held_out, draw).item() for _ in range(40))
 
 
 class WorkloadTask:
-    """Trains what ``frontier.py`` trains, a GPT without biases or an LSTM; clips at 1.0."""
+    """Trains the models of ``frontier.py``, a GPT without biases or an LSTM; clips at 1.0."""
 
     clip = 1.0
 
@@ -156,7 +156,7 @@ class WorkloadTask:
         return self.workload.make_model(seed)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return AdamW, which lets matrices decay alone."""
+        """Return AdamW, with decay for matrices only."""
         return torch.optim.AdamW(grouped(dict(model.named_parameters())), betas=BETAS)
 
     def loss_of(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
@@ -165,7 +165,7 @@ class WorkloadTask:
         return self.workload.loss(model(inputs), targets)
 
     def held_out_loss(self, model: nn.Module) -> float:
-        """Return the loss on a quarter of the files that are held out."""
+        """Return the loss on a quarter of the held-out files."""
         return self.workload.evaluate(model, rank=0, world_size=4).loss
 
 
@@ -192,7 +192,7 @@ class DigitsTask:
         return nn.functional.cross_entropy(model(images), digits)
 
     def held_out_loss(self, model: nn.Module) -> float:
-        """Return the loss on the images that are held out, shifted in every way."""
+        """Return the loss on the held-out images, with all shifts."""
         images, digits = held_out_digits()
         return nn.functional.cross_entropy(model(images), digits).item()
 
@@ -298,9 +298,9 @@ def report(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# The one line under every schedule: AdamW",
         "",
-        "Held-out loss over dense AdamW's at the same rate and schedule; mean and deviation over seeds. "
-        "Made by `benchmarks/schedules.py`, on virtual ranks. The first rate of a task is dense AdamW's "
-        'best of several under a cosine to a tenth. "updates" is the default.',
+        "Held-out loss relative to dense AdamW's at the same rate and schedule; mean and deviation "
+        "over seeds. Made by `benchmarks/schedules.py`, on virtual ranks. The first rate of a task is "
+        'the best of several for dense AdamW with cosine decay to a tenth. "updates" is the default.',
         "",
         "| task | steps | ranks | rate | schedule | method | seeds | dense | over dense "
         "| abs(m) / sqrt(v) | bytes per parameter and step |",
@@ -324,7 +324,7 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run what is missing, then write the table."""
+    """Make the missing runs, then write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     words = lambda text: text.split(",")  # noqa: E731
     parser.add_argument("--tasks", type=words, default=["torch-100k", "bytes-100k", "regression"])

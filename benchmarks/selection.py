@@ -1,8 +1,8 @@
-"""What selecting 0.1 % of a residual costs, over its size and the selector (RedSync, Figure 3).
+"""The cost of selecting 0.1 % of a residual, by size and selector (RedSync, Figure 3).
 
     python benchmarks/selection.py        (10 minutes, 3 GB; writes selection.md and selection.png)
 
-Runs what ``sparsync bench --selectors --plot benchmarks/selection.png`` runs, for each input.
+For each input, it is equivalent to ``sparsync bench --selectors --plot benchmarks/selection.png``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WIDTH = 88  # characters
 
 
 def main() -> None:
-    """Measure, draw the figure's input, then write."""
+    """Measure, plot the figure's input, then write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     parser.add_argument("--sizes", default=DEFAULT_SIZES)
@@ -45,17 +45,17 @@ def main() -> None:
             write_plot(rows, arguments.out.with_suffix(".png"))
     text = "\n".join(line.rstrip() for line in shown.getvalue().strip().splitlines())
     arguments.out.write_text(
-        f"""# What selection costs
+        f"""# The cost of selection
 
-`python benchmarks/selection.py --sizes {arguments.sizes}`,
-torch {torch.__version__}, {platform.machine()} ({native.chosen()}), one thread, its own time: waiting
-for a core is not counted, but others' use of caches and memory slows the rows that read most, so run
-it on a quiet machine. RedSync's Figure 3 has 64 KB to 512 MB; density 0.1 %.
-"uniform" is the figure's input; "residual" is what 20 rounds of error feedback leave. A small gradient is
-added between two calls. "binary search, 1 of 5" searches on one of 5 calls and reuses that threshold on
-four: the mean of the five. "exact + x.add_, fused" is this project's default: candidates found while
-accumulating, then exact selection among them; its time includes the accumulation, which all others need
-as well (`x.add_(gradient)`). The last row is the floor, one read.
+`python benchmarks/selection.py --sizes {arguments.sizes}`, torch {torch.__version__},
+{platform.machine()} ({native.chosen()}), one thread. Only the thread's own time counts, without waiting
+for a core. Other programs' use of caches and memory still slows the rows that read most, so run it on a
+quiet machine. RedSync's Figure 3 has 64 KB to 512 MB; density 0.1 %. "uniform" is the figure's input;
+"residual" is the residual after 20 rounds of error feedback. A small gradient is added between two calls.
+"binary search, 1 of 5" searches on one of 5 calls and reuses the threshold on the other four; its time is
+the mean of the five. "exact + x.add_, fused" is this project's default: it collects candidates while
+accumulating, then selects exactly among them. Its time includes the accumulation, which all others need
+in addition (`x.add_(gradient)`). The last row is the lower bound, a single read.
 
 ![milliseconds per call over the size of the residual](selection.png)
 

@@ -73,9 +73,9 @@ class VisionTransformer(nn.Module):
 
 
 def held_out_digits() -> tuple[Tensor, Tensor]:
-    """Return the images that are held out, shifted by up to a pixel in all nine ways, and their digits.
+    """Return the held-out images, shifted by up to a pixel in all nine ways, and their digits.
 
-    Of the 359 images alone, two or three decide over the loss of a network that has learned them.
+    Among the 359 unshifted images, two or three would dominate the loss of a trained network.
     """
     images, digits = DigitsWorkload().held_out()
     padded = F.pad(images, (1, 1, 1, 1))

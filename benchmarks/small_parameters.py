@@ -1,12 +1,12 @@
-"""Time of a training step with many small parameters: ``attach`` over plain DDP.
+"""Time of a training step with many small parameters: ``attach`` relative to plain DDP.
 
     python benchmarks/small_parameters.py [CASE]    (6 minutes; writes benchmarks/small_parameters.md)
 
-Two ranks on loopback, no slow link.  The models of a row are trained in turn by the same two processes,
-each for two steps, after the second of which updates are exchanged.  Figures are medians, and ratios of
-medians: of the clock, and in parentheses of the process's processor time, which other jobs on the machine
-disturb less.  What remains above 1 is what an exchange costs that is not worth it here, and Python for
-every parameter.  A CASE (a part of its name) is printed only.
+Two ranks on loopback, without a slow link.  The same two processes train the models of a row in turn, for
+two steps each; updates are exchanged after the second step.  Figures are medians and ratios of medians,
+of wall-clock time and, in parentheses, of the process's processor time, which other jobs on the machine
+disturb less.  The excess over 1 is the cost of an exchange, which does not pay off without a slow link,
+and of Python code for every parameter.  Results for a CASE (a part of its name) are only printed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sparsync.cli.launch import launch
 RANKS = 2
 SECONDS = 15  # of every row, unless it takes longer for FEWEST steps
 TURNS, FEWEST = 20, 4
-WARM = 2  # turns before: DDP rebuilds its buckets in the second step
+WARM = 2  # untimed turns: DDP rebuilds its buckets in the second step
 WIDTH, LAYERS, WORDS, TOKENS, BATCH = 64, 24, 512, 64, 4
 
 
@@ -49,7 +49,7 @@ class Chain(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The 292 parameters of 24 layers, narrow."""
+    """A narrow transformer with 24 layers and 292 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def stepper(way: str, shape: tuple[int, int] | None, unit_bytes: int | None) -> 
 def measure(
     shape: tuple[int, int] | None, unit_bytes: int | None
 ) -> dict[str, tuple[float, float]]:
-    """Return the median seconds of a step by the clock and of a processor, by way, on rank 0."""
+    """Return rank 0's median seconds per step, of wall-clock and processor time, for every variant."""
     ways = dict.fromkeys([*WAYS.values(), *WAYS])
     steps = {way: stepper(way, shape, unit_bytes) for way in ways}
     spent: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
@@ -142,11 +142,11 @@ def main() -> None:
     )
     wanted = parser.parse_args().case
     lines = [
-        "# A training step with many small parameters, over plain DDP's",
+        "# A training step with many small parameters, relative to plain DDP's",
         "",
         f"`python benchmarks/small_parameters.py`: {RANKS} ranks, no slow link, {os.cpu_count()} cores, "
-        f"{platform.machine()}, torch {torch.__version__}, k = 1%; medians, in turn; in parentheses "
-        f"ratios of processor time. The load was {os.getloadavg()[0]:.1f} before. The transformer: "
+        f"{platform.machine()}, torch {torch.__version__}, k = 1%; medians, measured in turn; ratios of "
+        f"processor time in parentheses. The load was {os.getloadavg()[0]:.1f} before. The transformer: "
         f"width {WIDTH}, {BATCH} x {TOKENS} tokens.",
         "",
         "| parameters | " + " | ".join(f"{way}, ms" for way in dict.fromkeys(WAYS.values())),

@@ -1,16 +1,17 @@
-"""Training for hours under delays, overflows, restarts and deaths: nothing is lost, nothing leaks.
+"""Training for hours with delays, overflows, restarts and killed ranks: nothing is lost, nothing leaks.
 
     python benchmarks/soak.py                  (Linux; 2 hours; writes benchmarks/soak.md, .json, .png)
     python benchmarks/soak.py --minutes 5
 
-The job lives several times.  In a life, all ranks train a small model under DDP over ZeroMQ.  Ranks are
-late at random, gradients overflow at random, and every so often all close their handles, wrap the model
-anew and load the checkpoint, in the same processes.  Every other life ends with a rank that is killed:
-the others must say so in time.  The next life loads the last checkpoint, with another number of ranks.
+The job has several lives.  In each life, all ranks train a small model under DDP over ZeroMQ.  Ranks are
+late at random, gradients overflow at random, and from time to time all ranks close their handles, wrap
+the model again and load the checkpoint, in the same processes.  Every other life ends with a killed rank,
+which the others must report in time.  The next life loads the last checkpoint with a different number of
+ranks.
 
-Checked again and again: the law (what accumulated is in the total or in a residual), equal replicas,
-unchanged residuals when a step is refused, the state after a restart; and that memory, threads and
-open files stay what they were.  The .json is written after every life, and a later call goes on.
+The job repeatedly checks the law (everything accumulated is in the total or in a residual), that replicas
+are equal, that residuals are unchanged after a refused step, the state after a restart, and that memory,
+threads and open files do not grow.  The .json is written after every life; a later call continues it.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ LATENESS = 0.1  # seconds, mean
 OVERFLOWS = 0.02  # share of steps
 CHECKED = 10  # steps between checks of the law
 RESTART = 100  # steps between restarts inside a life
-SAMPLE = 2.0  # seconds between looks at memory
+SAMPLE = 2.0  # seconds between measurements of memory
 PAGE = os.sysconf("SC_PAGE_SIZE")
 MIB = 1 << 20
 
 
 class Trainee:
-    """A rank's model, optimizer and handle; all of them again after a restart."""
+    """A rank's model, optimizer and handle; all of them are rebuilt in a restart."""
 
     def __init__(self, algorithm: str, folder: Path) -> None:
         self.algorithm, self.folder = algorithm, folder
@@ -67,7 +68,7 @@ class Trainee:
         self.begin()
 
     def begin(self) -> None:
-        """Wrap the model anew, with other buckets, and load the last checkpoint if there is one."""
+        """Wrap the model again, with different buckets, and load the last checkpoint if there is one."""
         torch.manual_seed(0)
         self.net = nn.Sequential(
             nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH // 2)
@@ -90,7 +91,7 @@ class Trainee:
         self.step = int(self.sync.stats()["exchanges"])
 
     def restart(self) -> None:
-        """Save, end everything, begin anew; the state must be the same, bit for bit."""
+        """Save, close everything, and start again; the state must be the same, bit for bit."""
         self.save()
         before, weights = self.residual(), self.weights()
         self.sync.close()
@@ -109,13 +110,13 @@ class Trainee:
         return torch.cat([p.detach().flatten() for p in self.net.parameters()])
 
     def residual(self) -> Tensor:
-        """Return what waits on this rank, flat, in the order of the parameters."""
+        """Return this rank's residual, flat, in the order of the parameters."""
         kept = self.sync.state_dict()["content"]["reducer"]["residual"]
         zeros = {n: torch.zeros(p.numel()) for n, p in self.net.named_parameters()}
         return torch.cat([kept.get(name, zeros[name]) for name in zeros])
 
     def moved(self, saved: Sequence[Mapping[str, Tensor]]) -> float:
-        """Return how far ranks together hold another residual than was saved, over its rounding."""
+        """Return the difference between the total residual and the saved one, over its rounding."""
         if not saved:
             return 0.0
         names = [name for name, _ in self.net.named_parameters()]
@@ -126,7 +127,7 @@ class Trainee:
         return float(((now - was.sum(0)).abs() / bound).max())
 
     def train(self, *, watched: bool = True) -> None:
-        """Do one step: late or not, overflowing or not, checked or not."""
+        """Do one step, which may be late, overflow, and be checked."""
         rank, step = dist.get_rank(), self.step
         common, own = random.Random(f"step {step}"), random.Random(f"{step} of {rank}")
         if own.random() < LATE:
@@ -154,14 +155,14 @@ class Trainee:
         self.counts["steps"] += 1
 
     def check(self, x: Tensor, y: Tensor, before: Tensor) -> None:
-        """``sum(residual + gradient) == P average + sum(residual)``, within its rounding."""
+        """Check ``sum(residual + gradient) == P average + sum(residual)``, within its rounding."""
         world_size, parameters = dist.get_world_size(), list(self.net.parameters())
         own = torch.autograd.grad((self.net(x) - y).pow(2).mean(), parameters)
         accumulated = (before + torch.cat([g.flatten() for g in own])).double()
         sums = torch.stack([accumulated, self.residual().double(), accumulated.abs()])
         dist.all_reduce(sums)
         average = torch.cat([p.grad.flatten() for p in parameters]).double()
-        # one rounding more than in the law: the average was divided by P
+        # one more rounding than in the law, because the average was divided by P
         bound = (world_size + 3) * 2.0**-24 * sums[2] + 2.0**-126
         off = (sums[0] - world_size * average - sums[1]).abs() / bound
         self.worst = max(self.worst, float(off.max()))
@@ -176,8 +177,8 @@ class Trainee:
 def sample() -> list[float]:
     """Return this process's memory in MiB, its threads and its open files.
 
-    First Python collects its garbage (DDP's models are in cycles), and the C library hands back what
-    it holds for later: what is left, is in use.
+    Python first collects its garbage (DDP's models are in cycles), and the C library returns its free
+    memory, so everything that remains is in use.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -187,14 +188,14 @@ def sample() -> list[float]:
 
 
 def saved_residuals(folder: Path) -> list[Mapping[str, Tensor]]:
-    """Return the residuals of the last checkpoint, of all its ranks."""
+    """Return the residuals of all ranks in the last checkpoint."""
     whole = whole_checkpoints(folder)
     files = states_in(whole[max(whole)]).values() if whole else []
     return [read_file(path)["content"]["reducer"]["residual"] for path in files]
 
 
 def live(algorithm: str, folder: str, seconds: float, dies: bool) -> None:
-    """Train for so long; write down what was seen; in the end one rank is killed, if it ``dies``."""
+    """Train for this long and record what was observed; finally, one rank is killed if it ``dies``."""
     torch.set_num_threads(1)
     waiting = saved_residuals(Path(folder))
     rank, trainee = dist.get_rank(), Trainee(algorithm, Path(folder))
@@ -221,7 +222,7 @@ def live(algorithm: str, folder: str, seconds: float, dies: bool) -> None:
     if dies and rank == trainee.step % dist.get_world_size():
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
     while dies:
-        trainee.train(watched=False)  # what checks has a group of its own, and other errors
+        trainee.train(watched=False)  # the checks use a separate group and raise other errors
     trainee.sync.close()
 
 
@@ -229,7 +230,7 @@ def live(algorithm: str, folder: str, seconds: float, dies: bool) -> None:
 
 
 def one_life(number: int, seconds: float, folder: Path) -> dict:
-    """Start the ranks of one life; return what they saw."""
+    """Start the ranks of one life; return their records."""
     algorithm = ALGORITHMS[number % len(ALGORITHMS)]
     ranks, dies = RANKS[number // len(ALGORITHMS) % len(RANKS)], number % 2 == 1
     home = folder / algorithm
@@ -265,7 +266,7 @@ def one_life(number: int, seconds: float, folder: Path) -> dict:
 
 
 def main() -> None:
-    """Live on from what the .json has."""
+    """Continue with the lives that the .json does not have yet."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(""))

@@ -11,11 +11,11 @@ from statistics import median
 import torch
 
 WARM = 0.3  # share of a life after which memory must be flat
-FLAT = 0.02  # share of it that it may grow by
+FLAT = 0.02  # share by which it may grow
 
 
 def growth(samples: list[list[float]], column: int) -> float:
-    """Return by which share a column grew: the last third of what follows the warm-up over the first."""
+    """Return a column's growth: the last third after the warm-up, relative to the first third."""
     warm = [row[column] for row in samples if row[0] >= WARM * samples[-1][0]]
     third = max(len(warm) // 3, 1)
     return median(warm[-third:]) / median(warm[:third]) - 1
@@ -62,12 +62,13 @@ def report(record: dict, path: Path) -> None:
                 "|---:|---|---:|---:|---:|---:|---|---:|---:|---:|---:|---:|---|",
                 *rows,
                 "",
-                "Memory is a rank's resident set, without garbage and what glibc keeps; it may grow by "
-                f"{100 * FLAT:g} % after the first {100 * WARM:g} % of a life (the worst rank's "
-                "medians). `soak.png` shows it over time; it falls where the kernel takes back pages of "
-                "files (the code of libraries) that were not used lately. Residual between lives: the "
-                "sum over ranks in the checkpoint against that after loading it, most often by another "
-                "number of ranks: the worst element, over the rounding of its sum.",
+                "Memory is a rank's resident set, excluding garbage and memory that glibc retains. It "
+                f"may grow by {100 * FLAT:g} % after the first {100 * WARM:g} % of a life (the worst "
+                "rank's medians). `soak.png` shows it over time; it falls where the kernel reclaims "
+                "file pages (the code of libraries) that have not been used recently. *Residual "
+                "between lives* compares the sum over ranks in the checkpoint with the sum after "
+                "loading, usually on a different number of ranks: the worst element's difference, "
+                "divided by the rounding error of its sum.",
                 "",
                 f"**Everything held: {'yes' if all(verdicts) else 'NO'}.**",
                 "",
@@ -77,7 +78,7 @@ def report(record: dict, path: Path) -> None:
 
 
 def draw(record: dict, path: Path) -> None:
-    """Draw every rank's memory over time, life after life."""
+    """Plot every rank's memory over time, life after life."""
     import matplotlib
 
     matplotlib.use("Agg")

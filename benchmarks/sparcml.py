@@ -1,8 +1,8 @@
-"""Quantised top-k SGD (SparCML, Algorithm 1): 16 of every 512 entries at 4 bits, against dense.
+"""Quantised top-k SGD (SparCML, Algorithm 1): 16 of every 512 entries at 4 bits, compared with dense.
 
     python benchmarks/sparcml.py        (5 minutes; writes benchmarks/sparcml.md, .json; resumes)
 
-Runs what ``sparsync train --ranks 4 --steps 300 --density 0.03125 --lr LR --algorithm NAME`` runs.
+Equivalent to ``sparsync train --ranks 4 --steps 300 --density 0.03125 --lr LR --algorithm NAME``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LRS = (0.1, 0.15, 0.2)  # 0.1: the demo's
 
 
 def spec(steps: int, algorithm: str, lr: float) -> dict:
-    """Return what tells a run apart."""
+    """Return the settings that identify a run."""
     return {
         "part": "sparcml",
         "steps": steps,
@@ -53,13 +53,13 @@ def report(runs: Runs, steps: int) -> str:
     table = "\n".join(rows)
     return f"""# SparCML: quantised top-k SGD
 
-`python benchmarks/sparcml.py`, torch {torch.__version__}, {platform.machine()}; {parameters:,}
-parameters of the demo's byte transformer, {RANKS} ranks, {steps} steps, SGD with momentum 0.9, seed 0.
-Preset `sparcml`: {ENTRIES} of every {BLOCK} entries, 4 bits, layer by layer, the quantisation error lost
-(as published), sums applied at 1/{RANKS} of the learning rate. Embeddings, norms and the output layer
-go dense: the gradient of a byte's row is large as a whole, and {ENTRIES} of {BLOCK} entries hold a third
-of its energy. *Over demo*: held-out loss over dense's at the demo's learning rate; *over best*: over
-dense's at its best. Two seeds of dense differ by up to 1 %.
+`python benchmarks/sparcml.py`, torch {torch.__version__}, {platform.machine()}; {parameters:,} parameters
+of the demo's byte transformer, {RANKS} ranks, {steps} steps, SGD with momentum 0.9, seed 0. Preset
+`sparcml`: {ENTRIES} of every {BLOCK} entries, 4 bits, layer by layer; the quantisation error is lost (as
+published), and sums are applied at 1/{RANKS} of the learning rate. Embeddings, norms and the output layer
+are exchanged dense, because the gradient of a byte's row is large as a whole, and {ENTRIES} of {BLOCK}
+entries hold a third of its energy. *Over demo*: held-out loss relative to dense's at the demo's learning
+rate; *over best*: relative to dense's at its best rate. Two seeds of dense differ by up to 1 %.
 
 | | lr | over demo | over best | held-out loss | fewer bytes | replicas equal |
 |---|---|---|---|---|---|---|

@@ -2,15 +2,15 @@
 
     python benchmarks/steps.py     (seconds; writes benchmarks/steps.md, and coefficients into papers/)
 
-The data is what `frontier/results.jsonl` holds; nothing is trained. An observation is the steps to the
-loss that dense of the same optimizer has after half, two thirds and all of its run, over dense's: the
-fewest of the method's runs of any length, the mean of seeds. A loss that no run reaches gives a bound:
-more than the longest run. Places where dense's own loss rises on the way are left out. The logarithm of
-the ratio is linear in the features; a bound counts as the value expected beyond it (a Tobit model), and
-coefficients have a normal prior around 0; a task adds a term of its own. Methods that the model does
-not describe are left out (signs, adaptive periods, 1-bit Adam); bits of a value and samples per rank
-made no difference that it could fit. Features and priors were chosen by the errors for tasks left out,
-which are therefore smaller than those for a new task may be.
+The data are the runs in `frontier/results.jsonl`; nothing is trained. An observation is the ratio of a
+method's steps to dense's, up to the loss that dense training with the same optimizer has after half, two
+thirds and all of its run. The method's steps are the fewest of its runs of any length, averaged over
+seeds. A loss that no run reaches gives a lower bound, the length of the longest run. Settings in which
+dense's own loss rises along the way are excluded. The logarithm of the ratio is linear in the features, a
+bound counts as the value expected beyond it (a Tobit model), coefficients have a normal prior around 0,
+and each task adds its own term. Methods that the model does not describe are excluded (signs, adaptive
+periods, 1-bit Adam); bits per value and samples per rank made no difference that could be fitted.
+Features and priors were chosen by the errors on held-out tasks, so errors on a new task may be larger.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from sparsync_papers.time_to_loss.steps_to_loss import Recipe, features
 HERE = Path(__file__).parent
 DATA, OUT, PACKAGE = HERE / "frontier" / "results.jsonl", HERE / "steps.md", Path(model.__file__)
 BEGIN, END = "# begin: fitted by benchmarks/steps.py\n", "# end\n"
-PARTS = (1 / 2, 2 / 3, 1.0)  # of dense's run, at whose losses curves are compared
-NOISE = 1.01  # times the loss before: a curve of dense that rises more shows no progress
-TASK_DEVIATION = 0.15  # of that of a task's own term, which no prediction knows
+PARTS = (1 / 2, 2 / 3, 1.0)  # parts of dense's run at whose losses curves are compared
+NOISE = 1.01  # factor on the previous loss: a dense curve that rises more makes no progress
+TASK_DEVIATION = 0.15  # of each task's own term, which is unknown in predictions
 FAMILY_DEVIATION = 1.0  # of the prior of a family's coefficient
 DEVIATIONS = {  # of the others
     **dict.fromkeys(
@@ -78,7 +78,7 @@ class Observation:
 
     @property
     def features(self) -> dict[str, float]:
-        """Those of the study's model."""
+        """The features of the study's model."""
         return features(self.recipe, self.optimizer, self.ranks, self.steps)
 
 
@@ -90,7 +90,7 @@ OF_SGD = (
 
 
 def recipe_of(name: str) -> Recipe | None:
-    """Return what the study's model knows of a method of the frontier; None: it knows no such."""
+    """Return the study's features of a frontier method, or None if the study does not describe it."""
     method = METHODS[name]
     given = {**method.settings, **method.untuned}
     if method.make is power_sgd:
@@ -114,7 +114,7 @@ def recipe_of(name: str) -> Recipe | None:
 
 
 def observations(rows: Sequence[Row]) -> list[Observation]:
-    """Return the ratios of every method that the model knows, wherever dense was run alike."""
+    """Return the ratios of every method that the model describes, where dense has a matching run."""
     found, finished = list(OF_SGD), [row for row in rows if not row["lab"]]
     for place in dict.fromkeys((row["task"], row["ranks"], row["batch"]) for row in finished):
         here = [row for row in finished if (row["task"], row["ranks"], row["batch"]) == place]
@@ -136,7 +136,7 @@ def keys_of(runs: Mapping[int, Mapping[tuple[str, str], Entry]]) -> list[tuple[s
 
 
 def progresses(dense: Entry) -> bool:
-    """Tell whether dense's loss falls all along: if not, steps to a loss are noise."""
+    """Return whether dense's loss falls throughout; if not, steps to a loss are noise."""
     return not dense.diverged and all(
         after <= NOISE * before
         for row in dense.best
@@ -145,7 +145,7 @@ def progresses(dense: Entry) -> bool:
 
 
 def ratios(place: Observation, dense: Entry, own: Sequence[Entry]) -> Iterator[Observation]:
-    """Yield the observations of one method at one place, of one weight together."""
+    """Yield the observations of one method with one setting, whose weights add up to one."""
     for part in PARTS:
         aim = part * place.steps
         goals = {seed: value_at(row["curve"], aim) for seed, row in dense.by_seed.items()}
@@ -169,13 +169,13 @@ def ratios(place: Observation, dense: Entry, own: Sequence[Entry]) -> Iterator[O
 
 @dataclass(frozen=True)
 class Fit:
-    """Coefficients by feature, and the spread of the logarithm of a ratio around the model."""
+    """Coefficients by feature, and the spread of a ratio's logarithm around the model."""
 
     coefficients: Mapping[str, float]
     spread: float
 
     def log_ratio(self, seen: Observation) -> float:
-        """Predict; a feature that was not in the data adds nothing."""
+        """Predict a ratio; features that were not in the data add nothing."""
         return sum(self.coefficients.get(name, 0.0) * x for name, x in seen.features.items())
 
 
@@ -185,7 +185,7 @@ def numbers(given: Sequence[Any]) -> torch.Tensor:
 
 
 def fit(data: Sequence[Observation]) -> Fit:
-    """Fit by least squares with a prior, bounds replaced by the value expected beyond them."""
+    """Fit by least squares with a prior, replacing bounds by the value expected beyond them."""
     names = list(dict.fromkeys(name for seen in data for name in seen.features))
     tasks = list(dict.fromkeys(seen.task for seen in data))
     deviation = [DEVIATIONS.get(name, FAMILY_DEVIATION) for name in names]
@@ -215,18 +215,18 @@ def fit(data: Sequence[Observation]) -> Fit:
 
 
 def left_out(data: Sequence[Observation]) -> list[tuple[Observation, float]]:
-    """Return every observation with the logarithm that a fit to the other tasks predicts."""
+    """Return every observation with the logarithm predicted by a fit to the other tasks."""
     fits = {name: fit([s for s in data if s.task != name]) for name in {s.task for s in data}}
     return [(seen, fits[seen.task].log_ratio(seen)) for seen in data]
 
 
 def likely(errors: Sequence[float]) -> float:
-    """Return the factor within which 8 of 10 errors of left-out tasks are."""
+    """Return the factor that contains 8 of 10 errors of held-out tasks."""
     return math.exp(sorted(errors)[math.ceil(0.8 * len(errors)) - 1])
 
 
 def written(data: Sequence[Observation], found: Fit) -> str:
-    """Write the package's lines, as its formatter has them."""
+    """Return the package's lines, as its formatter would write them."""
     factor = likely(
         [abs(math.log(seen.ratio) - log) for seen, log in left_out(data) if not seen.bound]
     )
@@ -247,12 +247,12 @@ def written(data: Sequence[Observation], found: Fit) -> str:
 
 
 def shown(seen: Observation) -> str:
-    """Write a ratio, or its bound."""
+    """Format a ratio, or its bound."""
     return f"{'> ' if seen.bound else ''}{seen.ratio:.2f}"
 
 
 def report(data: Sequence[Observation], found: Fit) -> str:
-    """Write the page."""
+    """Return the page."""
     others = left_out(data)
     errors = {}
     for seen, predicted in others:
@@ -288,7 +288,7 @@ def report(data: Sequence[Observation], found: Fit) -> str:
         )
     text = (__doc__ or "").split("\n\n", 2)[2].strip()
     lines = [
-        "# Steps to a loss, over those of dense",
+        "# Steps to a loss, relative to dense",
         "",
         f"`python benchmarks/steps.py`: {len(data)} observations, {sum(s.bound for s in data)} of them",
         f"bounds; spread of the logarithm around the fit {found.spread:.2f}.",
@@ -302,19 +302,19 @@ def report(data: Sequence[Observation], found: Fit) -> str:
             [[name, "", f"{value:+.3f}"] for name, value in found.coefficients.items()],
         ),
         "",
-        "Families: at a period of 2 (under momentum 30), 4 ranks, 300 steps. Period: per unit of its",
-        "square root, under momentum per factor e; ranks: per doubling; length: per factor 10; matrix",
-        "rank: per halving.",
+        "Families are at a period of 2 (30 with momentum), 4 ranks and 300 steps. The coefficient of",
+        "the period is per unit of its square root (with momentum, per factor e), that of ranks per",
+        "doubling, that of length per factor 10, and that of the matrix rank per halving.",
         "",
-        "## Errors of tasks that were not fitted to",
+        "## Errors on held-out tasks",
         "",
-        "Of the ratio's logarithm, bounds left out.",
+        "Errors are those of the ratio's logarithm, without bounds.",
         "",
         *table(heads, rows),
         "",
         f"8 of 10 are within a factor {likely(every):.2f}, which `sparsync time-to-loss` prints.",
         "",
-        "## Measured, fitted, and predicted without the task",
+        "## Measured, fitted, and predicted with the task held out",
         "",
         *table(
             ["task", "method", "at 1/2", "at 2/3", "at its end", "fitted", "without"],

@@ -1,9 +1,9 @@
-"""Where a sparse sum stops being worth it: the factor on delta (SparCML, section 5.1), measured.
+"""Where a sparse sum stops paying off: the factor on delta (SparCML, section 5.1), measured.
 
     python benchmarks/streams.py        (half a minute; writes benchmarks/streams.md)
 
 "Summing sparse vectors is computationally more expensive than summing dense vectors.  Thus, in
-practice, delta should be even smaller": by how much, for the network and the processor at hand.
+practice, delta should be even smaller": this script measures by how much, on this machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPEATS = 7
 
 
 def delta(size: int, value_bytes: int, index_bytes: int = 4) -> int:
-    """Return the most entries for which sparse takes no more bytes than dense: ``N i / (c + i)``."""
+    """Return the most entries with which sparse is not longer than dense, ``N i / (c + i)``."""
     return size * value_bytes // (index_bytes + value_bytes)
 
 
@@ -39,7 +39,7 @@ def operand(nnz: int, seed: int) -> SparseVector:
 
 
 def best(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the fewest seconds of each call, all of them measured by turns."""
+    """Return the shortest time of each call, with all calls measured in turn."""
     seconds = dict.fromkeys(calls, float("inf"))
     for _ in range(REPEATS):
         for name, call in calls.items():
@@ -50,7 +50,7 @@ def best(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def measure() -> list[tuple[float, int, dict[str, float], dict[str, int]]]:
-    """Measure one hop (encode, decode, sum) in both forms, for a result of a part of delta."""
+    """Measure one hop (encode, decode, sum) in both forms, for a result with a fraction of delta."""
     codec, most = StreamCodec(factor=None), delta(SIZE, value_bytes=4)
     rows = []
     for part in PARTS:
@@ -77,7 +77,7 @@ def measure() -> list[tuple[float, int, dict[str, float], dict[str, int]]]:
 
 
 def break_even(rows: list[tuple[float, int, dict[str, float], dict[str, int]]], rate: float) -> str:
-    """Return the largest measured part of delta up to which the sparse hop is the faster one."""
+    """Return the largest measured fraction of delta up to which the sparse hop is faster."""
     worth = 0.0
     for part, _, seconds, nbytes in rows:
         over = {form: seconds[form] + nbytes[form] * 8 / rate for form in ("sparse", "dense")}
@@ -111,15 +111,16 @@ where coo takes as many bytes as a dense message. Sparse over dense:
 |---|---|---|---|---|
 {chr(10).join(lines)}
 
-A hop: one operand is encoded, decoded and added to the other. With the wire's time for the bytes of one
-message added, the sparse hop is the faster one up to this part of delta (`StreamCodec(factor=...)`;
-the largest that was measured before the first that is not):
+In a hop, one operand is encoded, decoded and added to the other. Including the wire's time for one
+message, the sparse hop is faster up to this fraction of delta (`StreamCodec(factor=...)`;
+the largest measured fraction below the first one that is slower):
 
 | wire | factor |
 |---|---|
 {factors}
 
-The default is 1.0: on the networks that this library is for, bytes decide. It depends on the machine.
+The default is 1.0, because bytes decide on the networks that this library is meant for. The results
+depend on the machine.
 """,
         encoding="utf-8",
     )

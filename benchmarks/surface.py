@@ -1,17 +1,18 @@
-"""Seconds to dense's loss, over rates and round-trip times: every method in every cell of a real network.
+"""Seconds to dense's loss by rate and round-trip time: every method in every cell of a real network.
 
-    python benchmarks/surface.py --curves     (about 40 minutes: trains what has no curve yet)
+    python benchmarks/surface.py --curves     (about 40 minutes: trains methods that have no curve yet)
     python benchmarks/surface.py --cells      (about 2 hours; Linux, root; resumes)
-    python benchmarks/surface.py --report     (only writes what is there)
-    python benchmarks/surface.py --predict    (what the study says, before any cell is measured)
+    python benchmarks/surface.py --report     (only writes the report)
+    python benchmarks/surface.py --predict    (the study's predictions, before any cell is measured)
 
-4 ranks train the 8.4 M-parameter GPT of the frontier.  A loss by step does not depend on the network,
-so curves are the frontier's (``frontier/results.jsonl``).  In each cell a method trains for some steps,
-whose seconds and bytes are measured: seconds to the loss are steps to it times seconds per step.
+4 ranks train the frontier's GPT with 8.4 M parameters. The loss at a given step does not depend on the
+network, so curves are the frontier's (``frontier/results.jsonl``). In each cell, a method trains for some
+steps, whose seconds and bytes are measured. Seconds to the loss are the steps to it, times the seconds
+per step.
 
 ``surface/predicted.json`` was written before the nine networks were measured; ``predicted_2.json`` after
-the study had been revised with them, and before two others were measured; ``predicted_3.json`` after
-a second revision, and before two more.
+the study had been revised with them, before two other networks were measured; and ``predicted_3.json``
+after a second revision, before two more were measured.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ FASTEST = RATES[-1]
 # not in the tables: after the first revision of the study, and after the second
 HELD_OUT, LAST = ("30mbit,40ms", "300mbit,10ms"), ("20mbit,30ms", "200mbit,50ms")
 RANKS, STEPS, GOAL = 4, 300, 200  # the goal: dense's loss after this many steps
-LONG = 600  # steps of methods that are not there after 300; a few need 400
+LONG = 600  # steps of methods that have not reached the loss after 300; a few need 400
 BATCH, RATE, SGD_RATES = 2, 1e-3, (0.1, 0.3)
-SEEDS = 1, 2, 3  # with SGD, whose curves are flat where they are compared; others have one
+SEEDS = 1, 2, 3  # with SGD, whose curves are flat at the comparison; other methods have one seed
 SEEDED = "dense", "powersgd-r4", "gradients"
 SMALLER = ("gpt-1m", 8), ("gpt-100k", 4)  # and their batches, for the fit of steps with SGD
 # of predictions: the model's elements, a message's seconds without a distance, and those of a step
@@ -70,8 +71,8 @@ class Line(NamedTuple):
     optimizer: str
     bytes_per_parameter: float  # and step, about
     steps: int = STEPS
-    default: bool = False  # what one line gives
-    choice: bool = False  # one of this library's that the study may choose instead
+    default: bool = False  # the result of the one line
+    choice: bool = False  # settings of this library that the study may choose instead
 
 
 LINES = (
@@ -100,13 +101,13 @@ def networks() -> list[str]:
 
 
 def run_of(line: Line, lr: float) -> Run:
-    """Return a training, with the settings as published."""
+    """Return a run with the published settings."""
     knobs = METHODS[line.method].untuned
     return Run("gpt-9m", line.steps, RANKS, BATCH, line.method, line.optimizer, lr, 1, knobs)
 
 
 def train(curves: Results, line: Line) -> None:
-    """Train for a method's curves; with SGD at two rates, and smaller models for the fit of steps."""
+    """Train for a method's curves; with SGD, at two rates, and smaller models for the fit of steps."""
     runs = [run_of(line, lr) for lr in (SGD_RATES if line.optimizer == "sgd" else (RATE,))]
     seeded, places = line.optimizer == "sgd" and line.method in SEEDED, [runs]
     for task, batch in SMALLER if seeded else ():
@@ -125,7 +126,7 @@ def best(curves: Results, line: Line) -> dict[int, Row]:
 
 
 def steps_to_goal(curves: Results, line: Line) -> float | None:
-    """Return the steps to dense's loss of the same seed, the mean; None: a seed does not reach it."""
+    """Return the mean steps to dense's loss with the same seed, or None if a seed does not reach it."""
     dense = best(curves, Line("", "dense", line.optimizer, 6.0))
     steps = [
         reached(row["curve"], value_at(dense[seed]["curve"], GOAL))
@@ -137,7 +138,7 @@ def steps_to_goal(curves: Results, line: Line) -> float | None:
 
 
 def as_adamw(line: Line, lab: str) -> bool:
-    """Tell whether a method with SGD is given its seconds with AdamW: the exchange takes most of them."""
+    """Return whether a method with SGD uses its seconds with AdamW, most of which are the exchange."""
     return line.optimizer == "sgd" and not line.default and not lab.startswith(FASTEST)
 
 
@@ -207,7 +208,7 @@ def _is_of(row: Row, line: Line, lab: str) -> bool:
 
 
 def machine_of(lab: str, ranks: int) -> Machine:
-    """Return what the study is told of a network; nothing of it is measured."""
+    """Return the study's input for a network, without any measurement."""
     link, *_ = parse_links(lab, ranks)
     way = link.rtt / 2
     return Machine(alpha=ALPHA + way, beta=8 * FRAMED / min(link.up, link.down), distance=way)
@@ -217,7 +218,7 @@ def machine_of(lab: str, ranks: int) -> Machine:
 
 
 def predict(labs: Iterable[str], path: Path) -> None:
-    """Write what the study says of every cell, its fit as it is now; it is not written twice."""
+    """Write the current study's prediction for every cell; never overwrite an existing file."""
     said: dict[str, dict[str, object]] = {}
     for lab in labs:
         for optimizer in ("adamw", "sgd"):
@@ -250,12 +251,12 @@ def predict(labs: Iterable[str], path: Path) -> None:
 
 
 def seconds_of(cell: Cell) -> str:
-    """Write a cell's time to the loss."""
+    """Format a cell's time to the loss."""
     return f"> {cell.at_least:,.0f}" if cell.to_goal is None else f"{cell.to_goal:,.0f}"
 
 
 def write(found: dict[tuple[str, str], Cell]) -> None:
-    """Write the tables."""
+    """Return the tables."""
     labs = networks()
     about = (__doc__ or "").split("\n\n")[2].replace("``", "`")
     text = [
@@ -263,13 +264,13 @@ def write(found: dict[tuple[str, str], Cell]) -> None:
         "",
         about,
         "",
-        "`python benchmarks/surface.py --curves --cells` on 2 cores; one thread per rank. Dense and fp16 "
-        "at 10 Mbit/s are extrapolated from 10 steps, all others from 20, or a whole period. With SGD: "
-        "to dense SGD's loss; up to 100 Mbit/s the seconds per step of dense and PyTorch's hooks are "
-        "those with AdamW. Settings as published, rate "
-        f"{RATE:g} (SGD: the better of {SGD_RATES}). Steps: with AdamW and fp16 of one "
-        "seed, with SGD the mean of three. The three lines with fragments are what "
-        "the study may choose in place of `attach`'s default.",
+        "`python benchmarks/surface.py --curves --cells` on 2 cores; one thread per rank. Dense and "
+        "fp16 at 10 Mbit/s are extrapolated from 10 steps, all others from 20, or a whole period. With "
+        "SGD, the goal is dense SGD's loss; up to 100 Mbit/s, the seconds per step of dense and "
+        f"PyTorch's hooks are those with AdamW. Settings are as published, at rate {RATE:g} (SGD: the "
+        f"better of {SGD_RATES}). Steps are from one seed with AdamW and fp16, and the mean of three "
+        "seeds with SGD. The three lines with fragments are settings that the study may choose instead "
+        "of `attach`'s default.",
         "",
         *(f"- {said}" for said in verdict(found)),
         "",
@@ -279,10 +280,10 @@ def write(found: dict[tuple[str, str], Cell]) -> None:
     tables: dict[str, Callable[[Cell], str]] = {
         "Seconds to the loss; `>`: not reached in the steps trained.": seconds_of,
         "Seconds per step.": lambda cell: f"{cell.seconds:.3g}",
-        "Of those, the share of computation.": lambda cell: (
+        "Share of computation in these seconds.": lambda cell: (
             f"{min(1.0, cell.computation / cell.seconds):.0%}"
         ),
-        "kB sent and received, by rank and step, as the kernel counts them.": lambda cell: (
+        "kB sent and received per rank and step, counted by the kernel.": lambda cell: (
             f"{cell.sent / 1000:,.0f}, {cell.received / 1000:,.0f}"
         ),
     }
@@ -299,7 +300,7 @@ def write(found: dict[tuple[str, str], Cell]) -> None:
 
 
 def draw(found: dict[tuple[str, str], Cell]) -> None:
-    """Draw how many times sooner than dense of the same optimizer each method is at its loss."""
+    """Plot how many times sooner than dense with the same optimizer each method reaches its loss."""
     import matplotlib.pyplot as plt
     from matplotlib.colors import TwoSlopeNorm
 
@@ -327,13 +328,13 @@ def draw(found: dict[tuple[str, str], Cell]) -> None:
 
 
 def _named(lab: str) -> str:
-    """Write a network on two lines."""
+    """Format a network in two lines."""
     rate, _, rtt = lab.partition(",")
     return f"{rate[:-4]} {'Gbit/s' if rate.endswith('gbit') else 'Mbit/s'}\n{rtt or '0 ms'}"
 
 
 def verdict(found: dict[tuple[str, str], Cell]) -> list[str]:
-    """Say in which cells our default is the fastest to the loss, and by how much it is not."""
+    """Report in which cells our default is the fastest to the loss, and by how much it is not."""
     said = []
     for mine in (line for line in LINES if line.default):
         others = [
@@ -355,7 +356,7 @@ def verdict(found: dict[tuple[str, str], Cell]) -> list[str]:
 
 
 def main() -> None:
-    """Run what is missing, then write the report."""
+    """Make the missing runs, then write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--curves", action="store_true", help="train what has no curve yet")
     parser.add_argument("--cells", action="store_true", help="measure cells that are not there")
@@ -382,7 +383,7 @@ def main() -> None:
         trained = best(curves, line)
         try:
             time(cells, line, lab, next(iter(trained.values()))["lr"] if trained else RATE)
-        except RankError as error:  # the other cells are worth their time
+        except RankError as error:  # continue with the other cells
             console.print(f"failed: {line.label} at {lab}: {error}", markup=False)
     found = surface(curves, cells)
     write(found)

@@ -1,9 +1,9 @@
-"""Thresholds reused for tau' steps, or until the count leaves a band: exact steps, and deviation.
+"""Thresholds reused for tau' steps, or until the count leaves a band: exact steps and deviation.
 
     python benchmarks/threshold_period.py                (writes threshold-period.md, .json)
     python benchmarks/threshold_period.py --only LAMB    (only runs with "LAMB" in their name)
 
-All ranks run in one process.  Finished runs stand in the .json and are not made again.
+All ranks run in one process.  Finished runs are kept in the .json and not repeated.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ OPTIMIZERS = {
 
 
 def run(spec: dict, bar) -> dict:
-    """Train with one selector; count its exact steps and how far it was from k."""
+    """Train with one selector; count its exact steps, and measure how far its counts were from k."""
     deviations: list[list[float]] = []
     exact: list[int] = []
     renewed: list[int] = []
@@ -133,7 +133,7 @@ def run(spec: dict, bar) -> dict:
 
 
 def specify(workload: str, optimizer: str, period) -> dict:
-    """Return what tells a run apart."""
+    """Return the settings that identify a run."""
     return {"workload": workload, "optimizer": optimizer, "period": period}
 
 
@@ -156,23 +156,23 @@ def report(cache: Cache) -> str:
                         f"| {one['mean_later']:.1%} | {one['largest']:.0%} | {one['loss']:.4f} |"
                     )
     table = "\n".join(lines)
-    return f"""# How long a threshold is good for
+    return f"""# How long a threshold remains useful
 
 `python benchmarks/threshold_period.py`, torch {torch.__version__}, {platform.machine()}: {RANKS} ranks,
 {STEPS} steps, density {DENSITY:g}, batch {BATCH} per rank, Ok-Topk with reused local thresholds and
-neither cap nor floor, so that all that reaches a threshold is selected. *Deviation*: of the number of
-selected entries from k, mean over steps and ranks; **bold** below the paper's {LIMIT:.0%}. *Steps over
-all n* select among all n elements, which is what costs; "auto" mostly renews its threshold from the
-entries that it collects near the old one, which costs next to nothing. A threshold that selects
-several times k also sends as much: losses of those rows were bought with bytes, and do not compare.
-LARS and LAMB are written from their papers.
+neither cap nor floor, so every entry that reaches the threshold is selected. *Deviation*: difference
+between the number of selected entries and k, mean over steps and ranks; **bold** if below the paper's
+{LIMIT:.0%}. *Steps over all n* select among all n elements, which is the expensive case; "auto" usually
+renews its threshold from the entries that it collects near the old one, at almost no cost. A threshold
+that selects several times k also sends several times as much, so the losses of those rows are not
+comparable. LARS and LAMB were implemented from their papers.
 
 {table}
 """
 
 
 def main() -> None:
-    """Run the grid; write after every run."""
+    """Run the grid; write the results after every run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="a part of a run's name")
     default = Path(__file__).with_name("threshold-period.md")

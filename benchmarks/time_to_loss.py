@@ -1,30 +1,33 @@
-"""Time to dense's loss as the study predicts it, against the frontier's curves and lab.
+"""Time to dense's loss: the study's predictions, compared with the frontier's curves and lab.
 
     python benchmarks/time_to_loss.py     (seconds; writes benchmarks/time_to_loss.md)
 
 Nothing is trained: `frontier/results.jsonl` has the curves, `surface/results.jsonl` and the frontier's
-lab the seconds per step on real links, with the computation next to them. Four questions are asked.
+lab have the seconds per step on real links, and the computation time. The page answers four questions.
 
-What had the study said of the surface before any of its cells was measured (`surface/predicted.json`)?
-Seven of its nine networks had never been seen; of 10 and 100 Mbit/s without a distance, some methods
-had. The fit of steps knew AdamW's curves of this model, and none of SGD's.
+1. What did the study predict for the surface before any of its cells was measured
+(`surface/predicted.json`)? Seven of the nine networks were completely new; some methods had been measured
+at 10 and 100 Mbit/s without a distance. The fit of steps included AdamW's curves for this model, but none
+with SGD.
 
-The study was then revised: PowerSGD's dense start; windows that TCP halves in pauses, in sparse
-exchanges, too; DDP's buckets, two at a time; headers; the simplest method within 10 % is chosen; and the
-fit of steps knows the new curves. What did that say of two other networks (`surface/predicted_2.json`),
-before they were measured?
+2. What did a revised study predict for two other networks before they were measured
+(`surface/predicted_2.json`)? The revision added PowerSGD's dense start, the windows that TCP halves in
+pauses (also for sparse exchanges), DDP's buckets, two at a time, and headers. It chooses the simplest
+method within 10 %, and its fit of steps includes the new curves.
 
-Then the causes of the other misses were found. The lab's send buffers were too small where
-acknowledgements queue with the data of the other direction: dense took up to 1.3 times its bytes' time
-over slow and far links. They are Linux's usual ones now, and all far cells were measured again.
-Connections that share a link lose packets in its queue, and the one that has lost the most is the last
-to end. A segment of gloo's ring waits for one latency, not 1.2. SGD's steps are means of three seeds, in
-the surface and in the fit, which also has low-rank gradients apart for SGD, and SGD's curves of a second
-model. And only a method that reaches the loss at the upper end of its likely steps is chosen. What did
-that say of two more networks (`surface/predicted_3.json`), before they were measured?
+3. What did a second revision predict for two more networks before they were measured
+(`surface/predicted_3.json`)? By then, the causes of the other misses had been found. The lab's send
+buffers were too small where acknowledgements queue with data in the other direction, so dense took up to
+1.3 times its bytes' time over slow and far links; they now have Linux's default size, and all far cells
+were measured again. Connections that share a link lose packets in its queue, and the connection that lost
+the most finishes last. A segment of gloo's ring waits for one latency, not 1.2. SGD's steps are means of
+three seeds, in the surface and in the fit, which also treats low-rank gradients separately for SGD and
+includes SGD's curves for a second model. A method is chosen only if it reaches the loss at the upper end
+of its likely steps.
 
-And what does it say with the task left out of the fit of steps, and each cell's own computation? By now
-the fit has SGD's curves of a third model. (There PowerSGD's start counts on neither side.)
+4. What does the study predict with the task left out of the fit of steps, and with each cell's own
+computation time? By now, the fit includes SGD's curves for a third model. (PowerSGD's start is excluded
+here, in both the prediction and the measurement.)
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ TITLES = (
     "Two other networks, after the revision",
     "Two more, after the second revision",
 )
-SEEN = ("10mbit", "100mbit")  # networks in view when constants were set
+SEEN = ("10mbit", "100mbit")  # networks that had been seen when the constants were set
 AS_DENSE = ("dense", "fp16")  # methods that take dense's steps
 NEAR, ALIKE = 1.25, 1.1  # times another, either way; times the best
 
@@ -77,7 +80,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Time:
-    """A cell's time to the loss that dense has after a part of its run."""
+    """A cell's time to dense's loss after a part of its run."""
 
     cell: Cell
     steps: int
@@ -87,13 +90,13 @@ class Time:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Where methods compete."""
+        """A setting in which methods compete."""
         one = self.cell
         return one.task, one.ranks, one.batch, one.lab, one.optimizer, self.steps, self.part
 
 
 def cells(rows: Sequence[Row]) -> list[Cell]:
-    """Return all methods that the study knows and the lab has timed; the last run of each."""
+    """Return all methods that the study describes and the lab has timed, with the last run of each."""
     found = {}
     for row in rows:
         if not row["lab"] or not row.get("rest"):
@@ -113,7 +116,7 @@ def cells(rows: Sequence[Row]) -> list[Cell]:
 
 
 def predicted(row: Row) -> float | None:
-    """Return a method's planned seconds per step; None: the study does not know it."""
+    """Return a method's planned seconds per step, or None if the study does not describe it."""
     machine, size, ranks = machine_of(row["lab"], row["ranks"]), row["parameters"], row["ranks"]
     compute = row["computation"]
     if row["method"] == "gradients":
@@ -127,7 +130,7 @@ def predicted(row: Row) -> float | None:
 
 
 def times(rows: Sequence[Row], timed: Sequence[Cell]) -> Iterator[Time]:
-    """Yield measured and predicted times wherever steps and seconds were measured; dense's, too."""
+    """Yield measured and predicted times, including dense's, wherever steps and seconds were measured."""
     for cell in timed:
         place = (cell.task, cell.ranks, cell.batch)
         if cell.method in AS_DENSE:
@@ -163,13 +166,13 @@ def times(rows: Sequence[Row], timed: Sequence[Cell]) -> Iterator[Time]:
 
 
 def share(found: Sequence[Cell] | Sequence[Time]) -> str:
-    """Write the share of predictions that differ from the measurement by 25 % at most."""
+    """Format the share of predictions that differ from the measurement by at most 25 %."""
     ratios = [one.predicted / one.measured for one in found]
     return f"{fmean(1 / NEAR <= ratio <= NEAR for ratio in ratios):.0%} of {len(ratios)}"
 
 
 def simplicity(time: Time) -> int:
-    """Rank methods as the study does, the simplest first."""
+    """Rank methods as the study does, simplest first."""
     names = [method.name for method in METHODS]
     known = time.cell.method in names
     return names.index(time.cell.method) if known else len(names)
@@ -188,21 +191,21 @@ class Said:
 
     @property
     def ratio(self) -> float | None:
-        """The prediction over the measurement."""
+        """The prediction relative to the measurement."""
         if self.predicted is None or self.measured is None:
             return None
         return self.predicted / self.measured
 
     @property
     def near(self) -> bool:
-        """Whether they differ by 25 % at most."""
+        """Whether prediction and measurement differ by at most 25 %."""
         return self.ratio is not None and 1 / NEAR <= self.ratio <= NEAR
 
 
 def of_surface(
     found: Mapping[tuple[str, str], Measured], path: Path, labs: Sequence[str]
 ) -> list[Said]:
-    """Return every measured cell that a file had predicted."""
+    """Return every measured cell for which a file has a prediction."""
     written = json.loads(path.read_text("utf-8"))
     made, known = [], {method.name for method in METHODS}
     for lab, line in product(labs, LINES):
@@ -210,7 +213,7 @@ def of_surface(
             continue
         it = written[f"{lab} {line.optimizer}"]
         entries = it["methods"]
-        # of sparse gradients one collective was named, which stands for them
+        # one collective represents all sparse gradients
         name = line.method
         if name == "gradients":
             name = next(other for other in entries if other not in known)
@@ -222,7 +225,7 @@ def of_surface(
 
 
 def of_surface_report(title: str, made: Sequence[Said]) -> list[str]:
-    """Write the part about the predictions of one file."""
+    """Return the section on the predictions of one file."""
     both = [one for one in made if one.ratio is not None]
     new = [one for one in both if one.lab not in SEEN]
     agreed = sum((one.predicted is None) == (one.measured is None) for one in made)
@@ -255,7 +258,7 @@ def of_surface_report(title: str, made: Sequence[Said]) -> list[str]:
         f"## {title}",
         "",
         f"Within 25 %: {within(both)} times to the loss{unseen}.",
-        f"Right about whether a method reaches the loss: {agreed} of {len(made)} cells. The pick was the",
+        f"Correct on whether a method reaches the loss: {agreed} of {len(made)} cells. The pick was the",
         f"best, or within 10 % of it: {good} of {of}{of_unseen}.",
         "",
         *table(["network", "pick", "best", "pick over best, measured"], rows),
@@ -280,7 +283,7 @@ def of_surface_report(title: str, made: Sequence[Said]) -> list[str]:
 def report(
     curves: Sequence[Row], surfaced: Sequence[Row], said: Mapping[str, Sequence[Said]]
 ) -> str:
-    """Write the page."""
+    """Return the page."""
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     rows = [*curves, *surfaced]
     timed = cells(rows)

@@ -1,14 +1,14 @@
-"""Time to loss on a slow network: how much sooner than DDP the loss is there that DDP reaches.
+"""Time to loss on a slow network: how much sooner than DDP each method reaches DDP's loss.
 
     python benchmarks/train_lab.py        (20 to 30 minutes; Linux; writes benchmarks/train_lab.md, .json)
 
-The same as
+Equivalent to
 
     sparsync train --lab 100mbit --ranks 4 --width 416 --batch-size 2 --steps 300 --target-step 100 \
         --algorithm dense,fp16,powersgd,budgeted --json train_lab.json --plot train_lab.png
 
-Every rank is behind a real link of the rate; every run sees the same batches in the same order, and
-ends when its loss is that of dense at the target step.
+Every rank is behind a real link with this rate.  Every run sees the same batches in the same order, and
+ends when it reaches dense's loss at the target step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparsync.cost.wording import format_bytes
 HERE = Path(__file__).parent
 SETTINGS = TrainSettings(
     ranks=4,
-    steps=300,  # three times the target: a run that does not get there by then has lost
+    steps=300,  # three times the target, after which a run counts as not reaching it
     width=416,  # 8.6 M parameters
     batch_size=2,  # 4 ranks on 2 cores compute a step in less than 0.6 s
     target_step=100,
@@ -41,7 +41,7 @@ ALGORITHMS = ("dense", "fp16", "powersgd", "budgeted")
 
 
 def row(result: TrainResult, half: TrainResult | None) -> str:
-    """Write one line of the table."""
+    """Return one row of the table."""
     over_half = "-"
     if half is not None and half.seconds_to_target and result.seconds_to_target:
         over_half = f"{half.seconds_to_target / result.seconds_to_target:.2f}"
@@ -64,7 +64,7 @@ def row(result: TrainResult, half: TrainResult | None) -> str:
 
 
 def report(results: list[TrainResult], settings: TrainSettings) -> str:
-    """Write the table as Markdown."""
+    """Return the table as Markdown."""
     first = results[0]
     half = next((r for r in results if r.algorithm == "fp16"), None)
     heads = (
@@ -82,9 +82,9 @@ def report(results: list[TrainResult], settings: TrainSettings) -> str:
             f"{first.optimizer}, lr {first.lr:g}, seed {first.seed}, transport of the last row "
             f"{results[-1].transport}.",
             "",
-            f"The loss is {first.target_loss:.3f} nats per byte, that of dense at step "
-            f"{first.target_step}, mean of the last {first.target_window} steps. Per step: medians; "
-            "sent: by the rank that sends most (PyTorch's hooks: by formula).",
+            f"The loss is {first.target_loss:.3f} nats per byte, dense's loss at step "
+            f"{first.target_step}, mean of the last {first.target_window} steps. Times per step are "
+            "medians. Bytes are those of the rank that sends most (for PyTorch's hooks, by formula).",
             "",
             heads,
             "|---|" + "---:|" * 10,

@@ -1,9 +1,9 @@
-"""Small messages among local processes: ZeroMQ against gloo, pyzmq alone and bare sockets.
+"""Small messages among local processes: ZeroMQ compared with gloo, pyzmq alone and bare sockets.
 
     python benchmarks/transports.py        (about 2 minutes; writes benchmarks/transports.md)
 
-All transports take turns in the same processes, several times over, because timings of a busy machine
-drift: the ratios of one run are what counts.  Processor time is that of all threads of a rank.
+All transports take turns in the same processes, several times, because timings on a busy machine drift:
+compare the ratios within one run.  Processor time is summed over all threads of a rank.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def native_all_to_all(nbytes: int) -> Callable[[], None]:
 
 @contextmanager
 def pyzmq_all_to_all(rank: int, ranks: int, nbytes: int) -> Iterator[Callable[[], None]]:
-    """Give one exchange by the least that ZeroMQ needs: a frame to and from every other rank."""
+    """Yield an exchange with the minimum that ZeroMQ needs: one frame to and from every other rank."""
     context: zmq.Context[Any] = zmq.Context()
     incoming = context.socket(zmq.PULL)
     port = incoming.bind_to_random_port("tcp://127.0.0.1")
@@ -84,7 +84,7 @@ def pyzmq_all_to_all(rank: int, ranks: int, nbytes: int) -> Iterator[Callable[[]
 
 @contextmanager
 def socket_all_to_all(rank: int, ranks: int, nbytes: int) -> Iterator[Callable[[], None]]:
-    """Give one exchange over TCP connections between every two ranks, by non-blocking calls."""
+    """Yield an exchange over TCP connections between every two ranks, with non-blocking calls."""
     with socket.create_server(("127.0.0.1", 0), backlog=ranks) as server:
         ports = everybodys(server.getsockname()[1])
         links = [socket.create_connection(("127.0.0.1", port)) for port in ports[:rank]]
@@ -127,7 +127,7 @@ def everybodys(port: int) -> list[int]:
 
 
 def sent(link: socket.socket, payload: memoryview) -> int:
-    """Return the bytes that the system takes now."""
+    """Return the number of bytes that the system accepts now."""
     try:
         return link.send(payload)
     except BlockingIOError:
@@ -135,7 +135,7 @@ def sent(link: socket.socket, payload: memoryview) -> int:
 
 
 def received(link: socket.socket, room: memoryview) -> int:
-    """Return the bytes that were there."""
+    """Return the number of bytes that had arrived."""
     try:
         return link.recv_into(room)
     except BlockingIOError:
@@ -201,14 +201,14 @@ def report(results: dict[int, dict[str, Times]]) -> str:
     lines = [
         "# Small messages: ZeroMQ, gloo, and bare sockets",
         "",
-        f"Median of {TURNS * ROUNDS} rounds, the transports taking turns in the same processes on one "
+        f"Median of {TURNS * ROUNDS} rounds; the transports take turns in the same processes on one "
         f"machine ({os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}).",
-        '"gloo" is the same point-to-point algorithm over gloo, "gloo native" its own collective.',
-        "The native ones need equal lengths that all ranks know; a sparse collective's lengths differ,",
-        "so over gloo it takes the point-to-point calls, or a round more for the lengths.",
-        '"pyzmq alone" sends and receives the same frames and does nothing else; "sockets" is TCP with',
-        "non-blocking calls from Python, lengths known. Processor: time of all threads of a rank.",
-        "Made by `python benchmarks/transports.py`; the machine had other work too, so read ratios.",
+        '"gloo" is the same point-to-point algorithm over gloo, "gloo native" is gloo\'s own collective.',
+        "The native collectives need equal lengths that all ranks know. A sparse collective's lengths",
+        "differ, so over gloo it needs point-to-point calls, or one more round for the lengths.",
+        '"pyzmq alone" only sends and receives the same frames; "sockets" is TCP with non-blocking calls',
+        "from Python and known lengths. Processor: time of all threads of a rank. Made by `python",
+        "benchmarks/transports.py`; the machine was also doing other work, so compare ratios.",
     ]
     for exchange in next(iter(results.values())):
         names = list(next(iter(results.values()))[exchange])

@@ -1,7 +1,7 @@
-"""Trainings of which all ranks run in this process, and a file of finished ones: for other scripts.
+"""Training runs with all ranks in this process, and a file of finished runs, for other scripts.
 
-Ranks are coroutines of the simulator, one after the other on one core; gradients, selections and
-messages are real.  What comes out is the same on every machine with the same torch.
+Ranks are coroutines of the simulator that take turns on one core; gradients, selections and messages are
+real.  Results are the same on every machine with the same torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AfterStep = Callable[[Reducer, SimCommunicator], None]
 
 
 def workload_of(name: str) -> Workload:
-    """Make a workload: the CNN on digits, or a byte transformer of 0.28 M parameters."""
+    """Make a workload: the CNN on digits, or a byte transformer with 0.28 M parameters."""
     return make_workload(name, **{"context": None, "layers": None, "width": None, **MODELS[name]})
 
 
@@ -56,13 +56,13 @@ def train(
 
     Args:
         workload: model and data.
-        algorithm: what averages gradients, the whole model in one unit.
-        density: of it.
-        make_optimizer: of every rank's model.
+        algorithm: averages gradients, with the whole model in one unit.
+        density: the algorithm's density.
+        make_optimizer: makes the optimizer of a rank's model.
         ranks: P.
         steps: optimizer steps.
         batch_size: samples per rank and step.
-        seed: of weights and data.
+        seed: determines weights and data.
         bar: called with ``steps`` after every step.
         prepare: called with every rank's reducer before the first step.
         after_step: called with every rank's reducer, after its step.
@@ -111,16 +111,16 @@ def put_(flat: Tensor, gradients: list[Tensor]) -> None:
 
 
 def sgd(lr: float) -> MakeOptimizer:
-    """Return what makes SGD with momentum 0.9."""
+    """Return a factory for SGD with momentum 0.9."""
     return lambda model: torch.optim.SGD(model.parameters(), lr, momentum=0.9)
 
 
 class Cache:
-    """Finished runs, in a file that is written after each.
+    """Finished runs, in a file that is rewritten after each run.
 
     Args:
-        path: the file (JSON), read now.
-        wanted: a part of the name of the runs to make.
+        path: the JSON file, which is read now.
+        wanted: a part of the names of the runs to make.
     """
 
     def __init__(self, path: Path, wanted: str = "") -> None:
@@ -128,11 +128,11 @@ class Cache:
         self.done: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
 
     def find(self, spec: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the run of a specification, or None."""
+        """Return the run with this specification, or None."""
         return next((run for run in self.done if run["settings"] == spec), None)
 
     def make(self, spec: dict[str, Any], run: Callable[[Any], dict[str, Any]]) -> None:
-        """Call ``run`` with a progress bar, unless that is done or not wanted."""
+        """Call ``run`` with a progress bar, unless the run is already done or not selected."""
         name = " ".join(map(str, spec.values()))
         if self.wanted not in name or self.find(spec):
             return
@@ -141,13 +141,13 @@ class Cache:
             result = run(bar)
         seconds = round(time.perf_counter() - started, 1)
         self.done.append({"settings": spec, **result, "seconds": seconds})
-        partial = self.path.with_suffix(".partial")  # who is cut short here loses one run only
+        partial = self.path.with_suffix(".partial")  # an interruption here loses only one run
         partial.write_text(json.dumps(self.done, indent=1) + "\n")
         partial.replace(self.path)
         print(f"{name}: loss {result['loss']}, {seconds:.0f} s", flush=True)
 
 
 def spread(values: list[float], digits: int = 4) -> str:
-    """Write mean and standard deviation."""
+    """Format mean and standard deviation."""
     text = f"{fmean(values):.{digits}f}"
     return text + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")

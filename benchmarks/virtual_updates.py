@@ -1,7 +1,7 @@
-"""Train with exchanged updates where all ranks run in this process: for benchmarks and tests.
+"""Train with exchanged updates, with all ranks in this process, for benchmarks and tests.
 
-The code is the library's own, but for hooks and processes: local steps of every rank's optimizer,
-``OuterStep``, the correction of Adam's steps, messages through the simulator.
+Except for hooks and processes, the code is the library's own: local steps of every rank's optimizer,
+``OuterStep``, the correction of Adam's steps, and messages through the simulator.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ def train_updates(
     after_step: Callable[[nn.Module, torch.optim.Optimizer], None] = lambda *_: None,
     seen: Callable[[int, int], float] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return rank 0's model after ``finish()``, and the bytes that it sent before.
+    """Return rank 0's model after ``finish()``, and the bytes that rank 0 sent before ``finish()``.
 
     Args:
-        make_model: the same on all ranks.
-        make_optimizer: of a rank's model; one, or several that step together.
-        loss_of: a model's loss on the batch of a step and rank.
-        rate_at: the learning rate of a step.
-        steps: of every rank.
+        make_model: makes the same model on all ranks.
+        make_optimizer: makes the optimizer of a rank's model, or several that step together.
+        loss_of: returns a model's loss on the batch of a step and rank.
+        rate_at: returns the learning rate of a step.
+        steps: the steps of every rank.
         ranks: P.
         clip: the largest 2-norm of a rank's gradients.
-        settings: of ``OuterStep``.
-        after_step: is called on every rank before the exchange, with the last optimizer.
-        seen: what a step of a rank contributes; None: all weigh the same.
+        settings: settings of ``OuterStep``.
+        after_step: called on every rank before the exchange, with the last optimizer.
+        seen: the contribution of a rank's step; None: all ranks have the same weight.
     """
 
     async def program(comm: SimCommunicator) -> tuple[nn.Module, dict[str, Any]]:
@@ -118,7 +118,7 @@ def train_dense(
     ranks: int = 4,
     clip: float = float("inf"),
 ) -> nn.Module:
-    """Return the model that plain DDP trains; arguments as in ``train_updates``."""
+    """Return the model that plain DDP would train; arguments as in ``train_updates``."""
     model = make_model()
     optimizers = _several(make_optimizer(model))
     for step in range(steps):

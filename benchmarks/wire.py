@@ -1,4 +1,4 @@
-"""What the packed wire format costs, in bytes, time and accuracy, against coo and the entropy.
+"""The packed wire format's bytes, time and accuracy, compared with coo and the entropy.
 
     python benchmarks/wire.py        (half a minute; writes benchmarks/wire.md)
 
@@ -33,7 +33,7 @@ BLOCKS = (32, 128, 512)
 
 
 def entries(density: float, size: int, tail: float = 0.0) -> SparseVector:
-    """Draw the largest of ``size`` normal values, scaled by log-normal factors of spread ``tail``."""
+    """Draw the largest of ``size`` normal values, scaled by log-normal factors with spread ``tail``."""
     generator = torch.Generator().manual_seed(0)
     dense = torch.randn(size, generator=generator)
     if tail:
@@ -138,20 +138,20 @@ Made by `python benchmarks/wire.py`: {platform.machine()}, one thread, {kernels}
 
 ## Bits of an index (Elias-Fano)
 
-Entropy: of a support in which every element is present with this probability.
+*Entropy* is that of a support in which every element is present with this probability.
 
 {index_table()}
 
 ## A whole message
 
-The region of one of {RANKS} ranks, headers and scales included; in brackets bits per entry.
+The region of one of {RANKS} ranks, including headers and scales; bits per entry in brackets.
 
 {size_table()}
 
 ## Time
 
-Best of many whole calls of `encode` and `decode` at 1 %; it depends on the machine: compare ratios. coo
-checks less and rounds nothing.
+Best of many whole calls of `encode` and `decode` at 1 %. Times depend on the machine, so compare ratios.
+coo checks less and does not round.
 
 {time_table(SIZE, repeats=30)}
 
@@ -160,7 +160,7 @@ checks less and rounds nothing.
 ## Error of rounding
 
 |x - decoded| / |x| over the largest 1 % of normal values times log-normal factors; the caller keeps
-the difference in the residual. Far below 1, as error feedback needs.
+the difference in the residual. The errors are far below 1, as error feedback requires.
 
 {error_table()}
 """

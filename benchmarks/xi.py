@@ -1,9 +1,9 @@
-"""Assumption 1's xi and the final loss, over how values are rounded and how many are sent.
+"""Assumption 1's xi and the final loss, by the rounding and the number of values sent.
 
     python benchmarks/xi.py                (writes xi.md, .json)
     python benchmarks/xi.py --only digits  (only runs with "digits" in their name)
 
-All ranks run in one process.  Finished runs stand in the .json and are not made again.
+All ranks run in one process.  Finished runs are kept in the .json and not repeated.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run(spec: dict, bar) -> dict:
 
 
 def specify(workload: str, values: str, density: float) -> dict:
-    """Return what tells a run apart."""
+    """Return the settings that identify a run."""
     return {"workload": workload, "values": values, "density": density}
 
 
@@ -105,14 +105,14 @@ def report(cache: Cache) -> str:
                 )
     table = "\n".join(lines)
     held = sum(xi < RANKS for xi in highest)
-    return f"""# Xi of Assumption 1, over values and densities
+    return f"""# Xi of Assumption 1, by value format and density
 
 `python benchmarks/xi.py`, torch {torch.__version__}, {platform.machine()}: {RANKS} ranks, {STEPS} steps
 of SGD with momentum 0.9, batch 8 per rank; *bytes*: the byte transformer with 2 layers of width 96,
-*digits*: the CNN of `sparsync train`. `budgeted`'s exchange with a budget that never binds, so that
-values alone differ: as they are, rounded to bfloat16 or to 8 bits, or 4 bits of QSGD (shrunk so that
-its error may be kept). Xi is measured every {PERIOD} steps on all coordinates, rounding included.
-Ok-Topk calls it harmless below P = {RANKS} (section 5.1): here it stayed below on every measured step in
+*digits*: the CNN of `sparsync train`. The exchange is `budgeted` with a budget that never binds, so that
+only the values differ: exact, rounded to bfloat16 or to 8 bits, or QSGD with 4 bits (shrunk so that its
+error may be kept). Xi is measured every {PERIOD} steps on all coordinates, rounding included. Ok-Topk
+calls it harmless below P = {RANKS} (section 5.1); here, it stayed below 4 on every measured step in
 {held} of {len(highest)} runs.
 
 {table}
@@ -120,7 +120,7 @@ Ok-Topk calls it harmless below P = {RANKS} (section 5.1): here it stayed below 
 
 
 def main() -> None:
-    """Run the grid; write after every run."""
+    """Run the grid; write the results after every run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="a part of a run's name")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))

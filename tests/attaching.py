@@ -1,4 +1,4 @@
-"""``sparsync.attach`` with flat settings, which tests combine freely."""
+"""``sparsync.attach`` with flat settings, which tests can combine freely."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""The same on every run and machine: examples of property tests, threads, what Ctrl-C does."""
+"""Make runs equal on all machines: examples of property tests, threads, the effect of Ctrl-C."""
 
 import os
 import signal
@@ -18,13 +18,13 @@ if not torch.cuda.is_available():
     # of its kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # so starts a shell its jobs in the background, and the processes that tests interrupt inherit it
+    # shells start background jobs with SIGINT ignored, and the processes that tests interrupt inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Run ``sparsync`` in 80 columns where starting a rank is an error; code, output and errors."""
+    """Run ``sparsync`` in 80 columns, without starting ranks; return code, output and errors."""
     from sparsync.cli import app as cli  # after the settings above
     from sparsync.cli import network_choice
 

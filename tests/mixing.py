@@ -31,7 +31,7 @@ def mixing_matrix(graph: Graph, world_size: int, step: int) -> Tensor:
 
 
 def group_mixing_matrix(world_size: int, group_size: int, step: int) -> Tensor:
-    """Return the same of averaging within the groups of a step."""
+    """Return the same matrix for averaging within the groups of a step."""
     matrix = torch.zeros(world_size, world_size, dtype=torch.float64)
     for group in partition(world_size, group_size, step):
         members = torch.tensor(group)

@@ -1,1 +1,1 @@
-"""Bytes against loss under AdamW and Muon: the tasks, methods and runs of ``benchmarks/frontier.py``."""
+"""Bytes and loss with AdamW and Muon: the tasks, methods and runs of ``benchmarks/frontier.py``."""

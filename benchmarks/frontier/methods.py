@@ -1,4 +1,4 @@
-"""The methods of the table: how each exchanges, its settings, and the knobs that are tuned."""
+"""The methods in the table: how each one exchanges, its settings, and its tuned knobs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def nothing() -> None:
 
 
 def share_hidden(sync: Any) -> float | None:
-    """Return the share of the exchanges' seconds that the training thread did not wait for."""
+    """Return the share of the exchanges' time for which the training thread did not wait."""
     stats = sync.stats()
     busy = stats["exchange_seconds"]
     return max(0.0, 1 - stats["waited_seconds"] / busy) if busy else None
@@ -48,7 +48,7 @@ def share_hidden(sync: Any) -> float | None:
 
 @dataclass
 class Exchange:
-    """A model and its optimizers, whose steps exchange; and what was sent."""
+    """A model with its optimizers, whose steps exchange, and a count of the bytes sent."""
 
     model: nn.Module  # as it is called: in DDP, or plain
     optimizers: Sequence[torch.optim.Optimizer]
@@ -59,7 +59,7 @@ class Exchange:
     settle: Callable[[], object] = nothing  # waits for what is under way
     close: Callable[[], object] = nothing
     hidden: Callable[[], float | None] = (
-        nothing  # share of the exchanges that training did not wait for
+        nothing  # share of the exchanges' time for which training did not wait
     )
 
 
@@ -69,9 +69,9 @@ class Method:
 
     Attributes:
         make: ``make(model, kind, lr, steps, **settings)`` wraps this rank's model.
-        settings: that are not tuned.
-        knobs: its own two, and the values that are tried; the first is where tuning begins.
-        optimizers: that it goes with.
+        settings: fixed settings, which are not tuned.
+        knobs: the method's two tuned knobs with the values to try; tuning begins with the first value.
+        optimizers: the optimizers with which the method is run.
     """
 
     make: Callable[..., Exchange]
@@ -94,7 +94,7 @@ def in_ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def elements(model: nn.Module) -> int:
-    """Count what is trained."""
+    """Count the trained elements."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -104,7 +104,7 @@ def allreduced(count: int, itemsize: int = 4) -> Volume:
 
 
 def dense(model: nn.Module, kind: str, lr: float, steps: int, *, half: bool = False) -> Exchange:
-    """Plain DDP, or with PyTorch's hook that sends float16."""
+    """Plain DDP, or DDP with PyTorch's float16 hook."""
     ddp = in_ddp(model)
     if half:
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -120,7 +120,7 @@ def dense(model: nn.Module, kind: str, lr: float, steps: int, *, half: bool = Fa
 def power_sgd(
     model: nn.Module, kind: str, lr: float, steps: int, *, rank: int, start: int, least_gain: float
 ) -> Exchange:
-    """PyTorch's PowerSGD hook, with error feedback and warm start; in one bucket: two hang."""
+    """PyTorch's PowerSGD hook, with error feedback and warm start, in one bucket, because two hang."""
     ddp = in_ddp(model, bucket_cap_mb=4 * elements(model) // 2**20 + 1)
     state = powerSGD_hook.PowerSGDState(
         None, rank, start_powerSGD_iter=start, min_compression_rate=least_gain
@@ -145,7 +145,7 @@ def gradients(
     beta2: float | None,
     local_clip: float | None,
 ) -> Exchange:
-    """Attach a preset to DDP's gradients; ``local_clip``: before the exchange, beside that after it."""
+    """Attach a preset to DDP's gradients; ``local_clip`` also clips before the exchange."""
     ddp = in_ddp(model)
     sync = sparsync.attach(
         ddp,
@@ -178,7 +178,7 @@ def one_bit_adam(
     return Exchange(ddp, [optimizer], volume, "ledger", dense_steps, close=comm.close)
 
 
-# without annotations: DDP would compare them, and here they are strings
+# no annotations: DDP would compare them, and they are strings in this module
 def averaged_if_dense(optimizer, bucket):  # type: ignore[no-untyped-def]
     """Average a bucket's gradients in the warm-up; hand them back afterwards."""
     if optimizer.is_dense:
@@ -189,7 +189,7 @@ def averaged_if_dense(optimizer, bucket):  # type: ignore[no-untyped-def]
 
 
 def since(ledger: Ledger) -> Callable[[int], Volume]:
-    """Count what a ledger records from now on: what was sent to set it up is of no step."""
+    """Count what a ledger records from now on, without the set-up, which belongs to no step."""
     before = ledger.total()
 
     def volume(made: int) -> Volume:
@@ -203,7 +203,7 @@ def since(ledger: Ledger) -> Callable[[int], Volume]:
 
 
 def updates(model: nn.Module, kind: str, lr: float, steps: int, **settings: Any) -> Exchange:
-    """Local steps, and an exchange of what they did."""
+    """Local steps, and an exchange of their updates."""
     optimizers = make_optimizers(model, kind, lr)
     sync = sparsync.attach(
         model,
@@ -227,9 +227,9 @@ def updates(model: nn.Module, kind: str, lr: float, steps: int, **settings: Any)
 def selected_twice(
     model: nn.Module, kind: str, lr: float, steps: int, *, density: float, **settings: Any
 ) -> Exchange:
-    """``budgeted``, which receives no more than an all-gather at ``density`` does.
+    """Return ``budgeted`` with as many received entries as an all-gather at ``density``.
 
-    That receives P - 1 times k pairs; this 2 (P - 1) / P times its k.
+    The all-gather receives P - 1 times k pairs, ``budgeted`` 2 (P - 1) / P times its own k.
     """
     settings |= {"algorithm": "budgeted", "density": density * dist.get_world_size() / 2}
     return updates(model, kind, lr, steps, **settings)
@@ -239,15 +239,15 @@ def selected_twice(
 
 
 def _updates(knobs: Mapping[str, tuple[Any, ...]] | None = None, **settings: Any) -> Method:
-    """Return a row of the outer step; all of them tune its rate, and momentum or decay."""
+    """Return a row of the outer step; all such rows tune the outer rate, and momentum or decay."""
     free = {k: v for k, v in settings.items() if knobs is None or k not in knobs}
-    # what moves by signs is meant for SGD
+    # sign-based methods are meant for SGD
     kinds = ("sgd",) if settings.get("sign") else ("adamw", "muon")
     return Method(updates, free, _OUTER_KNOBS if knobs is None else knobs, kinds)
 
 
 def _local(algorithm: str | Algorithm, **settings: Any) -> Method:
-    """Return a row that sends every element; its residual stays in the rank's own weights."""
+    """Return a row that sends every element and keeps its residual in the rank's own weights."""
     return _updates(algorithm=algorithm, density=1.0, residual="weights", **settings)
 
 
@@ -293,7 +293,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             f"diloco-h{h}": _updates(_DILOCO_KNOBS, **{**OUTER_SETTINGS["diloco"], "period": h})
             for h in (30, 100)
         },
-        # what the loss is made of: period, rounding, delay, selection
+        # the sources of the loss: period, rounding, delay, selection
         **{f"2bit-h{h}": _local("quantised", period=h) for h in (1, 2, 10, 20)},
         **{
             f"2bit-h{h}-overlap": _local("quantised", period=h, fragments=10, delay=2)

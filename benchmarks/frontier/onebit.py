@@ -14,7 +14,7 @@ from sparsync.transports.driver import run
 
 
 class OneBitAdam(torch.optim.Optimizer):
-    """Decoupled decay, else Algorithm 1.
+    """Algorithm 1 with decoupled decay.
 
     ::
 
@@ -24,16 +24,16 @@ class OneBitAdam(torch.optim.Optimizer):
         w = w - lr (m' / (sqrt(v') + eps) + decay w)  m', v': corrected for bias
 
     Args:
-        groups: of parameters, with their "weight_decay".
+        groups: parameter groups, with their "weight_decay".
         comm: carries the momentum.
-        dense_steps: T, the steps of the warm-up, whose gradients come averaged.
+        dense_steps: T, the number of warm-up steps, whose gradients arrive averaged.
         lr: the learning rate.
-        betas: of both moments.
+        betas: decay rates of both moments.
         block: consecutive elements that share a scale.
-        eps: of the denominator.
+        eps: added to the denominator.
 
-    Differs from the paper: a scale per block, not one per chunk; both errors in one vector; v is
-    corrected for bias (a warm-up of 60 steps is too short to do without); elements whose v is 0 do not
+    Differs from the paper: there is one scale per block, not per chunk; both errors are in one vector; v
+    is corrected for bias (60 steps of warm-up are too few to omit this); elements whose v is 0 do not
     move.
 
     References: Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, ICML 2021.
@@ -81,7 +81,7 @@ class OneBitAdam(torch.optim.Optimizer):
             p.sub_(piece.view_as(p), alpha=group["lr"])
 
     async def _average(self, momentum: Tensor) -> Tensor:
-        """Average signs in two rounds; what both of them round away is kept."""
+        """Average signs in two rounds, and keep the rounding errors of both."""
         accumulated = momentum + self.error
         reduced = await self.collective.reduce(
             self.comm, DenseVector(accumulated), len(accumulated), self.steps

@@ -20,18 +20,18 @@ from frontier.tasks import TASKS
 
 Place = tuple[str, int, int, int]  # task, steps, ranks, batch
 MARKERS = {"adamw": "o", "muon": "s", "sgd": "^"}
-EARLIER = 2 / 3  # of dense's run: a loss that more methods reach than that of its end
+EARLIER = 2 / 3  # part of dense's run whose loss more methods reach than its final loss
 OURS = "updates"  # the one line
 MANY = 5  # methods in a section that is drawn
 PANEL_INCHES = (6.4, 5.6)
 FONT_POINTS = 7
 TICKS = (-10, -5, -2, 0, 2, 5, 10, 20, 50, 100)  # percent
-LINEAR_PERCENT = 5.0  # the picture is linear so far around dense, logarithmic beyond
+LINEAR_PERCENT = 5.0  # the plot is linear up to this distance from dense, logarithmic beyond
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A method under an optimizer at one place: all its trials, outside of the lab."""
+    """All trials outside the lab of one method, with one optimizer and one setting of the task."""
 
     method: str
     optimizer: str
@@ -49,11 +49,11 @@ class Entry:
 
     @property
     def diverged(self) -> bool:
-        """Whether a seed has no loss."""
+        """Whether any seed has no loss."""
         return any(row["loss"] is None for row in self.best)
 
     def gaps(self, base: Entry) -> list[float]:
-        """Return the loss over another's, less 1, of every seed that both have."""
+        """Return the loss relative to another's, minus 1, for every seed that both have."""
         return [
             loss_of(row) / loss_of(base.by_seed[seed]) - 1
             for seed, row in self.by_seed.items()
@@ -63,7 +63,7 @@ class Entry:
     def volume(self, timed: Row | None) -> tuple[float, float, float, str]:
         """Return bytes per parameter and step, sent, received, sent after a dense beginning.
 
-        As the lab counted, if the method was there; and who counted.
+        The lab's counts are preferred; the last value names the source.
         """
         row, source = self.best[0], timed or self.best[0]
         phases = [(row[name], source[name] or row[name]) for name in ("dense", "rest") if row[name]]
@@ -75,14 +75,14 @@ class Entry:
         return sent, received, phases[-1][1]["sent"] / row["parameters"], source["counted"]
 
     def seconds(self, steps: float, timed: Row) -> float:
-        """Return the time of so many steps in the lab, the dense ones first."""
+        """Return the time of this many steps in the lab, beginning with the dense ones."""
         first = min(steps, self.best[0]["dense"]["steps"] if self.best[0]["dense"] else 0)
         dense = first * timed["dense"]["seconds"] if first and timed["dense"] else 0.0
         return dense + (steps - first) * timed["rest"]["seconds"]
 
 
 def reached(curve: Iterable[Sequence[float]], loss: float) -> float | None:
-    """Return the step, between points, at which a curve is down at a loss; None: never.
+    """Return the (interpolated) step at which a curve reaches a loss, or None if it never does.
 
     Example:
         >>> reached([(10, 4.0), (20, 2.0)], 3.0), reached([(10, 4.0)], 3.0)
@@ -98,7 +98,7 @@ def reached(curve: Iterable[Sequence[float]], loss: float) -> float | None:
 
 
 def value_at(curve: Sequence[Sequence[float]], step: float) -> float:
-    """Return a curve's loss at a step, between points.
+    """Return a curve's loss at a step, by interpolation.
 
     Example:
         >>> value_at([(10, 4.0), (20, 2.0)], 15)
@@ -111,7 +111,7 @@ def value_at(curve: Sequence[Sequence[float]], step: float) -> float:
 
 
 class Section:
-    """The entries of one place, and the short runs of the lab there."""
+    """The entries for one setting of the task, and its short runs in the lab."""
 
     def __init__(self, place: Place, rows: Sequence[Row]) -> None:
         self.task, self.steps, self.ranks, self.batch = place
@@ -131,13 +131,13 @@ class Section:
         return self.entries["dense", "adamw"]
 
     def timed(self, key: tuple[str, str]) -> Row | None:
-        """Return the method's run in a lab; which one makes no difference to bytes."""
+        """Return the method's run in any lab; bytes are the same in all of them."""
         return next((rows[key] for rows in self.labs.values() if key in rows), None)
 
     def steps_to(self, key: tuple[str, str], part: float) -> float | None:
-        """Return the fewest steps, of runs of any length, to dense AdamW's loss after a part of its run.
+        """Return the fewest steps, over runs of any length, to dense AdamW's loss at a part of its run.
 
-        Seed by seed, then the mean; None: a seed is never there.
+        The mean over seeds; None if a seed never reaches the loss.
         """
         if key == ("dense", "adamw"):
             return part * self.steps
@@ -158,7 +158,7 @@ class Section:
 
 
 def entries(rows: Sequence[Row], steps: int) -> dict[tuple[str, str], Entry]:
-    """Return the entries of runs of one length by method and optimizer, as the methods are listed."""
+    """Return the entries of runs of one length by method and optimizer, in the order of the methods."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["steps"] == steps and not row["lab"]:
@@ -168,13 +168,13 @@ def entries(rows: Sequence[Row], steps: int) -> dict[tuple[str, str], Entry]:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Write a table as Markdown; the first two columns are text."""
+    """Return a table as Markdown; the first two columns are text."""
     lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
 
 
 def percent(gaps: Sequence[float]) -> str:
-    """Write mean and spread of gaps.
+    """Format mean and spread of gaps.
 
     Example:
         >>> percent([0.01, 0.03]), percent([0.02]), percent([])
@@ -187,7 +187,7 @@ def percent(gaps: Sequence[float]) -> str:
 
 
 def cells(section: Section, entry: Entry) -> list[str]:
-    """Write the line of a method."""
+    """Return a method's row."""
     key = (entry.method, entry.optimizer)
     own = section.entries.get(("dense", entry.optimizer))
     rates = {row["lr"] for row in entry.trials}
@@ -220,7 +220,7 @@ def cells(section: Section, entry: Entry) -> list[str]:
 def lab_cells(
     section: Section, entry: Entry, timed: Mapping[tuple[str, str], Row]
 ) -> list[str] | None:
-    """Write the line of a method in a lab; None: it was not run there."""
+    """Return a method's row for a lab, or None if it was not run there."""
     key, dense = (entry.method, entry.optimizer), timed.get(("dense", "adamw"))
     if key not in timed or entry.diverged:
         return None
@@ -241,7 +241,7 @@ def lab_cells(
 
 
 def written(section: Section) -> list[str]:
-    """Write the tables of a section."""
+    """Return the tables of a section."""
     row = section.base.best[0]
     heads = ["method", "optimizer", "sent", "received", "after", "counted by", "held-out loss"]
     heads += ["over dense AdamW", "over dense, same optimizer", "steps to dense's loss at 2/3"]
@@ -263,9 +263,9 @@ def written(section: Section) -> list[str]:
 
 
 def picture(sections: Sequence[Section], path: Path) -> None:
-    """Draw loss over bytes, and the front of what no other row beats in both.
+    """Plot loss over bytes, and the front of the rows that no other row beats in both.
 
-    A panel per section of which many methods have been run, on as many ranks as the first.
+    There is a panel for each section with many methods and the same number of ranks as the first.
     """
     drawn = [section for section in sections if len(section.entries) >= MANY]
     sections = [s for s in drawn if s.ranks == sections[0].ranks] or sections
@@ -279,7 +279,7 @@ def picture(sections: Sequence[Section], path: Path) -> None:
         for key, entry in section.entries.items():
             gaps = [] if entry.diverged else entry.gaps(section.base)
             most = 0.0 if entry.diverged else max(entry.volume(section.timed(key))[:2])
-            if gaps and most:  # what never sent anything has no place on a logarithmic axis
+            if gaps and most:  # methods that sent nothing cannot be shown on a logarithmic axis
                 x, y = most, 100 * fmean(gaps)
                 points[x, y] = entry
                 axis.plot(x, y, MARKERS[entry.optimizer], color="black", markersize=4)
@@ -312,7 +312,7 @@ def picture(sections: Sequence[Section], path: Path) -> None:
 
 
 def label(axis: Any, points: Mapping[tuple[float, float], Entry]) -> None:
-    """Write every method's name beside its point, at the first place where no other is."""
+    """Write every method's name next to its point, in the first free place."""
     width, height = (72 * inches for inches in PANEL_INCHES)
     to_points = axis.transScale + axis.transLimits
     taken: list[tuple[float, float, float, float]] = []
@@ -360,17 +360,17 @@ def write_report(rows: Sequence[dict[str, Any]], out: Path, drawn: Path) -> bool
         "",
         f"![held-out loss over bytes]({os.path.relpath(drawn, out.parent)})",
         "",
-        "Sent, received: bytes per parameter and step, dense beginnings included, by the rank with",
-        "most; after: what is sent per step after a dense beginning. Counted by the kernel on the",
-        "lab's links (headers of Ethernet, IP and TCP included), by this library as sent (ledger), or",
-        "worked out for a bandwidth-optimal allreduce (formula). Loss: of the weights that all ranks",
-        "share, without the dense exchange that `finish` makes; over dense: mean and standard",
-        "deviation over seeds of the ratio to dense with the same seed. Rate, knobs: the best of the",
-        "trials, with the first seed; * is the smallest or largest rate tried. Steps to a loss: on an",
-        "eighth of the held-out samples, the fewest of all runs of the method, whatever their length.",
-        "Seconds: that many steps as measured in short runs in the lab; computation: forward,",
-        "backward and optimizer on all ranks at once, without exchange; hidden: the share of the",
-        "exchanges' seconds that training did not wait for.",
+        "Sent, received: bytes per parameter and step, including a dense warm-up, for the rank with the",
+        "most bytes; after: bytes sent per step after the warm-up. Bytes are counted by the kernel on",
+        "the lab's links (including Ethernet, IP and TCP headers), counted by this library (ledger), or",
+        "computed for a bandwidth-optimal allreduce (formula). Loss: of the weights that all ranks",
+        "share, without the dense exchange of `finish`; over dense: ratio to dense with the same seed,",
+        "mean and standard deviation over seeds. Rate, knobs: the best settings tried with the first",
+        "seed; * marks the smallest or largest rate tried. Steps to a loss: measured on an eighth of",
+        "the held-out samples; the fewest of all the method's runs, whatever their length. Seconds: the",
+        "time of these steps, measured in short runs in the lab; computation: forward, backward and",
+        "optimizer on all ranks at once, without exchange; hidden: the share of the exchanges' time for",
+        "which training did not wait.",
     ]
     for section in sections:
         lines += written(section)

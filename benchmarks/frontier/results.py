@@ -1,4 +1,4 @@
-"""Finished runs, one JSON line each; what is there is not run again.  And how a method is tuned."""
+"""Finished runs, one JSON line each, which are not repeated; and how a method is tuned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Results:
     """The file of finished runs.
 
     Args:
-        path: one JSON line per run: the fields of ``Run``, then what was measured.
+        path: has one JSON line per run, with the fields of ``Run``, then the measurements.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,15 +29,15 @@ class Results:
 
     @property
     def rows(self) -> list[Row]:
-        """Every finished run; read anew, since several commands may write to one file."""
+        """Every finished run; read again on each access, since several commands may write to the file."""
         if not self.path.exists():
             return []
         return [json.loads(line) for line in self.path.read_text("utf-8").splitlines()]
 
     def get(self, run: Run) -> Row:
-        """Return the row of a run, which is made if it is not there.
+        """Return the row of a run; make the run if it is missing.
 
-        A run whose ranks gave up because of NaN or Inf has no loss.
+        A run whose ranks stopped because of NaN or Inf has no loss.
         """
         asked = json.loads(json.dumps(asdict(run)))
         for row in self.rows:
@@ -56,9 +56,9 @@ class Results:
         return row
 
     def tune(self, run: Run, rates: Sequence[float], seeds: Sequence[int], *, knobs: bool) -> None:
-        """Find the best rate, then of each knob in turn, with the first seed; run the other seeds.
+        """Find the best rate, then the best value of each knob, with the first seed; run the other seeds.
 
-        Every method tries the same number of rates, and of values of its own two knobs.
+        Every method tries the same number of rates, and of values of its two knobs.
         """
         best = replace(run, seed=seeds[0], knobs=METHODS[run.method].untuned)
         best = self._best(replace(best, lr=rate) for rate in rates)
@@ -71,7 +71,7 @@ class Results:
         return min(runs, key=lambda run: loss_of(self.get(run)))
 
     def time(self, run: Run, lab: str, steps: int) -> None:
-        """Measure a method's seconds and bytes in the lab, with the settings that won.
+        """Measure a method's seconds and bytes in the lab, with its best settings.
 
         These runs are short, in whole periods, and their dense phase is 2 steps: the report extrapolates.
         """
@@ -87,31 +87,31 @@ class Results:
 
 
 def name_of(run: Run) -> str:
-    """Name a run for the progress."""
+    """Return a run's name for the progress display."""
     knobs = "".join(f" {knob}={value}" for knob, value in run.knobs.items())
     lab = f" at {run.lab}" if run.lab else ""
     return f"{run.task} {run.method} {run.optimizer} lr={run.lr:g}{knobs} seed={run.seed}{lab}"
 
 
 def loss_of(row: Row) -> float:
-    """Return the held-out loss; infinite where training diverged."""
+    """Return the held-out loss, which is infinite if training diverged."""
     return math.inf if row["loss"] is None else float(row["loss"])
 
 
 def comparable(rows: Iterable[Row], run: Run) -> list[Row]:
-    """Return the rows, outside of the lab, that differ from a run in what is tuned, or the seed."""
+    """Return the rows outside the lab that differ from a run only in tuned settings or the seed."""
     tuned = {"lr", "knobs", "seed"}
     asked = {name: value for name, value in asdict(run).items() if name not in tuned}
     return [row for row in rows if asked.items() <= row.items()]
 
 
 def settings_of(row: Row) -> str:
-    """Write what is tuned, to compare."""
+    """Return the tuned settings as a string for comparison."""
     return json.dumps([row["lr"], row["knobs"]], sort_keys=True)
 
 
 def chosen(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the settings with the least loss at the first seed, by seed."""
+    """Return the rows, by seed, of the settings with the smallest loss for the first seed."""
     first = min(row["seed"] for row in rows)
     best = min((row for row in rows if row["seed"] == first), key=loss_of)
     same = [row for row in rows if settings_of(row) == settings_of(best)]

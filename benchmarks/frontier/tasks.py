@@ -1,4 +1,4 @@
-"""What is trained: byte-level GPTs of two sizes, and two workloads that are no GPT."""
+"""The training tasks: byte-level GPTs of two sizes, and two workloads that are not GPTs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ BYTES = 256  # the vocabulary
 class ByteGpt(nn.Module):
     """Predicts the next byte: pre-norm, causal attention, ReLU squared, the head tied to the embedding.
 
-    No biases; weights begin normal, those that end a residual branch smaller (GPT-2, section 2.3).
+    There are no biases; initial weights are normal, with smaller ones at the end of a residual branch
+    (GPT-2, section 2.3).
     """
 
     def __init__(self, *, context: int, width: int, layers: int, seed: int) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it is
+        with torch.random.fork_rng(devices=[]):  # leaves the caller's generator unchanged
             torch.manual_seed(seed)
             self.byte_embedding = nn.Embedding(BYTES, width)
             self.position_embedding = nn.Embedding(context, width)
@@ -88,7 +89,7 @@ class GptWorkload(TextWorkload):
 
 @dataclass(frozen=True)
 class Task:
-    """A workload, and how it is trained by default."""
+    """A workload and its default training settings."""
 
     workload: Workload
     batch: int  # samples per rank and step
@@ -111,7 +112,9 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 
 
 def rate_at(step: int, steps: int) -> float:
-    """Return the part of the largest learning rate: growing over a tenth of the steps, then a cosine.
+    """Return the fraction of the largest learning rate: it grows for a tenth of the steps, then falls.
+
+    It falls along a cosine.
 
     Example:
         >>> [round(rate_at(step, 20), 3) for step in (0, 1, 2, 19)]
@@ -133,9 +136,9 @@ def grouped(named: Mapping[str, nn.Parameter]) -> list[dict]:
 
 
 def make_optimizers(model: nn.Module, kind: str, lr: float) -> list[torch.optim.Optimizer]:
-    """Return AdamW; for "sgd" SGD; for "muon" Muon of the hidden matrices, then AdamW of the rest.
+    """Return AdamW; for "sgd" SGD; for "muon" Muon for the hidden matrices, then AdamW for the rest.
 
-    Muon's updates are scaled to the size of AdamW's, so that one learning rate is both's (Liu et al.,
+    Muon's updates are scaled to the size of AdamW's, so one learning rate suits both (Liu et al.,
     Muon is Scalable for LLM Training, 2025, section 2.2).
     """
     named = dict(model.named_parameters())

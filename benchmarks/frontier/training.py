@@ -1,4 +1,4 @@
-"""One run: real rank processes that train, evaluate on the way, and count bytes and seconds."""
+"""One run: real rank processes that train, evaluate along the way, and count bytes and seconds."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sparsync.cli.train.results import seconds_of_all
 from sparsync.cli.workloads.workload import Draw, Evaluation, Workload, outputs_of
 from sparsync.transports.agree import digest
 
-POINTS = 12  # evaluations on the way
-SHARES = 8  # one of so many held-out samples is evaluated on the way
+POINTS = 12  # evaluations along the way
+SHARES = 8  # one in this many held-out samples is evaluated along the way
 
 
 @dataclass(frozen=True)
 class Run:
-    """What tells a run apart; equal on all ranks, and the beginning of its line in the results."""
+    """The settings that identify a run, equal on all ranks; they begin its line in the results."""
 
     task: str
     steps: int
@@ -39,19 +39,17 @@ class Run:
     lr: float
     seed: int
     knobs: Mapping[str, Any] = field(default_factory=dict)
-    lab: str | None = (
-        None  # rate of the links; None: none are shaped, and nothing is evaluated in one
-    )
+    lab: str | None = None  # rate of the links, without evaluation; None: unshaped links
 
     def make(self, label: str) -> dict[str, Any]:
-        """Train on processes of this machine; return what was measured."""
+        """Train on processes of this machine; return the measurements."""
         connection = Connection("auto", TIMEOUT, lab=self.lab)
         measured: dict[str, Any] = connection.start(train_rank, self.ranks, self, label)
         return measured
 
 
 def train_rank(run: Run, label: str) -> dict[str, Any]:
-    """Train as one rank; return what all ranks measured."""
+    """Train as one rank; return the measurements of all ranks."""
     torch.set_num_threads(1)
     rank, workload, started = dist.get_rank(), TASKS[run.task].workload, time.perf_counter()
     computation = _computation_seconds(run, workload)
@@ -103,7 +101,7 @@ def train_rank(run: Run, label: str) -> dict[str, Any]:
 def _phase(
     walls: list[float], volumes: list[list[Volume]], begin: int, end: int
 ) -> dict[str, float] | None:
-    """Return means per step from ``begin`` to ``end``; bytes are those of the rank with most of them."""
+    """Return means per step from ``begin`` to ``end``; bytes are those of the rank with the most."""
     if begin == end:
         return None
     spans = [(ours[begin], ours[end]) for ours in volumes]
@@ -116,13 +114,13 @@ def _phase(
 
 
 def _volume(exchange: Exchange, made: int) -> Volume:
-    """Return the bytes so far: on this rank's link where there is one."""
+    """Return the bytes so far, counted on this rank's link if it has one."""
     counted = local_traffic()
     return exchange.volume(made) if counted is None else Volume(*counted)
 
 
 def _step(run: Run, exchange: Exchange, workload: Workload, step: int) -> float:
-    """Do one step of anybody's loop; return this rank's loss before it."""
+    """Do one step of an ordinary training loop; return this rank's loss before it."""
     for optimizer in exchange.optimizers:
         optimizer.zero_grad()
         for group in optimizer.param_groups:
@@ -137,7 +135,7 @@ def _step(run: Run, exchange: Exchange, workload: Workload, step: int) -> float:
 
 
 def _evaluate(exchange: Exchange, model: nn.Module, workload: Workload, shares: int) -> Evaluation:
-    """Evaluate on one of ``shares`` held-out samples, divided among the ranks; all ranks call it."""
+    """Evaluate on one in ``shares`` held-out samples, divided among the ranks; all ranks call it."""
     ranks = dist.get_world_size()
     with exchange.shared():
         mine = workload.evaluate(model, rank=dist.get_rank(), world_size=shares * ranks)
@@ -147,7 +145,7 @@ def _evaluate(exchange: Exchange, model: nn.Module, workload: Workload, shares: 
 
 
 def _computation_seconds(run: Run, workload: Workload, *, steps: int = 5) -> float:
-    """Return the seconds of a step without its exchange, on all ranks at once: the slowest's median."""
+    """Return the slowest rank's median seconds per step without exchange, all ranks computing at once."""
     model, seconds = workload.make_model(run.seed), []
     alone = Exchange(
         model, make_optimizers(model, run.optimizer, run.lr), lambda _: Volume(0, 0), ""

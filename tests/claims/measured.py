@@ -1,4 +1,4 @@
-"""What the claim tests share: steps of real reducers in the simulator, and sums over its ledgers."""
+"""Shared by the claim tests: steps of real reducers in the simulator, and sums over its ledgers."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ DENSITY = 1 / 32
 
 
 def k_for(world_size: int) -> int:
-    """The k of these tests: k / P >= 256, where headers and histograms fit into the bounds."""
+    """Return k for these tests: with k / P >= 256, headers and histograms fit into the bounds."""
     return max(2048, 256 * world_size)
 
 
@@ -50,12 +50,12 @@ def words(simulation: Simulation) -> float:
 
 
 def messages(simulation: Simulation) -> int:
-    """Most messages that any rank sent."""
+    """Return the largest number of messages that any rank sent."""
     return max(ledger.total().messages_sent for ledger in simulation.ledgers)
 
 
 def phase(simulation: Simulation, name: str) -> list[Traffic]:
-    """One phase's traffic on every rank."""
+    """Return one phase's traffic on every rank."""
     return [ledger.by_phase().get(name, Traffic()) for ledger in simulation.ledgers]
 
 
@@ -79,7 +79,7 @@ def oktopk_step(k, world_size, refinements=0):
 
 
 def histograms(k, world_size, refinements):
-    """Closed form of a histogram whose marginal bin is divided again some times."""
+    """Closed form of a histogram whose marginal bin is divided again several times."""
     finer = allreduce(REFINING_BINS, world_size).times(refinements)
     return forms.histogram_cost(k, world_size) + finer
 
@@ -91,6 +91,6 @@ def published_step(selected, kept, world_size):
 
 
 def exact_step(k, reduced, world_size):
-    """Closed form of one that allgathers all reduced entries and averages cuts."""
+    """Closed form of a step that allgathers all reduced entries and averages cuts."""
     more = allgatherv(HEADER_BYTES + ENTRY_BYTES * reduced / world_size, world_size)
     return published_step(k, k, world_size) + more + forms.averaged_cuts_cost(world_size)

@@ -1,4 +1,4 @@
-"""Ok-Topk, section 3.1.2 and Figure 7b: balance before the allgatherv, and not when it is not needed."""
+"""Ok-Topk, section 3.1.2 and Figure 7b: balance before the allgatherv, but only when needed."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def balanced(counts):
 
 
 def direct(counts):
-    """The allgatherv by recursive doubling, as it is."""
+    """The plain allgatherv by recursive doubling."""
     return gathered(counts, balance=False, links=Links())
 
 
@@ -56,7 +56,7 @@ def test_balances_if_the_largest_is_more_than_four_times_the_average(counts, bal
 
 @pytest.mark.parametrize("world_size", RANKS)
 def test_oktopk_balances_when_one_rank_holds_all_and_only_then(world_size):
-    """Up to four ranks nothing can exceed four times the average."""
+    """With up to four ranks, nothing can exceed four times the average."""
     (simulation,) = steps("oktopk", world_size, "dominated", 1)
     assert ("balance" in phases(simulation)) == (world_size > 4)
     for kind in EXCHANGEABLE:
@@ -76,7 +76,7 @@ def test_the_direct_allgatherv_of_one_ranks_entries_sends_2k_log_p(world_size):
 
 @pytest.mark.parametrize("world_size", [5, 8, 16, 32])
 def test_balance_and_allgatherv_stay_below_4k(world_size):
-    """Equation 2.  Here even below its extreme case: who handed all over has nothing to forward.
+    """Equation 2.  Even below its extreme case: a rank that handed over everything forwards nothing.
 
     One rank holds all k entries.  It hands them over, keeps none (it knows them) and forwards none; the
     others exchange them and return them to it.

@@ -16,7 +16,7 @@ from .measured import ADVERSARIAL, EXCHANGEABLE, phases, words
 
 SIZE, DENSITY = 1_000_000, 0.01
 SLOW = pytest.mark.slow
-SIZE_PER_RANK = 31_250  # of which k / P = 312
+SIZE_PER_RANK = 31_250  # k / P is 312
 
 
 @pytest.mark.parametrize("kind", EXCHANGEABLE + ADVERSARIAL)
@@ -43,12 +43,12 @@ def test_its_cost_form_is_what_it_sends(values):
     for _ in range(2):
         assert words(ranks.step()) == pytest.approx(
             expected, rel=0.06
-        )  # a mean; this is the busiest rank
+        )  # the formula is a mean, but this is the busiest rank
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 def test_a_tight_budget_binds_and_nothing_is_lost(world_size):
-    """Half the bytes that the entries need: fewer entries, never more bytes."""
+    """With half the bytes that the entries need, there are fewer entries, but never more bytes."""
     algorithm = resolve("budgeted", budget=0.8)
     case = Case(algorithm, world_size, 512 * 100 * world_size, 0.01, "uniform")
     ranks = SimulatedRanks(case)
@@ -99,7 +99,7 @@ EXACT = resolve("budgeted", codec=Packed("fp32"), budget=4.0)  # room for values
 @pytest.mark.parametrize("kind", EXCHANGEABLE + ADVERSARIAL)
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_the_total_is_the_exact_top_k_of_the_sum(world_size, kind):
-    """Owners' shares of it differ by chance alone, and four deviations cover that."""
+    """Owners' shares of the top-k differ only by chance, which four deviations cover."""
     ranks = SimulatedRanks(Case(EXACT, world_size, 100_000, 0.02, kind))
     for _ in range(3):
         results = ranks.step().results

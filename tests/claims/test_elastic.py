@@ -1,4 +1,4 @@
-"""Ten minutes with a kill a minute: little is lost besides the time of the ranks that are away."""
+"""Ten minutes with a kill per minute: little is lost besides the time of the absent ranks."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ pytest.importorskip("torchft")
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_kill_a_minute_costs_little(tmp_path):
-    """Ranks mostly wait, and both trainings run at once, so that other load slows both down."""
+    """Ranks mostly wait, and both runs train at once, so other load slows both down."""
     options = "--workload bytes --width 32 --batch-size 2 --optimizer sgd --ranks 8 --steps 1050"
     options += " --delay random:8:0.5 --kill random:60"
     command = [sys.executable, "-m", "sparsync", "train", "--elastic", *options.split()]

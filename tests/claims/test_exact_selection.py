@@ -1,4 +1,4 @@
-"""Exactly min(k, nnz) entries on every step, and in steady state never a look at all n."""
+"""Exactly min(k, nnz) entries on every step, without scanning all n elements in the steady state."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Feedback:
-    """One rank with error feedback; counts the steps that had to look at all n."""
+    """One rank with error feedback, which counts the steps that had to scan all n elements."""
 
     def __init__(self, size, k, monkeypatch):
         self.k, self.residual, self.selector = k, Residual(size, torch.float32, CPU), Exact()
@@ -56,7 +56,7 @@ def test_steady_state_never_looks_at_all_entries(density, monkeypatch):
     for step in range(40):
         rank.feed(noise(step))
     settled = [step for step in rank.whole if step >= 10]
-    # the fewer entries, the more the k-th magnitude itself jumps: at k = 4 beyond any sensible gap
+    # with few entries, the k-th magnitude itself jumps: at k = 4, beyond any sensible gap
     assert len(settled) <= {4: 6, 40: 1}.get(rank.k, 0)
 
 

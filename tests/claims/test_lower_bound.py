@@ -21,7 +21,7 @@ def entries_of_a_step(world_size, boundaries):
     total = [ledger.total() for ledger in simulation.ledgers]
     split, gather = phase(simulation, "split"), phase(simulation, "allgatherv")
     received = [
-        # a message of the allgatherv carries one header per rank: P - 1 of them arrive
+        # a message of the allgatherv has one header per rank, so P - 1 headers arrive
         entry_words_received(s, s.messages_received) + entry_words_received(g, world_size - 1)
         for s, g in zip(split, gather, strict=True)
     ]
@@ -34,14 +34,14 @@ def test_theorem_3_1_case_reaches_the_lower_bound(world_size):
     bound = lower_bound_words(k, world_size)
     assert bound == 2 * k * (world_size - 1) / world_size
     sent, received, _ = entries_of_a_step(world_size, "histogram")
-    # who owns a little more than k / P of the result receives a little less than the average
+    # a rank that owns slightly more than k / P of the result receives slightly less than the average
     assert sum(received) / world_size >= bound * (1 - 1e-9)
     assert max(max(sent), max(received)) <= bound * (1 + CUTS)
 
 
 @pytest.mark.parametrize(("world_size", "in_the_split"), [(8, 5.25), (16, 13.1), (32, 29.0)])
 def test_averaged_boundaries_miss_the_lower_bound_by_far(world_size, in_the_split):
-    """The published consensus supposes supports that look alike: the means of these cuts do not fit.
+    """The published consensus assumes similar supports: the means of these cuts do not fit.
 
     All ranks' entries then lie in few regions, whose owners receive ``in_the_split`` words per k.
     """

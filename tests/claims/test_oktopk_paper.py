@@ -1,7 +1,7 @@
-"""Ok-Topk as published (preset "oktopk-paper"): what its claims cover and what they leave out.
+"""Ok-Topk as published (preset "oktopk-paper"): what its claims cover, and what they omit.
 
 Claimed: at most 6 (P - 1) / P words per entry *actually selected*, on steps that reuse their
-thresholds, when the ranks' inputs are exchangeable (averaged boundaries suppose that they look alike).
+thresholds, if the ranks' inputs are exchangeable (averaged boundaries assume that they are similar).
 """
 
 import pytest
@@ -17,13 +17,13 @@ STEPS = 4
 
 
 def taken(simulation):
-    """Most entries that any rank selected; entries of the total."""
+    """Return the most entries that any rank selected, and the entries of the total."""
     selected = max(evidence.selected.nnz for evidence in simulation.results)
     return selected, simulation.results[0].total.nnz
 
 
 def reduced(simulation):
-    """Entries after the reduction, over all regions."""
+    """Return the number of entries after the reduction, over all regions."""
     union = sum(evidence.selected.to_dense().abs() for evidence in simulation.results)
     return int(union.count_nonzero())
 
@@ -67,7 +67,7 @@ def test_supports_that_do_not_look_alike_exceed_the_claim(world_size):
 
 
 def test_reused_thresholds_exceed_any_bound_per_requested_k():
-    """Under fresh gradients residuals pile up below a reused threshold: hence the cap of "oktopk"."""
+    """With fresh gradients, residuals pile up below a reused threshold, hence the cap of "oktopk"."""
     k, world_size = k_for(4), 4
     counts = [taken(simulation)[0] for _, simulation in published(world_size, "uniform", 4)]
     assert counts[0] == k

@@ -48,9 +48,9 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "world_size"), CASES)
 def test_oktopk_volume_is_below_6k(kind, world_size):
-    """Permuting the ranks of exchangeable inputs changes nothing: there it is 6 k (P - 1) / P.
+    """Permuting the ranks of exchangeable inputs changes nothing; their bound is 6 k (P - 1) / P.
 
-    On adversarial ones a rank may own nothing of what it selected, and another one all that is kept.
+    With adversarial inputs, a rank may own none of its selected entries, and another all kept ones.
     """
     k, exchangeable = k_for(world_size), kind in EXCHANGEABLE
     bound = bound_words(k, world_size, exchangeable=exchangeable)
@@ -62,8 +62,8 @@ def test_oktopk_volume_is_below_6k(kind, world_size):
 def test_two_ranks_of_which_one_dominates_need_4k_words_and_the_histograms():
     """The exclusion, with its reason: P = 2, disjoint supports, one rank's values dominating.
 
-    Each rank sends all its k entries to the other one, and the owner of the dominating ones sends k
-    back: 4 k words are the bound 6 k - 4 k / P and the entries alone take it.
+    Each rank sends all its k entries to the other rank, and the owner of the dominating ones sends k
+    back: the entries alone take 4 k words, which is the bound 6 k - 4 k / P.
     """
     k = k_for(2)
     bound = bound_words(k, 2, exchangeable=False)
@@ -84,7 +84,7 @@ def test_the_volume_has_its_closed_form(world_size):
 
 @pytest.mark.parametrize("world_size", [4, 16])
 def test_even_regions_exceed_the_bound(world_size):
-    """Negative control: without balanced regions the owner of region 0 receives all."""
+    """Negative control: without balanced regions, the owner of region 0 receives everything."""
     bound = bound_words(k_for(world_size), world_size, exchangeable=True)
     (simulation,) = steps(oktopk(balanced_split=False), world_size, "one-region", 1)
     assert words(simulation) > 1.3 * bound
@@ -92,9 +92,9 @@ def test_even_regions_exceed_the_bound(world_size):
 
 @pytest.mark.parametrize(("trigger", "period"), [(1.5, 64), (None, 2)])
 def test_supports_that_move_exceed_the_bound_until_the_next_repartition(trigger, period):
-    """Negative control: the domain is needed; boundaries of other supports balance nothing.
+    """Negative control: the domain is necessary, because boundaries of other supports balance nothing.
 
-    With the trigger the next repartition is the next step; as published it is the next period.
+    With the trigger, the next step repartitions; as published, the next period does.
     """
     world_size, k = 8, k_for(8)
     size = 32 * k

@@ -1,4 +1,4 @@
-"""Units in flight, each with its share of the global k, keep the energy of its top-k."""
+"""Units in flight, each with its share of the global k, keep the energy of the global top-k."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def gradients(model, text, step, rank, units):
 
 
 def energies(algorithm, world_size, steps, monkeypatch=None):
-    """Train; return per step the total's energy over that of the top-k of all units together."""
+    """Train; return the total's energy over that of all units' joint top-k, per step."""
     torch.manual_seed(0)
     text, model = ByteText.of_standard_library(), ByteTransformer(width=64, layers=2)
     units = plan_units(model.named_parameters(), unit_bytes=60_000)
@@ -72,7 +72,7 @@ def test_shares_keep_the_energy_of_the_global_top_k(algorithm, world_size):
 
 
 def test_equal_densities_lose_energy(monkeypatch):
-    """The negative control: every unit 1 % of itself."""
+    """The negative control: every unit selects 1 % of its own entries."""
     monkeypatch.setattr(shares, "next_shares", lambda state, *rest: state)
     ratios = energies(resolve("budgeted"), 1, STEPS)
     assert sum(ratios[2:]) / len(ratios[2:]) < 0.9

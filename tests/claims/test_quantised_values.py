@@ -27,7 +27,7 @@ def gradients():
 
 
 def mean_and_deviation(totals):
-    """The mean of many draws, and the standard error of its elements, of all together."""
+    """Return the mean of many draws, and the standard errors of its elements and of all together."""
     totals = torch.stack(totals).double()
     return totals.mean(0), float(totals.var(0).mean().sqrt()) / len(totals) ** 0.5
 
@@ -36,7 +36,7 @@ def mean_and_deviation(totals):
 
 
 def reduced_steps(bits, block, count, **options):
-    """Reduce the same gradients on every step; per step the sum, and all ranks' losses and residuals."""
+    """Reduce the same gradients on every step; return the sums, and all ranks' losses and residuals."""
     algorithm = resolve(
         "sparcml", quantize="reduced", bits=bits, quantization_block=block, **options
     )
@@ -63,12 +63,12 @@ def test_reduced_sums_are_quantised_without_bias_and_their_errors_are_lost(bits,
     totals = [total for total, _, _ in ranks[0][0]]
     mean, error = mean_and_deviation(totals)
     off = (mean - exact).norm() / SIZE**0.5
-    assert off == pytest.approx(error, rel=0.1)  # as large as chance makes it, and no larger
+    assert off == pytest.approx(error, rel=0.1)  # no larger than expected by chance
     for step in range(DRAWS):
         lost = torch.stack([sum(found[step][1]) for found, _ in ranks])
         assert all(found[step][2] is None or not found[step][2].any() for found, _ in ranks)
         assert torch.allclose(totals[step] + lost.sum(0), exact, atol=1e-5)
-        # the owner of a region loses the errors of its sums, and nobody any others
+        # the owner of a region loses the errors of its sums; no other errors are lost
         for rank, mine in enumerate(lost):
             own = slice(rank * SIZE // RANKS, (rank + 1) * SIZE // RANKS)
             assert mine[own].any()
@@ -88,7 +88,7 @@ def test_the_last_step_of_dsar_is_shorter_by_a_constant(bits, block):
 
 @pytest.mark.parametrize(("bits", "block"), REDUCED)
 def test_errors_that_are_kept_do_not_explode(bits, block):
-    """Shrunk values are a contraction: the residual stays bounded, and nothing is lost."""
+    """With shrunk values, which are a contraction, the residual stays bounded and nothing is lost."""
     ranks = reduced_steps(bits, block, 60, keep_error=True)
     norms = [float(torch.stack([found[step][2] for found, _ in ranks]).norm()) for step in (29, 59)]
     assert not ranks[0][0][-1][1]
@@ -118,7 +118,7 @@ def test_oktopk_sends_less_with_quantised_values(name, world_size):
 
 @pytest.mark.parametrize(("bits", "balance_trigger"), [(2, 1.0), (4, 4.0), (8, 1.0)])
 def test_oktopk_with_qsgd_is_unbiased_and_reports_its_loss(bits, balance_trigger):
-    """Entries are rounded on the way to their owner, sums on the way to all: some twice, if balanced."""
+    """Entries are rounded when sent to their owner, sums when sent to all, some twice if balanced."""
     size = k = 601  # no four regions are equally full
     given = [vector[:size] for vector in gradients()]
 

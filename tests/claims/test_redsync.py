@@ -1,4 +1,4 @@
-"""RedSync: Equations 1 and 2 and what follows from them, on the simulator's ledger and clock."""
+"""RedSync: Equations 1 and 2 and their consequences, on the simulator's ledger and clock."""
 
 import re
 
@@ -38,7 +38,7 @@ def log2(world_size):
 
 
 def ratio(world_size, density, words_per_entry):
-    """Of the terms in front of beta."""
+    """Ratio of the terms in front of beta."""
     sparse = equation_1(world_size, density, alpha=0, beta=1, words_per_entry=words_per_entry)
     return sparse.per_byte / equation_2(world_size, alpha=0, beta=1).per_byte
 
@@ -52,7 +52,7 @@ def test_the_compression_of_the_model_is_not_that_of_the_bandwidth(
 ):
     """Section 5.4: 12.8 % of dense at P = 128; 5.6: 100 % at P = 64 and 1.5625 %.
 
-    Both are those of two words per entry; 5.6 says "quantised", whose messages are half as long.
+    Both assume two words per entry, although 5.6 says "quantised", which has messages half as long.
     """
     assert ratio(world_size, density, QUANTIZED) == pytest.approx(quantised)
     assert ratio(world_size, density, PLAIN) == pytest.approx(plain)
@@ -71,7 +71,7 @@ def sparse_step(codec, world_size):
 @pytest.mark.parametrize("words_per_entry", [QUANTIZED, PLAIN])
 def test_equation_1_is_what_the_allgather_sends_and_takes(words_per_entry, world_size):
     codec, nbytes = CODECS[words_per_entry], 4 * SIZE
-    # in the quantised message the mean is part of the header: the equation leaves both out
+    # in the quantised message, the mean is part of the header; the equation omits both
     header = codec.nbytes(K, SIZE) - words_per_entry * 4 * K
     assert 0 < header <= 24
     simulation = sparse_step(codec, world_size)
@@ -130,7 +130,7 @@ networks = st.fixed_dictionaries({"alpha": positive, "beta": st.floats(1e-11, 1e
 def test_the_thresholds_are_where_the_equations_cross(
     world_size, density, network, unpack, selection
 ):
-    """A method beats dense and those of smaller layers at every size where it is used."""
+    """A method beats dense and the methods for smaller layers at every size for which it is used."""
     found = size_thresholds(world_size, density, unpack=unpack, selection=selection, **network)
     assert list(found) == sorted(found)
     dense = equation_2(world_size, **network)
@@ -150,7 +150,7 @@ def test_the_thresholds_are_where_the_equations_cross(
             costs = [method.seconds(nbytes) for method in methods]
             used = sum(nbytes >= start for start in found)
             assert costs[used] <= min(costs[: used + 1]) * (1 + 1e-9)
-    if 0 < found.compress_thd < 1e15:  # no sooner: the method that comes next is slower than dense
+    if 0 < found.compress_thd < 1e15:  # below it, the next method would be slower than dense
         used = sum(1.01 * found.compress_thd >= start for start in found)
         before = 0.99 * found.compress_thd
         if methods[used].beats_from(dense) >= found.compress_thd:
@@ -158,13 +158,13 @@ def test_the_thresholds_are_where_the_equations_cross(
 
 
 def thresholds(**changes):
-    """Of the eight GPUs of section 6.1, layers fused."""
+    """Return the size thresholds on the eight GPUs of section 6.1, with fused layers."""
     defaults = {"world_size": 8, "density": 0.001, "alpha": 0.0, "beta": 1 / 3.5e9}
     return size_thresholds(**{**defaults, **changes})
 
 
 def test_the_published_128_kb_come_out_at_3_5_gb_per_second():
-    """Section 5.4, within a factor of two; and they are arguments of the policy."""
+    """The thresholds of section 5.4, within a factor of two; the policy takes others as arguments."""
     found = thresholds()
     assert 64 * 1024 < found.compress_thd < 256 * 1024
     policy = BySize(*found)
@@ -173,7 +173,7 @@ def test_the_published_128_kb_come_out_at_3_5_gb_per_second():
 
 
 def test_the_sizes_of_the_page_are_those_of_the_cost_model():
-    """And they are options of the preset, under its names."""
+    """The preset takes them as options, under its own names."""
     units = {"GB/s": 1e9, "Gbit/s": 0.125e9}
     rows = re.findall(
         r"^(\S+) (GB/s|Gbit/s) +(\d+) +(\S+) +(\S+) +(\S+)$", redsync.__doc__, re.MULTILINE
@@ -198,7 +198,7 @@ def test_dense_stays_where_the_messages_of_p_ranks_are_longer():
 
 
 def test_slower_networks_compress_smaller_layers():
-    """Section 5.4: the thresholds are those of one network, 3.5 GB/s."""
+    """Section 5.4: the thresholds are for one network, with 3.5 GB/s."""
     fast, slow = (thresholds(beta=1 / rate).compress_thd for rate in (3.5e9, 0.125e9))
     assert 0 < slow < fast
 
@@ -251,7 +251,7 @@ def test_collectives_that_apply_k_entries_avoid_it(resnet_steps):
 
 @pytest.mark.parametrize(("ranks", "pays"), [(4, False), (8, False), (32, True)])
 def test_quantised_messages_pay_for_the_language_model_beyond_16_ranks(ranks, pays):
-    """Section 6.4: below, searching on every step costs more than shorter messages save."""
+    """Section 6.4: for fewer ranks, searching on every step costs more than shorter messages save."""
     plain, quantised = (
         sum(redsync_phases.phases(redsync_phases.lstm(), scheme, ranks, SHRINK).values())
         for scheme in (redsync_phases.RGC, redsync_phases.QUANTISED_RGC)

@@ -1,4 +1,4 @@
-"""Ok-Topk, sections 3.1.3 and 5.2: thresholds that are reused, and how many entries they select."""
+"""Ok-Topk, sections 3.1.3 and 5.2: reused thresholds, and how many entries they select."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ PERIOD = 3
 
 
 def reduced(simulation):
-    """Entries of the sum of what was selected."""
+    """Return the number of entries in the sum of the selections."""
     return int(sum(e.selected.to_dense() for e in simulation.results).count_nonzero())
 
 
@@ -81,7 +81,7 @@ def test_regions_are_cut_anew_every_tau_steps_and_reused_between():
 
 
 def test_what_did_not_contribute_stays_in_the_residual():
-    """Algorithm 2, line 6: the residual is zero where a local value contributed, and nowhere else."""
+    """Algorithm 2, line 6: the residual becomes zero exactly where a local value contributed."""
     for simulation in steps("oktopk", 4, "uniform", 2):
         for evidence in simulation.results:
             contributed = evidence.delivered.indices

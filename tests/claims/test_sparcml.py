@@ -31,7 +31,7 @@ LINKS = Links(alpha=50e-6, beta=8e-9)
 
 
 def support(rank, world_size, overlap):
-    """K indices, evenly spread over the whole vector."""
+    """Return K indices, evenly spread over the whole vector."""
     step = SIZE // (K * 64)
     first = torch.arange(K) * (SIZE // K)
     return first if overlap == "full" else first + rank * step
@@ -53,7 +53,7 @@ def reduce(make, world_size, overlap):
 
 
 def entry_words(simulation):
-    """Most words of indices and values that any rank sent or received, headers left out."""
+    """Return the most words of indices and values that any rank sent or received, without headers."""
     sent = max(
         ledger.total().sent_parts.index + ledger.total().sent_parts.value
         for ledger in simulation.ledgers
@@ -65,7 +65,7 @@ def entry_words(simulation):
 
 
 def blocks(ledger):
-    """How many headers a rank received: as many bytes of them were sent, on average of the ranks."""
+    """Return how many headers a rank received; on average, ranks sent equally many."""
     return ledger.total().sent_parts.header / HEADER_BYTES
 
 
@@ -142,7 +142,7 @@ def test_dsar_stays_within_its_interval(overlap, world_size):
 @pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("overlap", ["full", "none"])
 def test_topkdsa_stays_within_table_1(overlap, world_size):
-    """``[4 k (P - 1) / P, (2 k + n) (P - 1) / P]``: sparse as long as that pays."""
+    """``[4 k (P - 1) / P, (2 k + n) (P - 1) / P]``: sparse as long as it is shorter."""
     simulation = reduce(Dynamic, world_size, overlap)
     lower = 2 * lower_bound_words(K, world_size)
     upper = (2 * K + SIZE) * (world_size - 1) / world_size
@@ -171,11 +171,11 @@ def test_topkdsa_switches_to_dense_exactly_beyond_delta():
 @pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("overlap", ["full", "none"])
 def test_no_collective_beats_lemma_5_1(overlap, world_size):
-    """In values alone: ``(P - 1) k`` if disjoint, ``2 k (P - 1) / P`` if equal."""
+    """Counting only values: ``(P - 1) k`` if disjoint, ``2 k (P - 1) / P`` if equal."""
     bound = lemma_5_1_words(K, world_size, disjoint=overlap == "none")
     for collective in (RecursiveDoubling, split_allgather, Ring):
         simulation = reduce(sparse(collective), world_size, overlap)
-        # the most that a rank sent or received, of which values are one word of two
+        # the most that a rank sent or received, half of which are values
         assert entry_words(simulation) / 2 >= bound * 0.99, collective.__name__
         assert simulation.seconds >= log2(world_size) * LINKS.alpha + bound * 0.99 * WORD_BYTES * (
             LINKS.beta
@@ -201,9 +201,9 @@ def test_dense_results_cannot_beat_lemma_5_2(world_size):
     assert simulation.seconds >= LINKS.alpha * log2(world_size) + bound * WORD_BYTES * LINKS.beta
 
 
-@pytest.mark.parametrize("world_size", POWERS[2:])  # the paper supposes P > 4
+@pytest.mark.parametrize("world_size", POWERS[2:])  # the paper assumes P > 4
 def test_small_results_are_faster_by_doubling_and_large_ones_by_splitting(world_size):
-    """Section 8.1: which of the two wins depends on latency against bandwidth."""
+    """Section 8.1: the winner depends on the ratio of latency to bandwidth."""
     small = [
         reduce(sparse(c), world_size, "full").seconds for c in (RecursiveDoubling, split_allgather)
     ]

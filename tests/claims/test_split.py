@@ -31,7 +31,7 @@ from .measured import (
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("kind", EXCHANGEABLE + ADVERSARIAL)
 def test_no_rank_sends_more_than_2k_when_splitting(kind, world_size):
-    """Balanced or not: an entry has one owner and is sent at most once."""
+    """Balanced or not, an entry has one owner and is sent at most once."""
     for balanced in (True, False):
         for simulation in steps(oktopk(balanced_split=balanced), world_size, kind, 2):
             sent = max(entry_words_sent(t) for t in phase(simulation, "split"))
@@ -60,7 +60,7 @@ def test_balanced_regions_receive_equation_1(kind, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 3, 8, 13])
 def test_rotated_destinations_are_distinct_in_every_turn(world_size):
-    """Figure 2b; unrotated (2a), all other ranks send to rank i in turn i."""
+    """Figure 2b; without rotation (2a), all other ranks send to rank i in turn i."""
     turns = list(
         zip(*(schedule(r, world_size, rotate=True) for r in range(world_size)), strict=True)
     )
@@ -73,7 +73,7 @@ def test_rotated_destinations_are_distinct_in_every_turn(world_size):
 
 
 def splits(world_size, kind="uniform", *, buckets, rotate=True, gamma=0.0):
-    """Every rank's entries, its region as reduced, and the time at which it was."""
+    """Return every rank's entries, its reduced region, and the time of the reduction."""
     k, size = k_for(world_size), 32 * k_for(world_size)
     boundaries = even_boundaries(size, world_size)
     selected = [
@@ -103,8 +103,8 @@ def split_times(world_size, kind="uniform", **options):
 def test_rotation_removes_endpoint_hotspot(buckets):
     """ "All workers send data to worker i at step i, which may lead to endpoint congestion."
 
-    Single-ported ranks, 50 us and 1 Gbit/s, uniform input: faster rotated, and more so with more ranks.
-    With as many buckets as messages, of which two are in flight, 2.2 times on 32 ranks.
+    Single-ported ranks, 50 us, 1 Gbit/s, uniform input: rotation is faster, more so with more ranks.
+    With as many buckets as messages, two of them in flight, it is 2.2 times as fast on 32 ranks.
     """
     gains = []
     for world_size in (8, 16, 32):
@@ -119,9 +119,9 @@ def test_rotation_removes_endpoint_hotspot(buckets):
 @pytest.mark.parametrize("rotate", [True, False])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_regions_are_folded_in_the_order_of_the_turns(world_size, rotate):
-    """Own share, then those of r - 1, r - 2, ...; unrotated those of 0, 1, 2, ...: bit for bit.
+    """The own share, then those of r - 1, r - 2, ... (without rotation, of 0, 1, 2, ...), bit for bit.
 
-    It is the sum in rank order up to rounding, and does not depend on the number of buckets.
+    Up to rounding, this is the sum in rank order; it does not depend on the number of buckets.
     """
     for kind in ("uniform", "overlapping"):
         runs = [
@@ -168,7 +168,7 @@ def test_buckets_overlap_reduction_with_communication():
     world_size = 16
 
     def exposed(buckets):
-        """Seconds that the reduction adds to each rank's time."""
+        """Return the seconds that the reduction adds to each rank's time."""
         still = split_times(world_size, "overlapping", buckets=buckets)
         working = split_times(world_size, "overlapping", buckets=buckets, gamma=COSTLY)
         return [b - a for a, b in zip(still, working, strict=True)]

@@ -1,4 +1,4 @@
-"""``docs/theory.md``: assumptions measured, bounds compared with runs that meet what they assume."""
+"""``docs/theory.md``: measured assumptions, and bounds compared with runs that meet these assumptions."""
 
 import math
 from functools import partial
@@ -32,7 +32,7 @@ from sparsync.units import plan_units
 
 @pytest.mark.parametrize("p", [2, 16, 64, 256])
 def test_table_1_is_the_papers(p):
-    """The rows as the paper prints them, written once more."""
+    """The rows as printed in the paper, written independently."""
     n, k, log = 10**6, 10**4, math.log2(p)
     share = (p - 1) / p
     published = {
@@ -65,7 +65,7 @@ def test_table_1_takes_any_p_and_names_what_makes_no_sense():
 
 
 def test_xi_of_two_ranks_by_hand():
-    """Ranks send entries 0 and 1; the mean's largest entry is 2, which nobody sends."""
+    """Ranks send entries 0 and 1; the mean's largest entry is 2, which no rank sends."""
     accumulated = [torch.tensor([4.0, 0.0, 3.0]), torch.tensor([0.0, 4.0, 3.0])]
     gradients = [torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.0, 0.0, 0.0])]
     assert xi(accumulated, gradients, k=1) == pytest.approx((3.0**2 + 2.0**2) ** 0.5)
@@ -77,7 +77,7 @@ def test_xi_of_two_ranks_by_hand():
 
 @pytest.mark.parametrize("reselect", [True, False])
 def test_the_probe_of_a_training_measures_xi(reselect):
-    """On all coordinates, of the collective that is Assumption 1's second term, or C.2's."""
+    """On all coordinates, with the collective in the second term of Assumption 1, or of C.2."""
     size, k, ranks = 600, 30, 3
     gradients = [
         torch.randn(size, generator=torch.Generator().manual_seed(r)) for r in range(ranks)
@@ -101,7 +101,7 @@ def test_the_probe_of_a_training_measures_xi(reselect):
 
 
 def weights_after(rates, *, inside, size=200, k=10, ranks=3):
-    """Models and residual mass of top-k SGD whose accumulator has the learning rate, or has it not."""
+    """Return models and residual mass of top-k SGD, with the rate inside or outside the accumulator."""
     algorithm = Algorithm("exact", Exact, OkTopk)
 
     async def program(comm):
@@ -127,7 +127,7 @@ def test_at_a_constant_rate_it_does_not_matter_where_it_sits():
 
 
 def test_a_rate_that_falls_counts_late_entries_by_their_own_step_only_if_it_is_inside():
-    """With a last rate of nearly 0, all that waited is lost outside, and arrives inside."""
+    """With a last rate near 0, waiting entries are lost if it is outside, and arrive if it is inside."""
     rates = [0.5, 2.0**-20]
     first, inside, outside = (
         weights_after(rates[:1], inside=True),
@@ -174,7 +174,7 @@ class Logarithms:
 @pytest.mark.parametrize("reselect", [True, False], ids=["Ok-Topk", "SparCML"])
 @pytest.mark.parametrize("k", [6, 9])
 def test_top_k_sgd_stays_within_theorem_c_4_and_lemma_c_3(reselect, k):
-    """Algorithm 2 of Ok-Topk, and Algorithm 1 of SparCML for means, with the constants of the run."""
+    """Run Algorithm 2 of Ok-Topk, or Algorithm 1 of SparCML for means; also return its constants."""
     size, ranks, steps = 10, 4, 2_000
     task = Logarithms(size, scale=4.0)
     rates = [0.5 / math.sqrt(1 + t) for t in range(steps)]
@@ -195,7 +195,7 @@ def test_top_k_sgd_stays_within_theorem_c_4_and_lemma_c_3(reselect, k):
         gamma = max(gamma, np.linalg.norm(mean - top(mean, k)) / np.linalg.norm(mean))
         step = rate * gradients.mean(axis=0)
         most_xi = max(most_xi, np.linalg.norm(top(mean, k) - update) / np.linalg.norm(step))
-        # exactly what does not reach the sum stays: entries that the second Topk drops as well
+        # everything that does not reach the sum stays, including entries that the second Topk drops
         residuals = accumulated - np.where(update != 0, sent, 0.0)
         v, x = v - update, x - step
         moved.append(float(np.linalg.norm(step)))
@@ -219,7 +219,7 @@ def test_top_k_sgd_stays_within_theorem_c_4_and_lemma_c_3(reselect, k):
 
 
 def test_lemma_c_3_fails_where_xi_is_divided_by_p():
-    """Entries that cancel hide one that all ranks share, in a vector of which nearly all is sent."""
+    """Entries that cancel hide one that all ranks share, in a vector that is sent almost entirely."""
     size, ranks = 100, 4
     gradients = [torch.full((size,), 10.0 * (-1) ** rank) for rank in range(ranks)]
     for gradient in gradients:
@@ -246,7 +246,7 @@ def test_gamma_is_reached_by_equal_entries_and_by_no_others():
 
 
 def test_the_bound_says_nothing_at_usual_densities():
-    """2 gamma^2 > 1: D doubles with every step or two, however well the training goes."""
+    """With 2 gamma^2 > 1, D doubles with every step or two, however well the training goes."""
     task = {"gap": 1.0, "smoothness": 1.0, "second_moment": 1.0, "xi": 0.0}
     gamma = top_k_gamma(1, 100)
     assert theorem_c_4([0.1] * 100, gamma=gamma, **task) > 1e20
@@ -256,7 +256,7 @@ def test_the_bound_says_nothing_at_usual_densities():
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["digits", "text"])
 def test_error_feedback_evens_out_what_is_accumulated(model):
-    """What is not sent grows until it is: the k largest hold an ever smaller part of the whole."""
+    """Unsent entries grow until they are sent, so the k largest hold ever less of the whole."""
     training = pytest.importorskip("sparsync_papers.reproduce.one_process")
     recipe = {"digits": training.digits_recipe, "text": training.text_recipe}[model]()
     run = training.SimulatedTraining(
@@ -288,7 +288,7 @@ def test_condition_6_is_the_sum_as_printed():
 
 
 def test_sparsity_alone_saves_at_most_2_over_kappa():
-    """A sum with delta entries needs delta words, a dense allreduce 2 N (P - 1) / P."""
+    """A sum with delta entries needs delta words; a dense allreduce needs 2 N (P - 1) / P."""
     n, p = 10**6, 1024
     dense = 2 * n * (p - 1) / p
     least = sum_bound_words(Job(n, n // 4, p, result=n))
@@ -349,7 +349,7 @@ def test_wagma_as_it_is_analysed_stays_within_theorem_4_6_and_lemma_4_5():
 
 
 def test_models_of_wagma_stay_as_near_as_lemma_4_5_says():
-    """The scheme itself, with ranks that are late: steps as long as the second moment allows."""
+    """The scheme itself, with late ranks, and steps as long as the second moment allows."""
     ranks, period, rate, size = 8, 5, 0.1, 3
 
     def delay(step, rank):

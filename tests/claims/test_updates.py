@@ -1,4 +1,4 @@
-"""Bytes of exchanged updates: flat in the number of ranks, both ways."""
+"""Bytes of exchanged updates do not grow with the number of ranks, in either direction."""
 
 import pytest
 import torch
@@ -6,11 +6,11 @@ import torch
 from sparsync import simulate
 from sparsync.updates import OUTER_SETTINGS, OuterAverager
 
-SIZE = 2**19  # of 64 ranks each owns blocks enough for headers not to count
+SIZE = 2**19  # with 64 ranks, each owns so many blocks that headers do not count
 
 
 def bytes_per_element(ranks, name):
-    """Most that any rank sends or receives in an exchange."""
+    """Return the most bytes that any rank sends or receives in an exchange."""
     settings = {**OUTER_SETTINGS[name], "period": 1, "fragments": 1, "delay": 0}
 
     async def program(comm):
@@ -27,7 +27,7 @@ def bytes_per_element(ranks, name):
 
 @pytest.mark.slow
 def test_a_rank_receives_about_as_much_of_64_as_of_4():
-    """All-gathering, as deployed systems do, it would be 21 times as much."""
+    """With the all-gather of deployed systems, it would be 21 times as much."""
     few, many = bytes_per_element(4, "updates"), bytes_per_element(64, "updates")
     assert many / few <= 1.35
     assert few <= 0.4  # with a period of 2: 0.2 per step

@@ -1,4 +1,4 @@
-"""WAGMA-SGD, section 4: what the switches alpha and beta turn it into, by mixing matrices."""
+"""WAGMA-SGD, section 4: the effect of the switches alpha and beta, shown by mixing matrices."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def of_graph(graph, start=0):
 
 
 class RandomPairs(Graph):
-    """A random perfect matching per step, as AD-PSGD's."""
+    """A random perfect matching per step, as in AD-PSGD."""
 
     def neighbours(self, rank, world_size, step):
         order = torch.randperm(world_size, generator=torch.Generator().manual_seed(step)).tolist()
@@ -38,7 +38,7 @@ class RandomPairs(Graph):
 
 
 def matrix_of(make, steps):
-    """What a scheme does to the models of ranks that are never late, as a matrix."""
+    """Return the effect of a scheme on the models of ranks that are never late, as a matrix."""
 
     async def program(comm):
         averager, vector = make(), torch.eye(P, dtype=torch.float64)[comm.rank]
@@ -69,16 +69,16 @@ def test_what_runs_is_what_the_matrices_say(grouping):
 
 @pytest.mark.parametrize("start", range(PHASES))
 def test_pairs_mix_as_sgp_with_one_neighbour(start):
-    """Different matrices (but for one), the same finite mixing: all have the mean after log2 P steps."""
+    """The matrices differ (except one), but both schemes reach the mean after log2 P steps."""
     mean = torch.full((P, P), 1 / P, dtype=torch.float64)
     assert torch.equal(of_groups(2, start), mean)
     assert torch.equal(of_graph(Exponential(), start), mean)
     same = torch.equal(group_mixing_matrix(P, 2, start), mixing_matrix(Exponential(), P, start))
-    assert same == (start == PHASES - 1)  # a hop of P / 2 is the same there and back
+    assert same == (start == PHASES - 1)  # a hop of P / 2 is the same in both directions
 
 
 def test_the_ring_of_dpsgd_and_the_random_pairs_of_adpsgd_mix_more_slowly():
-    """ "Similar" holds for what a step sends (O(1) models), not for how far it reaches."""
+    """ "Similar" holds for the volume of a step (O(1) models), not for its reach."""
     ring, pairs = spectral_gap(of_graph(Ring())), spectral_gap(of_graph(RandomPairs()))
     assert spectral_gap(of_groups(2)) == pytest.approx(1.0)
     assert ring == pytest.approx(1 - ((1 + 2 * torch.cos(torch.tensor(2 * torch.pi / P))) / 3) ** 4)

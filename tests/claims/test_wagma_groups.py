@@ -15,7 +15,7 @@ POWERS = [
 
 
 def algorithm_1(world_size, group_size, step):
-    """Line by line, but for ``mask = 1 << shift``."""
+    """Line by line, except ``mask = 1 << shift``."""
     global_phases = world_size.bit_length() - 1
     group_phases = group_size.bit_length() - 1
     shift = step * group_phases % max(global_phases, 1)
@@ -63,7 +63,7 @@ def test_groups_of_powers_of_two_are_algorithm_1(world_size, group_size):
 
 @pytest.mark.parametrize(("world_size", "group_size"), POWERS)
 def test_an_update_reaches_everyone_within_log_s_p_iterations(world_size, group_size):
-    """From every start; and then everyone has exactly the mean (powers of two add no rounding)."""
+    """From every start; then all ranks have exactly the mean (powers of two add no rounding)."""
     steps = mixing_steps(world_size, group_size)
     assert group_size**steps >= world_size
     assert steps == 0 or group_size ** (steps - 1) < world_size

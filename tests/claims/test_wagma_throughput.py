@@ -15,7 +15,7 @@ LOCAL, WAITS = ROWS["local SGD, H = 1"], VARIANTS["WAGMA, S = P, waits for its g
 
 
 def seconds(setting, scheme, ranks, steps):
-    """Of a step, on the mean of the ranks."""
+    """Return the seconds per step, averaged over ranks."""
     return step_seconds(SETTINGS[setting], scheme, ranks, steps=steps)
 
 
@@ -28,7 +28,7 @@ def test_wagma_is_faster_than_local_sgd_when_two_random_ranks_are_late(ranks, ra
 
 
 def test_balanced_synchronous_schemes_and_wagma_are_within_7_percent():
-    """Section 5.2: 1.51 to 1.57 steps per second on 64 ranks, nobody late; AD-PSGD 1.61."""
+    """Section 5.2: 1.51 to 1.57 steps per second on 64 ranks without late ranks; AD-PSGD 1.61."""
     rows = ("local SGD, H = 1", "Allreduce-SGD", "D-PSGD", "SGP, 2 neighbours")
     found = [seconds("control", ROWS[row], 64, steps=3) for row in rows]
     found.append(seconds("control", ROWS["WAGMA"], 64, steps=10))  # the tenth averages globally
@@ -39,7 +39,7 @@ def test_balanced_synchronous_schemes_and_wagma_are_within_7_percent():
 
 
 def test_wagma_is_twice_as_fast_on_a_heavy_tail():
-    """Section 5.4, there on 1,024 ranks: 2.33 x; a group that waits is little better than all."""
+    """Section 5.4 (on 1,024 ranks): 2.33 x; a group that waits is hardly better than all ranks."""
     waits = Scheme("wagma", {"sync_period": "tau", "grouping": "synchronous"})
     local, avoiding, waiting = (
         seconds("fig10", scheme, 64, steps=8) for scheme in (LOCAL, ROWS["WAGMA"], waits)

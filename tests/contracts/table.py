@@ -1,4 +1,4 @@
-"""The table of everything: the registries' rows, and variants; every contract runs over it."""
+"""The table of all algorithms: the registries' rows, and variants; every contract runs over it."""
 
 from collections.abc import Collection
 from functools import partial
@@ -29,7 +29,7 @@ from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterAverager
 from sparsync.wire import CODECS as CODEC_ROWS
 from sparsync.wire import Coo, Packed, Qsgd, SparseQsgd, StreamCodec
 
-# these do not promise exactly min(k, nnz) entries
+# these do not guarantee exactly min(k, nnz) entries
 _INEXACT = ("gaussian", "sampled", "binary search", "by size", "one-signed")
 
 SELECTORS = {
@@ -52,7 +52,7 @@ INEXACT_SELECTORS = {
     "layered, one-signed": lambda: Layered(lambda: OneSigned(Trimmed())),
 }
 
-# unbiased, but their error may exceed the vector: nobody may keep it
+# unbiased, but the error may exceed the vector, so no residual may keep it
 EXPANSIVE_CODECS = {"qsgd": CODEC_ROWS["qsgd"], "qsgd, 2 bits": SparseQsgd(2)}
 
 # NaN and Inf spread over their layer
@@ -152,7 +152,7 @@ AVERAGERS = {
     "outer step, dense": partial(OuterAverager, algorithm="allgather", density=1.0, period=3),
 }
 
-# their mean moves: an outer optimizer, or what compression keeps back
+# their mean moves, because of an outer optimizer or of entries that compression retains
 DRIFTING_AVERAGERS = {
     **{name: partial(SCHEMES[name], period=3) for name in OUTER_SETTINGS},
     "outer step, adaptive": partial(
@@ -162,7 +162,7 @@ DRIFTING_AVERAGERS = {
     "wagma, synchronous, bf16": partial(Wagma, grouping="synchronous", values="bf16"),
 }
 
-# rounding errors, or dropped sums, are subtracted from what these deliver
+# rounding errors or dropped sums are subtracted from the delivered entries of these
 ROUNDING_COLLECTIVES = {
     **{name: PRESETS[name].make().make_collective for name in _ROUNDING},
     "budgeted, coo": partial(Budgeted, Coo()),
@@ -207,8 +207,8 @@ ROWS = {
     **{name: (make, {"rounding": True}) for name, make in ROUNDING_COLLECTIVES.items()},
 }
 
-# what runs on real ranks as well: one row per call of a transport (allgatherv, alltoallv, isend and
-# irecv), and those of the other algorithms, which are slow: the simulator runs all of them
+# rows that also run on real ranks: one per call of a transport (allgatherv, alltoallv, isend and
+# irecv); those of the other algorithms are slow tests.  The simulator runs all rows
 CALLS = ["allgather", "split-allgather", "gtopk"]
 OTHERS = [
     "oktopk",
@@ -230,7 +230,7 @@ async def exercise(comm: Communicator, name: str) -> list[str]:
 
 
 def rows(table: Collection[str]) -> list:
-    """Return a table's names; "NAME, VARIANT" is slow where a "NAME" is there."""
+    """Return a table's names; "NAME, VARIANT" is slow if there is a "NAME"."""
     return [
         pytest.param(name, marks=pytest.mark.slow)
         if "," in name and name.partition(",")[0] in table

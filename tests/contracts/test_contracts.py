@@ -15,7 +15,7 @@ from .table import (
     rows,
 )
 
-# 5 = 4 + 1: one rank is left over, and the others take two rounds; of 7 three are left over.  With 3
+# 5 = 4 + 1: one rank is left over, and the others take two rounds; with 7, three are left over.  With 3
 # and 4 ranks, tests/distributed runs the same rows on gloo, ZeroMQ and MPI.
 QUICK = (1, 2, 5)
 MORE = {name: (7,) for name in ROWS if "," not in name} | {
@@ -68,7 +68,7 @@ def test_averager(name):
 
 @pytest.mark.parametrize("name", DRIFTING_AVERAGERS)
 def test_drifting_averager(name):
-    worlds = (2, 3, 4, 7, 16)  # one rank alone compresses, too
+    worlds = (2, 3, 4, 7, 16)  # a single rank also compresses
     drift = testing.check_averager(
         DRIFTING_AVERAGERS[name], preserves_mean=False, world_sizes=worlds
     )

@@ -10,7 +10,7 @@ from sparsync.units import plan_units
 
 from .table import ALGORITHMS
 
-# As published, thresholds are reused for 32 steps because statistics change slowly.  In this toy they
+# As published, thresholds are reused for 32 steps because statistics change slowly.  In this toy, they
 # do not (it converges within a few periods), and the stale thresholds let residuals pile up.
 PRESETS = {name: row for name, row in ALGORITHMS.items() if "," not in name}
 QUANTISED = ("oktopk, int8", "oktopk, qsgd", "sparcml, reduced, 4 bits, buckets of 1024")
@@ -20,7 +20,7 @@ ROWS = {
     "oktopk-paper": oktopk_paper(threshold_period=4),
 }
 
-FIRST = ("oktopk", "budgeted")  # the others are slow tests
+FIRST = ("oktopk", "budgeted")  # all others are slow tests
 
 SIZE = 200
 STEPS = 500

@@ -1,4 +1,4 @@
-"""Every kernel on every backend: equal to the specification in all bits, whatever comes in."""
+"""Every kernel on every backend equals the specification in all bits, for any input."""
 
 import functools
 from itertools import product
@@ -42,7 +42,7 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKEN
 
 TINY, BIG = 1e-45, torch.finfo(torch.float32).max
 AWKWARD = [0.0, -0.0, TINY, -TINY, 1.0, -1.0, BIG, -BIG, float("inf"), float("-inf"), float("nan")]
-# around the words of 64, the steps of 4096, and what is sampled rather than counted
+# around words of 64, steps of 4096, and the size from which keys are sampled rather than counted
 SIZES = [0, 1, 63, 64, 129, 4097, (1 << 17) + 7]
 
 
@@ -51,7 +51,7 @@ def noise(n, seed=0, scale=1.0):
 
 
 def bits(n, seed=0):
-    """Any bit patterns: denormals, NaN of all kinds, everything."""
+    """Any bit patterns, including denormals and all kinds of NaN."""
     generator = torch.Generator().manual_seed(seed)
     return (
         torch.randint(-(2**31), 2**31, (n,), generator=generator)
@@ -91,7 +91,7 @@ def periodic(n, seed=0):
 
 
 def largest_nan(n, seed=0):
-    """NaN with the largest key there is, among others."""
+    """NaN with the largest possible key, among others."""
     x = torch.full((n,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     x[1::3] = 1.0
     return x
@@ -99,7 +99,7 @@ def largest_nan(n, seed=0):
 
 VECTORS = (noise, bits, awkward, heavy_tail, one_hot, constant, ascending, periodic, largest_nan)
 
-# every pattern at every small size; at the largest those that mislead a sample
+# every pattern at every small size; at the largest, the patterns that mislead a sample
 CASES = [
     (make, n)
     for make in VECTORS
@@ -122,7 +122,7 @@ def same(a, b):
 
 
 def same_sums(a, b):
-    """Equal bits, but a NaN equals a NaN: which of two operands it resembles is left open."""
+    """Equal bits, except that any NaN equals any other: which operand's bits it takes is unspecified."""
     same(torch.where(a.isnan(), torch.nan, a), torch.where(b.isnan(), torch.nan, b))
 
 
@@ -134,7 +134,7 @@ def same_found(a, b):
 
 
 def thresholds(x):
-    """Below all keys, above all keys, and some that occur."""
+    """Keys below all, keys above all, and some that occur."""
     keys = kernels.magnitude_keys(x).sort().values
     some = keys[:: max(x.numel() // 3, 1)].tolist()
     return {-5, 0, 1, *some, *(key + 1 for key in some), (1 << 31) - 1, 1 << 31, 1 << 40}
@@ -222,7 +222,7 @@ def test_count_from(backend):
     for make, n in CASES:
         values = unaligned(make(n), n % 3)
         keys = torch.tensor(sorted(t for t in thresholds(values) if 0 <= t < 1 << 31))
-        many = torch.arange(-5, 1 << 32, 19_999_999)  # also keys that no value has, or all reach
+        many = torch.arange(-5, 1 << 32, 19_999_999)  # also keys reached by no value, or by all
         uneven = torch.cat([many, keys, keys + 1]).sort().values
         mine = kernels.magnitude_keys(values).long()
         for some in (keys, keys.int(), keys[:0], keys.repeat_interleave(3), many, uneven):

@@ -42,14 +42,14 @@ def block(title, language="python"):
 
 
 def entry_points():
-    """Return the groups of the page's pyproject.toml, in the words of an installed package."""
+    """Return the groups of the page's pyproject.toml, in the form of an installed package."""
     named = block("One row: a name for every command", "toml").replace('"', "")
     return named.replace("project.entry-points.", "")
 
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Install a package of these files, and with these entry points."""
+    """Install a package with these files and entry points."""
 
     def put(points, **files):
         package, info = tmp_path / "my_package", tmp_path / "my_package-1.0.dist-info"
@@ -135,7 +135,7 @@ def test_arguments_without_types_are_options_by_their_look(newcomer):
 
 
 def test_the_help_of_train_names_the_collective_and_the_scheme(newcomer, tmp_path):
-    """In a process of its own: a command lists the names when it is imported."""
+    """In a separate process, because a command lists the names when it is imported."""
     script = f"""
 import sys
 

@@ -1,1 +1,1 @@
-"""Digests of what a training computes: they stay the same while the code around it changes."""
+"""Digests of a training's results, which stay the same while the code changes."""

@@ -1,4 +1,4 @@
-"""One short digest of tensors, numbers and mappings of them, whatever order the keys have."""
+"""One short digest of tensors, numbers and mappings of them, independent of the order of keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIGITS = 12
 
 
 def sha(value: Any) -> str:
-    """Return a digest that differs when any bit, any key or any number does."""
+    """Return a digest that differs if any bit, key or number differs."""
     digest = hashlib.sha256()
     for piece in _walk(value):
         digest.update(len(piece).to_bytes(8, "little"))

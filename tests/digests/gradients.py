@@ -75,12 +75,12 @@ OPTIONS: dict[str, Options] = {
     "allgather, xi": {"xi_period": 2},
 }
 
-_FEWER = (2, 3, 4)  # ranks of what has options
+_FEWER = (2, 3, 4)  # ranks for rows that have options
 _OF_THE_REDUCER = ("warmup", "correction", "xi_period")
 
 
 def rows() -> dict[str, Row]:
-    """Return what is to be recorded, by name."""
+    """Return the results to record, by name."""
     table = {
         f"gradients: {name}: {ranks} ranks": partial(_averaged, name, ranks)
         for names, worlds in ((DEFAULTS, RANKS), (OPTIONS, _FEWER))
@@ -100,7 +100,7 @@ def _averaged(name: str, ranks: int) -> Digests:
 
 
 async def steps_of(comm: Any, name: str) -> dict[str, Any]:
-    """Average the gradients of all steps on this rank; return what came of it."""
+    """Average the gradients of all steps on this rank; return the results."""
     reducer = _reducer(comm, name)
     averages, lost, residuals, messages = [], [], [], []
     for step in range(STEPS):
@@ -118,7 +118,7 @@ async def steps_of(comm: Any, name: str) -> dict[str, Any]:
 
 
 def _interrupted(name: str) -> Digests:
-    """Refuse a step with NaN, save, restore into another reducer, and go on."""
+    """Refuse a step with NaN, save, restore into another reducer, and continue."""
 
     async def program(comm: Any) -> dict[str, Any]:
         reducer = _reducer(comm, name)
@@ -152,7 +152,7 @@ def digests_of(program: Any, ranks: int, *, timed: bool = False) -> Digests:
 
 
 def _reducer(comm: Any, name: str) -> subject.Reducer:
-    """Make what ``attach`` makes of a model with these layers."""
+    """Make the reducer that ``attach`` would make for a model with these layers."""
     options = dict({**DEFAULTS, **OPTIONS}[name])
     told = {"density": DENSITY}
     told |= {key: options.pop(key) for key in _OF_THE_REDUCER if key in options}
@@ -173,7 +173,7 @@ async def _step(reducer: subject.Reducer, step: int) -> list[torch.Tensor]:
 
 
 def _gradients(reducer: subject.Reducer, step: int) -> list[torch.Tensor]:
-    """Draw fixed noise with long tails; what ranks have in common grows along the vector."""
+    """Draw fixed noise with long tails; the part that ranks share grows along the vector."""
     common = torch.Generator().manual_seed(7919 + step)
     own = torch.Generator().manual_seed(1000 * step + reducer.comm.rank)
     drawn = []

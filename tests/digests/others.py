@@ -1,4 +1,4 @@
-"""What one process computes besides averages of gradients: calls, models, selections, bytes."""
+"""Results of one process other than averaged gradients: calls, models, selections, bytes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _called(name: str, ranks: int) -> Digests:
 
 
 def _sparse_noise(seed: int, size: int) -> torch.Tensor:
-    """Return noise of which a tenth is not zero."""
+    """Return noise with a tenth of non-zero elements."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(size, generator=generator)
     return values * (torch.rand(size, generator=generator) < 0.1)
@@ -83,7 +83,7 @@ _SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _averaged(name: str, ranks: int, late: bool) -> Digests:
-    """Ranks in step, or late by turns: the simulator's clock decides, so it repeats."""
+    """Ranks in step, or late in turn: the simulator's clock decides, so runs are repeatable."""
     scheme, options = _SCHEMES[name]
 
     async def program(comm: Any) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _selected(name: str) -> Digests:
 
 
 def rows() -> dict[str, Row]:
-    """Return what is to be recorded, by name."""
+    """Return the results to record, by name."""
     table: dict[str, Row] = {}
     for name in _CALLS:
         for ranks in _RANKS:

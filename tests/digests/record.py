@@ -5,7 +5,7 @@
     python -m tests.digests.record [--check] [NAME ...]   # rows whose name holds a NAME; default: all
     python -m tests.digests.record --write [NAME ...]
 
-Real ranks are compared with virtual ones by the tests of every transport.
+The tests of every transport compare real ranks with virtual ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Table = Mapping[str, Mapping[str, str]]
 
 
 def main() -> int:
-    """Write or check the rows that were asked for."""
+    """Write or check the requested rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="parts of the names of rows; default: all rows")
     what = parser.add_mutually_exclusive_group()
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def computed(names: list[str]) -> dict[str, dict[str, str]]:
-    """Compute the rows that were asked for."""
+    """Compute the requested rows."""
     table: dict[str, Callable[[], dict[str, str]]] = {**gradients.rows(), **others.rows()}
     wanted = [name for name in table if not names or any(part in name for part in names)]
     return {name: table[name]() for name in wanted}

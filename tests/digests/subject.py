@@ -1,4 +1,4 @@
-"""What is recorded: all that the recorder takes from the library, and nothing else does."""
+"""The subject of the recording: everything that the recorder takes from the library."""
 
 # ruff: noqa: F401  (the other modules take these names from here)
 
@@ -53,7 +53,7 @@ SELECTORS: Mapping[str, Callable[[], Any]] = {
 
 
 async def reduced(vector: Tensor, comm: Any, *, k: int | None, **arguments: Any) -> Any:
-    """Do what ``allreduce`` does, on a communicator that cannot block."""
+    """Do the same as ``allreduce``, on a communicator that cannot block."""
     arguments = dict(arguments)
     algorithm, op = arguments.pop("algorithm", None), arguments.pop("op", "sum")
     return await _prepare(vector, algorithm, k, op, arguments)(comm)
@@ -62,7 +62,7 @@ async def reduced(vector: Tensor, comm: Any, *, k: int | None, **arguments: Any)
 def encoded(
     codec: Any, values: Tensor, *, dense: bool, rank: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Return a rank's message, and the vector that others read from it."""
+    """Return a rank's message, and the vector that other ranks decode from it."""
     codec = codec.seeded(rank, step)
     given = DenseVector(values) if dense else SparseVector.from_dense(values)
     payload = codec.encode(given).payload
@@ -70,7 +70,7 @@ def encoded(
 
 
 def selected(selector: Any, accumulated: Tensor, k: int, step: int, *, watched: bool) -> list[Any]:
-    """Return what is selected; ``watched``: from what was collected while accumulating, if any was."""
+    """Return the selection; ``watched``: from the candidates collected while accumulating, if any."""
     collect = selector.collect_from(k, step, accumulated.dtype) if watched else None
     collected = reaching(accumulated, *collect) if collect else None
     vector = selector.select(accumulated, k, step, collected)

@@ -1,4 +1,4 @@
-"""Commands that tests start, in process groups of their own, of which nothing may be left."""
+"""Commands that tests start in separate process groups, which must leave nothing behind."""
 
 import os
 import signal
@@ -15,9 +15,9 @@ def torchrun(ranks):
 
 
 def start(*command, before=(), **options):
-    """Start Python with these arguments; its output is one stream, unless told otherwise.
+    """Start Python with these arguments; by default, its output is one stream.
 
-    ``before`` is a command that is to start it.
+    ``before`` is a command that starts it.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
@@ -32,7 +32,7 @@ def start(*command, before=(), **options):
 
 
 def end(process, seconds=60):
-    """Wait for a command and for all that it started; return what it wrote."""
+    """Wait for a command and everything that it started; return its output."""
     try:
         written = process.communicate(timeout=seconds)
         deadline = time.monotonic() + 60
@@ -46,14 +46,14 @@ def end(process, seconds=60):
 
 
 def run(*command, seconds=300):
-    """Run a command to its end; return its code, and what it wrote to either stream."""
+    """Run a command to its end; return its code and the output of both streams."""
     process = start(*command, stderr=subprocess.PIPE)
     out, err = end(process, seconds)
     return process.returncode, out, err
 
 
 def run_well(*command, seconds=300):
-    """Run a command that succeeds; return what it wrote."""
+    """Run a command that must succeed; return its output."""
     code, out, err = run(*command, seconds=seconds)
     assert code == 0, err
     return out

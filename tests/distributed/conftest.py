@@ -1,4 +1,4 @@
-"""Tests of this folder may run on every rank; all ranks are forked from one server, which is warm."""
+"""Tests in this folder may run on every rank; all ranks are forked from one warm server."""
 
 import multiprocessing
 from multiprocessing import forkserver

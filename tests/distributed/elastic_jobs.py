@@ -1,4 +1,4 @@
-"""A replica of the tests of elastic training: a small model, SGD or AdamW, clipping, a schedule."""
+"""A replica for the tests of elastic training: a small model, SGD or AdamW, clipping, a schedule."""
 
 import ctypes
 import os
@@ -14,11 +14,11 @@ from sparsync.feedback.agreed_setup import weights_digest
 from sparsync.updates import OuterStep
 from sparsync.updates.family import OUTER_SETTINGS
 
-STEPS = 4000  # of which tests use as many as they need
+STEPS = 4000  # tests use as many of these as they need
 
 
 def shared_by_all(sync):
-    """Return the weights that all ranks share, and the noise that their steps are corrected for."""
+    """Return the weights that all ranks share, and the noise for which their steps are corrected."""
     noise = sync._weights.noise
     return [
         sync.outer.memory["shared"],
@@ -27,9 +27,9 @@ def shared_by_all(sync):
 
 
 class Account:
-    """What this rank has put into exchanges, and what exchanges have applied, by element.
+    """Everything that this rank has put into exchanges, and that exchanges have applied, by element.
 
-    Of the sums over all that have ever taken part the law holds: put in is applied, or a residual.
+    Summed over all past and present ranks, the law holds: what was put in is applied or in a residual.
     """
 
     def __init__(self, model):
@@ -38,7 +38,7 @@ class Account:
         self.put, self.applied, self.waits = (torch.zeros(size).double() for _ in range(3))
 
     def of_gradients(self):
-        """See every gradient before it is exchanged; call it before attach."""
+        """Observe every gradient before it is exchanged; call this before attach."""
         place = 0
         for parameter in self.parameters.values():
 
@@ -49,7 +49,7 @@ class Account:
             place += parameter.numel()
 
     def of_updates(self, sync):
-        """See every local step before it is exchanged."""
+        """Observe every local step before it is exchanged."""
         self.sync, outer, size = sync, sync.outer, len(self.put)
         outer.advance = self.around(outer.advance)
         outer.conclude_with = self.around(outer.conclude_with)
@@ -69,7 +69,7 @@ class Account:
         return seen
 
     def count(self, last_step, average):
-        """Book an exchange."""
+        """Record an exchange."""
         _, contributors, counts = last_step
         if counts:
             self.put += self.waits
@@ -86,26 +86,26 @@ class Account:
 
 
 def busy_without_steps(where, sync, model):
-    """Do something for a minute in which no step comes."""
+    """Do something for a minute, without taking a step."""
     until = time.monotonic() + 60
     if where == "shared":
         with sync.shared(), torch.no_grad():
             while time.monotonic() < until:
                 model(torch.randn(8, 20))
-    elif where == "native":  # no signal interrupts it: a mutex that is locked twice
+    elif where == "native":  # no signal interrupts this: a mutex that is locked twice
         mutex = ctypes.create_string_buffer(128)
         for _ in range(2):
             ctypes.CDLL(None).pthread_mutex_lock(mutex)
     elif where == "asleep":
         time.sleep(60)
-    else:  # the program goes on to a step when this rank has left
+    else:  # the program continues with a step after this rank has left
         assert where == "returns"
         while not sync.left and time.monotonic() < until:
             time.sleep(0.1)
 
 
 def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, errors, options):
-    """Train to step ``until.value``; tell of every step what was applied.
+    """Train to step ``until.value``; report what every step applied.
 
     With ``outer`` settings updates are exchanged by an ``OuterStep`` of these.  A ``late`` replica begins
     to fetch a copy once it has taken the last step, however slow the machine is.  Its stderr goes to a
@@ -130,7 +130,7 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
     torch.set_num_threads(1)
     if seat is not None:
         seat.enter()
-    # torchft's servers write lines at every step: not to the terminal
+    # keeps the lines that torchft's servers write at every step off the terminal
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     own = local_address() or "127.0.0.1"
     manager = make_manager(
@@ -174,7 +174,7 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
         average = [torch.zeros(p.numel()) if p.grad is None else p.grad for p in model.parameters()]
         average = torch.cat([one.flatten() for one in average])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        # a rank that joins counts as the others do once it has had its first gradients
+        # a joining rank's count agrees with the others' once it has had its first gradients
         optimizers[sync.steps % len(optimizers)].step()
         scheduler.step()
         if sync.steps > step:
@@ -197,9 +197,9 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
             pauses = ""
     sync.finish()
     end = {"weights": weights_digest(model.parameters()), "loss": loss.item()}
-    # tensors would be fetched from this process, which ends
+    # the receiver would fetch tensors from this process, which ends
     end |= {"put": account.put.numpy(), "applied": account.applied.numpy()}
     end["residual"] = account.residual(sync).numpy()
     pipe.send({**sync.stats()["elastic"], **end})
-    sync.close()  # the others have its last word then
+    sync.close()  # by then, the others have its last message
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Jobs of which one rank breaks down: forked, watched to their end, and asked what they saw."""
+"""Jobs in which one rank fails: forked, watched to their end, and asked for their observations."""
 
 import multiprocessing
 import os
@@ -19,24 +19,24 @@ from sparsync.cli.lab import Seat, _run_command
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.process_group import connect_group
 
-POLL = 0.005  # seconds between looks at the ranks
-ACTOR = "actor"  # the phase of what a companion sends, whenever it does
+POLL = 0.005  # seconds between checks of the ranks
+ACTOR = "actor"  # the phase of a companion's messages, whenever they are sent
 
 
 @dataclass(frozen=True)
 class Fault:
-    """How a job's ranks talk, and what one of them suffers.
+    """How a job's ranks communicate, and how one of them fails.
 
     Attributes:
         transport: "zmq" or "torch".
-        timeout: seconds that a wait may take.
-        victim: the rank that breaks down.
-        moment: when it does: a step, a phase and the number of the operation in it, or what a program
+        timeout: the longest wait, in seconds.
+        victim: the rank that fails.
+        moment: when it fails: a step, a phase and the number of the operation in it, or what a program
             understands.
-        how: the name of a signal that it sends itself, or the commands of iproute2 that it runs.
-        thaw: seconds after which a frozen rank goes on; 0: when the others have ended.
-        limit: seconds after which ranks that have not ended are killed, and called hung.
-        seats: of a lab, by rank.
+        how: the name of the signal that it sends to itself, or the iproute2 commands that it runs.
+        thaw: seconds after which a frozen rank continues; 0: after the others have ended.
+        limit: seconds after which ranks that have not ended are killed and counted as hung.
+        seats: the seats in a lab, by rank.
     """
 
     transport: str = "zmq"
@@ -51,11 +51,11 @@ class Fault:
 
 @dataclass
 class Member:
-    """A rank of a job: it joins the others, and breaks down if it is the victim."""
+    """A rank of a job: it joins the others, and fails if it is the victim."""
 
     rank: int
     ranks: int
-    port: int  # of the store, which outlives every rank
+    port: int  # of the store, which outlives all ranks
     fault: Fault
 
     @property
@@ -75,12 +75,12 @@ class Member:
         """Join, and return a communicator; the victim's knows its moment."""
         store = self.join()
         comm = connect_group(transport=self.fault.transport, timeout=self.fault.timeout)
-        self.meet(store, "seated", range(self.ranks))  # nobody breaks down while others connect
+        self.meet(store, "seated", range(self.ranks))  # no rank fails while others connect
         watched = self.is_victim and isinstance(self.fault.moment, tuple)
         return Watched(comm, self.fault.moment if watched else None, self.break_down)
 
     def meet(self, store, place, ranks):
-        """Wait until these ranks have come, over the store."""
+        """Wait until these ranks have arrived, using the store."""
         store.set(f"{place} {self.rank}", "")
         store.wait([f"{place} {rank}" for rank in ranks])
 
@@ -105,7 +105,7 @@ class Watched(Communicator):
         """Count an operation that is about to begin."""
         place = self.ledger.step, phase
         if self.moment is not None and self.moment[1] == phase:
-            # nobody knows in which step an actor sends
+            # the step in which an actor sends is unknown
             late = phase == ACTOR and self.ledger.step >= self.moment[0]
             if late or (*place, self.seen[place]) == self.moment:
                 self.happen()
@@ -171,11 +171,11 @@ class Watched(Communicator):
 
 
 def run(program, ranks, fault, **arguments):
-    """Call ``program(member, **arguments)`` on every rank; return what became of each.
+    """Call ``program(member, **arguments)`` on every rank; return the outcome of each.
 
-    Of each rank its exit code (below zero: the signal that ended it), what it said, and the seconds
-    from the moment at which the first one died or stopped until it ended.  None hangs, and none that
-    ends by itself leaves a thread.
+    An outcome has the exit code (negative: the signal that ended the rank), its report, and the seconds
+    from the first death or stop of a rank until it ended.  No rank may hang, and no rank that
+    ends by itself may leave a thread.
     """
     context = multiprocessing.get_context("forkserver")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -201,7 +201,7 @@ def run(program, ranks, fault, **arguments):
 
 
 def watch(processes, fault):
-    """Return when the first rank broke down, when each ended, and who had to be killed."""
+    """Return when the first rank failed, when each rank ended, and which ranks had to be killed."""
     broke, ended, frozen, until = 0.0, {}, [], time.monotonic() + fault.limit
     while len(ended) < len(processes) and time.monotonic() < until:
         for rank, process in enumerate(processes):
@@ -230,7 +230,7 @@ def _is_stopped(pid):
 
 
 def _be(pipe, program, member, arguments):
-    """Be a rank; tell what it saw, and which threads are left."""
+    """Run as a rank; report its observations, and the remaining threads."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     code = 1

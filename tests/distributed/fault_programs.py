@@ -1,4 +1,4 @@
-"""What the ranks of the fault tests do; as a script, a rank of a job as users write it."""
+"""The programs of the fault tests' ranks; as a script, a rank of a job as users would write it."""
 
 import os
 import resource
@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 
 import torch
-import torch._dynamo  # takes seconds, and DDP imports it when it is first used: here once for all forks
+import torch._dynamo  # DDP imports this on first use, in seconds; importing it here serves all forks
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,7 +65,7 @@ def make_reducer(comm, algorithm, scale=1):
 
 
 def gradients(reducer, step):
-    """Return what this rank adds: large in a place that moves, so that regions are out of balance."""
+    """Return this rank's gradient, which is large in a moving place, so regions are out of balance."""
     generator = torch.Generator().manual_seed(1000 * step + reducer.comm.rank)
     drawn = [torch.randn(unit.size, generator=generator) for unit in reducer.units]
     width = drawn[0].numel() // STEPS
@@ -82,8 +82,8 @@ def make_averager(name):
 def breakdowns(program, ranks, turn):
     """Return a victim and a moment for every phase of a program, as a simulated run has them.
 
-    A phase's first operation, and one in its middle.  Of the steps in which a phase occurs it is the
-    last: thresholds and residuals are there by then.  Victims take turns.
+    These are a phase's first operation, and one in its middle, in the last step with this phase, when
+    thresholds and residuals exist.  Victims take turns.
     """
 
     async def counted(comm):
@@ -127,12 +127,12 @@ def breakdowns_of_scheme(name, ranks):
 
 
 def reduce_steps(member, algorithm, scale=1):
-    """Reduce, step by step, while one rank breaks down."""
+    """Reduce, step by step, while one rank fails."""
     comm = member.connect()
     reducer = make_reducer(comm, algorithm, scale)
     said = {"error": None, "seconds": []}
     try:
-        # who needed nothing any more of the victim notices in the last
+        # ranks that needed nothing more from the victim notice in the last step
         for step in range(STEPS + 1):
             before, started = reducer_state(reducer), time.perf_counter()
             averages = run(reducer.reduce(gradients(reducer, step)))
@@ -147,7 +147,7 @@ def reduce_steps(member, algorithm, scale=1):
 
 
 def average_steps(member, scheme):
-    """Average, step by step, while one rank breaks down."""
+    """Average, step by step, while one rank fails."""
     comm = member.connect()
     averager, vector = make_averager(scheme), torch.zeros(MODEL)
     said = {"error": None, "step": 0}
@@ -158,7 +158,7 @@ def average_steps(member, scheme):
             comm.ledger.begin_step(step)
             comm.note(ARRIVE)
             vector = run(averager.average(comm, vector + comm.rank, step))
-            time.sleep(0.05)  # an actor's messages come while its rank computes
+            time.sleep(0.05)  # an actor's messages arrive while its rank computes
     except SparsyncError as error:
         said |= described(error)
     comm.close()
@@ -166,7 +166,7 @@ def average_steps(member, scheme):
 
 
 def average_by_wagma(member, steps, deadline):
-    """Average without waiting for late ranks, while one breaks down before it steps."""
+    """Average without waiting for late ranks, while one rank fails before its step."""
     comm, fault = member.connect(), member.fault
     net = torch.nn.Linear(8, 4)
     torch.nn.init.zeros_(net.weight)
@@ -183,7 +183,9 @@ def average_by_wagma(member, steps, deadline):
     averager.finish()
     alive = set(range(member.ranks)) - ({fault.victim} if fault.how == "SIGKILL" else set())
     store = dist.distributed_c10d._get_default_store()
-    member.meet(store, "finished", alive)  # who ends may take back what others have not read
+    member.meet(
+        store, "finished", alive
+    )  # a rank that ends may take with it messages that others have not read
     comm.close()
     left_out = [entry[0] for entry in averager.left_out]
     return {"own": own, "left out": left_out, "weights": net.weight.sum().item()}
@@ -195,7 +197,7 @@ AT = 2  # step at which something happens
 
 
 class Raises(torch.nn.Module):
-    """Raises an error on its way forward or backward, once it is told to."""
+    """Raises an error in its forward or backward pass, once told to."""
 
     def __init__(self):
         super().__init__()
@@ -237,11 +239,13 @@ def model_raises(member, when):
 
 
 def killed_while_exchanging(member):
-    """Train with AdamW; one rank is killed when it has sent its updates to one of the others."""
+    """Train with AdamW; one rank is killed after sending its updates to one of the others."""
     member.join()
     optimizer = torch.optim.AdamW((net := model()).parameters(), lr=0.1)
     transport = sparsync.Transport(member.fault.transport, member.fault.timeout)
-    sync = sparsync.attach(net, optimizer, transport=transport)  # at first exchanges on every step
+    sync = sparsync.attach(
+        net, optimizer, transport=transport
+    )  # the first steps exchange every time
     train(net, range(2 * AT + 1), optimizer)
     comm = type(sync.reducer.comm)
     comm.alltoallv, send = Communicator.alltoallv, comm.start_send
@@ -265,7 +269,7 @@ def killed_while_exchanging(member):
 
 
 def full_disk(member, folder, means):
-    """Save; fill the disk of one rank; fail to save; train on; make room, and save again."""
+    """Save; fill the disk of one rank; fail to save; continue training; make room, and save again."""
     member.join()
     ddp, sync = attached(member.fault, model())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
@@ -284,7 +288,7 @@ def full_disk(member, folder, means):
     except SparsyncError as error:
         said = described(error)
     said["seconds"] = time.monotonic() - started
-    dist.barrier()  # every rank has taken its files back
+    dist.barrier()  # every rank has removed its files
     said["files"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.pt*"))
     train(ddp, range(2 * AT, 3 * AT), optimizer)
     reached = flat(ddp)
@@ -301,7 +305,7 @@ def full_disk(member, folder, means):
 
 
 def fill(folder, means):
-    """Leave no room: on the file system itself, or for this process's files."""
+    """Leave no space on the file system itself, or for this process's files."""
     if means == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         return
@@ -318,7 +322,7 @@ def make_room(folder, means):
 
 
 def killed_while_saving(member, folder):
-    """Save; train; save, while one rank is killed when its file is written and not yet in place."""
+    """Save; train; save, while one rank is killed after its file is written and before it is in place."""
     member.join()
     ddp, sync = attached(member.fault, model())
     train(ddp, range(AT))
@@ -336,7 +340,7 @@ def killed_while_saving(member, folder):
 
 
 def resume(member, folder):
-    """Load what the last job has left, and compare it with a run that nobody has killed."""
+    """Load what the last job has left, and compare it with an undisturbed run."""
     member.join()
     ends = []
     for loads in (False, True):
@@ -353,7 +357,7 @@ def resume(member, folder):
 
 
 def script(when):
-    """Train like a user: ``when`` the model of rank 1 raises, or "never"; for ever, if it does not."""
+    """Train like a user; ``when`` is when rank 1's model raises, or "never", which trains forever."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     ddp = DistributedDataParallel(Raises())
     attach(ddp, density=0.1, timeout=20)

@@ -1,4 +1,4 @@
-"""What the ranks and the parents of the lab's tests run."""
+"""Programs of the ranks and the parents in the lab's tests."""
 
 import contextlib
 import os
@@ -34,10 +34,10 @@ PORT = 5000
 def seen_by_every_rank(elements: int) -> list[tuple[str, int, int, int]]:
     """Reduce once; every rank's address, inode, and bytes on its link around the allreduce."""
     vector = torch.ones(elements)
-    before = local_traffic()  # ahead of the barrier: after it others may be sending already
+    before = local_traffic()  # before the barrier, because after it others may already be sending
     dist.barrier()
     dist.all_reduce(vector)
-    for _ in range(2):  # what is sent leaves in order: when the second is over, all of it has left
+    for _ in range(2):  # messages leave in order: once the second is done, the first has left
         dist.barrier()
     after = local_traffic()
     assert vector[0] == dist.get_world_size()
@@ -53,7 +53,7 @@ def seen_by_every_rank(elements: int) -> list[tuple[str, int, int, int]]:
 
 
 def meet_behind_a_router() -> list[str]:
-    """Listen on a port of a range; the others find it at another address, which is forwarded."""
+    """Listen on a port of a range; the others find it at another address, which forwards to it."""
     own = local_address()
     outside = f"{own.rpartition('.')[0]}.{100 + dist.get_rank()}"
     (link,) = {name for _, name in socket.if_nameindex()} - {"lo"}
@@ -66,7 +66,7 @@ def meet_behind_a_router() -> list[str]:
 
 
 def pass_a_long_message(nbytes: int, heartbeat: float, piece: int) -> bool:
-    """Send one that takes many heartbeats; return whether it arrives as it was."""
+    """Send a message that takes many heartbeats; return whether it arrives unchanged."""
     with pytest.MonkeyPatch.context() as patched:
         named = {"HEARTBEAT": heartbeat, "PATIENCE": 0.0, "BEAT": heartbeat / 4, "PIECE": piece}
         for name, value in named.items():
@@ -79,12 +79,12 @@ def pass_a_long_message(nbytes: int, heartbeat: float, piece: int) -> bool:
                 assert torch.equal(receiving.result, whole)
             else:
                 comm.isend(whole, 1, "long", Raw("value")).wait()
-            dist.barrier()  # a rank that has sent all would be gone while the other one waits
+            dist.barrier()  # a rank that has sent everything would end while the other rank waits
     return True
 
 
 def new_groups_work() -> float:
-    """Groups made later meet through the store, which is outside."""
+    """Groups made later rendezvous through the store, which is outside the lab."""
     vector = torch.ones(3)
     dist.all_reduce(vector, group=dist.new_group())
     return vector[0].item()
@@ -99,7 +99,7 @@ def namespace_of(process: str) -> int:
 
 
 def holders(namespace: int) -> list[str]:
-    """Every thread that is in a namespace, and every open file that holds it."""
+    """Return every thread in a namespace, and every open file that keeps it alive."""
     found = []
     for entry in (*Path("/proc").glob("[0-9]*/task/*/ns/net"), *Path("/proc").glob("[0-9]*/fd/*")):
         try:
@@ -135,7 +135,7 @@ def in_rank(lab: Lab, rank: int, function: Callable) -> threading.Thread:
 
 @contextlib.contextmanager
 def connect(lab: Lab, source: int, dest: int, port: int = PORT) -> Iterator[list[socket.socket]]:
-    """Give both ends of a TCP connection from one rank to another."""
+    """Yield both ends of a TCP connection from one rank to another."""
     ends: list[socket.socket] = []
     listening = threading.Event()
 
@@ -176,7 +176,7 @@ def achieved(streams: list[tuple[socket.socket, socket.socket]], nbytes: int) ->
 
 
 def best(streams: list[tuple[socket.socket, socket.socket]], nbytes: int, enough: float) -> float:
-    """The best of up to 12 tries: other programs of a busy machine may hold up any of them."""
+    """Return the best of up to 12 tries, any of which other programs may delay on a busy machine."""
     found = 0.0
     for _ in range(12):
         found = max(found, achieved(streams, nbytes))
@@ -186,7 +186,7 @@ def best(streams: list[tuple[socket.socket, socket.socket]], nbytes: int, enough
 
 
 def round_trips(source: socket.socket, dest: socket.socket, count: int) -> list[float]:
-    """Seconds of messages of a byte there and back."""
+    """Return the round-trip seconds of one-byte messages."""
 
     def echo() -> None:
         for _ in range(count):
@@ -203,7 +203,7 @@ def round_trips(source: socket.socket, dest: socket.socket, count: int) -> list[
 
 
 def datagrams(lab: Lab, source: int, dest: int, count: int, nbytes: int, pause: float) -> list[int]:
-    """Send datagrams, 20 at a time with a pause; the numbers of those that arrive, in their order."""
+    """Send datagrams, 20 at a time with pauses; return the numbers of those that arrive, in order."""
     arrived: list[int] = []
     listening = threading.Event()
 
@@ -242,7 +242,7 @@ def sleep_in_the_lab(directory: str) -> None:
 
 
 def parent(directory: str, *links: str) -> None:
-    """Open labs, the last with two ranks in it; write down their namespaces; wait to be killed."""
+    """Open labs, the last with two ranks in it; record their namespaces; wait to be killed."""
     with contextlib.ExitStack() as stack:
         inodes = []
         for each in links:
@@ -254,7 +254,7 @@ def parent(directory: str, *links: str) -> None:
 
 
 def unprivileged() -> None:
-    """Do as a command with ``--lab`` does."""
+    """Do the same as a command with ``--lab``."""
     ensure_privileges()
     with Lab(2, "100mbit") as lab:
         rows = launch(seen_by_every_rank, 2, 100_000, lab=lab, timeout=60.0)

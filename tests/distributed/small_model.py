@@ -1,4 +1,4 @@
-"""A small model, how to train it, and what every way to divide its training has to do."""
+"""A small model, its training, and the requirements on every way to divide the training."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ def model(seed: int = 0) -> torch.nn.Sequential:
 
 
 def batch(step: int, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a rank's inputs and targets, this one's if none is named."""
+    """Return a rank's inputs and targets, by default this rank's."""
     rank = dist.get_rank() if rank is None else rank
     generator = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randn(8, 20, generator=generator)
@@ -60,7 +60,7 @@ def attach(net: Any, algorithm: str = "oktopk", **options: Any) -> Any:
 
 @contextmanager
 def attached(net: Any, algorithm: str = "oktopk", **options: Any) -> Iterator[Any]:
-    """Attach; close in the end."""
+    """Attach, and close at the end."""
     sync = attach(net, algorithm, **options)
     yield sync
     sync.close()
@@ -77,7 +77,7 @@ def flat(net: torch.nn.Module) -> torch.Tensor:
 
 
 def flat_gradient(net: torch.nn.Module) -> torch.Tensor:
-    """What is in ``grad``, zeros where there is none."""
+    """Return the contents of ``grad``, with zeros where there is none."""
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
     return torch.cat([whole(grad).flatten() for grad in grads])
 
@@ -111,7 +111,7 @@ def resumes_exactly(make: Make, train: Callable[..., Any] = train, **options: An
 
 
 def the_law_holds(net: Any, sync: Any, dense: Any, backward: Any) -> None:
-    """With fixed weights: sum of averages + mean of what two replicas keep == sum of dense averages."""
+    """With fixed weights: sum of averages + mean residual of two replicas == sum of dense averages."""
     wanted, got = (torch.zeros(flat(net).numel()) for _ in range(2))
     for step in range(5):
         for module, into in ((dense, wanted), (net, got)):
@@ -199,7 +199,7 @@ def mean_over(values: torch.Tensor, group: Any) -> torch.Tensor:
 def the_law_of_updates_holds(
     net: Any, optimizer: Any, sync: Any, backward: Any, group: Any
 ) -> None:
-    """Every exchange keeps the mean over replicas; shared weights are equal, in the end all are."""
+    """Every exchange preserves the mean over replicas; shared weights are equal, finally all weights."""
     for step in range(5):
         optimizer.zero_grad()
         backward(net, step)
@@ -216,7 +216,7 @@ def the_law_of_updates_holds(
 def nan_on_one_rank_brings_all_back(
     net: Any, optimizer: Any, sync: Any, backward: Any, spoiled: torch.Tensor, rank: int
 ) -> None:
-    """All parts of all replicas return to the last exchange, twice they raise; ``finish`` as well."""
+    """All parts of all replicas return to the last exchange; the second time, they raise."""
 
     def spoil(_optimizer: Any, *_: Any) -> None:
         if dist.get_rank() == rank:

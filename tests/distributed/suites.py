@@ -1,7 +1,7 @@
 """Tests that PyTorch and Accelerate ship, on CPUs, with the library attached to each DDP that they make.
 
 ``python -m tests.distributed.suites torch|accelerate RANKS SETTING [NAME ...]`` forks the ranks of every
-test anew, ends what is not done by a deadline, and prints what became of the test: a line of JSON each.
+test again, kills ranks at a deadline, and prints each test's outcome as a line of JSON.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ import sparsync
 from sparsync.presets import resolve
 from sparsync.wire import Packed
 
-SETTINGS: dict[str, dict[str, Any]] = {  # nothing is lost: what DDP alone would do
+SETTINGS: dict[str, dict[str, Any]] = {  # nothing is lost, so results are those of DDP alone
     "dense": {"algorithm": "dense", "density": 1.0},
     "budgeted": {
         "algorithm": resolve("budgeted", codec=Packed(values="fp32"), budget=100.0),
@@ -52,7 +52,7 @@ Body = Callable[[int], object]  # of a rank
 
 @contextlib.contextmanager
 def attaching(setting: str, made: list[int]) -> Iterator[None]:
-    """Attach to each DDP, which is put on the CPU; count them."""
+    """Attach to every DDP model, after moving it to the CPU; count them."""
     init = DistributedDataParallel.__init__
 
     def attached(
@@ -88,7 +88,7 @@ def outcome(body: Body, rank: int, setting: str) -> dict[str, Any]:
 
 
 def run(body: Body, ranks: int, setting: str) -> dict[str, Any]:
-    """Run a test on forked ranks; return the worst of their ends, and why."""
+    """Run a test on forked ranks; return the worst outcome, and its reason."""
     with tempfile.TemporaryDirectory() as name:
         folder, begin = Path(name), time.monotonic()
         os.environ["TEMP_DIR"] = name
@@ -132,7 +132,7 @@ def _forked(body: Body, rank: int, ranks: int, setting: str, folder: Path) -> in
         (folder / "new").with_suffix(f".{rank}").write_text(json.dumps(result))
         (folder / "new").with_suffix(f".{rank}").rename(folder / f"result-{rank}")
         if result["end"] == "passed":
-            while len(list(folder.glob("result-*"))) < ranks:  # others may still need this rank
+            while len(list(folder.glob("result-*"))) < ranks:  # other ranks may still need this one
                 time.sleep(0.02)
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -145,10 +145,10 @@ def _forked(body: Body, rank: int, ranks: int, setting: str, folder: Path) -> in
 
 
 class OnCpu(TorchFunctionMode):
-    """Put on the CPU what asks for a GPU, and make images smaller with which a CPU takes minutes."""
+    """Move everything that asks for a GPU to the CPU, and shrink images that would take a CPU minutes."""
 
     def __torch_function__(self, func: Any, _kinds: Any, args: Any = (), given: Any = None) -> Any:
-        """Call, with another device."""
+        """Call with another device."""
         name, given = getattr(func, "__name__", ""), dict(given or {})
         if given.get("device") is not None:
             given["device"] = CPU
@@ -168,7 +168,7 @@ def _on_cpu(one: Any) -> Any:
 
 
 def _without_gpus() -> None:
-    """Let ``torch.cuda`` and modules of this process know of the CPU alone."""
+    """Make ``torch.cuda`` and this process's modules see only the CPU."""
     to: Any = torch.nn.Module.to
 
     def to_cpu(self: Any, *args: Any, **given: Any) -> Any:
@@ -176,7 +176,7 @@ def _without_gpus() -> None:
 
     cuda: Any = torch.cuda
     torch.nn.Module.to = to_cpu  # type: ignore[assignment]
-    # two functions: Dynamo wants each name to have its own
+    # two functions, because Dynamo needs a separate one for each name
     cuda.set_device = lambda *_: None
     cuda.synchronize = lambda *_, **__: None
     cuda.device = lambda *_: nullcontext()
@@ -185,7 +185,7 @@ def _without_gpus() -> None:
 
 
 def _torchs_tests() -> Any:
-    """Import PyTorch's tests without the decorators that skip them where there are few GPUs or ranks."""
+    """Import PyTorch's tests without the decorators that skip them if there are few GPUs or ranks."""
     from torch.testing._internal import common_distributed as common
 
     def kept(test: Any) -> Any:

@@ -25,7 +25,7 @@ COMPARED = ("dense", "allgather", "budgeted", "halving", "oktopk", "topkdsa", "r
 def test_processes_and_simulator_agree():
     settings = dataclasses.replace(SETTINGS, collectives=COMPARED)
     measured = bench(settings)
-    # the processes do as many steps again, to time the exchange alone
+    # the processes repeat the steps to time the exchange alone
     simulated = bench(dataclasses.replace(settings, transport="sim", steps=6))
     for real, virtual in zip(measured, simulated, strict=True):
         assert real.correct and real.transport == "torch"
@@ -64,7 +64,7 @@ def test_the_lab_counts_what_crosses_its_links():
         pytest.skip(str(error))
     for row in rows:
         assert row.lab == 1e9 and row.correct
-        # headers and acknowledgements are counted, too; evidence and barriers hardly
+        # headers and acknowledgements are also counted; evidence and barriers hardly matter
         payload = max(row.bytes_sent_max, row.bytes_received_max)
         assert payload < row.bytes_kernel_max < 1.2 * payload + 20_000
     assert rows[0].wire_seconds <= rows[0].seconds_exchange_median

@@ -1,4 +1,4 @@
-"""Three real ranks that see unequally much, and optimizers that are not whole on each."""
+"""Three real ranks with unequal amounts of data, and optimizers that are not whole on each rank."""
 
 import contextlib
 import io
@@ -49,7 +49,7 @@ def alone():
 @on_ranks(3)
 @pytest.mark.parametrize("wrap", [model, ddp_model])
 def test_ranks_weigh_what_they_have_seen(wrap):
-    """As one process that sees all; without ``contribute`` it is far from that."""
+    """Equal to one process that sees all data; without ``contribute``, it is far from that."""
     rank, expected = dist.get_rank(), alone()
     for counts in (True, False):
         net = wrap()
@@ -91,7 +91,7 @@ def test_the_one_line_weighs_and_resumes(kind):
         with sync.shared():
             ends.append(flat(net))
             assert same_everywhere(ends[-1])
-        # steps are corrected for fewer ranks than there are: they have seen unequally much
+        # steps are corrected for fewer ranks than there are, because amounts of data are unequal
         assert 1 < sync._weights.ranks < 3
         sync.finish()
         assert same_everywhere(flat(net))
@@ -118,7 +118,7 @@ def test_contributing_is_for_updates_and_begins_with_the_first_step():
 
 @on_ranks(3)
 def test_gradients_are_weighed_by_the_script():
-    """What ``docs/optimizers.md`` says: the loss times n ranks / (sum of n)."""
+    """As in ``docs/optimizers.md``: the loss times n ranks / (sum of n)."""
     net, rank, expected = ddp_model(), dist.get_rank(), alone()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with sparsync.attach(net, optimizer, "dense", 1.0):
@@ -141,7 +141,7 @@ def test_optimizers_that_hold_a_part_are_refused_and_those_that_differ_are_found
     sharded = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01)
     with refused("ZeroRedundancyOptimizer steps", "of 6 parameters", "exchange='gradients'"):
         sparsync.attach(net, sharded)
-    assert len(set(map(str, gathered(None)))) == 1  # nobody waits for anybody
+    assert len(set(map(str, gathered(None)))) == 1  # no rank waits for another
     net = model()
     held = list(net.parameters())[dist.get_rank() // 2 :]
     with refused("stepped_parameters", "5 of 6 parameters", error=PeerError):

@@ -32,7 +32,7 @@ from .small_model import (
 
 @on_ranks(3)
 def test_every_ddp_setting_gives_the_same_training():
-    """With one unit they agree bit for bit."""
+    """With one unit, they agree bit for bit."""
     ends = []
     for options in (
         {},
@@ -69,7 +69,7 @@ class Odd(torch.nn.Module):
 @pytest.mark.parametrize("correction", [None, Correction(momentum=0.9, weight_decay=0.1)])
 @on_ranks(2)
 def test_joined_gradients_train_as_each_alone(correction):
-    """Bit for bit, a refused step among them."""
+    """Bit for bit, including a refused step."""
     ends, usual = [], runs._SMALL
     for small, view in ((0, False), (100, False), (100, True), (10_000, True)):
         runs._SMALL = small
@@ -131,7 +131,7 @@ def test_a_forgotten_handle_ends_its_thread_and_its_sockets():
 @pytest.mark.slow
 @on_ranks(3)
 def test_the_planner_chooses_alike_on_all_ranks():
-    """``auto`` calibrates the group, plans per unit, checks, and goes on from a saved state."""
+    """``auto`` calibrates the group, plans per unit, checks, and continues from a saved state."""
     ddp = ddp_model()
     with attached(ddp, "auto", timeout=60, unit_bytes=2000, check_period=2, patience=1) as sync:
         train(ddp, range(7))
@@ -145,7 +145,7 @@ def test_the_planner_chooses_alike_on_all_ranks():
 
 @on_ranks(3)
 def test_sparcml_trains_layer_by_layer():
-    """Quantised, the output layer dense: replicas stay equal."""
+    """With quantisation and a dense output layer, replicas stay equal."""
     ddp = ddp_model()
     options = {"block": 16, "compress": lambda name, parameter: not name.startswith("3.")}
     with attached(ddp, "sparcml", density=0.25, **options) as sync:
@@ -158,7 +158,7 @@ def test_sparcml_trains_layer_by_layer():
 
 @on_ranks(3)
 def test_momentum_correction_under_ddp():
-    """At density 1 it is torch's momentum."""
+    """At density 1, it equals torch's momentum."""
     settings = {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
     ddp, corrected = ddp_model(bucket_cap_mb=0.001), ddp_model(bucket_cap_mb=0.001)
     train(ddp, range(20), torch.optim.SGD(ddp.parameters(), lr=0.1, **settings))
@@ -284,7 +284,7 @@ def test_attach_names_what_is_wrong_with_another_rank(program, timeout, words):
 
 @on_ranks(3)
 def test_attaching_often_leaves_no_groups_and_no_files():
-    """In a part of the world, whose groups the other ranks do not make."""
+    """In a subset of the world, whose groups the other ranks do not create."""
     alone = [dist.new_group([rank]) for rank in range(3)][dist.get_rank()]
     groups, files = set(), []
     for _ in range(12):

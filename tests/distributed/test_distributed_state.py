@@ -35,7 +35,7 @@ def attached(kind, exchange, ranks=4, seed=0):
 
 
 def runs_of(ranks):
-    """Return this rank's group, of as many."""
+    """Return this rank's group of this size."""
     runs = [dist.new_group(range(at, at + ranks)) for at in range(0, 4, ranks)]
     return runs[dist.get_rank() // ranks]
 
@@ -55,7 +55,7 @@ def assert_same(one, other):
 )
 @pytest.mark.parametrize("how", ["load", "async", "read"])
 def test_resuming_is_exact(kind, exchange, how, folder):
-    """Also into a handle that has not stepped, whose optimizer has no moments."""
+    """Also into a handle that has not stepped, and whose optimizer has no moments."""
     net, optimizer, sync = attached(kind, exchange)
     with sync:
         steps(net, optimizer, range(5))

@@ -1,4 +1,4 @@
-"""A rank dies, and torchrun goes on with the others from the last checkpoint."""
+"""A rank dies, and torchrun continues with the others from the last checkpoint."""
 
 import os
 import re
@@ -17,7 +17,7 @@ SECONDS = 240.0  # a restart waits for heartbeats that have stopped, and four ra
 
 
 def agent(number, port, folder, log):
-    """Start torchrun as on one of four machines; the test holds the store, so any of them may die."""
+    """Start torchrun as on one of four machines; the test hosts the store, so any of them may die."""
     rendezvous = [
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint=127.0.0.1:{port}",
@@ -31,13 +31,13 @@ def agent(number, port, folder, log):
         *("--steps=50", "--save-every=10", "--crash=25", "--timeout=60"),
     ]
     with (log / f"agent-{number}.txt").open("w") as output:
-        # a new store per round: the holder of a shared one may have died
+        # a new store per round, because the host of a shared store may have died
         apart = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
         return start(*command, before=apart, stdout=output)
 
 
 def finish(agents):
-    """Wait for all agents; leave nothing of them behind."""
+    """Wait for all agents, and leave none of their processes behind."""
     deadline = time.monotonic() + SECONDS
     try:
         return [agent.wait(max(deadline - time.monotonic(), 0.1)) for agent in agents]

@@ -1,4 +1,4 @@
-"""Jobs that fail: the others end in time, and say who, when and where; nothing is left.
+"""Jobs that fail: the others end in time, and name the rank, step and phase; nothing is left over.
 
 Ranks that are killed or frozen in every phase (the slow sweeps take their phases from simulated runs of
 all presets and schemes), full disks, models that raise, links that are cut, Ctrl-C.
@@ -38,20 +38,20 @@ BOTH = pytest.mark.parametrize("transport", ["zmq", "torch"])
 
 
 def said_by(answer, codes=(0, 0, 0)):
-    """What every rank said."""
+    """Return every rank's error."""
     assert [rank["code"] for rank in answer] == list(codes), answer
     return [rank["said"] for rank in answer]
 
 
 def check_survivors(answer, fault, step, seconds):
-    """What always holds: every survivor names itself, when and a peer in time, and loses nothing."""
+    """Check that every survivor names itself, the step and a peer in time, and loses nothing."""
     named = set()
     for number, rank in enumerate(answer):
         if number != fault.victim:
             said = rank["said"]
             assert rank["code"] == 0 and rank["seconds"] < seconds, answer
             assert said["error"] in ("PeerError", "DeadlineError"), answer
-            # the victim's last messages may be lost with it, or be enough for the whole step
+            # the victim's last messages may be lost with it, or may suffice for the whole step
             at = rf"({step - 1}|{step}|{step + 1})"  # updates: exchanges, here one per local step
             place = rf"rank {number}, (step|exchange {at}, local step) {at}[:,] .*phase '[a-z -]+'"
             assert re.match(place, said["text"]), answer
@@ -114,7 +114,7 @@ def freeze(transport, preset, victim, moment):
     fault = Fault(transport, 1.5, victim, moment, "SIGSTOP")
     answer = run(programs.reduce_steps, RANKS, fault, algorithm=preset)
     check_survivors(answer, fault, moment[0], fault.timeout + 1 + LINGER)
-    late = said_by(answer).pop(victim)  # when it may go on
+    late = said_by(answer).pop(victim)  # when it may continue
     assert late["error"] in ("PeerError", "DeadlineError") and late["kept"], answer
     others = [one["said"]["error"] for one in answer if one["said"] is not late]
     assert "DeadlineError" in others, answer
@@ -127,7 +127,7 @@ def test_a_frozen_rank_is_named_at_the_deadline(transport):
 
 @pytest.mark.slow
 def test_a_rank_that_stands_still_for_less_than_the_timeout_goes_on():
-    """Longer than ZeroMQ waits for a sign of life of a connection where ``timeout=`` is short."""
+    """Longer than ZeroMQ waits for a connection's sign of life if ``timeout=`` is short."""
     fault = Fault("zmq", 60.0, 1, (3, "split", 0), "SIGSTOP", thaw=25.0, limit=120.0)
     said = said_by(run(programs.reduce_steps, RANKS, fault, algorithm="budgeted"))
     assert [one["error"] for one in said] == [None] * RANKS, said
@@ -163,7 +163,7 @@ def test_averaging_ends_or_goes_on_when_a_rank_is_killed(transport, scheme):
 
 
 def wagma(transport, how, thaw=0.0):
-    """Four ranks, of which one breaks down at step 7 of 30; the others wait 1 s for it."""
+    """Four ranks, one of which fails at step 7 of 30; the others wait 1 s for it."""
     fault = Fault(transport, 60.0, 2, 7, how, thaw, limit=90.0)
     answer = run(programs.average_by_wagma, 4, fault, steps=30, deadline=1.0)
     others = [rank["said"] for number, rank in enumerate(answer) if number != 2]
@@ -280,7 +280,7 @@ def test_a_rank_killed_while_it_saves_leaves_the_last_checkpoint(tmp_path):
 
 
 def in_the_lab(transport, how, timeout, scale):
-    """Do steps of ``budgeted`` on links of 100 Mbit/s; at step 2 something happens to rank 1's."""
+    """Do steps of ``budgeted`` on 100 Mbit/s links; at step 2, something happens to rank 1's link."""
     with Lab(3, "100mbit") as lab:
         seats = [lab.seat(rank) for rank in range(3)]
         moment = (2, "split", 0)
@@ -302,7 +302,7 @@ def test_a_cut_link_is_a_named_error_at_the_deadline(transport):
         assert one["error"] in ("PeerError", "DeadlineError") and one["kept"], one
         assert re.match(rf"rank {rank}, step 2: .*phase '[a-z]+'", one["text"]), one
         assert answer[rank]["seconds"] < 2 + 1 + LINGER + 1, answer
-    # the store is outside of the lab: over it, rank 1 can still answer gloo's roll call
+    # the store is outside the lab, so rank 1 can still answer gloo's roll call through it
     named = "rank 1" if transport == "zmq" else "(rank 1|all ranks are there)"
     assert all(re.search(named, said[rank]["text"]) for rank in (0, 2)), said
 
@@ -341,7 +341,7 @@ def test_ctrl_c_under_torchrun_ends_all():
     process = start(*SCRIPT, "never")
     while "rank 0 at step" not in process.stdout.readline():
         assert process.poll() is None
-    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     out, _ = end(process)
     assert process.returncode != 0, out
 
@@ -351,7 +351,7 @@ def test_ctrl_c_while_the_command_starts_ends_all():
     """Once it trains: ``test_train_cli.test_an_interrupt_ends_all``."""
     options = ["--algorithm", "budgeted", "--ranks", "2", "--steps", "1000000"]
     process = start("-m", "sparsync", "train", *options, "--layers", "1", "--width", "64")
-    for seconds in (3, 20, 20):  # torch may swallow what is raised while it is imported
+    for seconds in (3, 20, 20):  # torch may swallow exceptions raised during its import
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
             break

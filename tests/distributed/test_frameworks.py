@@ -1,6 +1,6 @@
 """Accelerate, Lightning and the Hugging Face Trainer on two ranks over gloo; and the examples.
 
-Each trains straight through, saves on the way, resumes in new objects, and compares bits.
+Each trains straight through, saves along the way, resumes in new objects, and compares bits.
 """
 
 import importlib
@@ -30,7 +30,7 @@ TORN = ["was saved with other weights", "from another checkpoint"]
 
 
 def launched():
-    """Say to the frameworks what a launcher says; the group is there already."""
+    """Set the variables that a launcher would set; the group already exists."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
     os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
@@ -56,7 +56,7 @@ def loss_of(net, x, y):
 
 
 def files(folder):
-    """Wait for all ranks, then list what is there."""
+    """Wait for all ranks, then list the folder."""
     dist.barrier()
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
@@ -70,13 +70,13 @@ def on_rank_0(function, *arguments):
 
 
 def replace(folder, older):
-    """Put another checkpoint's states into a folder, as a job leaves it that ends between two writes."""
+    """Put another checkpoint's states into a folder, as if a job had ended between two writes."""
     shutil.rmtree(folder)
     shutil.copytree(older, folder)
 
 
 def warned(action):
-    """Return the result; there is a warning that residuals start at zero."""
+    """Return the result, after checking the warning that residuals start at zero."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = action()
@@ -101,7 +101,7 @@ def scaled():
 
 
 def followed(sync, scaler):
-    """Tell whether all ranks skipped that step, and the residual has the scale of after it."""
+    """Return whether all ranks skipped that step, and the residual has the scale after it."""
     return sync.reducer.skipped == 1 and sync.reducer.scale == scaler.get_scale() == 2.0**9
 
 
@@ -144,7 +144,7 @@ def accelerate_run(steps, save=None, load=None, adam=False):
     assert stats["exchange"] == ("updates" if adam else "gradients")
     if adam:
         assert stats["local_steps"] == (steps.stop // 2)
-        # at first every step exchanges, and the first one asks whether ranks count what they see
+        # the first steps all exchange, and the first one asks whether ranks report their amounts of data
         last = stats["bytes_sent_last_exchange"]
         assert stats["bytes_sent_per_local_step"] == pytest.approx(last, rel=0.1)
     sync.close()
@@ -314,7 +314,7 @@ def test_lightning_brings_every_rank_its_own_weights_and_moments(folder):
     assert callback.sync.stats()["exchange"] == "updates" and same_everywhere(through)
     *_, again = lightning_run(folder / "elsewhere", 4, folder / "epoch=1.ckpt", adam=True)
     assert torch.equal(through, again)
-    trainer.fit_loop.max_epochs = 6  # a second fit: from there, with the module's new optimizer
+    trainer.fit_loop.max_epochs = 6  # a second fit continues, with the module's new optimizer
     trainer.fit(trainer.lightning_module, batches())
     module = trainer.lightning_module
     assert callback.sync.stats()["local_steps"] == 8 and same_everywhere(flat(module))
@@ -386,7 +386,7 @@ def test_lightning_with_two_optimizers(folder, kind):
 
 
 class Fits(torch.nn.Module):
-    """As the Trainer wants it: a dictionary with the loss."""
+    """Return a dictionary with the loss, as the Trainer expects."""
 
     def __init__(self):
         super().__init__()
@@ -473,7 +473,7 @@ def test_transformers_brings_every_rank_its_own_weights_and_moments(folder):
     callback.close()
     assert torch.equal(through, again)
     trainer.args.max_steps = 12
-    trainer.train()  # goes on, with the same optimizer
+    trainer.train()  # continues with the same optimizer
     assert first.sync.stats()["local_steps"] == 20 and same_everywhere(flat(trainer.model))
     first.close()
     assert not {"train", "evaluation_loop"} & vars(trainer).keys()

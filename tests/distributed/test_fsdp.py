@@ -25,7 +25,7 @@ from .small_model import all_refuse_what_is_not_finite, flat, flat_gradient, who
 
 
 class Net(torch.nn.Module):
-    """An embedding (whose input needs no gradient), uneven rows, and one row that one rank has."""
+    """An embedding (whose input needs no gradient), uneven rows, and one row that only one rank has."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -95,7 +95,7 @@ def test_replicas_stay_equal_and_at_density_1_are_those_of_ddp(options):
 
 @on_ranks(4)
 def test_the_default_density_is_that_of_the_whole_model_on_every_shard():
-    """Checkpoints and parts of a replica compare it; uneven shards alone would differ."""
+    """Checkpoints and parts of a replica compare this; uneven shards by themselves would differ."""
     mesh, wide = grid(), torch.nn.Linear(300, 201)  # 101 and 100 rows
     for module, density in ((wide, default_density(301 * 201)), (Net(), 1.0)):
         net = fully_shard(module, mesh=mesh["shard"])
@@ -237,7 +237,7 @@ def test_mixed_precision(compute, reduce):
 
 @on_ranks(4)
 def test_a_replica_may_leave_modules_out():
-    """``rare`` runs on the first replica only: it counts as zero on the other, and nothing hangs."""
+    """``rare`` runs only on the first replica; it counts as zero on the other, and nothing hangs."""
     mesh = grid()
     first = mesh["replicate"].get_local_rank() == 0
     net, ddp = sharded(mesh), DistributedDataParallel(Net(), find_unused_parameters=True)
@@ -252,7 +252,7 @@ def test_a_replica_may_leave_modules_out():
 
 
 class Twice(Net):
-    """Runs ``out`` twice, each a reduce-scatter of its own."""
+    """Runs ``out`` twice, each time with a separate reduce-scatter."""
 
     def forward(self, x, *, rare=True):
         hidden = torch.tanh(self.hidden(self.table(x))) * self.gain
@@ -273,7 +273,7 @@ def test_a_module_that_runs_twice_is_exchanged_once(overlap):
 
 @on_ranks(4)
 def test_a_broken_backward_pass_leaves_no_trace():
-    """What the user's code raises leaves residuals, and the next step, as they would have been."""
+    """Exceptions in the user's code do not affect residuals or the next step."""
     mesh, ends = grid(), []
     for breaks in (False, True):
         net = sharded(mesh)
@@ -354,7 +354,7 @@ EVERYTHING = {"algorithm": "allgather", "density": 1.0}
 
 
 class Branches(torch.nn.Module):
-    """``rare`` need not run, ``never`` does not; of ``rare`` only the first rows have gradients."""
+    """``rare`` need not run, and ``never`` does not; only the first rows of ``rare`` have gradients."""
 
     def __init__(self):
         super().__init__()
@@ -391,7 +391,7 @@ KINDS = pytest.mark.parametrize("kind", ["plain", "FSDP2"])
 @on_ranks(4)
 @KINDS
 def test_gradients_are_everywhere_or_nowhere(kind):
-    """Used on one rank, or delivered in one shard: the others have zeros, not None; decay agrees."""
+    """If used on one rank or delivered in one shard, the others have zeros, not None; decay agrees."""
     net, mesh = of_kind(kind, Branches())
     sync = attach(net, mesh, density=0.02, algorithm="allgather")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
@@ -412,7 +412,7 @@ def test_gradients_are_everywhere_or_nowhere(kind):
 @on_ranks(4)
 @KINDS
 def test_gradients_that_nobody_has_stay_none(kind):
-    """And the next pass of those who have some is whole."""
+    """The next pass of the parts that have gradients is complete."""
     net, mesh = of_kind(kind, Branches())
     sync = attach(net, mesh, **EVERYTHING)
     first = float(mesh["replicate"].get_local_rank() == 0)
@@ -447,7 +447,7 @@ class Checkpointed(torch.nn.Module):
 @on_ranks(4)
 @pytest.mark.parametrize("parts", ["b", "c", "abc"])
 def test_reentrant_checkpoints_are_refused(parts):
-    """In the middle, at the end (its backward pass opens the step), everywhere."""
+    """In the middle, at the end (where its backward pass opens the step), and everywhere."""
     net = Checkpointed(parts)
     sync = small_model.attach(net, replicate=dist.group.WORLD, **EVERYTHING)
     with refused("inside another", "use_reentrant=False"):
@@ -464,7 +464,7 @@ def test_reentrant_checkpoints_are_refused(parts):
 @on_ranks(4)
 @KINDS
 def test_averages_that_are_left_are_refused(kind):
-    """With momentum in the correction they must not come in as gradients; zeros and sums may."""
+    """With momentum in the correction, they must not enter as gradients; zeros and sums may."""
     net, mesh = of_kind(kind, torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False)))
     sync = attach(net, mesh, correction=Correction(momentum=0.9), **EVERYTHING)
     for step in range(3):
@@ -534,7 +534,7 @@ OUTER = {
 @on_ranks(4)
 @pytest.mark.parametrize("name", OUTER)
 def test_updates_of_shards_are_those_of_whole_models(name):
-    """Of the same data: without FSDP2, gradients are averaged here over the ranks of a replica."""
+    """With the same data; without FSDP2, gradients are averaged here over the ranks of a replica."""
     mesh, ends = grid(), []
 
     def averaged(net, step):
@@ -586,7 +586,7 @@ def test_shards_step_by_signs_of_cosine_coefficients():
 
 @on_ranks(4)
 def test_shards_choose_one_period():
-    """The part that has gone farthest decides for all: another layer is on each of them."""
+    """The part that has progressed furthest decides for all, since each has another layer."""
     mesh = grid()
     net = sharded(mesh)
     rule, divided = AdaptivePeriod(0.04, most=8), False

@@ -1,6 +1,6 @@
-"""DDP on two nodes of two ranks, dense inside a node and sparse between nodes; and what goes wrong there.
+"""DDP on two nodes of two ranks, dense inside a node and sparse between nodes, and its failures.
 
-What goes wrong on one of two nodes, or on one shard of two, all ranks hear of; none is ahead.
+All ranks learn of a failure on one of two nodes, or on one of two shards; none is ahead.
 """
 
 import time
@@ -83,7 +83,7 @@ def test_the_law_holds_over_nodes():
 
 @on_ranks(4)
 def test_a_total_in_messages_is_decoded_into_place():
-    """All of its elements, in a tensor of their own, are never asked for."""
+    """Nobody asks for a separate tensor with all of its elements."""
 
     def asked(_total):
         raise AssertionError("a total was decoded whole")
@@ -99,7 +99,7 @@ def test_a_total_in_messages_is_decoded_into_place():
 
 @on_ranks(4)
 def test_bytes_are_booked():
-    """Between nodes a rank sends its part; inside, twice half of everything."""
+    """Between nodes, a rank sends its part; inside, it sends half of everything twice."""
     ddp, sync = on_nodes(algorithm="allgather", unit_bytes=None)
     train(ddp, range(3))
     stats, size, part = sync.stats(), flat(ddp).numel(), dist.get_rank() % 2
@@ -137,7 +137,7 @@ def test_memory_for_weights_that_decay_is_made_once():
 @pytest.mark.slow
 @on_ranks(4)
 def test_nonfinite_gradients_are_refused_on_all_nodes():
-    """NaN in one element of one rank: ranks that exchange other elements refuse as well."""
+    """With NaN in one element of one rank, ranks that exchange other elements refuse as well."""
 
     def poison(ddp):
         spoil = torch.ones(5)
@@ -192,7 +192,7 @@ def test_sites_found_by_their_links_train_as_a_mesh_of_them_does(exchanged):
 @pytest.mark.parametrize("transport", ["zmq", "torch"])
 def test_links_that_are_alike_are_measured_and_refused(transport):
     with pytest.MonkeyPatch.context() as patch, refused("links are alike", "omit hierarchy="):
-        patch.setattr(sites, "_SHORTEST", 10.0)  # however busy this machine is
+        patch.setattr(sites, "_SHORTEST", 10.0)  # independent of this machine's load
         attach(ddp_model(), hierarchy="links", transport=transport)
 
 
@@ -244,7 +244,7 @@ def test_updates_of_nodes_are_those_of_ranks_with_their_averaged_gradients(setti
 @on_ranks(4)
 @pytest.mark.parametrize("algorithm", ["dense", "quantised"])
 def test_all_ranks_of_all_nodes_measure_the_same_noise(algorithm):
-    """A late average is added to what a node has of its own, which rounds in each in another way."""
+    """A late average is added to a node's own changes, with different rounding in each node."""
     net, optimizer, sync = updating(algorithm=algorithm, noise_correction=True, period=3, delay=1)
     train(net, range(12), optimizer)
     measured = sync._weights.noise.state_dict()
@@ -262,7 +262,7 @@ def test_the_law_holds_for_updates_of_nodes_and_bytes_are_those_of_a_rank_each()
     small_model.the_law_of_updates_holds(net, optimizer, sync, backward, group)
     assert same_everywhere(flat(net))
     sent, size = sum(gathered(sync.stats()["bytes_sent_per_local_step"])) / 2, flat(net).numel()
-    # 2 bits up and 2 down for half of the elements, and scales; finish(): as many in 32 bits
+    # 2 bits up and 2 down for half of the elements, and scales; finish() sends as many in 32 bits
     assert size / 4 < sent < size * (1 / 3 + 4 / 5)
     inner = sync.stats()["inner"]
     assert inner["node allreduce"]["sent"] == 5 * 4 * size and "node allgather" in inner
@@ -272,7 +272,7 @@ def test_the_law_holds_for_updates_of_nodes_and_bytes_are_those_of_a_rank_each()
 @on_ranks(4)
 def test_nan_on_one_rank_of_a_node_brings_all_back():
     net, optimizer, sync = updating(algorithm="quantised")
-    hook = net.module[3].bias.register_hook(  # averaged over its node, and over no other
+    hook = net.module[3].bias.register_hook(  # averaged only over its own node
         lambda gradient: gradient * (torch.nan if dist.get_rank() == 3 else 1)
     )
     before = flat(net)
@@ -349,11 +349,11 @@ def test_the_sentinel_is_heard_on_all_ranks(make, policy):
 @on_ranks(4)
 @pytest.mark.parametrize("make", [pytest.param(on_nodes, marks=pytest.mark.slow), shards])
 def test_a_part_that_fails_is_heard_of(make):
-    """The exchange of rank 0's first unit fails while gradients of others are still to come."""
+    """The exchange of rank 0's first unit fails while gradients of other units are still missing."""
     net, sync = make(unit_bytes=700)
     train(net, range(3))
     before, exchange = residuals(sync), sync.reducer.exchange
-    part = dist.get_rank() % 2  # ranks 0 and 2, of which neither waits for the other, fail
+    part = dist.get_rank() % 2  # ranks 0 and 2 fail, neither of which waits for the other
 
     async def failing(unit):
         raise PeerError("the other node is gone")
@@ -400,7 +400,7 @@ def test_updates_of_a_part_that_fail_are_heard_of(when):
 @pytest.mark.slow
 @on_ranks(4)
 def test_a_gather_that_fails_undoes_the_step():
-    """The second node has its averages, the first has not: there the step has not been."""
+    """The second node has its averages and the first does not, so the first node undoes the step."""
     ddp, sync = on_nodes()
     train(ddp, range(3))
     before, first = residuals(sync), dist.get_rank() < 2
@@ -419,7 +419,7 @@ def test_a_gather_that_fails_undoes_the_step():
 
 
 class Failing(Operation):
-    """Fails when it is waited for, as a send to a rank that is gone."""
+    """Fails when waited for, like a send to a rank that is gone."""
 
     def wait(self):
         raise PeerError("the other rank is gone")
@@ -474,7 +474,7 @@ def test_a_comparison_that_fails_is_heard_of():
 @pytest.mark.slow
 @on_ranks(4)
 def test_states_of_different_steps_are_refused_on_all_ranks():
-    """Both ranks of a part agree among themselves, on another step than those of the other part."""
+    """Both ranks of a part agree with each other, but on a different step from the other part."""
     net, sync = shards()
     states = []
     for step in range(3):
@@ -489,7 +489,7 @@ def test_states_of_different_steps_are_refused_on_all_ranks():
 
 
 def break_off(net, step):
-    """Go backward until the first layer's gradients; the last units are under way then."""
+    """Run the backward pass up to the first layer's gradients, when the last units are in flight."""
 
     def give_up(gradient):
         raise KeyError("a user's error")
@@ -504,7 +504,7 @@ def break_off(net, step):
 @pytest.mark.slow
 @on_ranks(4)
 def test_a_load_after_a_broken_pass_is_whole():
-    """What the broken pass has begun must not come back over what was loaded."""
+    """Exchanges begun by the interrupted pass must not overwrite the loaded state."""
     ends = []
     for breaks in (False, True):
         net, sync = replicas()
@@ -524,9 +524,9 @@ def test_a_load_after_a_broken_pass_is_whole():
 @pytest.mark.slow
 @on_ranks(4)
 def test_one_pass_that_breaks_off_ends_all():
-    """Rank 1 catches its error and goes on with the next batch; the others wait for its first try.
+    """Rank 1 catches its error and continues with the next batch; the others wait for its first attempt.
 
-    Over gloo, messages have no names: those of the second try would be taken for those of the first.
+    Over gloo, messages have no names: those of the second attempt would be taken for those of the first.
     """
     net, _ = replicas(transport="torch", timeout=4)
     train(net, range(2))

@@ -1,4 +1,4 @@
-"""The lab for real: bytes cross it, its rates are met, and nothing is left of it."""
+"""The real lab: bytes cross it, its rates are met, and nothing is left over."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ from .commands import end, start
 
 
 def refusal() -> str:
-    """Why this machine has no labs for this user; empty if it has."""
+    """Return why this user cannot open labs on this machine, or an empty string."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     try:
@@ -75,7 +75,7 @@ def test_a_stream_gets_the_rate(rate, seconds):
         with programs.connect(lab, 0, 1) as (here, there):
             for ends in ((here, there), (there, here)):
                 best = programs.best([ends], nbytes, 0.93 * lab.bits_per_second)
-                # at most the bucket comes on top of the rate
+                # at most the bucket is sent in addition to the rate
                 most = lab.bits_per_second + 8 * lab.burst_bytes / seconds
                 assert 0.93 * lab.bits_per_second < best < 1.03 * most
 
@@ -99,12 +99,12 @@ def test_senders_share_the_link_of_their_receiver_and_nothing_is_dropped():
         received = lab.traffic()[0].received - before
         best = max(first, programs.best([one, other], nbytes, 0.4 * lab.bits_per_second))
     assert 0.4 < best / lab.bits_per_second < 0.54
-    assert 2 * nbytes <= received < 1.06 * 2 * nbytes  # dropped packets would be sent again
+    assert 2 * nbytes <= received < 1.06 * 2 * nbytes  # dropped packets would be retransmitted
 
 
 @pytest.mark.parametrize("piece", [2**18, 2**30])
 def test_a_message_that_takes_many_heartbeats_is_no_death(piece):
-    """In frames it is not; as one frame it would be."""
+    """In frames it is not; as a single frame it would be."""
     with Lab(2, "10mbit") as lab:
         call = programs.pass_a_long_message, 2, 4_000_000, 0.6, piece
         if piece == 2**18:
@@ -118,7 +118,7 @@ def test_a_message_that_takes_many_heartbeats_is_no_death(piece):
 
 
 def needs(carrier: str) -> str:
-    """Why this machine cannot delay packets in this way; empty if it can."""
+    """Return why this machine cannot delay packets in this way, or an empty string."""
     if refusal():
         return refusal()
     if carrier == "netem":
@@ -176,7 +176,7 @@ def test_jitter_varies_the_round_trip_and_keeps_the_order(carrier):
             found = sorted(programs.round_trips(*ends, 20))
         arrived = programs.datagrams(lab, 0, 1, 500, 100, 0.001)
     assert arrived == list(range(500))
-    assert found[0] > 0.02 and found[10] < 0.05  # late ones are a busy machine's
+    assert found[0] > 0.02 and found[10] < 0.05  # late packets are due to a busy machine
     assert found[-1] - found[0] > 0.004
 
 
@@ -225,11 +225,11 @@ def test_two_labs_do_not_meet():
             second_sent = second.traffic()[0].sent
             assert (lab is second) == (
                 second_sent > 2_500_000
-            )  # the other's bytes are not seen here
+            )  # the other lab's bytes are not visible here
 
 
 def gone(inodes: list[int], seconds: float = 15.0) -> list[str]:
-    """Wait until nothing holds the namespaces; return what still does."""
+    """Wait until nothing keeps the namespaces alive; return anything that still does."""
     deadline = time.monotonic() + seconds
     while True:
         left = [holder for inode in inodes for holder in programs.holders(inode)]
@@ -301,8 +301,8 @@ def test_nothing_is_left_after_a_signal(number, tmp_path):
 # ---- of a user who is not root: inside a user namespace, or one clear line ------------------------
 
 PROGRAM = ["-m", programs.__name__, "unprivileged"]
-# root with no capability but the one to map itself is as ordinary as any user; it may read this
-# installation, which others perhaps may not
+# root with only the capability to map itself is like any ordinary user, but may read this
+# installation, which others may not be able to
 DROPPED = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all"]
 DROP = DROPPED if os.geteuid() == 0 else []
 FORBID = f'echo 0 > /proc/sys/user/max_user_namespaces && exec {" ".join(DROPPED)} "$@"'

@@ -1,4 +1,4 @@
-"""Replicas under torchft's lighthouse: killed, stopped, ended, started again, and equal bit for bit."""
+"""Replicas under torchft's lighthouse: killed, stopped, ended, restarted, and equal bit for bit."""
 
 import multiprocessing
 import os
@@ -27,7 +27,7 @@ SECONDS = 60.0
 
 
 class Job:
-    """Replicas, their lighthouse, and what they have said."""
+    """Replicas, their lighthouse, and their reports."""
 
     def __init__(
         self, replicas, timeout=3.0, lab=None, outer=None, keys=None, apart=False, **options
@@ -54,13 +54,13 @@ class Job:
             join_timeout_ms=60_000,
             quorum_tick_ms=20,
             heartbeat_timeout_ms=500,
-        )  # its lines go to pytest, which shows them if a test fails
+        )  # pytest shows its output if a test fails
         self.port = int(self.lighthouse.address().rpartition(":")[2])
         self.address = f"http://127.0.0.1:{self.port}"
 
     def light_apart(self, seat=None):
         """Start a lighthouse in a process of its own, where the last one was."""
-        self.light_pipe, theirs = self.context.Pipe()  # it ends with this
+        self.light_pipe, theirs = self.context.Pipe()  # it ends together with this process
         call = theirs, seat, self.port
         self.processes["lighthouse"] = self.context.Process(target=be_lighthouse, args=call)
         self.processes["lighthouse"].start()
@@ -84,7 +84,7 @@ class Job:
         return time.time()
 
     def hear(self, seconds=0.1):
-        """Take what replicas say; all that apply a step have the same weights and rate after it."""
+        """Read the replicas' reports; all that apply a step must then have equal weights and rates."""
         ready = wait(list(self.pipes.values()), timeout=seconds)
         for number, pipe in [(n, p) for n, p in self.pipes.items() if p in ready]:
             try:
@@ -117,7 +117,7 @@ class Job:
         return "\n".join(parts)
 
     def contributed(self, number, since):
-        """Whether a replica's gradient was counted after a moment."""
+        """Return whether a replica's gradient was counted after a given moment."""
         found = [ones[number] for ones in self.steps.values() if number in ones]
         return any(when > since and counts for when, _, counts in found)
 
@@ -125,7 +125,7 @@ class Job:
         self.wait_for(lambda: all(self.contributed(number, since) for number in numbers))
 
     def finish(self):
-        """Let all come to an end, together; return what they say of the changes."""
+        """Let all replicas end together; return their reports of the changes."""
         self.until.value = max(self.steps) + 15
         self.wait_for(lambda: not self.pipes)
         weights = {end["weights"] for end in self.ends.values()}
@@ -198,7 +198,7 @@ def test_a_killed_replica_returns_over_gloo_and_encrypted(job, way, tmp_path):
 
 
 def test_a_replica_with_keys_of_its_own_does_not_get_in(job, tmp_path):
-    """It has the public keys of the others, and they do not have its."""
+    """It has the others' public keys, but they do not have its key."""
     ours, its = tmp_path / "ours", tmp_path / "its"
     make_curve_keys(ours, 2)
     make_curve_keys(its, 3)
@@ -218,7 +218,7 @@ def test_a_replica_with_keys_of_its_own_does_not_get_in(job, tmp_path):
 
 
 def test_the_density_is_said_by_one_replica_and_by_none_that_joins(job):
-    """It joins as the lowest rank: these go by names."""
+    """It joins as the lowest rank, because ranks are ordered by name."""
     run = job(0, density=None)
     for number in (1, 2):
         run.start(number)
@@ -272,7 +272,7 @@ def test_a_handler_of_the_program_runs_after_the_replica_has_left(job, outer):
 
 @BOTH
 def test_a_replica_that_takes_no_step_leaves_in_the_others_steps(job, outer):
-    """Whatever it is busy with; nothing that it had put in is lost, and nothing counts twice."""
+    """Whatever it is doing, nothing that it had put in is lost, and nothing counts twice."""
     exact = {"algorithm": "allgather", "density": 0.1}  # which rounds nothing away
     run = job(1, outer=exact) if outer == {} else job(1, algorithm="allgather")
     put = []
@@ -292,7 +292,7 @@ def test_a_replica_that_takes_no_step_leaves_in_the_others_steps(job, outer):
         run.wait_for(lambda number=number: number not in run.pipes)
         run.ends.pop(number, None)
         since = [ones[0] for ones in run.steps.values() if 0 in ones and ones[0][0] > asked]
-        if outer is None:  # it has brought no gradient, so averages are not over it
+        if outer is None:  # it has contributed no gradient, so averages do not count it
             assert since and {contributors for _, contributors, _ in since} == {2}
         run.all_contribute([0, 1], since=asked + 0.5)
     ends = run.finish()
@@ -307,7 +307,7 @@ def test_a_replica_that_takes_no_step_leaves_in_the_others_steps(job, outer):
 
 @BOTH
 def test_all_replicas_are_asked_to_end_at_once(job, outer):
-    """As at Slurm's time limit: there is nobody to take residuals over, and nobody waits for that."""
+    """As at Slurm's time limit: no rank is left to take over residuals, and none waits for that."""
     run = job(2, outer=outer, pauses="asleep")
     run.wait_for(lambda: run.ends)
     asked = run.kill(0, signal.SIGTERM)
@@ -321,7 +321,7 @@ def test_all_replicas_are_asked_to_end_at_once(job, outer):
 
 @BOTH
 def test_a_replica_that_joins_with_a_schedule_of_its_own_is_refused(job, outer):
-    """Its weights would not be the others'; these go on."""
+    """Its weights would differ from the others'; the others continue."""
     run = job(2, outer=outer)
     run.all_contribute([0, 1])
     run.wait_for(lambda: max(run.steps, default=0) > 20)
@@ -355,7 +355,7 @@ def test_one_is_left_and_two_join_at_once(job, outer):
     run.kill(2)
     run.all_contribute([0], since=killed + 1)
     for number in (1, 2):
-        run.start(number, seed=number)  # other weights: they take those of the one that is left
+        run.start(number, seed=number)  # with other weights: they take the remaining replica's
     run.all_contribute([1, 2], since=killed)
     changes = run.finish()[0]["changes"]
     assert sum(c["died"] for c in changes) == 2 and sum(c["came"] for c in changes) == 5
@@ -387,7 +387,7 @@ def test_most_weights_hold_at_the_start(job):
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [[1], [1, 2]])
 def test_of_a_group_that_is_cut_in_two_one_half_trains_on(job, cut):
-    """That of the lighthouse; the others wait, and come back when the link does."""
+    """The lighthouse's link; the others wait, and continue when the link is back."""
     with Lab(5, "100mbit") as lab:
         run = job(4, lab=lab)
         everyone, there = range(4), [number for number in range(4) if number not in cut]

@@ -1,4 +1,4 @@
-"""What ``attach`` costs beside the residual, as the kernel counts it: see ``benchmarks/memory.py``."""
+"""Memory of ``attach`` besides the residual, counted by the kernel; see ``benchmarks/memory.py``."""
 
 from pathlib import Path
 

@@ -87,7 +87,7 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "v": ScheduleInterlea
 
 
 class Pipe:
-    """One rank of a pipeline of two stages, or of two on each rank ("v")."""
+    """One rank of a pipeline with two stages, or with two stages on each rank ("v")."""
 
     def __init__(
         self, kind, seed=0, *, mesh=None, fsdp=False, back=None, scale_grads=True, **options
@@ -183,7 +183,7 @@ def test_pipelines_train_as_one_process_at_density_1(kind, options):
 
 @on_ranks(4)
 def test_exchanges_run_in_bubbles():
-    """The second stage's exchange ends while the first goes backward for the last time."""
+    """The second stage's exchange ends during the first stage's last backward pass."""
     store, calls = dist.distributed_c10d._get_default_store(), []
 
     def wait_for_the_second_stage():
@@ -295,7 +295,7 @@ def loss_of(net, step, replica, columns=slice(None)):
 
 
 def train_over(mesh):
-    """Return what trains a net on this rank's place in a mesh."""
+    """Return a trainer for a net at this rank's place in a mesh."""
     place, replica = mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank()
 
     def train(net, steps):
@@ -309,7 +309,7 @@ def train_over(mesh):
 
 
 def local(net, *, sharded):
-    """Parameters that are divided over tensor-parallel ranks, or those that are not."""
+    """Return the parameters that are divided over tensor-parallel ranks, or those that are not."""
     pairs = [(p, p.to_local() if isinstance(p, DTensor) else p) for p in net.parameters()]
     found = [mine.detach().flatten() for p, mine in pairs if (mine.shape != p.shape) == sharded]
     return torch.cat(found)
@@ -409,7 +409,7 @@ def parallel_backward(mesh):
 @on_ranks(4)
 @pytest.mark.parametrize("corrected", [False, True])
 def test_updates_of_tensor_parallel_models(corrected):
-    """What is whole on tensor-parallel ranks stays equal there."""
+    """Parameters that are whole on tensor-parallel ranks stay equal there."""
     mesh = mesh_of(dp=2, tp=2)
     net = parallel(mesh)
     settings = {"algorithm": "quantised", "fragments": 2, "period": 2}
@@ -460,7 +460,7 @@ def test_updates_of_stages():
 
 @on_ranks(4)
 def test_half_of_the_world_trains_by_itself():
-    """And attaches again after ``close()``."""
+    """Also attaches again after ``close()``."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = halves[dist.get_rank() // 2]
     for _ in range(2):
@@ -478,7 +478,7 @@ def test_half_of_the_world_trains_by_itself():
 @on_ranks(4)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_units_start_while_others_go_backward(overlap):
-    """The last layers' exchange begins before the first layers' gradients have come."""
+    """The last layers' exchange begins before the first layers' gradients have arrived."""
     layers, began, seen = network(), threading.Event(), []
     middle = Back(lambda: seen.append(began.wait(20 if overlap else 0)))
     net = torch.nn.Sequential(layers[0], layers[1], middle, layers[2], layers[3])

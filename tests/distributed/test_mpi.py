@@ -149,7 +149,7 @@ def test_a_communicator_of_mpi4py_is_taken_and_remembered_until_it_is_freed():
 
 @on_ranks(RANKS, mpi=True)
 def test_channels_in_flight_do_not_wait_for_each_other_in_circles():
-    """Channels at once, started late by some ranks: native allreduces between messages."""
+    """Concurrent channels, started late by some ranks, with native allreduces between messages."""
 
     async def program(channel, number):
         seen = []
@@ -165,7 +165,7 @@ def test_channels_in_flight_do_not_wait_for_each_other_in_circles():
     engine, jobs = Engine("flight"), {}
     with MpiCommunicator(timeout=60) as comm:
         for number in (0, 1, 2, 4, 3):
-            time.sleep(0.01 * comm.rank)  # so every rank sees another mixture of what is there
+            time.sleep(0.01 * comm.rank)  # so every rank sees a different mixture of arrivals
             jobs[number] = engine.submit(program(comm.channel(number), number))
         for number, job in jobs.items():
             sums = [RANKS * (10 * number + turn) + sum(range(RANKS)) for turn in range(3)]

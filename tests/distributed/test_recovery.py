@@ -32,7 +32,7 @@ OVERFLOWS = {3: 1, 4: 0, 9: 2}  # step: rank
 
 
 def weights_of_every_step(ddp, optimizer, scaler=None):
-    """Train 12 steps, of which some overflow on one rank."""
+    """Train 12 steps, some of which overflow on one rank."""
     weights = []
     for step in range(12):
         x, y = batch(step)
@@ -53,7 +53,7 @@ def weights_of_every_step(ddp, optimizer, scaler=None):
 
 @on_ranks(4)
 def test_a_grad_scaler_skips_and_recovers_on_all_ranks():
-    """It backs off and grows; training is as without one, bit for bit."""
+    """The scale backs off and grows; training is bit for bit as without a scaler."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
     runs = []
     for options in ({"nonfinite": "skip"}, {"scaler": scaler}):
@@ -136,7 +136,7 @@ def test_what_differs_is_named_before_any_step():
 
 @on_ranks(4)
 def test_a_checkpoint_is_continued_bit_for_bit(folder):
-    """Save, go on, load into a fresh job with other buckets, go on."""
+    """Save, continue, load into a fresh job with other buckets, continue."""
     ends = []
     for fresh in (False, True):
         ddp = ddp_model(seed=fresh, bucket_cap_mb=0.001 if fresh else 25)
@@ -225,7 +225,7 @@ DAMAGES = {  # of the reducer's state in rank 1's file: by what; what that rank 
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_what_one_rank_cannot_load_all_refuse(kind, folder):
-    """All raise at once, nothing is changed, and training goes on as if nobody had tried."""
+    """All raise at once, nothing changes, and training continues as if nothing had been loaded."""
     runs, rank = [], dist.get_rank()
     for refuses in (True, False):
         net, where = net_of(kind)
@@ -311,7 +311,7 @@ def owed(states, name):
 
 @on_ranks(4)
 def test_ddp_and_fsdp_exchange_their_residuals(folder):
-    """They move there and back: the same per parameter; training goes on alike."""
+    """They move there and back, and are the same per parameter; training continues in the same way."""
     ddp, rank = ddp_model(), dist.get_rank()
     sync = attach(ddp)
     train(ddp, range(3))

@@ -1,6 +1,6 @@
-"""PyTorch's and Accelerate's own tests pass with the library attached, but for those of one table.
+"""PyTorch's and Accelerate's own tests pass with the library attached, except those in one table.
 
-So every new version of torch is tried by its own tests.  ``suites.py`` runs them.
+Every new version of torch is thus tested with its own tests.  ``suites.py`` runs them.
 """
 
 import json
@@ -117,7 +117,7 @@ WORDS = {f"test_{name}": words for _, words, names in REASONS for name in names}
 
 @pytest.fixture(scope="module")
 def outcomes(request):
-    """Run what is selected, two runs at a time: their ranks mostly wait for each other."""
+    """Run the selected tests, two at a time, because their ranks mostly wait for each other."""
     chosen = [i.callspec.params["job"] for i in request.session.items if i.module is request.module]
     with ThreadPoolExecutor(2) as pool:
         yield {job: pool.submit(_run, *job) for job in chosen}
@@ -129,10 +129,10 @@ def _run(*job):
 
 
 def wrong(test):
-    """Tell what is wrong with the end of a test; empty: nothing."""
+    """Return what is wrong with a test's outcome, or an empty string."""
     expected, why = WORDS.get(test["name"]), " / ".join(test["why"])
     match test["end"], expected:
-        case ("passed" | "skipped", None):  # as its decorators tell, of torch's open issues
+        case ("passed" | "skipped", None):  # according to its decorators, for torch's open issues
             return ""
         case "passed", _:
             return "passes, and is in the table: take it out"

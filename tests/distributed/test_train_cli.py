@@ -37,8 +37,8 @@ def test_algorithms_are_compared(tmp_path):
     assert dense["loss"][2] != sparse["loss"][2]
     assert dense["bytes_sent_per_step_max"] == dense_bytes_per_step(dense["parameters"], 2)
     assert 0 < sparse["bytes_sent_per_step_max"] < dense["bytes_sent_per_step_max"] / 10
-    # on each of the first steps a bit per element and 16 per block, and at the end the rest, whole; the
-    # numbers that tell how noisy gradients are come on top
+    # one bit per element and 16 per block on each of the first steps, and finally the whole rest; the
+    # numbers that measure the gradients' noise are sent in addition
     sent = (3 * (1 + 16 / 512) / 8 + 4) / 3
     assert sent < updates["sent_per_parameter_and_step"] < 1.05 * sent
     for result in (dense, sparse, updates):
@@ -93,13 +93,13 @@ def test_pytorchs_hooks_are_compared_with_their_bytes():
 @pytest.mark.slow
 def test_a_run_ends_at_the_target_and_clips_like_dense():
     settings = TrainSettings(ranks=2, steps=30, layers=1, width=64, target_step=5)
-    dense, half = train(settings, ["fp16", "dense"])  # dense goes first: it sets the target
+    dense, half = train(settings, ["fp16", "dense"])  # dense runs first, to set the target
     assert dense.algorithm == "dense" and dense.steps == dense.steps_to_target == 5
     assert half.steps == half.steps_to_target < 30
     assert half.speedup_to_target == pytest.approx(sum(dense.seconds) / sum(half.seconds))
     settings = TrainSettings(workload="lstm", clip=1e-9, ranks=2, steps=3, lr_warmup_steps=0)
     dense, half = train(settings, ["dense", "fp16"])
-    for result in (dense, half):  # steps of length 1e-9: other batches, the same model
+    for result in (dense, half):  # steps of length 1e-9: different batches, the same model
         assert (result.clip, result.accuracy, result.replicas_equal) == (1e-9, None, True)
         assert result.eval_loss == pytest.approx(dense.loss[0], abs=0.05)
     # clipped after the average: hooks and dense differ by a rounding of the direction alone
@@ -125,14 +125,14 @@ def test_a_training_in_the_lab(tmp_path):
 
 def die(rank, step):
     if (rank, step) == (1, 1):
-        # the others read what it sent first: its death may take back what they have not read
+        # the others must read its messages first, because unread ones may be lost with it
         time.sleep(2)
         os._exit(7)
 
 
 def interrupt(rank, step):
     if (rank, step) == (0, 1):
-        os.killpg(os.getpgrp(), signal.SIGINT)  # what a terminal does on Ctrl-C
+        os.killpg(os.getpgrp(), signal.SIGINT)  # as a terminal does on Ctrl-C
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_schemes_average_models_and_ranks_are_delayed(tmp_path):
     assert dense["seconds_finish"] < 1
     assert every["bytes_counted"] == local["bytes_counted"] == "ledger"
     models = [[round(sent / whole) for sent in r["bytes_sent"]] for r in (every, local)]
-    assert models == [[1, 1, 1, 1, 2], [0, 1, 0, 1, 1]]  # the end is in the last step
+    assert models == [[1, 1, 1, 1, 2], [0, 1, 0, 1, 1]]  # the last step includes the end
 
 
 if __name__ == "__main__":

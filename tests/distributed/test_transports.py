@@ -1,4 +1,4 @@
-"""Gloo and ZeroMQ between three real ranks: the same bits as in the simulator, and who is missing."""
+"""Gloo and ZeroMQ between three real ranks: the same bits as in the simulator, and missing ranks."""
 
 import os
 import time
@@ -30,7 +30,7 @@ from .small_model import attach, ddp_model, train
 
 
 def check_row(comm, name):
-    """Run a row's contract; return digests that are those of the simulator."""
+    """Run a row's contract; return digests, which must equal the simulator's."""
 
     async def program(comm):
         return await exercise(comm, name)
@@ -68,7 +68,7 @@ def test_a_transport_keeps_the_contract(transport):
         run(testing.exercise_communicator(comm))
         run(exercise(comm, "dense"))
         check_algorithm(comm, "oktopk")
-        if transport == "zmq":  # the store's host tells the interface
+        if transport == "zmq":  # the store's host determines the interface
             assert comm.mesh.endpoints[comm.rank].startswith("tcp://127.0.0.1:")
 
 
@@ -86,7 +86,7 @@ def test_a_coded_sum_takes_blocks_of_any_width(size):
 def test_a_channel_that_gloo_has_not_is_refused():
     comm = TorchCommunicator(timeout=30)
     assert comm.channel(2**30 - 1).tag == 2**30 - 1
-    for tag in (-1, 2**30):  # the last is the one of a message that never comes
+    for tag in (-1, 2**30):  # the last one is for a message that never arrives
         with pytest.raises(ConfigurationError, match=f"channel {tag} does not exist"):
             comm.channel(tag)
 
@@ -125,7 +125,7 @@ def expected(world_size, number, op="sum"):
 
 
 def check_calls(transport):
-    """Several reductions under way at once, blocking ones in between, and progress meanwhile."""
+    """Several reductions in flight, with blocking ones in between, and progress meanwhile."""
     with sparsync.connect(timeout=30, transport=transport) as comm:
         rank, world_size = comm.rank, comm.world_size
         sums = [
@@ -194,12 +194,12 @@ def test_a_silent_rank_runs_into_the_deadline(transport):
     if comm.rank == 0:
         with pytest.raises(DeadlineError, match=r"^rank 0, step 0.*rank 1.* within 0\.5 s"):
             sparsync.allreduce(torch.ones(10), comm, k=3)
-    gathered(None)  # rank 1 is there, and says nothing
+    gathered(None)  # rank 1 is present but silent
     comm.close()
 
 
 def die():
-    # the others read what it sent first: its death may take back what they have not read
+    # the others must read its messages first, because unread ones may be lost with it
     time.sleep(1)
     os._exit(7)
 
@@ -214,7 +214,7 @@ def one_rank_dies_in_training():
 
 
 def one_rank_dies(spoke):
-    """Wait over ZeroMQ for a rank that has died: known, or one that nobody ever had a link to."""
+    """Wait over ZeroMQ for a dead rank, either a known one, or one to which no link ever existed."""
     comm = ZmqCommunicator(dist.get_rank(), 3, store=store_of(None), timeout=20)
     comm.ledger.begin_step(4)
     run(comm.barrier()) if spoke else dist.barrier()

@@ -83,7 +83,7 @@ def test_resuming_is_exact(kind, name, folder):
 @on_ranks(4)
 @pytest.mark.parametrize("call", ["save", "load", "load_state_dict"])
 def test_checkpoints_wait_for_what_is_under_way(call, folder):
-    """One thread at a time uses a communicator: not this one beside the engine's."""
+    """Only one thread at a time may use a communicator, so not this thread and the engine's."""
     net, optimizer, sync = attached("plain", {"delay": 1, "period": 2, "density": 0.1})
     with sync, pytest.MonkeyPatch.context() as patch:
         steps(net, optimizer, range(1))
@@ -119,7 +119,7 @@ def broken_step(net, optimizer, step):
     ("kind", "name"), [("plain", "slow links"), ("plain", "dct"), ("fsdp", "weights")]
 )
 def test_a_rank_that_broke_before_the_exchange_is_saved_as_it_is(kind, name, folder):
-    """And refused where it says that it is whole: then a file was damaged."""
+    """It is refused if it claims to be whole, because then a file was damaged."""
     ends = []
     for fresh in (False, True):
         net, optimizer, sync = attached(kind, SETTINGS[name], seed=7 * fresh)
@@ -169,7 +169,7 @@ def test_other_numbers_of_ranks_begin_without_what_broke(name, folder):
 @pytest.mark.parametrize("first", [torch.inf, 1.0])
 @pytest.mark.parametrize("name", ["default", "weights"])
 def test_a_buffer_may_be_finite_in_one_run_and_not_in_the_other(name, first, ranks, folder):
-    """As an observer's extreme, which begins with Inf: the first run decides if it is averaged."""
+    """Like an observer's extreme, which begins as Inf: the first run decides whether it is averaged."""
     rank, ends, lines = dist.get_rank(), [], io.StringIO()
 
     def begin(ranks, seed, value):
@@ -184,7 +184,7 @@ def test_a_buffer_may_be_finite_in_one_run_and_not_in_the_other(name, first, ran
         steps(net, optimizer, range(2, 7))
         sparsync.save(sync, folder, model=net, optimizer=optimizer)
         saved = net.module.lowest.clone()
-        # left out, it is each rank's own
+        # if excluded, it stays local to each rank
         assert same_everywhere(saved) == (first == 1.0 and name == "default")
         ends.append((steps(net, optimizer, range(7, 12)), net.module.lowest.clone()))
     net, optimizer, sync = begin(ranks, 3, 1.0 if first == torch.inf else -torch.inf)
@@ -197,7 +197,7 @@ def test_a_buffer_may_be_finite_in_one_run_and_not_in_the_other(name, first, ran
     if ranks == 4:
         assert torch.equal(loaded, saved) and all(map(torch.equal, *ends))
         assert ("'lowest' held NaN or Inf" in lines.getvalue()) == (first == torch.inf)
-    elif first == 1.0:  # of fewer ranks, all begin with what they share
+    elif first == 1.0:  # with fewer ranks, all begin with the shared state
         assert loaded.isfinite().all()
     assert ends[-1][1].isfinite().all()
 
@@ -292,7 +292,7 @@ def test_an_optimizer_that_does_not_take_its_state_takes_all_back():
 
 
 def undelivered(states, name):
-    """What all ranks have done and not delivered, of a parameter that is whole on all of them."""
+    """Return everything done and not delivered by all ranks, for a parameter that is whole on all."""
     total = torch.zeros(1, dtype=torch.float64)
     for state in states:
         end = sum(
@@ -322,7 +322,7 @@ def attached_to(ranks, settings, inner):
 @pytest.mark.parametrize("name", RESHARDED)
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (1, 4)])
 def test_other_numbers_of_ranks_begin_from_the_shared_weights(name, before, after, folder):
-    """What was not delivered is dealt, its sum is kept, and the average after ``finish`` says so."""
+    """Undelivered entries are dealt and their sum preserved, as the average after ``finish`` shows."""
     net, optimizer, sync = attached_to(before, SETTINGS[name], 0)
     with sync:
         steps(net, optimizer, range(7))
@@ -344,7 +344,7 @@ def test_other_numbers_of_ranks_begin_from_the_shared_weights(name, before, afte
             assert same_everywhere(shared)
         new = gathered(mine)[:after]
         whole = torch.cat([undelivered(new, n) for n in mine["parameters"]])
-        # on half as many ranks, an average moves the weights twice as far
+        # with half as many ranks, an average moves the weights twice as far
         torch.testing.assert_close(shared - whole.float() / before, after_all, atol=1e-5, rtol=1e-4)
         steps(net, optimizer, range(7, 9))
         sync.finish()
@@ -352,7 +352,7 @@ def test_other_numbers_of_ranks_begin_from_the_shared_weights(name, before, afte
 
 @on_ranks(4)
 def test_cosine_coefficients_stay_with_their_ranks(folder):
-    """Every rank says so, in one line, and trains on as it was."""
+    """Every rank reports this in one line, and continues training unchanged."""
     net, optimizer, sync = attached_to(4, SETTINGS["dct"], 0)
     with sync:
         steps(net, optimizer, range(3))

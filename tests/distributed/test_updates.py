@@ -44,7 +44,7 @@ def test_different_initial_weights_are_named():
     ("algorithm", "period"), [("quantised", 3), ("budgeted", 1), ("oktopk", 2)]
 )
 def test_replicas_are_equal_where_they_should_be(algorithm, period):
-    """And only there; that resuming is exact, ``test_recovery`` shows."""
+    """Only there; ``test_recovery`` shows that resuming is exact."""
     net = model()
     optimizer = adam(net)
     local = OuterAverager(net, algorithm=algorithm, residual="weights", density=0.1, period=period)
@@ -91,7 +91,7 @@ def test_a_hook_of_the_optimizer_does_what_the_loop_would():
             stats = sync.stats()
             assert stats["exchange"] == "updates" and sync.steps == stats["local_steps"] == 9
             assert (stats["exchanges"], stats["refused_exchanges"]) == (4, 0)
-            # the first exchange has a round more, which tells whether ranks are weighed
+            # the first exchange has one more round, which determines whether ranks are weighted
             first = stats["bytes_sent_per_exchange_max"]
             each = stats["bytes_sent_last_exchange"]
             sent = first + 3 * each
@@ -178,7 +178,7 @@ def test_transports_agree_with_the_simulator(settings):
 
 @on_ranks(2)
 def test_a_step_that_only_one_rank_skips_still_counts():
-    """As a GradScaler skips it, also if nobody told us of the scaler."""
+    """As skipped by a GradScaler, even one that sparsync was not told about."""
     for told, wrap in itertools.product((True, False), (ddp_model, model)):
         net = wrap()
         optimizer, scaler = (
@@ -222,7 +222,7 @@ def test_nan_on_one_rank_brings_all_back():
 
 @on_ranks(2)
 def test_nan_a_second_time_is_named_where_it_is():
-    """Whatever the rate: nothing is divided by it, and no advice blames it."""
+    """At any rate: nothing is divided by it, and no advice blames it."""
     for name, where in (("0.weight", "0.weight'"), ("seen", "seen' (persistent=False")):
         net = model()
         net.register_buffer("seen", torch.zeros(2))
@@ -245,7 +245,7 @@ def test_nan_a_second_time_is_named_where_it_is():
 
 @on_ranks(2)
 def test_a_statistic_that_began_with_inf_is_named_once():
-    """As the extremes of torch's observers: the ranks' own, for they were left out with the masks."""
+    """Like the extremes of torch's observers, they stay local: they were excluded with the masks."""
     net, said = model(), io.StringIO()
     net.register_buffer("lowest", torch.full((3,), torch.inf))
     net.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
@@ -283,21 +283,21 @@ def test_several_optimizers_frozen_and_unused_parameters_and_buffers():
         assert not ddp.broadcast_buffers
         before = net["unused"].weight.clone(), net["frozen"].weight.clone()
         for step in range(9):
-            for optimizer in optimizers:  # in turn, as two that play against each other
+            for optimizer in optimizers:  # in turn, like two networks that play against each other
                 backward(ddp, step)
                 optimizer.step()
                 ddp.zero_grad()
         sync.finish()
         assert same_everywhere(flat(net))
         assert same_everywhere(net["norm"].running_mean)
-        torch.testing.assert_close(before[0], net["unused"].weight)  # what was rounded came back
+        torch.testing.assert_close(before[0], net["unused"].weight)  # rounding was delivered
         assert torch.equal(before[1], net["frozen"].weight)
         assert sync.stats()["local_steps"] == 9
     assert ddp.broadcast_buffers
 
 
 def replaced_by(net, other):
-    """Load another model's weights, as a script does that knows nothing of the handle."""
+    """Load another model's weights, like a script that does not know about the handle."""
     (net.module if hasattr(net, "module") else net).load_state_dict(other.state_dict())
 
 
@@ -336,7 +336,7 @@ def test_weights_that_only_one_rank_loads_are_refused_by_all():
 
 @on_ranks(2)
 def test_weights_that_are_replaced_between_steps_are_refused_by_all():
-    """In place, or by a load; what goes back, or stays near, is a matter of the loop's own."""
+    """In place, or by a load; changes that are undone or small are the loop's own business."""
     net = model()
     optimizer = adam(net)
     with sparsync.attach(net, optimizer, exchange="updates") as sync:
@@ -354,7 +354,7 @@ def test_weights_that_are_replaced_between_steps_are_refused_by_all():
         with refused("local step 5: the weights were replaced since the last step"):
             step_of(net, optimizer, 5)
         replaced_by(net, before)
-        sync.load_state_dict(sync.state_dict())  # which tells that it is meant
+        sync.load_state_dict(sync.state_dict())  # which shows that it is intended
         step_of(net, optimizer, 5)
 
 
@@ -416,7 +416,7 @@ def test_attach_says_what_it_exchanges_and_why():
 
 @on_ranks(2)
 def test_auto_exchanges_what_takes_fewer_seconds_per_step():
-    """On slow links updates, on fast ones dense gradients; without DDP it can only be updates."""
+    """Updates on slow links, dense gradients on fast ones; without DDP, only updates are possible."""
     for beta, exchange, way in (
         (1e-3, "updates", "updates every 2 steps take about "),
         (0.0, "gradients", "dense gradients take about "),
@@ -448,7 +448,7 @@ def test_auto_exchanges_what_takes_fewer_seconds_per_step():
 
 @on_ranks(2)
 def test_auto_refuses_a_density_before_it_measures():
-    """Whatever the links are: where dense gradients had won, it would have been ignored."""
+    """On any links, because it would have been ignored if dense gradients had won."""
     net = ddp_model()
 
     async def never(_comm):
@@ -463,7 +463,7 @@ def test_auto_refuses_a_density_before_it_measures():
 @on_ranks(2)
 @pytest.mark.parametrize("transport", ["torch", "zmq"])
 def test_auto_says_where_dense_wins(transport):
-    """After 30 steps, once; not where it was asked for updates, nor where dense takes longer."""
+    """Once, after 30 steps, unless updates were requested or dense takes longer."""
     measure, calls, per_step = UpdateSync._dense_seconds, [], set()
     for exchange, dense, says in (("auto", 0.0, 1), ("auto", 1e9, 0), ("updates", 0.0, 0)):
 
@@ -482,14 +482,14 @@ def test_auto_says_where_dense_wins(transport):
         lines = [line for line in said.getvalue().splitlines() if "dense wins" in line]
         assert len(lines) == (says if dist.get_rank() == 0 else 0)
         assert all("plain DDP loses nothing" in line for line in lines)
-    assert len(per_step) == 1  # what is sent to measure the links counts for no step
+    assert len(per_step) == 1  # the bytes that measure the links count for no step
     assert len(calls) == 2 and all(0 < seconds < 10 for seconds in calls)
 
 
 @on_ranks(3)
 @pytest.mark.parametrize("algorithm", ["demo", "updates"])
 def test_other_rates_and_other_outer_settings_are_found_at_attach(algorithm):
-    """Weights that move by another rate's signs would part at once."""
+    """Weights that move by signs at different rates would diverge at once."""
     odd = dist.get_rank() == 2
     for rate, settings, words in (
         (0.02 if odd else 0.01, {}, "rates=[[0.02]]"),
@@ -527,7 +527,7 @@ def test_update_space_adam_keeps_replicas_equal(moment):
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimisation as it is published, but for what it perturbs: every second input."""
+    """Sharpness-aware minimisation as published, except that it perturbs every second input."""
 
     def __init__(self, parameters):
         self.base_optimizer = torch.optim.AdamW(parameters, lr=0.01)
@@ -589,7 +589,7 @@ def test_sam_steps_once_per_iteration(wrap, closure):
 @on_ranks(2)
 @pytest.mark.parametrize("transport", ["zmq", "torch"])
 def test_other_numbers_of_steps_are_told_by_finish_and_save(transport, folder):
-    """And in an exchange that others do not take part in: with both counts, exchanges by that word."""
+    """Also in an exchange in which others do not take part, with both counts named."""
     net, rank = model(), dist.get_rank()
     optimizer, carried = adam(net), sparsync.Transport(transport, timeout=20.0)
     outer = OuterStep(algorithm="dense", density=1.0, period=4, residual="weights")
@@ -610,7 +610,7 @@ def test_other_numbers_of_steps_are_told_by_finish_and_save(transport, folder):
     if rank == 1:
         sync.step()
     assert sparsync.save(sync, folder / "run").name == "000001-step-00000006"
-    if transport == "torch":  # whose messages have no headers: they wait for the deadline
+    if transport == "torch":  # gloo's messages have no headers, so ranks wait for the deadline
         sync.close()
         return
     here, there = ("exchange 1, local step 7", "exchange 1, local step 6")[:: 1 - 2 * rank]

@@ -1,4 +1,4 @@
-"""What the documents show is run, and what they promise is compared with the code."""
+"""Run the examples in the documents, and compare their promises with the code."""
 
 import re
 import textwrap

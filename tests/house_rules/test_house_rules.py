@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can check; CONTRIBUTING.md says what they are for."""
+"""The house rules that a machine can check; CONTRIBUTING.md explains them."""
 
 import ast
 import importlib
@@ -253,7 +253,7 @@ def test_a_handle_inherits_from_few_classes():
 
 # ---- pickles: what comes from others, by wire or file, is never unpickled; a pickle can call anything
 
-# who may, and why that is safe
+# exceptions, and why they are safe
 PICKLES = {
     "sparsync.errors": "words the error of torch.load",
     "sparsync_papers.workloads.cifar10": "an unpickler that refuses every name but numpy's arrays",

@@ -1,4 +1,4 @@
-"""What users may rely on is listed; a change of it is seen, and is a choice."""
+"""The public interface is listed, so every change to it is visible and deliberate."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Write what the tests prove as a page: ``python -m tests.semantics.page > docs/semantics.md``."""
+"""Write the tests' results as a page: ``python -m tests.semantics.page > docs/semantics.md``."""
 
 from __future__ import annotations
 

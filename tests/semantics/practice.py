@@ -19,7 +19,7 @@ ELSEWHERE = re.compile(r" \((tests/\S+)::(\w+)\)$")
 
 @dataclass
 class Practice:
-    """Something that training scripts do.
+    """A practice of training scripts.
 
     Attributes:
         section: of the page.

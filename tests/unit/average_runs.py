@@ -1,4 +1,4 @@
-"""Runs of an averager on virtual ranks whose models move by given updates."""
+"""Runs of an averager on virtual ranks, whose models move by given updates."""
 
 import io
 
@@ -31,7 +31,7 @@ def on_all_ranks(make, steps, *, update=update, world_size=WORLD_SIZE, reload_at
             local = vector + update(comm.rank, step)
             before = local.clone()
             vector = await averager.average(comm, local, step)
-            # what was handed over is left as it was
+            # the published model must not have changed
             torch.testing.assert_close(local, before, rtol=0, atol=0, equal_nan=True)
             if watch is not None:
                 watch(comm.rank, step, averager, local)
@@ -43,7 +43,7 @@ def on_all_ranks(make, steps, *, update=update, world_size=WORLD_SIZE, reload_at
 
 
 def through_a_file(value):
-    """As a user saves and loads it."""
+    """Save and load it like a user."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)

@@ -11,7 +11,7 @@ from sparsync.averaging.averager import Averager, mean
 
 @final
 class Smoothed(Averager):
-    """Moves halfway to the mean of what all ranks had one step before: a scheme with memory."""
+    """Moves halfway to the mean of all ranks' models one step before: a scheme with memory."""
 
     async def begin(self, comm, vector, step):
         self.memory.setdefault("last", vector)

@@ -1,8 +1,8 @@
-"""A world whose ranks die, come, leave and stand still between any two messages, as drawn from a seed.
+"""A world whose ranks die, join, leave and stall between any two messages, as drawn from a seed.
 
-Messages between two members arrive in the order sent; of one that dies, some of the last never do.  A
-member that is away, for it stands still or its links are cut, is given up by the others and gets no
-quorum until it is back.  What happens next (an arrival, a member's next move, a death, a birth, an
+Messages between two members arrive in the order sent; some of a dying member's last ones never do.  A
+member that is away, because it stalls or its links are cut, is given up by the others and gets no
+quorum until it is back.  The next event (an arrival, a member's next move, a death, a birth, an
 absence) is drawn at random.
 """
 
@@ -37,11 +37,11 @@ MOST = 30_000  # events of a world; one takes a few hundred
 
 
 class Withdrawn(Exception):
-    """A member has ended, and the others do its last step again."""
+    """A member has ended, and the others repeat its last step."""
 
 
 class Waiting(Operation):
-    """A message, or a quorum, that has not come yet."""
+    """A message, or a quorum, that has not arrived yet."""
 
     def __init__(self, why=""):
         self.error, self.why = None, why
@@ -171,19 +171,19 @@ class Account(NamedTuple):
 
     accumulated: np.ndarray
     total: np.ndarray
-    rest: np.ndarray  # what is not delivered
+    rest: np.ndarray  # the undelivered part
     gained: np.ndarray  # what those that leave have dealt to it
-    deals: bool  # the rest goes to others
+    deals: bool  # the rest goes to other members
     lost: np.ndarray  # rounded away
 
     @property
     def kept(self):
-        """The residual that it begins the next step with."""
+        """The residual with which it begins the next step."""
         return self.gained if self.deals else self.rest + self.gained
 
     @property
     def change(self):
-        """The change that the attempt makes in the residual, if it is applied."""
+        """The attempt's change to the residual, if it is applied."""
         return self.kept - self.accumulated if np.isfinite(self.total).all() else 0.0
 
 
@@ -222,12 +222,12 @@ class Member:
 
     @property
     def is_outside(self):
-        """Whether it was away, and has not met the others since."""
+        """Whether it was away, and has not met the others again."""
         return self.outside is not None
 
     @property
     def knows(self):
-        """Whether others can have the weights from it."""
+        """Whether others can copy the weights from it."""
         members = self.members
         return self.whole and not (
             members.behind or members.leaving or self.left or self.is_outside
@@ -250,7 +250,7 @@ class Member:
                     raise Withdrawn from None
 
     def has_last_weights(self):
-        """Fetch them, sooner or later."""
+        """Fetch them at some time."""
         last = self.world.weights.get(self.world.steps)
         if self.members.behind and last is not None and self.world.rng.random() < 0.4:
             self.weights = last
@@ -350,7 +350,7 @@ class Member:
         self.commit(step, before)
 
     def fetch(self, step):
-        """Copy the weights of this step, if anybody has them, and some time later be ready."""
+        """Copy the weights of this step, if any member has them, and be ready some time later."""
         if self.copied is None and step in self.world.weights:
             self.copied, self.log = step, []
         elif self.copied is not None and self.world.rng.random() < 0.4:
@@ -384,7 +384,7 @@ class Member:
 
 @cache
 def prepared(name):
-    """Return a preset that delivers sums; some look at the machine before."""
+    """Return a preset that delivers sums; some measure the machine first."""
     return replace(run(resolve(name).on(SoloCommunicator())), average=False)
 
 
@@ -397,7 +397,7 @@ def planned(size, ranks, *given, k, plan=auto.plan, known={}, **named):  # noqa:
 
 
 class World:
-    """The members, their messages, and who is asked for a quorum.
+    """The members, their messages, and the requests for a quorum.
 
     Args:
         change: probability of a death, and of a birth, at every message and move.
@@ -459,7 +459,7 @@ class World:
     # ---- what happens ------------------------------------------------------------------------------
 
     def run(self):
-        """Play until all members are at the end; return how often the group has changed."""
+        """Run until all members are at the end; return how often the group has changed."""
         with patch.object(auto, "plan", planned):
             for _ in range(MOST):
                 self.grant()
@@ -524,16 +524,16 @@ class World:
         self.born += 1
 
     def can_bear(self):
-        """Whether fresh weights cannot hold any more: at the first step they do, if most have them."""
+        """Whether fresh weights can no longer win (at the first step they do, if most have them)."""
         all_ahead = all(one.reducer.step > 0 for one in self.members.values() if one.whole)
         return all_ahead and len(self.members) < 6
 
     def can_spare(self, member):
-        """Whether somebody has weights without it."""
+        """Whether any other member has weights."""
         return any(other.knows for other in self.members.values() if other is not member)
 
     def kill(self, number, *, last_words=False):
-        """End a member; some of what it has sent last does not arrive, unless it ends by itself."""
+        """End a member; some of its last messages do not arrive, unless it ends by itself."""
         self.tasks.pop(number).program.close()
         del self.members[number]
         self.asked.pop(number, None)
@@ -547,13 +547,13 @@ class World:
         self.sort()
 
     def drop(self, source, dest):
-        """Lose some of what was sent last."""
+        """Lose some of the last messages."""
         link = self.links[source, dest]
         for _ in range(self.rng.randint(0, len(link))):
             link.pop()
 
     def sort(self):
-        """Find the links on which messages may arrive."""
+        """Return the links on which messages may arrive."""
         self.busy = [
             key
             for key, link in self.links.items()
@@ -575,9 +575,9 @@ class World:
     # ---- absences ----------------------------------------------------------------------------------
 
     def lose(self, number):
-        """Let a member stand still, or cut it off: nothing arrives, and sooner or later all give it up.
+        """Stall a member, or cut it off: nothing arrives, and eventually all others give it up.
 
-        What was under way is late, or some of it, and all that would follow in that group, is lost.
+        Messages in flight are late, or some of them and all later ones in that group are lost.
         """
         rng, member = self.rng, self.members[number]
         member.outside, self.away[number] = member.granted, rng.random() < 0.5
@@ -594,7 +594,7 @@ class World:
         self.sort()
 
     def may_lose(self, member):
-        """Let a member that has committed be away, perhaps."""
+        """Make a member that has committed absent, with some probability."""
         if (
             self.rng.random() < self.alone
             and member.number not in self.away
@@ -617,11 +617,11 @@ class World:
         return await operation
 
     def grant(self):
-        """Give a quorum once all that are not away have asked; another one if anything has changed."""
+        """Give a quorum once all present members have asked, and another one if anything has changed."""
         if self.over and all(
             one.is_outside or not one.members.attempt for one in self.members.values()
         ):
-            for number in list(self.members):  # nobody is left to learn from
+            for number in list(self.members):  # no member is left to learn from
                 self.kill(number)
         if len(self.asked) < len(self.members) - len(self.away):
             return
@@ -659,12 +659,12 @@ class World:
         self.accounts.setdefault(key, {})[member.number] = account
 
     def committed(self, member, step, *, applied):
-        """A step is committed by one group; all of it was prepared; nothing is lost in it."""
+        """Check that one group committed a step, all of which was prepared, and that nothing is lost."""
         attempt = member.members._past[-1][1]
         if step not in self.attempts or member.members.attempt == len(self.groups) - 1:
             self.hold(step, attempt)
         by = self.committers[step, attempt]
-        holds = self.attempts[step] == attempt  # or it is late, and others have done it again
+        holds = self.attempts[step] == attempt  # or it is late, and others have repeated the step
         if holds:
             self.standing = self.groups[attempt]
         accounts = self.accounts[step, attempt]
@@ -699,12 +699,12 @@ class World:
             self.weights[step + 1] = self.reached[step, attempt]
 
     def change_of(self, member, step, attempt):
-        """Return what an attempt changes in a member's residual, if it is applied."""
+        """Return an attempt's change to a member's residual, if it is applied."""
         account = self.accounts.get((step, attempt), {}).get(member.number)
         return 0.0 if account is None else account.change
 
     def check_law(self, accounts):
-        """Nothing is lost in an attempt, or by those that leave with it."""
+        """Check that nothing is lost in an attempt, or by members that leave with it."""
         acc, totals, rests, gains, lasts, lost = zip(*accounts, strict=True)
         assert all(np.array_equal(total, totals[0]) for total in totals), "totals differ"
         near(sum(acc), totals[0] + sum(rests) + sum(lost), "the law")
@@ -733,7 +733,7 @@ def near(found, expected, what):
 
 
 def world_of(seed, name):
-    """Return a world in which more happens than in the tests'.
+    """Return a world with more events than in the tests.
 
     Four ranks and six steps find the most per second: fewer are cheaper, and violations far rarer.
     """
@@ -748,7 +748,7 @@ def play(job):
         world = world_of(seed, name)
         try:
             changes += world.run()
-        except Exception as error:  # an assertion of the world, or what the library raised in it
+        except Exception as error:  # an assertion of the world, or an error of the library in it
             why = str(error) or type(error).__name__
             violations.append(f"{name}, seed {seed}: {why}")
         seen += world.returned + Counter(forks=world.forks)

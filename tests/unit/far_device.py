@@ -1,4 +1,4 @@
-"""A stand-in for a GPU: tensors that say they are on ``cuda:0``, and refuse company from the CPU.
+"""A stand-in for a GPU: tensors that claim to be on ``cuda:0``, and refuse operands from the CPU.
 
 It shows what would fail on a device, without one: operations whose operands lie on two, and reading
 memory of the device from Python.  It computes on the CPU, and knows nothing of streams.
@@ -20,7 +20,7 @@ from sparsync import kernels
 __all__ = ["FAR", "Memory", "far", "far_device", "memory"]
 
 FAR = torch.device("cuda", 0)
-# what copies between devices, by name
+# operations that copy between devices, by name
 _CROSSING = ("copy_", "_to_copy")
 
 
@@ -80,7 +80,7 @@ class _Far(Tensor):
     device, is_cuda, is_cpu, is_meta = FAR, True, False, False
 
     def record_stream(self, _):
-        """Do nothing: there is one."""
+        """Do nothing, because there is one stream."""
 
     def tolist(self):
         return self.near.tolist()
@@ -93,10 +93,10 @@ class _Far(Tensor):
 
 
 class _Stream:
-    """The only one."""
+    """Return the only stream."""
 
     def synchronize(self):
-        """Do nothing: all is done at once."""
+        """Do nothing, because everything is done at once."""
 
 
 def far(tensor):

@@ -1,4 +1,4 @@
-"""Small linear problems, whole and cut over ranks, and trainings of them on virtual ranks."""
+"""Small linear problems, whole and divided over ranks, and their training on virtual ranks."""
 
 from itertools import pairwise
 

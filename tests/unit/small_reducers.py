@@ -1,4 +1,4 @@
-"""A reducer of three small parameters, and what it is fed."""
+"""A reducer of three small parameters, and its inputs."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What ``attach`` returns, of one rank, without a model."""
+"""The handle that ``attach`` returns on a single rank, without a model."""
 
 from sparsync import Correction
 from sparsync.feedback.reducer_state import parse_state, reducer_state, restore_reducer

@@ -1,4 +1,4 @@
-"""A small model on one rank, and how to train it."""
+"""A small model on one rank, and its training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the property tests draw: vectors full of ties, zeros and the awkward floats."""
+"""Strategies of the property tests: vectors full of ties, zeros and awkward floats."""
 
 import torch
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""SparCML's collectives, and how the tests run them: one vector per simulated rank."""
+"""SparCML's collectives, and a way to run them with one vector per simulated rank."""
 
 from functools import partial
 

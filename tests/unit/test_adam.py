@@ -1,4 +1,4 @@
-"""Adam on local or sparse gradients: against torch's, and against what it promises."""
+"""Adam on local or sparse gradients, compared with torch's Adam and with its own claims."""
 
 from __future__ import annotations
 

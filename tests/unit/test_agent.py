@@ -1,4 +1,4 @@
-"""WAGMA's agent, its messages carried by hand, and the hosts of actors on threads."""
+"""WAGMA's agent with messages delivered by hand, and the hosts of actors on threads."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from sparsync.transports.zmq.host import ZmqHost
 
 
 class Hand(Host):
-    """Keeps what an agent sends, until the test delivers it."""
+    """Keeps an agent's messages until the test delivers them."""
 
     now = 0.0
 
@@ -43,7 +43,7 @@ def make(world_size, **options):
 
 
 def deliver(agents, *, lost=lambda source, dest, kind: False):
-    """Carry all messages, and those that they cause; return the kinds that were sent."""
+    """Deliver all messages, and those that they cause; return the kinds of messages sent."""
     kinds = []
     while any(agent.host.sent for agent in agents):
         for source, agent in enumerate(agents):
@@ -64,12 +64,12 @@ def arrive(agent, step, value):
 
 
 def test_who_begins_an_ended_round_anew_is_given_its_result():
-    """Rank 1 ends the round; rank 0 has lost its last message, begins anew and is answered."""
+    """Rank 1 ends the round; rank 0 has lost its last message, starts again and is answered."""
     agents = make(2, deadline=1.0)
     first, second = arrive(agents[0], 0, 1), arrive(agents[1], 0, 3)
     deliver(agents, lost=lambda source, dest, kind: dest == 0 and kind == Kind.DATA)
     assert len(first) == 0 and len(second) == 1
-    agents[0]._drop()  # as a change of who is present does
+    agents[0]._drop()  # as a change of the present ranks does
     agents[0]._advance()
     assert Kind.RESULT in deliver(agents)
     assert torch.equal(first[0].result.total, second[0].result.total)
@@ -90,7 +90,7 @@ def test_word_goes_down_the_tree_once(root):
     agents = make(5)
     arrive(agents[root], 0, 1)
     kinds = deliver(agents)
-    assert kinds.count(Kind.ACTIVATE) == 4  # every other rank is told once
+    assert kinds.count(Kind.ACTIVATE) == 4  # every other rank is notified once
 
 
 def test_who_comes_back_is_given_the_last_model_that_all_had():
@@ -153,7 +153,7 @@ class Racing(ZmqHost):
         self.waits = waits
 
     def _take(self, seconds):
-        return self._mesh.advance(seconds)  # a world of one has nobody to receive from
+        return self._mesh.advance(seconds)  # a world of one has no rank to receive from
 
     def fail(self):
         raise PeerError("the actor failed")

@@ -166,7 +166,7 @@ def test_ranks_that_disagree_are_named_before_any_data_moves(fact, arguments):
 
 
 def counted(vectors, **arguments):
-    """Return the messages of a rank, without those that compare the call, and the totals' entries."""
+    """Return a rank's messages, without those that compare the call, and the totals' entries."""
 
     async def program(comm):
         counts, entries = [], []
@@ -192,13 +192,13 @@ def test_the_size_of_the_last_total_is_remembered_between_calls():
 
 
 def test_a_remembered_size_chooses_the_collective():
-    """Equal supports: if they were random, 2 % of 64 ranks would make the sum dense."""
+    """Equal supports; with random ones, 2 % on 64 ranks would make the sum dense."""
     size, same = 100_000, torch.arange(2_000)
 
     def equal(_rank):
         return SparseVector(same, torch.ones(2_000), size)
 
-    # the first total travels dense, and is remembered by its entries all the same
+    # the first total travels dense, but is still remembered by its number of entries
     assert counted([equal] * 3) == ([63 + 6, 6, 6], [size, 2_000, 2_000])
 
 
@@ -212,7 +212,7 @@ def test_each_kind_of_call_has_a_memory_of_its_own():
 
 
 def test_ranks_that_remember_different_totals_choose_alike():
-    """A call in flight may have ended on one rank and not yet on another, when both start the next."""
+    """A call in flight may have ended on one rank but not on another when both start the next."""
     same = torch.arange(2_000)
 
     async def program(comm):
@@ -389,7 +389,7 @@ def test_disagreement_shows_long_values_where_they_differ():
 
 
 def worst_of(outcomes, parts):
-    """Let replicas of ``parts`` parts tell their outcomes; return what the ranks learn."""
+    """Let replicas of ``parts`` parts report their outcomes; return what the ranks learn."""
 
     async def program(comm):
         home, part = comm.rank // parts * parts, comm.rank % parts
@@ -431,7 +431,7 @@ def test_an_action_that_fails_on_one_rank_raises_its_reason_on_all():
 def test_ranks_that_give_equal_codecs_agree():
     async def program(comm):
         vector = torch.eye(3)[comm.rank]
-        options = {"codec": Coo()}  # an object of its own on each rank
+        options = {"codec": Coo()}  # a separate object on each rank
         reduced = await _prepare(vector, "oktopk", 3, "sum", options)(comm)
         return reduced.total.to_dense().tolist()
 

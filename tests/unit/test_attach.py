@@ -1,4 +1,4 @@
-"""What attach refuses or warns of, and that a closed model trains as if nothing had been attached."""
+"""Refusals and warnings of attach; a closed model trains as if nothing had been attached."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_closed_model_trains_as_plain_ddp(alone):
 
 
 def hooks_of(model):
-    """Everything that a module, its parts and its parameters would call."""
+    """Return all hooks of a module, its parts and its parameters."""
     kinds = [its for part in model.modules() for name, its in vars(part).items() if "hook" in name]
     of_parameters = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in model.parameters()]
     return [its for its in (*kinds, *sum(of_parameters, ())) if its]
@@ -203,7 +203,7 @@ def test_copies_of_a_closed_model_are_as_if_nothing_had_been_attached(alone, wra
     optimizer = kind(net.parameters(), lr=0.1)
     where = {} if wrap is DistributedDataParallel else {"replicate": dist.group.WORLD}
     before = set(vars(net))
-    for _ in range(2):  # a model is attached and closed as often as anybody likes
+    for _ in range(2):  # a model may be attached and closed any number of times
         with sparsync.attach(net, optimizer, transport=sparsync.Transport("torch"), **where):
             net(torch.ones(3, 4)).sum().backward()
             optimizer.step()
@@ -265,7 +265,7 @@ def test_two_backward_passes_within_a_forward_pass_are_two_steps(alone):
 
 
 class Gaps(torch.nn.Module):
-    """Of its weight's memory two elements of three are another's; DDP holds gradients without gaps."""
+    """Two of three elements of its weight's memory belong to another; DDP's gradients have no gaps."""
 
     def __init__(self):
         super().__init__()

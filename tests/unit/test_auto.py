@@ -1,4 +1,4 @@
-"""The preset "auto": what is predicted fastest, corrected by what is measured, the same on all ranks."""
+"""The preset "auto": the fastest prediction, corrected by measurements, the same on all ranks."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_a_slow_network_makes_it_sparse_and_a_fast_one_dense(units):
 
 
 def test_what_was_measured_corrects_a_wrong_plan():
-    """The machine is said to be fast: dense is planned, found slow, and left within a few checks."""
+    """The machine claims to be fast: dense is planned, found slow, and abandoned within a few checks."""
     results = train(SLOW, 30, machine=machine_of(FAST, select=1e-8), check_period=3, patience=2)
     names = [step[0] for step in results[0][0]]
     assert names[1] == "dense" and names[7] != "dense" and "dense" not in names[20:]
@@ -168,13 +168,13 @@ def test_what_was_tried_is_judged_by_its_own_factor():
     assert choices == [1]
     state, choices = checked([4.5], state, patience=1)  # three times as long as predicted
     assert choices == [0] and state.factors == (2.0, 3.0, None)
-    assert checked([2.0] * 10, state)[1] == [0] * 10  # it does not go round and round
+    assert checked([2.0] * 10, state)[1] == [0] * 10  # it does not switch back and forth
 
 
 def test_factors_follow_the_measurements():
     assert checked([1.2, 1.0])[0].factors[0] == pytest.approx(1.1)
     alone = AutoState(0, 0, (None,)).checked({0: 0.0}, 1.0, gain=0.1, patience=1)
-    assert alone.factors == (1.0,)  # one rank: nothing to mend
+    assert alone.factors == (1.0,)  # with one rank, there is nothing to correct
 
 
 def test_a_choice_that_the_budget_rules_out_is_left():

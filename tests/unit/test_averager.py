@@ -1,4 +1,4 @@
-"""Averagers on models: what travels and what stays; what is compared, refused and saved."""
+"""Averagers on models: sent and local tensors, comparisons, refusals and saved states."""
 
 import io
 import json
@@ -69,7 +69,7 @@ def test_frozen_parameters_stay_and_are_settled_only_where_they_differ():
         add_(model, 1.0)
         averager.step()
         assert averager._binding.read().numel() == 3
-        with torch.no_grad():  # as a teacher that follows
+        with torch.no_grad():  # like a teacher that follows
             model[1].weight.fill_(comm.rank)
         averager.finish()
         assert float(model[0].weight[0, 0]) == rounds
@@ -96,7 +96,7 @@ def test_buffers_follow_their_rule(rule):
     (low, end_low, _), (high, end_high, table) = together(program, 2)
     assert (low, high) == (((1.0, 1), (1.0, 2)) if rule == "average" else ((0.0, 1), (2.0, 2)))
     assert end_low == end_high == (1.0, 1)  # the mean; batches as rank 0 counts them
-    assert table == 1  # what is not saved is never touched
+    assert table == 1  # unsaved buffers are never touched
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_a_resumed_run_continues_bit_for_bit(load_first):
 
 @pytest.mark.parametrize(("first", "then"), [(torch.inf, 1.0), (1.0, -torch.inf)])
 def test_a_state_of_a_run_in_which_a_buffer_was_finite_or_not_is_refused_by_its_name(first, then):
-    """Not by sizes: only one of the two averages it."""
+    """Not by size: only one of the two ranks averages it."""
 
     def averager(value):
         model = linear()
@@ -377,7 +377,7 @@ def test_every_averager_has_numbers(name):
             for _ in range(8):
                 add_(model, comm.rank + 1.0)
                 averager.step()
-            comm.everyone.wait()  # nobody waits for an agent any more
+            comm.everyone.wait()  # no rank waits for an agent any more
             return averager.stats()
 
     everyone = together(program, 4)

@@ -1,4 +1,4 @@
-"""``sparsync bench``: what it verifies, how it sums up, and the command on ``sim``."""
+"""``sparsync bench``: its checks, its summaries, and the command on ``sim``."""
 
 import dataclasses
 import json
@@ -48,13 +48,13 @@ def dense(*values):
             ],
             *(1, 2, (0, 0), 1.0),
         ),
-        # a total that is not the sum of what was delivered
+        # a total that is not the sum of the delivered entries
         ([(ONE, ZERO, sparse(*ONE), sparse(1 + EPS, 0.0, 0.0))], 1, 0, (0, 1), 1.0),
         ([(ONE, ZERO, sparse(*ONE), sparse(1 + 2 * EPS, 0.0, 0.0))], 1, 1, (1, 2), 1.0),
         ([(ONE, ZERO, dense(*ONE), dense(1 + EPS, 0.0, 0.0))], 2, 0, (0, 1), 1.0),
         ([(ONE, ZERO, dense(*ONE), dense(1 + 2 * EPS, 0.0, 0.0))], 2, 1, (1, 2), 1.0),
         ([(ONE, ZERO, dense(*ONE), dense(float("nan"), 0.0, 0.0))], 2, 1, (1e300, 1e309), 1.0),
-        # mass that is lost, or invented where nothing was accumulated, or no number
+        # mass that is lost, invented where nothing was accumulated, or not a number
         ([([1.0, 5.0, 0.0], ZERO, sparse(*ONE), sparse(*ONE))], 1, 0, (1e6, 1e300), 1.0),
         ([(ONE, [0.0, 0.0, 1e-40], sparse(*ONE), sparse(*ONE))], 1, 0, (1, 1e300), 1.0),
         ([(ONE, [0.0, float("nan"), 0.0], sparse(*ONE), sparse(*ONE))], 1, 0, (1e300, 1e309), 1.0),

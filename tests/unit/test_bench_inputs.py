@@ -1,4 +1,4 @@
-"""What ``sparsync bench`` feeds and simulates: kinds of gradients, networks."""
+"""Inputs and simulations of ``sparsync bench``: kinds of gradients, and networks."""
 
 import pytest
 import torch

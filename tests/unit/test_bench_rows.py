@@ -1,4 +1,4 @@
-"""The rows of ``sparsync bench``: medians, ratios, bounds, and how long a row goes on."""
+"""The rows of ``sparsync bench``: medians, ratios, bounds, and the duration of a row."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Gradients of buckets arrive in the units, and averages in the buckets, whatever is joined."""
+"""Buckets' gradients arrive in the units, and averages in the buckets, whatever parameters are joined."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_gradients_arrive_and_averages_return(
     flats = [torch.full((unit.size,), torch.nan) for unit in units]
     for run, gradient in bucket.flat():
         flats[run.unit][run.start : run.end] = gradient
-        gradient.fill_(torch.inf)  # the residual keeps there what undoes the step
+        gradient.fill_(torch.inf)  # the residual keeps the data for undoing the step there
     assert small == 0 or len(places.runs) < len(SHAPES)
     for flat, unit in zip(flats, units, strict=True):
         whole = [gradients[parameters[int(slot.name)]].flatten() for slot in unit.slots]

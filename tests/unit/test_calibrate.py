@@ -1,4 +1,4 @@
-"""Calibration and its fits: in the simulator and on lines, where what must come out is known."""
+"""Calibration and its fits, in the simulator and on lines with known results."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""Checkpoints: resume is exact, files are whole or not there; damaged and hostile ones are refused."""
+"""Checkpoints: resuming is exact, files are complete or absent, damaged and hostile ones are refused."""
 
 import argparse
 import contextlib
@@ -30,7 +30,7 @@ from .small_sync import Sync, residual
 
 
 async def one_by_one(reducer, step):
-    """Do a step as DDP with small buckets does: parameters come alone, the last first."""
+    """Do a step like DDP with small buckets: parameters arrive one by one, last first."""
     whole = gradients(reducer, step)
     for unit, (planned, flat) in enumerate(zip(reducer.units, whole, strict=True)):
         weights = torch.ones(planned.size)
@@ -323,7 +323,7 @@ def test_what_is_shared_and_does_not_fit_changes_nothing(tmp_path):
 
 def test_an_error_of_the_last_part_takes_all_back(tmp_path):
     class Late(Sync):
-        """Refuses a state when the reducer has taken it, as an optimizer may its groups."""
+        """Refuses a state after the reducer has taken it, as an optimizer may refuse its groups."""
 
         def load_state_dict(self, state):
             super().load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Hostile values for every option of every command, found by asking the commands what they take.
+"""Hostile values for every option of every command; the commands themselves list their options.
 
 A call ends with 0 or 2 within its limits of memory and time, without a traceback (with 1 where memory
 was too little for an input that could work); with 2 it has said one line, and nothing else.  No rank is
@@ -27,7 +27,7 @@ from sparsync.cli import launch, network_choice
 
 CALLS, SHARE = 600, 32  # of the slow test, and of `make test`
 GIB = 1 << 30
-MEMORY = 4 * GIB  # of address space, above what the process has when it begins
+MEMORY = 4 * GIB  # of address space, in addition to the process's initial size
 SECONDS = 60  # of a call, on a busy machine
 
 BEYOND = [str(n) for n in (2**63, 2**64, 10**20 - 1, 5000, 4096, 65537)]
@@ -112,7 +112,7 @@ def commands():
     return dict(made.commands)
 
 
-# what a command takes to be short where nothing hostile is said
+# settings that keep a command short, unless a hostile value replaces them
 SHORT = {
     "train": [],
     "bench": ["--ranks", "2", "--size", "1000", "--steps", "1", "--warmup", "0"],
@@ -133,12 +133,12 @@ SHORT = {
         "sgd",
     ],
 }
-# a few more steps, ranks or bytes are no fault, but take their time
+# more steps, ranks or bytes are legal, but take too long
 LONG = {"--steps", "--warmup", "--epochs", "--sizes", "--scale"}
 
 
 def drawn(rng, name, command, paths, numbers=NUMBERS):
-    """Draw a command line: some options, each with a value that somebody might give."""
+    """Draw a command line: some options, each with a value that a user might give."""
     options = [p for p in command.params if p.param_type_name == "option"]
     line = [name]
     for option in rng.sample(options, min(rng.randint(1, 3), len(options))):
@@ -200,7 +200,7 @@ def limits():
 
 
 def call(line):
-    """Run a command line in this process: what is wrong with its end, "" if nothing is; and its code."""
+    """Run a command line in this process; return what is wrong ("" if nothing), and its code."""
 
     def accepted(*_args, **_options):
         raise SystemExit(0)
@@ -282,7 +282,7 @@ def test_many_hostile_values_end_in_one_line(folder):
     assert not wrong
 
 
-# ranks that are started take these for short
+# settings that keep commands with ranks short
 STARTED = {
     "train": ["--ranks", "2", "--steps", "2", "--workload", "digits", "--timeout", "20"],
     "bench": ["--ranks", "2", "--size", "1000", "--steps", "1", "--warmup", "0"],
@@ -295,7 +295,7 @@ ENDS = 120  # seconds of a call with ranks
 
 
 def started(line):
-    """Make an accepted call with its ranks, in a process of its own; return what is wrong, or ""."""
+    """Make an accepted call with its ranks, in a separate process; return what is wrong."""
     with subprocess.Popen(
         [sys.executable, "-m", "sparsync", *line],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

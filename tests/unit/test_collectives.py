@@ -1,4 +1,4 @@
-"""Collectives by hand and against loops, beyond the contracts: who keeps what is rounded or dropped."""
+"""Collectives by hand and against loops, beyond the contracts: who keeps rounded or dropped sums."""
 
 import functools
 from collections import defaultdict
@@ -162,7 +162,7 @@ def reduced(inputs: list[SparseVector], k: int, collective: GTopk | None = None,
 
 
 def tree(inputs: list[SparseVector], k: int) -> SparseVector:
-    """The simple version: neighbours are merged and cut, again and again."""
+    """The simple version: neighbours are repeatedly merged and cut."""
     level = [vector.top(k) for vector in inputs]
     while len(level) > 1:
         pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
@@ -242,7 +242,7 @@ def test_the_total_is_that_of_the_tree_and_the_sum_of_what_was_delivered(drawn):
         result.delivered.check()
     summed = sum(result.delivered.to_dense() for result in results)
     assert torch.equal(summed, results[0].total.to_dense())
-    # and nothing else was lost: what entered is the total and what the ranks keep
+    # and nothing else was lost: the inputs are the total plus what the ranks keep
     entered = sum(vector.top(k).to_dense() for vector in inputs)
     kept = sum(
         v.top(k).to_dense() - r.delivered.to_dense() for v, r in zip(inputs, results, strict=True)
@@ -489,7 +489,7 @@ def test_vectors_that_stay_in_messages_are_what_these_say(bits, broken):
 
 
 def test_layers_that_never_change_are_not_sent():
-    """One that begins to change on one rank alone is delivered in that exchange, and from then on."""
+    """A buffer that begins to change on one rank is delivered in that exchange, and from then on."""
     table = [3, 400, 2]
 
     async def program(comm):

@@ -1,4 +1,4 @@
-"""Updates that weigh as much as what their ranks have seen."""
+"""Updates weighted by the amounts of data that their ranks have seen."""
 
 import copy
 
@@ -36,7 +36,7 @@ async def begun(comm, parameters=None, weighs=None, **settings):
 
 
 def residual_of(outer):
-    """Return what all units have not delivered yet."""
+    """Return the undelivered part of all units."""
     kept = [r.accumulated.clone() if r.value is not None else 0 for r in outer.reducer.residuals]
     return torch.cat(
         [torch.zeros(u.size) + k for u, k in zip(outer.reducer.units, kept, strict=True)]
@@ -133,7 +133,7 @@ def test_steps_of_which_nobody_has_seen_anything_count_nothing():
 
 
 def test_equal_numbers_are_as_none():
-    """Bit for bit; and one who never counts sends nothing more after the first exchange."""
+    """Bit for bit; a rank that never counts sends nothing more after the first exchange."""
     ends = []
     for seen in (None, 7):
 

@@ -1,4 +1,4 @@
-"""Copies of a rank's state: without loss, in pieces, and given up when nothing comes."""
+"""Copies of a rank's state: lossless, in pieces, and abandoned if nothing arrives."""
 
 import threading
 

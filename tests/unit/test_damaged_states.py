@@ -1,4 +1,4 @@
-"""Every field of a saved state, damaged in every way: its rank refuses it, or sees that others differ."""
+"""Every field of a saved state, damaged in every way: its rank refuses it, or finds others differ."""
 
 import copy
 from collections.abc import Iterator
@@ -136,7 +136,7 @@ def of_gradients():
 
 
 def test_a_state_of_an_older_torch_fits():
-    """What it lacks stays as it is here, as where torch's own optimizers load it."""
+    """Missing values stay as they are here, as when torch's own optimizers load the state."""
     with of_updates({}) as sync:
         saved, (group,) = sync.state_dict(), sync.outer.optimizers[0].param_groups
         group["foreach"] = False
@@ -334,7 +334,7 @@ def damaged_envelopes(state: Any) -> Iterator[tuple[Any, str]]:
 
 @pytest.mark.parametrize("name", SAVERS)
 def test_no_damaged_envelope_is_opened(name):
-    """The error says what was given, what is expected and what to do, and nothing is changed."""
+    """The error states the given and the expected value and the remedy, and nothing changes."""
     saver = SAVERS[name]()
     state = saver.state_dict()
     assert (state["kind"], state["version"]) == (name.partition(",")[0], STATE_VERSION)

@@ -1,4 +1,4 @@
-"""SGD's default: how dense it is for which model, that it keeps up with dense, and what it says."""
+"""SGD's default: its density by model, that it keeps up with dense, and its notices."""
 
 import math
 from dataclasses import replace
@@ -153,7 +153,7 @@ def small():
     [(linear, 0.5, 0.0), (linear, 0.05, 0.9), (small, 0.1, 0.0), (small, 0.1, 0.9)],
 )
 def test_small_networks_train_as_with_dense_sgd(make_model, lr, momentum):
-    """At 1 % they were 1e16 and 47 times behind: what comes 100 steps late acts as a momentum."""
+    """At 1 %, they were 1e16 and 47 times behind: entries that are 100 steps late act as a momentum."""
     dense, _ = train(make_model, lr, momentum, density=1.0)
     loss, notices = train(make_model, lr, momentum)
     assert loss <= 1.15 * dense + 1e-12 and not notices

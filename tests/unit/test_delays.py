@@ -1,4 +1,4 @@
-"""Injected delays: who waits, the same on every rank; text that is none of them is one clear line."""
+"""Injected delays: all ranks agree on who waits; invalid text is refused in one clear line."""
 
 import math
 from statistics import median

@@ -1,4 +1,4 @@
-"""``attach(ddp, adamw, "auto")``: seconds per step of both exchanges, and the choice by them."""
+"""``attach(ddp, adamw, "auto")``: seconds per step of both exchanges, and the resulting choice."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_updates_are_chosen_below_one_bandwidth_and_dense_above(alpha):
 
 
 def test_dense_is_chosen_unless_updates_save_a_tenth():
-    """From about 5.7 Gbit/s on dense gradients take no longer."""
+    """From about 5.7 Gbit/s on, dense gradients take no longer."""
     near = 0
     for beta in (1.3e-9 + 1e-11 * step for step in range(60)):
         machine = Machine(beta=beta)

@@ -1,4 +1,4 @@
-"""Files for launchers: they fit the published schemas, and run what there is."""
+"""Files for launchers: they fit the published schemas, and run existing programs."""
 
 import re
 import shlex

@@ -49,7 +49,7 @@ def examination(*checks):
 
 @pytest.fixture
 def examine(command, monkeypatch):
-    """Run the command with what its ranks are to have found."""
+    """Run the command with given findings of its ranks."""
 
     def run(found, *arguments):
         monkeypatch.setattr(network_choice, "launch", lambda *_, **__: found)
@@ -188,7 +188,7 @@ TCP = {
 
 
 def far(alpha, beta, *changes, controls=("bbr",) * 4):
-    """Judge two ranks or more, each in a network stack of its own, with settings changed from TCP."""
+    """Judge two or more ranks, each in a separate network stack, with changed TCP settings."""
     changes = changes or ({}, {})
     machine = Machine(alpha=alpha, beta=beta)
     pairs = [(s, d) for s in range(len(changes)) for d in range(len(changes)) if s != d]

@@ -15,7 +15,7 @@ SECONDS = 10.0  # far more than any of these takes: a hang fails instead of hang
 
 
 class Manual(Operation):
-    """Done when a test says so; counts how often it was waited for."""
+    """Done when a test says so; counts how often it has been waited for."""
 
     def __init__(self):
         self.waits = 0
@@ -31,7 +31,7 @@ class Failing(Operation):
 
 
 async def handles(operation):
-    """Goes on after its operation has failed."""
+    """Continues after its operation has failed."""
     try:
         await operation
     except (PeerError, ConfigurationError) as error:
@@ -151,7 +151,7 @@ def test_what_together_did_not_start_is_closed():
 
 
 async def ring(comm, rounds):
-    """Pass a token around; returns what arrived last."""
+    """Pass a token around; return the last value that arrived."""
     token = torch.tensor([comm.rank], dtype=torch.uint8)
     for _ in range(rounds):
         receiving = comm.irecv((comm.rank - 1) % comm.world_size, 1, "ring", RAW)
@@ -322,7 +322,7 @@ def test_an_engine_without_work_that_is_dropped_aborts_nothing():
 
 
 def test_an_engine_that_a_job_drops_last_is_not_busy_there():
-    """So who closes what its jobs use does so on its thread, too."""
+    """A job's resources are therefore closed on the same thread."""
     engine, seen = Engine("test"), []
     assert engine.busy
 

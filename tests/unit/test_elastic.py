@@ -1,4 +1,4 @@
-"""What elastic training refuses, in one line, before anything is connected."""
+"""Refusals of elastic training, in one line, before anything is connected."""
 
 import json
 from types import SimpleNamespace

@@ -50,13 +50,13 @@ def make():
 
 
 def told(*members, number=7):
-    """Return what torchft tells of a quorum."""
+    """Return torchft's description of a quorum."""
     handles = [m if isinstance(m, str) else m.get_reconfigure_handle() for m in members]
     return SimpleNamespace(uuid=number, handles=handles)
 
 
 def play(members, program, number=7):
-    """Let members meet, and run a program on each."""
+    """Form a group of members, and run a program on each."""
 
     def one(member):
         member.reconfigure(told(*members, number=number))
@@ -130,7 +130,7 @@ KINDS = {
     ],
 )
 def test_who_does_not_fit_ends_and_the_others_go_on(make, keys, capsys, mine, theirs, words):
-    """It is the one that has met nobody yet."""
+    """It is the one that has not met any other yet."""
     group, other = make(**KINDS[mine](keys)), make(**KINDS[theirs](keys))
     group.reconfigure(told(other, group))
     with pytest.raises(ConfigurationError, match=f"^1 of 2 members .*{words}"):
@@ -233,7 +233,7 @@ def test_over_gloo_every_group_fulfils_the_contract_and_nothing_piles_up(make):
 
 @pytest.mark.gloo
 def test_over_gloo_who_gives_up_lets_nobody_wait(make):
-    """Not for itself, nor, once one of these gives up, too, for ranks that are alive."""
+    """Not for itself, nor for ranks that are alive, even after one of them gives up as well."""
     members = [make(transport="torch") for _ in range(3)]
     failed = threading.Barrier(3, timeout=10)
 
@@ -259,7 +259,7 @@ def test_over_gloo_who_gives_up_lets_nobody_wait(make):
 
 @pytest.mark.gloo
 def test_over_gloo_every_wait_ends(make):
-    """For a message that nobody sends, for a rank that does not come, and for a store that is gone."""
+    """Waits for a message that is never sent, for a missing rank, and for a store that is gone."""
     one, two = make(transport="torch"), make(transport="torch")
 
     def silent(comm):

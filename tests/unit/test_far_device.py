@@ -81,7 +81,7 @@ def selections(make, device):
 
 
 def weights_after_training(optimizer, exchange, device):
-    """A plain module and what ``attach`` chooses, or is told to exchange; DDP itself wants a driver."""
+    """A plain module with the exchange that ``attach`` chooses or is given; DDP itself needs a driver."""
     torch.manual_seed(0)
     net = nn.Linear(SIZE, 3)
     if device == FAR:

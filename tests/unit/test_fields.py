@@ -1,4 +1,4 @@
-"""Descriptions of saved states: what they refuse, and which of their values ranks compare."""
+"""Descriptions of saved states: their refusals, and the values that ranks compare."""
 
 import math
 

@@ -24,7 +24,7 @@ OFFLOAD = 10  # bytes before a frame
 
 @contextlib.contextmanager
 def forwarding(ups, downs):
-    """Give the ranks' ends."""
+    """Yield the ranks' ends."""
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in ups]
     stop, end = os.pipe()
     for device, own in pairs:
@@ -108,7 +108,7 @@ def test_losses_are_the_same_in_every_run():
 
 
 def self_paced(end):
-    """Take what is there after a moment."""
+    """Return everything that has arrived after a moment."""
     end.settimeout(0.01)
     found = [packet[-1] for packet in received(end)]
     end.settimeout(0.5)

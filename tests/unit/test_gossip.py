@@ -65,7 +65,7 @@ def updates(world_size, step):
 
 
 def trained(make, world_size, steps=STEPS, **options):
-    """Models after every step; ranks move by ``update`` in the first STEPS of them."""
+    """Return the models after every step; ranks move by ``update`` in the first STEPS steps."""
 
     def moved(rank, step):
         return update(rank, step) * (step < STEPS)
@@ -97,7 +97,7 @@ def test_dpsgd_multiplies_by_the_mixing_matrix(world_size, mixing_steps):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("graph", [Exponential(), Exponential(2), Exponential(4), Star()])
 def test_sgp_is_push_sum(graph, world_size):
-    """Updates enter the numerator undivided: Algorithm 1 to the letter where weights differ, too."""
+    """Updates enter the numerator undivided: Algorithm 1 to the letter, also if weights differ."""
     expected, weights = push_sum(graph, world_size)
     torch.testing.assert_close(trained(partial(Sgp, graph=graph), world_size)[:-1], expected)
     differ = bool((weights - 1).abs().max() > 0.2)
@@ -127,7 +127,7 @@ def test_sgp_keeps_the_dtype_and_its_weight_stays_one(dtype):
 
 
 def block_filter(world_size, period, eta, zeta, nesterov):
-    """BMUF as its paper has it, W(t), G(t) and Delta(t); the model after every block."""
+    """Return BMUF's model after every block, by the paper's W(t), G(t) and Delta(t)."""
     shared, start, change, blocks = np.ones(SIZE), np.ones(SIZE), np.zeros(SIZE), []
     for block in range(STEPS // period):
         steps = range(block * period, (block + 1) * period)

@@ -1,4 +1,4 @@
-"""What needs a GPU, marked ``gpu``; and `make gpu`, rehearsed without one."""
+"""Tests that need a GPU, marked ``gpu``; and `make gpu`, rehearsed without one."""
 
 import json
 import os

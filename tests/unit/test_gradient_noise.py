@@ -1,4 +1,4 @@
-"""Adam on one rank of several: how noisy its gradients are, and steps that are long enough for it."""
+"""Adam on one rank of several: the noise of its gradients, and the correction of its steps."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def trained(kind=torch.optim.AdamW, **options):
     "options", [{}, {"weight_decay": 0.1, "maximize": True}, {"foreach": False}]
 )
 def test_a_corrected_step_is_that_of_the_averages_second_moment(share, options):
-    """Of 4 ranks at least a fourth is left of the squares, whatever a few samples say."""
+    """With 4 ranks, at least a fourth of the squares remains, whatever a few samples suggest."""
     parameter, optimizer, before = trained(**options)
     ((_, state, _),) = with_moments(optimizer)
     correct(optimizer, {} if share is None else {parameter: share}, 4)

@@ -1,4 +1,4 @@
-"""Who started this process: what launchers put into the environment, and the Slurm example."""
+"""Detection of launchers by their environment variables, and the Slurm example."""
 
 import os
 import re
@@ -171,7 +171,7 @@ sys.exit(max(abs(rank.wait()) for rank in ranks))
 
 
 def free_job() -> str:
-    """A job whose port nobody has."""
+    """A job whose port is free."""
     for job in range(os.getpid() % 5000, 10_000):
         with socket.socket() as probe:
             try:

@@ -1,4 +1,4 @@
-"""What the ledger books, and how messages are cut apart."""
+"""The ledger's records, and the parts of messages."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Lloyd-Max levels: what arrives of a block, and how much rounding takes."""
+"""Lloyd-Max levels: a block as received, and the size of its rounding error."""
 
 import math
 from fractions import Fraction

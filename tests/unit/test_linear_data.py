@@ -40,7 +40,7 @@ def little_blocks(monkeypatch):
 
 @pytest.fixture
 def write(tmp_path):
-    """Write lines to a file; plain unless its name says otherwise."""
+    """Write lines to a file, which is plain text unless its name says otherwise."""
 
     def to(name, text):
         text = text if isinstance(text, bytes) else "".join(f"{line}\n" for line in text).encode()
@@ -280,7 +280,7 @@ def test_a_changed_file_is_parsed_again(write, change):
         path.write_text(text.replace(":0.", ":1.") if change == "content" else text + "1 1:1\n")
     os.utime(path, ns=(0, 1_000_000_007))
     assert (dense(path) == first) == (change == "time")
-    assert not {*before} & {*parts_of(path)}  # what was made of the old one is gone
+    assert not {*before} & {*parts_of(path)}  # the cache of the old file is gone
 
 
 def test_a_damaged_cache_is_never_believed(write):

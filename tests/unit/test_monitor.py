@@ -1,4 +1,4 @@
-"""What is measured and logged: xi against equation 5, what the log says, and that it spoils nothing."""
+"""Measurements and logs: xi against equation 5, the log's contents, and that logging is harmless."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_an_error_of_the_log_leaves_the_step_whole(ddp):
         assert torch.equal(a.grad, b.grad)
     mine, other = (one.state_dict()["content"]["reducer"]["residual"] for one in handles)
     assert all(torch.equal(value, other[name]) for name, value in mine.items())
-    backward(watched, 2)  # and nobody hears of it
+    backward(watched, 2)  # and there is no message about it
     for handle in handles:
         handle.close()
 

@@ -1,4 +1,4 @@
-"""Names: in any spelling and in the words of papers; of those that nobody has, the nearest."""
+"""Names in any spelling and in the papers' words; for unknown names, the nearest ones."""
 
 from importlib.metadata import EntryPoint
 

@@ -1,4 +1,4 @@
-"""What only the C++ kernels have: refusals, forced instruction sets, life without a compiler."""
+"""Only for the C++ kernels: refusals, forced instruction sets, and life without a compiler."""
 
 import logging
 import os

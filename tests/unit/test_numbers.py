@@ -1,4 +1,4 @@
-"""Arguments that are numbers refuse what is none, in one line, before anything starts."""
+"""Numeric arguments refuse anything that is not a number, in one line, before anything starts."""
 
 import math
 from dataclasses import fields, is_dataclass

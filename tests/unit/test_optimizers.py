@@ -1,4 +1,4 @@
-"""Which optimizers ``attach`` takes, sees through and refuses, and what it says about them."""
+"""The optimizers that ``attach`` accepts, unwraps and refuses, and its messages about them."""
 
 import warnings
 

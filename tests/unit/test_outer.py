@@ -77,7 +77,7 @@ def test_nothing_is_lost(algorithm, decay, density, seed):
         total = WORLD_SIZE * (shared[step] - shared[step + 1])
         torch.testing.assert_close(before + moved, total + over_ranks(kept, step))
         assert over_ranks(kept, step).abs().max() > 0.1
-    # conclude delivers all of it
+    # conclude delivers everything
     torch.testing.assert_close(shared[-1], shared[-2] - over_ranks(kept, 5) / WORLD_SIZE)
 
 
@@ -359,7 +359,7 @@ def in_weights(net, algorithm="allgather", **options):
 
 @pytest.mark.parametrize("algorithm", ["quantised", "budgeted"])
 def test_one_rank_trains_as_alone(algorithm):
-    """What is not delivered stays in the rank's own weights."""
+    """Undelivered changes stay in the rank's own weights."""
     net = model()
     local, exchanges = in_weights(net, algorithm, density=0.1), 0
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)

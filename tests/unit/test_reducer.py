@@ -1,4 +1,4 @@
-"""A reducer's bookkeeping, residuals and saved state; what it computes is checked by the contracts."""
+"""A reducer's bookkeeping, residuals and saved state; the contracts check its results."""
 
 import copy
 

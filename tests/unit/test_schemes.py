@@ -1,4 +1,4 @@
-"""Schemes by name: the command line's table, and what it asks of them."""
+"""Schemes by name: the command line's table, and its requirements."""
 
 from importlib.metadata import EntryPoint
 

@@ -1,4 +1,4 @@
-"""The sentinel: what differs is named, by tensor and rank; a majority heals; nothing else is said."""
+"""The sentinel names differing tensors and ranks, heals by majority, and is otherwise silent."""
 
 import warnings
 
@@ -145,7 +145,7 @@ def test_a_majority_heals_in_place(world_size, torn):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if not healthy:  # nobody knows: all keep what they have, and are told
+        if not healthy:  # there is no majority: all keep what they have, and are told
             with pytest.raises(PeerError, match="none of which is a majority: nobody can tell"):
                 compare(world_size, change, "heal")
             return

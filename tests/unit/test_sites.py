@@ -82,7 +82,7 @@ def test_what_cannot_be_divided_is_refused_in_one_line(ranks, seconds, said):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
 def test_every_pair_takes_its_turn_together(ranks):
-    """A rank that has no peer in a turn does not hold up the others' order."""
+    """A rank without a peer in a turn does not disturb the others' order."""
     left = {rank: list(sites._peers(rank, ranks)) for rank in range(ranks)}
     assert all(sorted([r, *peers]) == list(range(ranks)) for r, peers in left.items())
     while any(left.values()):  # as blocking calls would proceed

@@ -1,4 +1,4 @@
-"""What counts as a step of an optimizer whose updates are exchanged; on one rank."""
+"""Which calls count as steps of an optimizer whose updates are exchanged, on one rank."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The public contracts can fail: each finds what breaks its seam, and says which case."""
+"""The public contracts can fail: each finds a violation of its interface, and names the case."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ class Calls:
 
 
 class Broken(Selector):
-    """Exact, but for ``change``, which is given what it would return."""
+    """Exact, except that ``change`` modifies its result."""
 
     def __init__(self, change):
         self.change, self.exact, self.state = change, Exact(), Calls()
@@ -84,7 +84,7 @@ def test_check_selector_finds_a_state_that_is_not_restored():
 
 
 class Wrapped(Codec):
-    """Coo, but for what the subclasses break."""
+    """Coo, except for the defects of subclasses."""
 
     format, exact = Coo.format, True
 
@@ -146,7 +146,7 @@ def test_check_codec_finds(codec, words):
 
 
 class Changed(Collective):
-    """Allgather, but for ``change``, which is given what it would return."""
+    """Allgather, except that ``change`` modifies its result."""
 
     def __init__(self, change):
         self.change = change
@@ -157,7 +157,7 @@ class Changed(Collective):
 
 
 def all_delivered(comm, selected, reduced):
-    """The total is cut, and nobody keeps what was cut off."""
+    """The total is cut, and no rank keeps the rest."""
     return Reduced(reduced.total.top(5), reduced.delivered)
 
 

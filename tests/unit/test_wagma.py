@@ -1,4 +1,4 @@
-"""Averages that wait for few or nobody: late ranks, ranks that stand still or die, rounded values."""
+"""Averages that wait for few ranks or none: late, stalled and dead ranks, and rounded values."""
 
 import math
 import random

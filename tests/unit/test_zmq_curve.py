@@ -1,4 +1,4 @@
-"""Encryption: who has a listed key is let in, as itself, nobody else; who listens reads nothing."""
+"""Encryption: only holders of a listed key are admitted, as themselves; eavesdroppers read nothing."""
 
 import json
 import os

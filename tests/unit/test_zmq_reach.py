@@ -60,7 +60,7 @@ def test_a_port_that_refuses_is_named_with_its_address_and_why():
 
 def test_a_port_that_does_not_answer_is_named_at_the_deadline_of_connecting():
     with contextlib.ExitStack() as stack:
-        for port in (PORT, PORT + 1):  # a queue that is full: the kernel drops whoever comes next
+        for port in (PORT, PORT + 1):  # the queue is full, so the kernel drops the next connection
             full = stack.enter_context(socket.create_server((ELSEWHERE, port), backlog=0))
             for _ in range(3):
                 waiting = stack.enter_context(socket.socket())

@@ -1,4 +1,4 @@
-"""Groups that change over ZeroMQ: ranks come, go and return, over sockets that live on."""
+"""Groups that change over ZeroMQ: ranks join, leave and return, over persistent sockets."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""How ranks of the ZeroMQ transport meet, and what is refused before they do."""
+"""The rendezvous of the ZeroMQ transport, and what it refuses."""
 
 import os
 import socket

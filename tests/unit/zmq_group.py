@@ -1,4 +1,4 @@
-"""Ranks of the ZeroMQ transport as threads of one process, each with sockets of its own."""
+"""Ranks of the ZeroMQ transport as threads of one process, each with its own sockets."""
 
 import contextlib
 import socket

@@ -1,7 +1,7 @@
 """DistributedDataParallel: ``sync = sparsync.attach(ddp_model)``.
 
-The hook adds each gradient of a bucket to its unit (``accumulated = residual + gradient``).  When a
-unit is complete, its exchange goes to the engine thread while the backward pass continues.  After the
+The hook adds each gradient of a bucket to its unit (``accumulated = residual + gradient``).  Once a unit
+is complete, its exchange is queued on the engine's thread while the backward pass continues.  After the
 last exchange comes the commit, which writes the averages into the buckets and completes their futures.
 So all residuals are written together, once every total of the step is known to be finite.
 """
@@ -62,7 +62,7 @@ def attach_ddp(model: Any, options: Options) -> DdpSync:
         groups.close()
         raise
     sync = DdpSync(model, reducer, trained, options, groups, nodes)
-    # DDP itself sends rank 0's weights when it is built; weights loaded after that may differ, and equal
+    # DDP itself broadcasts rank 0's weights when it is built.  Weights loaded later may differ, and equal
     # averages never make different replicas equal again
     try:
         for comm in sync.communicators:
@@ -75,7 +75,7 @@ def attach_ddp(model: Any, options: Options) -> DdpSync:
 
 
 def check_ddp(model: Any) -> None:
-    """Refuse a model that is not DDP, has a hook, or exchanges without one."""
+    """Refuse a model that is not DDP, already has a hook, or bypasses hooks."""
     if not isinstance(model, DistributedDataParallel):
         first = "" if dist.is_initialized() else "torch.distributed.init_process_group(), and "
         raise ConfigurationError(
@@ -87,8 +87,8 @@ def check_ddp(model: Any) -> None:
             "this model was wrapped under torch._dynamo.config.optimize_ddp = 'python_reducer', which "
             "hands gradients over one by one; leave optimize_ddp at its default and wrap again"
         )
-    # DDP's reducer in C++ takes one hook for its whole life and cannot say whether it has one:
-    # ``_comm_hooks`` is DDP's own list of registered hooks, which no public method shows
+    # DDP's C++ reducer accepts one hook in its lifetime and cannot report whether it has one.
+    # ``_comm_hooks`` is DDP's own list of registered hooks; no public method exposes it
     if model._comm_hooks and CommHook.closed_of(model) is None:
         raise ConfigurationError(
             "this model already has a communication hook; attach once, to a freshly wrapped model "
@@ -104,7 +104,7 @@ def check_ddp(model: Any) -> None:
 
 
 def _check_not_nested(model: DistributedDataParallel) -> None:
-    """Refuse parameters whose gradients a DDP inside the model exchanges as well."""
+    """Refuse parameters whose gradients a DDP module inside the model exchanges as well."""
     own = {parameter for parameter in model._module_parameters if parameter.requires_grad}
     for name, inner in model.module.named_modules():
         if isinstance(inner, DistributedDataParallel) and own & set(inner._module_parameters):
@@ -121,8 +121,8 @@ class DdpSync(GradientSync):
     """The handle of a DDP model.
 
     DDP knows only the parameters that it was built with, and exchanges once per forward pass.  Any other
-    gradient would stay on its rank, and replicas would drift apart silently: so the model is checked on
-    every forward pass, and every gradient as it arrives.
+    gradient would stay on its rank, and replicas would silently drift apart.  So the model is checked on
+    every forward pass, and every gradient on arrival.
     """
 
     def __init__(
@@ -144,15 +144,17 @@ class DdpSync(GradientSync):
             for slot in unit.slots
         }
         self._open = BucketStep(self._whole.units)
-        self._places: dict[int, Places] = {}  # by number of the bucket
+        self._places: dict[int, Places] = {}  # by bucket number
         self._seen: list[int] = []  # the parameters that trained when the model was last checked
-        self._exchanged = False  # the last backward pass was exchanged, with no forward pass since
-        self._begun = 0  # backward passes that were exchanged, or whose exchange has begun
+        self._exchanged = (
+            False  # the last backward pass was exchanged, and no forward pass came since
+        )
+        self._begun = 0  # number of backward passes whose exchange has at least begun
         self._watch(model)
         self.on_close.callback(CommHook.taken(model, self).release)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return DDP's own context, in which gradients add up on this rank."""
+        """Return DDP's own context, in which gradients accumulate on this rank."""
         model = self._model()
         return nullcontext() if model is None else model.no_sync()
 
@@ -160,7 +162,7 @@ class DdpSync(GradientSync):
 
     def _watch(self, model: DistributedDataParallel) -> None:
         """Check all parameters on every forward pass, and every gradient, until ``close``."""
-        # weakly: the model keeps the handle, and hooks that kept it as well would be a cycle
+        # weak, because the model keeps the handle, and hooks with a strong reference would form a cycle
         handles: list[Any] = [model.register_forward_pre_hook(weakly(self._check_model))]
         check = weakly(self._check_gradient)  # a parameter may outlive its model
         for parameter in self._trained.values():
@@ -170,7 +172,7 @@ class DdpSync(GradientSync):
         self._refuse_averages([model], self._trained.values())
 
     def _check_model(self, *_forward: Any) -> None:
-        """Refuse a model that is no longer the one that was attached; name a parameter that differs."""
+        """Refuse a model whose parameters have changed since ``attach``; name one that differs."""
         if not torch.is_grad_enabled():  # an evaluation has no backward pass
             return
         self._exchanged = False
@@ -179,8 +181,8 @@ class DdpSync(GradientSync):
         if (seen := training(model.module)) == self._seen:  # the usual case, on every step
             return
         if substituted(model.module):
-            # functional_call shows other tensors for one call; gradients reach the parameters through
-            # them, and are exchanged, or belong to tensors of the caller
+            # functional_call substitutes other tensors for one call.  Gradients either reach the
+            # parameters through them, and are exchanged, or belong to tensors of the caller
             return
         check_same_parameters(model.module, self._trained.values(), alone=self._ignored)
         self._seen = seen
@@ -188,9 +190,9 @@ class DdpSync(GradientSync):
             return  # DDP treats frozen or removed parameters as unused and does not wait for them
         present = {p for p in model.module.parameters() if p.requires_grad}
         gone = [name for name, parameter in self._trained.items() if parameter not in present]
-        # if all are gone there is no backward pass through DDP, and nothing that would wait
+        # if all are gone, no backward pass goes through DDP, so nothing waits
         if gone and len(gone) < len(self._trained):
-            self._seen = []  # so that the next forward pass is refused again
+            self._seen = []  # makes the next forward pass fail again
             raise ConfigurationError(
                 f"'{gone[0]}' was frozen or removed after attach ({len(gone)} parameters in all), and "
                 "DDP would wait for its gradient; wrap and attach again, or build DDP with "
@@ -198,9 +200,9 @@ class DdpSync(GradientSync):
             )
 
     def _check_gradient(self, parameter: Tensor) -> None:
-        """Refuse a gradient with a graph, and one of a backward pass that is not exchanged."""
-        # called for every parameter and step: nearly always it returns here.  Gradients are enabled
-        # within a backward pass only if it was called with create_graph=True
+        """Refuse a gradient with a graph, or from a backward pass that is not exchanged."""
+        # Called for every parameter and step; it nearly always returns here.  Grad mode is enabled within
+        # a backward pass only with create_graph=True
         if not (self._exchanged or torch.is_grad_enabled()):
             return
         _, slot = self._place[parameter]
@@ -212,8 +214,8 @@ class DdpSync(GradientSync):
         model = self._model()
         if not self._exchanged or model is None or not model.require_backward_grad_sync:
             return
-        # Whether this backward pass is exchanged shows only at its end: the first bucket may come after
-        # this gradient.  Cleared, so that the check is queued once per backward pass.
+        # Whether this backward pass is exchanged is known only at its end, because the first bucket may
+        # come after this gradient.  The flag is cleared to queue the check once per backward pass.
         self._exchanged, begun = False, self._begun
 
         def check() -> None:
@@ -230,7 +232,7 @@ class DdpSync(GradientSync):
         Variable._execution_engine.queue_callback(check)
 
     def _check_join(self) -> None:
-        """Refuse settings that ``join()`` makes wrong; on all ranks alike, done or not."""
+        """Refuse settings that give wrong results under ``join()``, on all ranks alike."""
         model, correction = self._model(), self.reducer.correction
         if model is None or not model._join_config.enable:
             return
@@ -249,40 +251,41 @@ class DdpSync(GradientSync):
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Accumulate a bucket; submit the units that it completes."""
-        # DDP's reducer calls the hook in the order of bucket numbers, whatever order gradients come in,
-        # and the division into buckets is equal on all ranks (rank 0's).  So units are completed, and
-        # their exchanges submitted, in one order everywhere, without which ranks would deadlock.
+        # DDP's reducer calls the hook in the order of bucket numbers, no matter in which order gradients
+        # arrive, and all ranks have the same buckets (rank 0's).  So units are completed, and their
+        # exchanges submitted, in one order everywhere; otherwise ranks would deadlock.
         if bucket.index() == 0:
             self._open = BucketStep(self._whole.units)
-            self._exchanged = False  # also where the hook is called before any gradient has come
+            self._exchanged = False  # needed if the hook is called before any gradient has arrived
             self._begun += 1
             self._begin_step()
             self._check_join()
         this = self._open
         future = this.take(Bucket(bucket.buffer(), self._places_of(bucket)))
-        # a clip by the norm of all gradients needs all of them before the first is accumulated: then
-        # nothing overlaps with the backward pass
+        # a clip by the norm of all gradients needs all of them before the first can be accumulated, so
+        # nothing overlaps with the backward pass then
         complete = self._launch(this) if bucket.is_last() or not self._measures else []
         # autograd's thread has queued the accumulation on its stream; the engine's thread uses another
+        # one
         self._wait_for_gpu()
         for unit in complete:
             this.jobs.append(self._engine.submit(self._exchange(this, unit)))
         if bucket.is_last():
             this.check_complete()
-            # a coroutine after those of all units; then a callable, which the engine starts only when
-            # every coroutine before it has ended
+            # first a coroutine, after those of all units; then a callable, which the engine starts only
+            # when all coroutines before it have ended
             this.jobs.append(self._engine.submit(self._share(this)))
             finished = self._engine.submit(lambda: self._close_buckets(this))
             if not call_after_backward(lambda: self._after(this, finished)):
-                # Under join(), a rank that has no more batches calls the hook outside of backward(): its
-                # residual is still delivered, and it may wait here, for autograd waits for nothing
+                # Under join(), a rank without further batches calls the hook outside of backward().  Its
+                # residual is still delivered, and blocking is safe because autograd is not running
                 self._after(this, finished)
         return future
 
     def _places_of(self, bucket: Any) -> Places:
-        """Return where the gradients of a bucket lie.
+        """Return the places of a bucket's gradients in the units.
 
-        DDP rebuilds its buckets after the first step, in the order in which gradients came.
+        DDP rebuilds its buckets after the first step, in the order in which gradients arrived.
         """
         parameters, known = bucket.parameters(), self._places.get(bucket.index())
         if known is None or known.identities != [id(parameter) for parameter in parameters]:
@@ -291,7 +294,7 @@ class DdpSync(GradientSync):
         return known
 
     def _launch(self, this: BucketStep) -> list[int]:
-        """Accumulate the waiting gradients; return the units that they complete."""
+        """Accumulate the waiting gradients; return the units completed by them."""
         waiting = this.drain()
         if self.reducer.corrector and self._measures:
             self.reducer.corrector.measure(g for bucket in waiting for _, g in bucket.pairs())
@@ -305,12 +308,14 @@ class DdpSync(GradientSync):
         return complete
 
     async def _share(self, this: BucketStep) -> None:
-        if not this.failed:  # peers may be gone: each further wait would last until its deadline
+        if (
+            not this.failed
+        ):  # peers may be gone, and every further wait would last until its deadline
             await self.reducer.share()
 
     def _close_buckets(self, this: BucketStep) -> None:
-        # DDP waits for every future without a deadline, so all are completed, with values, in any case;
-        # the error itself comes out of ``_after``, and so out of backward()
+        # DDP waits for every future without a deadline, so all are completed, with values, in any case.
+        # The error itself is raised by ``_after``, and so by backward()
         try:
             self._finish(this)
         except BaseException:
@@ -325,7 +330,7 @@ class DdpSync(GradientSync):
         self._exchanged = True
         try:
             if not self._settle(this, finished):
-                # None, not zeros: with zeros an optimizer would still step, by momentum and weight decay
+                # None instead of zeros, on which momentum and weight decay would still make a step
                 for parameter in self._place:
                     parameter.grad = None
                 return
@@ -333,23 +338,23 @@ class DdpSync(GradientSync):
             if model is not None and (model.find_unused_parameters or model.static_graph):
                 _deliver_to_unused(pair for bucket in this.buckets for pair in bucket.pairs())
         finally:
-            # DDP rebuilds its buckets at the next forward pass: their old memory must not be held until
-            # then
+            # DDP rebuilds its buckets at the next forward pass; a reference would keep their old memory
+            # alive until then
             this.buckets.clear()
         self._end_step(alike=True)
 
 
 def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Give parameters that no rank used in this step the residuals that were delivered to them.
+    """Write averages to parameters that no rank used in this step, but that got residuals delivered.
 
-    DDP leaves the gradients of such parameters as they are (``find_unused_parameters``,
-    ``static_graph``).  The delivered mass has already left the residuals: dropped here, it would be lost.
+    DDP does not touch the gradients of such parameters (``find_unused_parameters``, ``static_graph``).
+    The delivered mass has already left the residuals, so it would be lost if it were dropped here.
     """
     for parameter, average in averages:
         average = average.view(parameter.shape)
-        # zeros stay None, as with plain DDP: optimizers skip a parameter that got nothing
+        # zeros stay None, as in plain DDP, so optimizers skip a parameter that received nothing
         if parameter.grad is None and bool(average.any()):
             parameter.grad = average.clone()
         elif parameter.grad is not None and not parameter.grad.is_sparse:
-            # DDP copies no bucket to a parameter that it takes for unused; for others nothing changes
+            # DDP does not copy the bucket to a parameter that it considers unused; otherwise a no-op
             parameter.grad.copy_(average)

@@ -55,10 +55,10 @@ class Entry(NamedTuple):
 
     # integers only, because an entry is sent as one row of int64
     step: int  # the open step
-    history: int  # the attempt that committed the last step; before the first step a digest of the weights
+    history: int  # the attempt that committed the last step; at first a digest of the weights
     prepared: int  # the attempt whose exchange of the open step this rank completed; 0: none
     behind: int  # 1: this rank is fetching its weights
-    leaves: int  # 1: the next step deals its residual; 2: that has happened, and the next step is its last
+    leaves: int  # 1: the next step deals its residual; 2: done, the next step is its last
     set_up: int  # a digest of everything that must be equal on all ranks
     clock: int = 0  # its position in training, for stale ranks
     view: int = 0  # serial number of the last group whose roll this rank completed

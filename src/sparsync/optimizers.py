@@ -30,9 +30,8 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
         ConfigurationError: an object is not a ``torch.optim.Optimizer``, averages weights itself, or
             never called the constructor of ``Optimizer``.
     """
-    found: dict[
-        Optimizer, None
-    ] = {}  # an ordered set: a step of the last optimizer ends an iteration
+    # an ordered set: a step of the last optimizer ends an iteration
+    found: dict[Optimizer, None] = {}
     for one, inner in chain_of(given):
         name = type(one).__name__
         # torch's PostLocalSGDOptimizer is recognised by its averager

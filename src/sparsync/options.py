@@ -250,9 +250,8 @@ class Options:
         if share <= 0.5:
             return
         part = sum(unit.size for unit in units if unit.dense) / sum(unit.size for unit in units)
-        from sparsync.presets import (
-            PRESETS,
-        )  # keeps the tables of algorithms out of ``import sparsync``
+        # keeps the tables of algorithms out of ``import sparsync``
+        from sparsync.presets import PRESETS
 
         own = PRESETS.get(self.algorithm.name)
         option = "compress_thd=, or " if own and "compress_thd" in own.options else ""

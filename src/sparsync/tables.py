@@ -93,9 +93,8 @@ class Table(Mapping[str, V], Generic[V]):
     @functools.cached_property
     def _rooms(self) -> Mapping[str, tuple[str, V]]:
         found: dict[str, V] = {}
-        for (
-            room
-        ) in ROOMS:  # imported late, by name, because rooms import modules that import this one
+        # imported late, by name, because rooms import modules that import this one
+        for room in ROOMS:
             found |= importlib.import_module(room).ROWS.get(self._kind, {})
         return _folded(found)
 

@@ -77,9 +77,8 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
         raise ConfigurationError(f"world_size is {world_size!r}; give at least 1 rank")
     olds = [_flat(content) for content in _contents(states, "gradients", ("reducer", "pieces"))]
     _check_states(olds)
-    shards = [
-        old for old in olds if old["rank"] == 0
-    ]  # a single one, unless parameters are sharded
+    # a single one, unless parameters are sharded
+    shards = [old for old in olds if old["rank"] == 0]
     new = (
         {**shard, "rank": rank, "world_size": world_size}
         for rank in range(world_size)
@@ -335,9 +334,8 @@ def _placed(
 
 def _whole(olds: Olds, what: str, name: str, rank: int) -> Tensor | None:
     """Assemble a parameter's residual on one old rank from its pieces; None for zeros."""
-    found: dict[
-        str, tuple[Piece, Tensor | None]
-    ] = {}  # by piece, as several ranks may hold the same one
+    # by piece, as several ranks may hold the same one
+    found: dict[str, tuple[Piece, Tensor | None]] = {}
     for state, pieces in olds:
         if state["rank"] != rank or name not in pieces:
             continue
@@ -405,9 +403,8 @@ def _check_states(states: Sequence[State]) -> None:
                 f"a saved state is of rank {rank} of {world_size}; give those of one save"
             )
     missing = next((rank for rank in range(world_size) if rank not in ranks), None)
-    if (
-        missing is not None
-    ):  # only the first is named, because a damaged world_size may be any number
+    # only the first is named, because a damaged world_size may be any number
+    if missing is not None:
         raise ConfigurationError(
             f"the saved state of rank {missing} of {world_size} is missing; give those of all ranks"
         )

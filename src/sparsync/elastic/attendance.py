@@ -133,10 +133,8 @@ class Attendance:
         self._outside = False  # see ``outside_steps``
         self._since = 0  # the first step to which this rank contributes
         self.catch_up: CatchUp | None = None
-        self._donor, self._ready = (
-            0,
-            False,
-        )  # of ``catch_up``: the donor's number, and whether the copy has arrived
+        # of ``catch_up``: the donor's number, and whether the copy has arrived
+        self._donor, self._ready = 0, False
         # the donor's further states, once this rank has caught up
         self._extras: dict[str, Any] | None = None
         self.last_step = (0, 0, False)

@@ -93,7 +93,7 @@ def judge(entries: Sequence[Entry]) -> Verdict:
 
     Raises:
         CheckpointError: the ranks with the weights are gone; ranks with fresh weights must not start
-        over.
+            over.
 
     Example:
         >>> fresh, ahead = Entry(0, 77, 0, 0, 0, 5), Entry(5, 9, 0, 0, 0, 5)

@@ -40,9 +40,8 @@ class Notice:
         self._former: Any = None
         self._late = False
         self._over = threading.Event()  # set once the signal was passed on
-        self._lock = (
-            threading.RLock()
-        )  # reentrant: a second signal may interrupt the main thread inside
+        # reentrant: a second signal may interrupt the main thread inside
+        self._lock = threading.RLock()
         self._pipe: tuple[int, int] | None = None
         self.watch()
         self._listen()

@@ -106,9 +106,8 @@ def attach_elastic_updates(
 class _Densities(Warmup):
     """The densities of exchanges; the exchange of ``finish`` is dense, and delivers everything."""
 
-    everything: Event = field(
-        default_factory=Event, repr=False
-    )  # set for the exchange of ``finish``
+    # set for the exchange of ``finish``
+    everything: Event = field(default_factory=Event, repr=False)
 
     def density(self, step: int, final: float) -> float | None:
         """Return the density of a step, or None for a dense step."""

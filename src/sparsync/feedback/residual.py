@@ -19,10 +19,8 @@ from sparsync.sparse import DenseVector, SparseVector, Vector, runs
 
 __all__ = ["Growth", "Residual"]
 
-_OCTAVES, _MEMORY = (
-    2.0,
-    8,
-)  # growth that is too much, in doublings, and the windows it is measured over
+# growth that is too much, in doublings, and the windows it is measured over
+_OCTAVES, _MEMORY = 2.0, 8
 
 # returns elements [start, stop) of a gradient, in separate memory
 Runs = Callable[[int, int], Tensor]

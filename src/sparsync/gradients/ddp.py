@@ -308,9 +308,8 @@ class DdpSync(GradientSync):
         return complete
 
     async def _share(self, this: BucketStep) -> None:
-        if (
-            not this.failed
-        ):  # peers may be gone, and every further wait would last until its deadline
+        # peers may be gone, and every further wait would last until its deadline
+        if not this.failed:
             await self.reducer.share()
 
     def _close_buckets(self, this: BucketStep) -> None:

@@ -136,9 +136,8 @@ async def check_replicas(
     try:
         severity = 2 if failure else int(said != "")
         found = await worst(comms, severity, str(failure or said), "sentinel")
-    except (
-        CommunicationError
-    ) as error:  # the parts may be gone as well; the first error is reported
+    except CommunicationError as error:
+        # the parts may be gone as well; the first error is reported
         raise (failure or error) from None
     if found.severity > 1:
         raise failure or PeerError(found.words)

@@ -243,8 +243,7 @@ class Engine:
     Args:
         name: of the thread.
         comms: communicators used by the jobs.  They are aborted if jobs have to end, and then closed.
-        The
-            engine keeps them alive, so they must not keep the engine alive.
+            The engine keeps them alive, so they must not keep the engine alive.
 
     Example:
         >>> engine = Engine("demo")
@@ -283,9 +282,8 @@ class Engine:
 
         If a coroutine fails, those in flight with it fail with the same exception.
         """
-        if (
-            not self._thread.is_alive()
-        ):  # the job would never run, and its future would wait forever
+        # the job would never run, and its future would wait forever
+        if not self._thread.is_alive():
             if isinstance(job, Coroutine):
                 job.close()
             raise ConfigurationError(

@@ -189,8 +189,7 @@ def choose_interface(interface: str | None, meeting: Store | str) -> str:
     Args:
         interface: as given on this rank; None: it must be found.
         meeting: where the ranks meet: a store, or, over a communicator, the name of rank 0's host.
-        Finding
-            that is collective (``host_of_rank_0``), even for ranks that do not need it.
+            Finding that is collective (``host_of_rank_0``), even for ranks that do not need it.
     """
     # a port on all interfaces would be exposed to networks unrelated to the job
     if interface in ("*", "0.0.0.0", "::", ""):

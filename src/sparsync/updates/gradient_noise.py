@@ -29,9 +29,8 @@ __all__ = [
 
 _SIDE: Final = 8  # each gradient is projected to 8 x 8 sums, so 64 numbers are exchanged
 _RUN: Final = 1 << 18  # elements; a few runs fit into a cache, and their memory is reused
-_SMALL: Final = (
-    1 << 13
-)  # elements; joining this many costs no more than Python's overhead per tensor
+# elements; joining this many costs no more than Python's overhead per tensor
+_SMALL: Final = 1 << 13
 _JOINED: Final = 64  # how many small tensors are joined at a time
 _PAIRS: Final = 25  # pairs of measurements until ``agreement`` is known
 _FORGETS: Final = 0.98  # factor on older pairs, per pair

@@ -81,9 +81,8 @@ class OuterAverager(Averager):
         self._loaded: Mapping[str, Any] | None = None
         # created once: the engine holds a weak reference, and ``hold`` gives it the vector of each step
         self._weights = Weights()
-        super().__init__(
-            model, nonfinite="spread", **given
-        )  # the exchange detects NaN on all ranks
+        # the exchange detects NaN on all ranks
+        super().__init__(model, nonfinite="spread", **given)
         bound = self._binding and self._binding.optimizer
         self.optimizers: list[torch.optim.Optimizer] = [bound] if bound else []
 

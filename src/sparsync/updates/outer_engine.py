@@ -109,9 +109,8 @@ class OuterEngine(Stateful):
         self.state = OuterState()
         self.contributions = Contributions(weighs=weighs)
         self.contributions.plan(len(layout.fragments))
-        self._sent = [-1] * len(
-            layout.fragments
-        )  # by fragment, the step after which it was last sent
+        # by fragment, the step after which it was last sent
+        self._sent = [-1] * len(layout.fragments)
         self._under_way: list[Exchange] = []
         self._scratch = Scratch()
         self._weights_like = weights.read(slice(0, 0))

@@ -246,9 +246,8 @@ class UpdateSync(Handle):
         self._seen: list[int] = []  # the parameters that trained when the model was last checked
         # this rank's own weights, set aside while the model holds the shared ones
         self._own: Tensor | None = None
-        self._swap = (
-            threading.RLock()
-        )  # reentrant: a signal handler may call ``shared`` during a swap
+        # reentrant: a signal handler may call ``shared`` during a swap
+        self._swap = threading.RLock()
         self._skipped = set[Tensor]()  # parameters whose current step a GradScaler skips
         self._changes = Changes(weights.trained.values())
         self._begins, self._resumed = True, False  # before this handle's first step; after a load
@@ -428,9 +427,8 @@ class UpdateSync(Handle):
             # wait for each other in their forward passes; there it is asked before the step
             if self._inner is None and not torch.compiler.is_compiling():
                 self._check_start()
-        elif (
-            self._begins
-        ):  # ``step`` would be too late: the user calls it after the optimizer's step
+        elif self._begins:
+            # ``step`` would be too late: the user calls it after the optimizer's step
             self._begins = False
             require(
                 not self._loaded(self._weights.read(_EVERYTHING)),

@@ -86,9 +86,8 @@ class ModelWeights(Weights):
         # If they were exchanged, NaN or Inf would make ranks refuse every exchange.  ``strayed`` reports
         # a buffer that turns out not to be constant
         self.left_out = frozenset(self.buffers) - frozenset(averaged_buffers(module))
-        self._marks = {
-            name: _mark(floating[name]) for name in self.left_out
-        }  # buffers to be watched
+        # buffers to be watched
+        self._marks = {name: _mark(floating[name]) for name in self.left_out}
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained.values())
         tensors = self._tensors()
         self._names = [name for name, _ in tensors]

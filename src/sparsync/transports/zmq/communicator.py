@@ -391,9 +391,8 @@ class Receive(_Wait):
         """
         if not self._settled():
             mailboxes = self.mesh.mailboxes
-            others = mailboxes.handed + len(
-                self._waiting
-            )  # constant while only own messages arrive
+            # constant while only own messages arrive
+            others = mailboxes.handed + len(self._waiting)
             until = self.begin(seconds)
             now = until - seconds
             while True:

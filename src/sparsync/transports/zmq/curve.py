@@ -144,7 +144,7 @@ def own_curve_keys(place: Path | str) -> CurveKeys:
 
     Args:
         place: a folder with the public keys and one secret key, or the file of a secret key in such a
-        folder.
+            folder.
 
     Raises:
         ConfigurationError: it is not clear which key is this rank's, or no public key belongs to it.

@@ -150,14 +150,14 @@ class ZmqHost(Host):
         return True
 
     def _deaths(self) -> dict[int, str]:
-        """Return the peers whose connection has ended since the last call, and why."""
+        """Return the peers whose connection has ended since the last call, with the reasons."""
         mesh = self._mesh
         ended = {peer: link.lost for peer, link in mesh.links.items() if link.lost}
         return {p: why for p, why in {**ended, **mesh.lost}.items() if p not in self._gone}
 
 
 class _Asked(Operation):
-    """A wait for an actor on its thread; ``silent`` says which ranks have not been heard of."""
+    """A wait for an actor on its thread; ``silent`` reports which ranks have been silent."""
 
     def __init__(self, where: Callable[[], str], timeout: float, silent: Callable[[], str]) -> None:
         self.where, self.timeout, self.silent = where, timeout, silent

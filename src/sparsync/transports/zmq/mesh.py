@@ -60,9 +60,8 @@ SHARED: Final = (
 )
 MAX_UNCLAIMED: Final = 2**31  # limit on bytes of messages that no receive has asked for yet
 MAX_EARLY: Final = 2**26  # limit on bytes of messages of a group that this rank has not joined yet
-PER_MESSAGE: Final = (
-    2**9
-)  # bytes of overhead in memory per message, which matters because many are short
+# bytes of overhead in memory per message, which matters because many are short
+PER_MESSAGE: Final = 2**9
 MOST_FRAMES: Final = 1 + MAX_MESSAGE // PIECE  # of one message
 HANDSHAKE: Final = 10.0  # seconds in which a connecting peer must identify itself
 STRANGERS: Final = 16  # allowed silent connections, in addition to those of ranks not yet heard of

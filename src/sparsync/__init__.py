@@ -17,8 +17,9 @@ One line in a training script::
 
     sync = sparsync.attach(model, optimizer)
 
-With SGD this exchanges gradients, as above; with AdamW, Muon and others what the optimizer has changed,
-every second step in one bit per element, as ``gradient`` of the same drawing (``docs/optimizers.md``).
+With SGD this exchanges gradients, as above.  With AdamW, Muon and others it exchanges the changes made by
+the optimizer, every second step, in one bit per element; these changes take the place of ``gradient`` in
+the drawing (``docs/optimizers.md``).
 
 Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector, comm, k=...)``, or
 ``sparsync.iallreduce`` for a future, or ``sparsync.allgather(vector, comm)``.
@@ -68,9 +69,8 @@ __all__ = [
     "simulate",
 ]
 
-# imported when they are first asked for, so that ``import sparsync`` costs little more than torch.
-# ``attach`` cannot be: a module has the same name, and importing that would put it in the function's
-# place
+# Imported on first use, so ``import sparsync`` costs little more than ``import torch``.  Not ``attach``:
+# importing the submodule of the same name would rebind ``sparsync.attach`` to the module
 _LATER = MappingProxyType(
     {
         "Algorithm": "sparsync.algorithm",
@@ -91,7 +91,7 @@ _LATER = MappingProxyType(
 )
 
 
-# as ``sparsync.presets.resolve``, after ``import sparsync`` alone
+# submodules that work as attributes after ``import sparsync`` alone, e.g. ``sparsync.presets.resolve``
 _MODULES = frozenset(
     {
         "api",

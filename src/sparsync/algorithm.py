@@ -1,4 +1,4 @@
-"""Algorithm: how gradients are averaged, a point in the space selector x collective."""
+"""Algorithm: how gradients are averaged, by a combination of a selector and a collective."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from sparsync.units import Unit
 
 __all__ = ["LARGE", "Algorithm", "Preset", "check_density", "default_density", "row"]
 
-# From this many elements on 1 % is exchanged.  The steps that delay costs grow as a model shrinks, and
-# the seconds that fewer bytes save fall: below, density rises with the power of 3/2, to 1 at 46,415.
+# At this many elements and above, 1 % is exchanged.  As a model shrinks, delay costs more steps and fewer
+# bytes save less time, so below LARGE the density rises with the power of 3/2, to 1 at 46,415 elements.
 LARGE = 1_000_000
 USUAL_DENSITY = 0.01
 
@@ -38,20 +38,22 @@ class Algorithm:
         name: for messages and tables.
         make_selector: builds one selector; called once per unit.
         make_collective: builds one collective; called once per unit.
-        options: the options of a preset that were given, for ranks to compare.
+        options: the preset's options as given, for ranks to compare.
         source: paper and equation, for tables.
         average: divide the total by world_size; SparCML applies the sum.
-        shared: several units divide the global k by where its entries lie; else each has its own k.
-        unit_bytes: size of the units in which entries are selected together, unless the user gives it:
+        shared: several units share the global k, each by the number of large entries in it; otherwise
+            each has its own k.
+        unit_bytes: size of the units in which entries are selected together, unless the user gives it;
             see ``plan_units``.
-        compress: which parameters are exchanged sparsely, unless the user says it; None: all.
-        bits: per element, if every element is exchanged in few bits; None: entries, or whole numbers.
-        output: the algorithm for the output layer, if it is another one.
+        compress: which parameters are exchanged sparsely, unless the user says; None: all.
+        bits: bits per element if every element is sent in few bits; None: selected entries are sent, or
+            full-width numbers.
+        output: the algorithm for the output layer, if it differs.
         make_dense: builds the collective of dense units, once per unit; None: ``Dense``.
-        prepare: takes measurements on the group before the first step, and returns the algorithm for this
-            group.  None: there is nothing to measure.
-        calls: for the planner: the number of calls of the collective in a step that asks for a job, and
-            the job of each: selectors find more than k, or layers travel in several messages.
+        prepare: measures the group before the first step and returns the algorithm for this group.
+            None: there is nothing to measure.
+        calls: for the planner: how often a step that asks for a job calls the collective, and with which
+            job: selectors may find more than k, or layers may be sent in several messages.
     """
 
     name: str
@@ -71,12 +73,12 @@ class Algorithm:
 
     @property
     def result(self) -> Result:
-        """Kind of the total; "whole": nothing is selected."""
+        """The kind of the total; "whole" means that nothing is selected."""
         return self.make_collective().result
 
     @property
     def predictable(self) -> bool:
-        """Whether its collective declares a cost."""
+        """Whether the collective declares a cost."""
         return self.make_collective().cost(Job(2, 1, 2)) is not None
 
     def cost(self, job: Job) -> Cost:
@@ -94,9 +96,9 @@ class Algorithm:
         return cost if times == 1 else cost.times(times)
 
     def dense_share(self, units: Sequence[Unit], density: float, world_size: int) -> float:
-        """Return the part of a step's bytes that dense units send, in [0, 1], by the declared costs.
+        """Return the fraction of a step's bytes sent by dense units, in [0, 1], by the declared costs.
 
-        It is 0 where a sparse unit's collective declares no cost.
+        It is 0 if a sparse unit's collective declares no cost.
         """
         sent = {True: 0.0, False: 0.0}
         for unit in units:
@@ -110,8 +112,8 @@ class Algorithm:
         return sent[True] / total if total else 0.0
 
     async def on(self, comm: Communicator) -> Algorithm:
-        """Return the algorithm for a group; all of its ranks call this, with the same algorithm."""
-        # before anything is measured: ranks with different algorithms would wait in different collectives
+        """Return the algorithm for a group; all of its ranks call this with the same algorithm."""
+        # compared before measuring: ranks with different algorithms would wait in different collectives
         await agree(comm, {"the algorithm": self.name})
         if self.prepare is None:
             return self
@@ -128,10 +130,10 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Preset:
-    """A row of the table: all that commands, ``auto``, the contracts and the docs know of an algorithm.
+    """A row of the table: everything commands, ``auto``, the contracts and the docs know of an algorithm.
 
-    With ``planned``, ``auto`` and ``sparsync plan`` may choose it, since at its defaults it rounds no
-    more than bf16.  Of rows with equal predictions the first wins.
+    With ``planned``, ``auto`` and ``sparsync plan`` may choose it; such an algorithm must at its defaults
+    round no more than bf16 does.  Of rows with equal predictions the first wins.
     """
 
     make: Callable[..., Algorithm]  # its keyword-only arguments are the options
@@ -142,7 +144,7 @@ class Preset:
 
     @property
     def options(self) -> dict[str, Parameter]:
-        """Options by name."""
+        """The options by name."""
         own = parameters_of(self.make)
         more = parameters_of(self.passes_on) if self.passes_on else {}
         return {
@@ -152,7 +154,7 @@ class Preset:
 
     @property
     def text(self) -> str:
-        """The docstrings that explain the options."""
+        """The docstrings that explain the options, joined."""
         return text_of(self.make, *filter(None, [self.passes_on]))
 
 
@@ -165,11 +167,11 @@ def row(
     planned: bool = False,
     **more: Any,
 ) -> Preset:
-    """Return the preset of a collective whose arguments are the options, after a selector without any.
+    """Return the preset of a collective whose arguments are the options; its selector has none.
 
     Args:
         name: of the algorithm.
-        collective: its class.
+        collective: the class of the collective.
         source: paper and equation of its cost.
         selector: makes the selector.
         planned: see ``Preset``.
@@ -186,9 +188,9 @@ def row(
 def default_density(elements: int) -> float:
     """Return the density for a model if the user gives none: 1 %, and more for small models.
 
-    Delay costs steps, most of all when momentum or a high learning rate acts on entries that come late.
-    Below ``LARGE`` elements ``LARGE ** 1.5 / (100 elements ** 0.5)`` entries are exchanged, and all of up
-    to 46,415.
+    Delay costs steps, most of all when momentum or a high learning rate acts on late entries.  Below
+    ``LARGE`` elements, ``LARGE ** 1.5 / (100 elements ** 0.5)`` entries are exchanged; up to 46,415
+    elements, all.
 
     Example:
         >>> [round(default_density(n), 3) for n in (5_000, 100_000, 300_000, 1_000_000, 25_000_000)]
@@ -199,8 +201,8 @@ def default_density(elements: int) -> float:
 
 
 def check_density(density: float) -> float:
-    """Return the density, or refuse one outside (0, 1]."""
-    # of smaller floats, which have fewer digits, the inverse is infinite
+    """Return the density as a float; refuse one outside (0, 1]."""
+    # subnormal floats are refused as well, because their inverse is infinite
     least = sys.float_info.min
     if (
         isinstance(density, bool)

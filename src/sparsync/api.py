@@ -1,4 +1,4 @@
-"""The library without a model: ``connect`` to the ranks, ``allreduce`` or ``allgather`` a vector."""
+"""Collectives without a model: ``connect``, then ``allreduce`` or ``allgather`` a vector."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from sparsync.wire.coo import StreamCodec
 
 __all__ = ["allgather", "allreduce", "connect", "iallreduce"]
 
-_MOST_OUTSTANDING = 1024  # calls under way at once; each has a channel of its own
-_MOST_KINDS = 256  # of calls whose last total is remembered
+_MOST_OUTSTANDING = 1024  # calls in flight at once; each has its own channel
+_MOST_KINDS = 256  # kinds of calls whose last total is remembered
 
 T = TypeVar("T")
 _Program = Callable[[Communicator], Coroutine[Operation, None, T]]
@@ -47,17 +47,17 @@ def connect(
 ) -> Communicator:
     """Return this process's communicator: torch.distributed's default group, or a world of one.
 
-    With transport "mpi" and without ``torch.distributed``, its ranks are those that ``mpiexec`` started.
+    With transport "mpi" and without ``torch.distributed``, the ranks are those started by ``mpiexec``.
 
     Args:
         timeout: seconds that any wait may take before it fails with an error.
-        transport: as for ``attach``: "auto" (zmq), "torch" (the group's own backend), "zmq" (sockets
-            of its own: ``close`` it) or "mpi" (a communicator of its own: ``close`` it).
-        curve_keys: folder with one certificate per rank, for an encrypted zmq.
+        transport: as for ``attach``: "auto" (zmq), "torch" (the group's own backend), "zmq" (opens its
+            own sockets: ``close`` it) or "mpi" (duplicates the communicator: ``close`` it).
+        curve_keys: folder with one certificate per rank, to encrypt zmq.
         interface: the IP address or name of the interface that zmq binds; by default the one that leads
             to the other ranks.
-        port_range: first and last port that zmq may bind; a rank takes one for each communicator.
-        advertise: the address at which the other ranks find this one, if a static NAT forwards those
+        port_range: first and last port that zmq may bind; a rank takes one per communicator.
+        advertise: the address under which the other ranks reach this one, if a static NAT forwards those
             ports to this machine.
         connect_timeout: seconds that opening the connections between ranks may take.
 
@@ -91,25 +91,25 @@ def allreduce(
 ) -> Reduced:
     """Reduce a vector over ranks, once; every rank calls it.
 
-    Every call is an exact step, with new thresholds and boundaries.  Training keeps them from step to
-    step: use ``attach``.  The communicator remembers only how many entries the last total had, by which
-    "sparcml-auto" chooses.
+    Every call computes exact thresholds and boundaries.  Training reuses them from step to step: use
+    ``attach`` there.  The communicator only remembers how many entries the last total had, because
+    "sparcml-auto" chooses by that number.
 
     Args:
         vector: a 1-D tensor or NumPy array; ``(indices, values, size)`` of NumPy arrays or tensors, with
             distinct indices of any integer type in any order; a sparse tensor or a ``scipy.sparse`` array
             or matrix of one row or column; a ``DenseVector`` or ``SparseVector``.  Size and dtype are
             equal on all ranks.
-        comm: from ``connect``, or an ``mpi4py.MPI.Intracomm``, of which the first call makes a duplicate;
-            a simulated communicator cannot block (see ``sparsync.simulate``).
-        algorithm: a preset's name or an ``Algorithm``.  Default: with ``k`` "budgeted", whose codec
-            ``sparsync.wire.Packed("bf16")`` rounds values (``codec=Packed("fp32")`` does not); without
-            ``k`` the lossless "sparcml-auto" in COO, which takes any dtype and operation.
-        k: entries asked for, per rank and in the total; equal on all ranks.  None: all.
-        op: "sum", "max", "min", "prod", "and", "or", "xor", "logical_and", "logical_or", or a
-            ``Reduction`` of your own; elements that a vector does not store are its neutral element.
+        comm: from ``connect``, or an ``mpi4py.MPI.Intracomm``, which is duplicated on the first call.  A
+            simulated communicator cannot block (see ``sparsync.simulate``).
+        algorithm: a preset's name or an ``Algorithm``.  Default with ``k``: "budgeted", whose codec
+            ``sparsync.wire.Packed("bf16")`` rounds values (``codec=Packed("fp32")`` does not).  Default
+            without ``k``: the lossless "sparcml-auto" in COO, which takes any dtype and operation.
+        k: number of entries to take, per rank and in the total; equal on all ranks.  None: all.
+        op: "sum", "max", "min", "prod", "and", "or", "xor", "logical_and", "logical_or", or your own
+            ``Reduction``; elements that a vector does not store count as its neutral element.
             Only SparCML's collectives take operations other than the sum.
-        options: of the preset.
+        options: options of the preset.
 
     Returns:
         ``total``, bit-identical on every rank, and ``delivered``, this rank's share of it: vectors with
@@ -119,7 +119,7 @@ def allreduce(
         ConfigurationError: unknown algorithm, operation or option, a vector that is not 1-D, k < 0.
         PeerError: ranks disagree on size, dtype, operation, algorithm or k; a peer died.
 
-    Cost: that of the algorithm, and one small allgather in which ranks compare the call.
+    Cost: the algorithm's, plus one small allgather in which ranks compare the call.
 
     Example:
         >>> import torch
@@ -139,15 +139,15 @@ def iallreduce(
     op: str | Reduction = "sum",
     **options: Any,
 ) -> Future[Reduced]:
-    """Start an ``allreduce`` and return its future at once; it goes on in the background.
+    """Start an ``allreduce`` in the background and return its future at once.
 
-    Several may be under way; all ranks start them in the same order.  The vector must not change
+    Several may be in flight; all ranks must start them in the same order.  The vector must not change
     until the future is done.
 
     Raises:
-        ConfigurationError: as in ``allreduce``, or too many calls are under way.
+        ConfigurationError: as in ``allreduce``, or too many calls are in flight.
 
-    Cost: that of ``allreduce``; the first call starts a thread, which ``comm.close()`` ends.
+    Cost: as for ``allreduce``; the first call starts a thread, which ``comm.close()`` ends.
 
     Example:
         >>> import torch
@@ -168,22 +168,22 @@ def iallreduce(
 def allgather(vector: Any, comm: Any) -> list[Vector]:
     """Collect every rank's vector, in rank order; every rank calls it.
 
-    Nothing is summed: for parts of one vector that lie apart, ``sparsync.reduction.fold`` or, where they
-    ascend from rank to rank, ``SparseVector.join`` makes it of the list.
+    Nothing is summed.  To assemble a vector from parts that do not overlap, use
+    ``sparsync.reduction.fold``, or ``SparseVector.join`` if the parts ascend from rank to rank.
 
     Args:
-        vector: as for ``allreduce``; zeros of dense ones need not travel.
-        comm: likewise.
+        vector: as for ``allreduce``; the zeros of a dense vector need not be sent.
+        comm: as for ``allreduce``.
 
     Returns:
-        P vectors, exact, each sparse or dense as it travelled: in the shorter form.
+        P vectors, exact, each sparse or dense, whichever was shorter to send.
 
     Raises:
         ConfigurationError: a vector that is not 1-D, or a dtype that has no wire format.
         PeerError: ranks disagree on size or dtype; a peer died.
 
-    Cost: ceil(log2 P) messages, all others' bytes received; and one small allgather in which ranks
-    compare the call and tell how many bytes they have.
+    Cost: ceil(log2 P) messages and the bytes of all other ranks received, plus one small allgather in
+    which ranks compare the call and exchange their lengths.
 
     References: Renggli et al., SparCML, SC 2019, section 5.2.
 
@@ -196,9 +196,9 @@ def allgather(vector: Any, comm: Any) -> list[Vector]:
 
 
 def _run(program: _Program[T], comm: Any) -> T:
-    """Run a program to its end, on this process's rank."""
+    """Run a program to its end on this process's rank."""
     comm = _communicator(comm)
-    # after the first ``iallreduce`` its thread owns the sockets: a blocking call goes through it as well
+    # the first ``iallreduce`` hands the sockets to its thread, so blocking calls must go through it
     engine = comm.companions.get("background")
     if isinstance(engine, _Background):
         return engine.start(program, comm).result()
@@ -206,7 +206,7 @@ def _run(program: _Program[T], comm: Any) -> T:
 
 
 def _communicator(comm: Any) -> Communicator:
-    """Return a communicator of ours, or the one over an mpi4py communicator."""
+    """Return the communicator itself, or one that wraps an mpi4py communicator."""
     if isinstance(comm, Communicator):
         return comm
     if type(comm).__module__.partition(".")[0] == "mpi4py":
@@ -222,21 +222,21 @@ class _Background:
     """The thread of a communicator's non-blocking calls, and their channels."""
 
     def __init__(self, comm: Communicator) -> None:
-        # apart: the companions hold this object and so its engine, which its own communicator must not
-        # keep alive
+        # ``apart``, because the companions hold this object and with it the engine, which must not keep
+        # its own communicator alive
         self._engine = Engine("iallreduce", [comm.channel(0).apart()])
         self._open: list[Future[Any]] = []
         self._calls = 0
 
     def start(self, program: _Program[T], comm: Communicator) -> Future[T]:
-        """Start a program on the next channel; the count of calls is equal on all ranks."""
+        """Start a program on the next channel; all ranks count the calls alike."""
         self._open = [future for future in self._open if not future.done()]
         if len(self._open) >= _MOST_OUTSTANDING:
             raise ConfigurationError(
                 f"{len(self._open)} reductions are under way; wait for some of them first"
             )
-        # twice as many channels as calls may be under way: another rank may be behind by as many calls,
-        # and must not meet a new call's messages on the channel of an old one
+        # Twice as many channels as calls in flight: another rank may lag by that many calls, and must not
+        # receive a new call's messages on the channel of an old one
         channel = comm.channel(1 + self._calls % (2 * _MOST_OUTSTANDING))
         self._calls += 1
         future = self._engine.submit(program(channel))
@@ -244,7 +244,7 @@ class _Background:
         return future
 
     def close(self) -> None:
-        """Finish the calls under way, then end the thread."""
+        """Finish the calls in flight, then end the thread."""
         self._engine.close()
 
 
@@ -253,23 +253,23 @@ class _Background:
 
 @final
 class _Totals:
-    """A communicator's memory: how many entries the last total of every kind of call had."""
+    """Remembers for a communicator how many entries the last total of every kind of call had."""
 
     def __init__(self) -> None:
         self._entries: dict[str, int] = {}
 
     def last(self, kind: str) -> int:
-        """Return the entries of the last total; -1: there was none."""
+        """Return the number of entries of the last total, or -1 if there was none."""
         return self._entries.get(kind, -1)
 
     def note(self, kind: str, entries: int) -> None:
-        """Remember a total; forget the kind that was new the longest ago."""
+        """Remember a total; forget the oldest kind if there are too many."""
         self._entries[kind] = entries
         if len(self._entries) > _MOST_KINDS:
             del self._entries[next(iter(self._entries))]
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing; every companion of a communicator has ``close``."""
 
 
 def _prepare(
@@ -306,8 +306,8 @@ def _prepare(
 
     async def reduce(comm: Communicator) -> Reduced:
         totals = comm.companions.setdefault("totals", _Totals())
-        # ranks tell each other what they remember: with several calls in flight, one may have ended here
-        # and not yet there, and ranks that expected different totals would choose different collectives
+        # Ranks exchange what they remember: with several calls in flight, one may have ended on this rank
+        # but not yet on another, and ranks expecting different totals would choose different collectives
         told = await agree(comm, facts, [ready.nnz, totals.last(kind)])
         entries, total = (max(column) for column in zip(*told, strict=True))
         collective = chosen.make_collective()
@@ -345,7 +345,7 @@ def _prepare_gather(vector: Any) -> _Program[list[Vector]]:
 def _filled_in(
     algorithm: str | Algorithm, k: int | None, operation: Reduction, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Add to a preset's options those that follow from the call: the operation, and no cap without k."""
+    """Add the preset's options that follow from the call: the operation, and no cap without k."""
     known = preset(algorithm).options if isinstance(algorithm, str) else {}
     filled = {"cap": None, **options} if k is None and "cap" in known else dict(options)
     if operation is not SUM:
@@ -360,7 +360,7 @@ def _filled_in(
 
 
 def _select(given: Vector, algorithm: Algorithm, k: int | None, operation: Reduction) -> Vector:
-    """Take the k largest entries of a dense vector, or all that are not neutral."""
+    """Take the k largest entries of a dense vector, or all that are not neutral elements."""
     neutral = operation.neutral(given.values.dtype)
     if isinstance(given, SparseVector):
         says_nothing = given.values == neutral

@@ -1,4 +1,4 @@
-"""Vectors from NumPy, SciPy and PyTorch."""
+"""Conversion of NumPy, SciPy and PyTorch vectors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["as_vector"]
 
 
 def as_vector(vector: Any) -> Vector:
-    """Return a dense or a sparse vector of the same elements, in the same memory if possible.
+    """Return a dense or a sparse vector with the same elements, sharing memory if possible.
 
     Takes a 1-D tensor or NumPy array; ``(indices, values, size)`` of NumPy arrays or tensors, with
     distinct indices of any integer type in any order; a sparse tensor of PyTorch or a ``scipy.sparse``
@@ -35,7 +35,7 @@ def as_vector(vector: Any) -> Vector:
     if isinstance(vector, DenseVector):
         return DenseVector(_flat(vector.values))
     if isinstance(vector, Tensor):
-        plain = vector.detach()  # a sum over ranks is not differentiated
+        plain = vector.detach()  # reductions over ranks are not differentiable
         if plain.layout is torch.strided:
             return DenseVector(_flat(plain))
         return _from_torch(plain)
@@ -58,11 +58,11 @@ def _flat(values: Tensor) -> Tensor:
 
 
 def _tensor(array: Any) -> Tensor:
-    """Return an array as a tensor: in the same memory, unless PyTorch cannot use it."""
+    """Return an array as a tensor, sharing memory unless PyTorch cannot use it."""
     if isinstance(array, Tensor):
         return array.detach()
     array = np.asarray(array)
-    # PyTorch knows no read-only memory, no negative strides and no foreign byte order
+    # PyTorch supports neither read-only memory, nor negative strides, nor foreign byte order
     usable = array.flags.writeable and array.dtype.isnative and min(array.strides, default=0) >= 0
     try:
         copied = array if usable else array.astype(array.dtype.newbyteorder("="), order="C")
@@ -74,7 +74,7 @@ def _tensor(array: Any) -> Tensor:
 
 
 def _from_parts(parts: tuple[Any, ...]) -> SparseVector:
-    """Take ``(indices, values, size)``."""
+    """Convert ``(indices, values, size)``."""
     expected = "give (indices, values, size): two 1-D arrays of one length and a whole number"
     arrays = all(isinstance(x, Tensor) or hasattr(x, "__array_interface__") for x in parts[:2])
     if len(parts) != 3 or not arrays or not hasattr(parts[2], "__index__"):
@@ -115,12 +115,12 @@ def _from_scipy(matrix: Any) -> SparseVector:
     unique, at = torch.unique(indices.to(torch.int64), return_inverse=True)
     values = torch.as_tensor(coo.data)
     summed = torch.zeros(unique.numel(), dtype=values.dtype).index_add_(0, at, values)
-    stored = summed != 0  # scipy may store zeros; here absent means zero, and zeros are never sent
+    stored = summed != 0  # scipy may store zeros; our sparse vectors never do
     return SparseVector(unique[stored], summed[stored], size)
 
 
 def _along(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the dimension along which a sparse matrix of one row or column lies, and its size."""
+    """Return the dimension in which a sparse matrix of one row or column extends, and its size."""
     if not 1 <= len(shape) <= 2 or (len(shape) == 2 and 1 not in shape):
         raise ConfigurationError(
             f"the sparse matrix has shape {shape}; give one row, one column, or its flattened form"

@@ -1,4 +1,4 @@
-"""``sync = sparsync.attach(model, optimizer)``: one line for every kind of model."""
+"""The entry point for training: ``sync = sparsync.attach(model, optimizer)``, for every kind of model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Optimizers that divide by a second moment; in addition to these all that have betas, as Adam does.
+# Optimizers that divide by a second moment but have no ``betas``; those with ``betas`` are found by them.
 _ADAPTIVE = tuple(
     getattr(torch.optim, name)
     for name in ("Adafactor", "Adagrad", "Adadelta", "RMSprop", "Rprop")
@@ -42,9 +42,10 @@ _ADAPTIVE = tuple(
 
 
 def _naming_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Let unknown keywords be answered with those that there are, and where else they belong.
+    """Answer unknown keywords with the list of known ones, and say where an option belongs.
 
-    A decorator, so that the signature stays: type checkers go on to refuse unknown keywords.
+    This is a decorator, not ``**kwargs``, so the signature survives and type checkers still reject
+    unknown keywords.
     """
     known = parameters_of(function)
 
@@ -76,56 +77,56 @@ def attach(
 ) -> Handle:
     """Compress the exchange between replicas of a model; the training loop stays as it is.
 
-    Two things can be exchanged.  **Gradients**, sparsely, on every step: for SGD, whose steps are linear
-    in them.  **Updates**, the changes that the optimizer has made, in few bits, after every few local
-    steps: for AdamW, Muon and every other optimizer whose moments sparse gradients would distort
-    (``docs/optimizers.md``).
+    One of two things is exchanged.  **Gradients** are exchanged sparsely on every step; this suits SGD,
+    whose steps are linear in the gradient.  **Updates**, the changes made by the optimizer, are exchanged
+    in a few bits per element after every few local steps; this suits AdamW, Muon and every other
+    optimizer whose moments sparse gradients would distort (``docs/optimizers.md``).
 
     Args:
-        model: a ``DistributedDataParallel`` module without a communication hook, compiled or not; with
-            ``replicate`` any other: FSDP2's, a stage of a pipeline, tensor-parallel, plain
-            (``docs/fsdp.md``).  For updates also a plain module, equal on all ranks.
-        optimizer: the optimizer of the model, or all of them; updates are counted by the steps of the
-            last.
-        algorithm: for gradients a preset's name ("budgeted", the default, "auto", "Ok-Topk", ...), in
-            any spelling, or an ``Algorithm``, as ``sparsync.presets.resolve("oktopk", cap=None)``.  For
-            updates the name of a member of the family ("diloco", "sparseloco", ...), an ``OuterStep``,
-            or an algorithm for ``OuterStep`` to exchange with; None: 1 bit, every second step; "auto"
-            with DDP measures the group, and takes dense gradients where those take fewer seconds per
-            step, or hardly more; it does not know how many steps a loss takes.
-        density: fraction k / n of every unit that is exchanged, in (0, 1], where entries are selected.
-            None: 1 %, and more below a million parameters, up to 100 % at 46,000
-            (``default_density``); rank 0 says it, once.
-        exchange: "gradients", "updates", or "auto": updates if an optimizer is given that is not SGD, or
-            an ``algorithm`` that is only for them.  Rank 0 says once which and why, and how the
-            optimizer's steps are treated.
+        model: a ``DistributedDataParallel`` module without a communication hook, compiled or not.  With
+            ``replicate``, any other module: FSDP2, a pipeline stage, tensor-parallel, plain
+            (``docs/fsdp.md``).  Updates also work with a plain module that is equal on all ranks.
+        optimizer: the optimizer of the model, or a list of all of them.  Local steps are counted by the
+            last one.
+        algorithm: for gradients, the name of a preset in any spelling ("budgeted", the default, "auto",
+            "Ok-Topk", ...), or an ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", cap=None)``.
+            For updates, the name of a member of the family ("diloco", "sparseloco", ...), an
+            ``OuterStep``, or an algorithm for ``OuterStep`` to exchange with; None: 1 bit, every second
+            step.  With DDP, "auto" measures the group and chooses dense gradients where they take fewer
+            seconds per step, or hardly more.  It does not know how many steps reach a given loss.
+        density: fraction k / n of every unit that is exchanged, in (0, 1], if entries are selected.
+            None: 1 %; below a million parameters more, up to 100 % at 46,000 (``default_density``).
+            Rank 0 reports the choice once.
+        exchange: "gradients", "updates", or "auto": updates if an optimizer other than SGD is given, or
+            an ``algorithm`` that only exchanges updates.  Rank 0 reports the choice and the reason once,
+            and how the optimizer's steps are treated.
         correction: momentum, decay and clipping, applied to local gradients before they are accumulated.
         replicate: the ranks that hold the same part of the model as this one: a one-dimensional mesh,
             e.g. ``mesh["replicate"]``, or a process group.
-        elastic: a ``torchft.Manager`` whose ``pg`` is a ``sparsync.elastic.ElasticGroup``: ranks come and
-            go (``docs/elastic.md``).  The model is a plain module.
+        elastic: a ``torchft.Manager`` whose ``pg`` is a ``sparsync.elastic.ElasticGroup``: ranks may join
+            and leave (``docs/elastic.md``).  The model must be a plain module.
         compression: units, dense parameters, warm-up, pipelines (``Compression``).
         transport: the carrier of messages, time limits, nodes (``Transport``).
         monitoring: NaN and Inf, GradScaler, sentinel, logs (``Monitoring``).
 
     Returns:
         A handle with ``stats()``, ``state_dict()``, ``load_state_dict()``, ``no_sync()``, ``step()`` (for
-        pipelines, and for updates where no optimizer was given) and ``close()``; as a context manager it
-        closes itself.  For updates also ``shared()`` and ``finish()`` (``UpdateSync``).
+        pipelines, and for updates without an optimizer) and ``close()``.  As a context manager it closes
+        itself.  A handle of updates also has ``shared()`` and ``finish()`` (``UpdateSync``).
 
     Raises:
         ConfigurationError: neither DDP nor ``replicate``, a container around DDP, a second attach,
             unknown algorithm, bad density, an optimizer whose updates cannot be averaged
-            (``docs/optimizers.md``).  Later: the module runs inside DDP, an optimizer that was not given
-            steps parameters whose updates are exchanged.
+            (``docs/optimizers.md``).  Raised later: the module runs inside DDP, or an optimizer that
+            ``attach`` was not given steps parameters whose updates are exchanged.
         PeerError: ranks were given different arguments or models, or a rank is gone.
-        DeadlineError: a rank does not attach; it is named.
+        DeadlineError: a rank does not attach; the error names it.
 
-    Cost: one thread and one gloo process group, and with zmq its sockets; memory n elements
-    (the residual) and O(k + n / P), see ``benchmarks/memory.md``; dense steps take 2 n more.  For updates
-    2 n, and 3 n / ``fragments`` for an exchange.
+    Cost: one thread and one gloo process group, plus the sockets of zmq.  Memory: n elements for the
+    residual and O(k + n / P) for an exchange (``benchmarks/memory.md``); dense steps take 2 n more.
+    Updates take 2 n, and 3 n / ``fragments`` for an exchange.
     """
-    # engines are imported here, so that ``import sparsync`` brings none of them
+    # imported here to keep the engines out of ``import sparsync``
     from sparsync.exclusive import check_outermost, check_unattached
     from sparsync.optimizers import check_stepped, plain_optimizers, treatment_of
     from sparsync.presets import PRESETS, resolve
@@ -141,10 +142,10 @@ def attach(
             raise ConfigurationError(
                 f"{kind.__name__.lower()} is {option!r}; give a sparsync.{kind.__name__}(...)"
             )
-    # torch.compile(ddp) wraps the module; DDP's hooks and parameters are those of the one inside
+    # torch.compile(ddp) wraps the module; the hooks and parameters belong to the DDP module inside
     if isinstance(inner := getattr(model, "_orig_mod", None), DistributedDataParallel):
         model = inner
-    # before any message: these errors are found by each rank alone, and nobody has to wait for them
+    # checked before the first message: each rank detects these errors alone, and no peer is waiting yet
     check_outermost(model)
     check_unattached(model)
     if isinstance(model, DistributedDataParallel):
@@ -200,7 +201,7 @@ def attach(
     assert not isinstance(algorithm, OuterStep)
     resolved = resolve("budgeted" if algorithm is None else algorithm)
     if density is None:
-        # only for the warning below; the density itself is decided later, by the size of a whole replica
+        # only for the warning below; the density is decided later, by the size of a whole replica
         size = sum(p.numel() for p in model.parameters() if p.requires_grad)
         sparse = default_density(size) < 1
     else:
@@ -211,7 +212,7 @@ def attach(
         check_optimizer(one, correction, sparse=sparse and "dense" not in resolved.name)
     if sparse and corrects and not (dist.is_initialized() and dist.get_rank()):
         _warn_of_momentum(resolved.name, optimizers, correction)
-    # the user's settings come before the algorithm's own
+    # the user's settings take precedence over the algorithm's
     completed = replace(
         given,
         unit_bytes=resolved.unit_bytes if given.unit_bytes is None else given.unit_bytes,
@@ -219,7 +220,7 @@ def attach(
     )
     options = Options(resolved, density, correction, completed, carried, watched, decided)
     if elastic is not None:
-        from sparsync.elastic.gradients import attach_elastic  # torchft is needed for it alone
+        from sparsync.elastic.gradients import attach_elastic  # only this path needs torchft
 
         return attach_elastic(model, optimizers, options, elastic)
     if replicate is None:
@@ -242,12 +243,12 @@ def attach(
 
 
 def _named(algorithm: str) -> str:
-    """Return the name of a preset or of a member of the outer step's family, from any spelling of it."""
+    """Return the canonical name of a preset or of an outer-step method, given in any spelling."""
     from sparsync.presets import PRESETS
     from sparsync.tables import unknown
     from sparsync.updates import OUTER_SETTINGS
 
-    # before the tables, which import the rooms of all papers for a name that is not their own
+    # looked up before the tables, which import every paper's module to resolve an unknown name
     if algorithm in OUTER_SETTINGS:
         return algorithm
     if algorithm in PRESETS:
@@ -265,7 +266,7 @@ def _named(algorithm: str) -> str:
 def _no_argument(
     unknown: list[str], known: list[str], algorithm: str | Algorithm | OuterStep | None
 ) -> ConfigurationError:
-    """Return the error of keywords that ``attach`` does not have: an option object or a preset may."""
+    """Return the error for unknown keywords of ``attach``; it says where else an option belongs."""
     from sparsync.feedback.correction import Correction
     from sparsync.presets import PRESETS, preset
     from sparsync.updates import OUTER_SETTINGS, OuterStep
@@ -308,7 +309,7 @@ def _chosen(
     """Return "gradients" or "updates", and the reason if ``attach`` had to decide.
 
     Raises:
-        ConfigurationError: an argument is for the other kind of exchange.
+        ConfigurationError: an argument belongs to the other kind of exchange.
     """
     from sparsync.updates import OUTER_SETTINGS, OuterStep
 
@@ -336,8 +337,8 @@ def _chosen(
         return exchange, ""
     if for_updates:
         return "updates", ""
-    # by class, not by name: a subclass of SGD steps in proportion to gradients as well.  A sparse average
-    # of gradients is a delayed one to SGD; moments, which are not linear in gradients, are distorted.
+    # Decided by class, not by name: a subclass of SGD also steps in proportion to the gradient.  To SGD a
+    # sparse average is a delayed average; moments are not linear in the gradient and get distorted.
     others = [one for one in optimizers if not isinstance(one, torch.optim.SGD)]
     if needs or not others:
         return "gradients", ""
@@ -353,9 +354,9 @@ def check_optimizer(
     *,
     sparse: bool = False,
 ) -> None:
-    """Refuse an optimizer that repeats the work of the correction.
+    """Refuse an optimizer that would apply the correction's momentum or decay a second time.
 
-    If only some entries of gradients are exchanged (``sparse``), warn of an optimizer that loses by it.
+    With ``sparse`` (only some gradient entries are exchanged), warn of an optimizer that converges worse.
     """
     if optimizer is None:
         return
@@ -388,7 +389,7 @@ def check_optimizer(
 def _warn_of_momentum(
     algorithm: str, optimizers: Sequence[torch.optim.Optimizer], correction: Correction | None
 ) -> None:
-    """Warn once of an optimizer's momentum where the algorithm is published with a correction for it."""
+    """Warn once if the optimizer has momentum and the algorithm was published with a correction."""
     groups = (group for one in optimizers for group in one.param_groups)
     group = next((group for group in groups if group.get("momentum")), None)
     if group is None or (correction is not None and correction.momentum):

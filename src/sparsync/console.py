@@ -1,4 +1,4 @@
-"""Messages for people, on standard error: on choices that were made, and on waits.
+"""Messages for people on standard error, about choices that were made and about waits.
 
 No message is worth a job: standard error may be closed (``2>&-``), or its reader may be gone.
 """
@@ -14,10 +14,10 @@ __all__ = ["say"]
 
 
 def say(message: str, prefix: str = "sparsync") -> None:
-    r"""Write a line to standard error, if anybody reads it.
+    r"""Write a line to standard error, and ignore errors.
 
     Args:
-        message: the line, without its end.
+        message: the line, without the line break.
         prefix: the speaker, before a colon.
 
     Example:
@@ -27,13 +27,13 @@ def say(message: str, prefix: str = "sparsync") -> None:
         'sparsync: exchanges updates\n'
     """
     line = f"{prefix}: {message}\n"
-    # AttributeError: it was closed when Python started, and is None; ValueError: it has been closed since
+    # AttributeError: closed before Python started, so it is None; ValueError: it was closed later
     with suppress(AttributeError, OSError, ValueError):
         sys.stderr.flush()
         try:
             file = sys.stderr.fileno()
-        except io.UnsupportedOperation:  # replaced, as by a test or a notebook
+        except io.UnsupportedOperation:  # replaced, e.g. by a test or a notebook
             sys.stderr.write(line)
             return
-        # past the buffer: if the pipe breaks, text that is left in it would end the process with code 120
+        # unbuffered: if the pipe breaks, text left in the buffer makes the process exit with code 120
         os.write(file, line.encode(sys.stderr.encoding, "backslashreplace"))

@@ -22,8 +22,8 @@ from sparsync.updates import OuterStep
 
 __all__ = ["Choice", "by_seconds", "measured_choice"]
 
-# of dense's seconds: where updates take more, dense is chosen, which changes no step of the training.
-# Predictions err by as much
+# Updates must take less than this fraction of dense's seconds, because predictions err by up to 10 %.  In
+# doubt dense is chosen, which leaves every training step unchanged
 _CLEARLY = 0.9
 _UNKNOWN = (
     "how many steps a loss takes differs between the two, and is not known here (sparsync time-to-loss, "
@@ -33,23 +33,23 @@ _UNKNOWN = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The exchange that was chosen, the same on all ranks."""
+    """The chosen exchange, the same on all ranks."""
 
     exchange: Literal["gradients", "updates"]
-    why: str  # the seconds of both, and what they do not say
+    why: str  # the seconds of both exchanges, and a note about what they leave out
 
 
 def by_seconds(outer: OuterStep, size: int, world_size: int, machine: Machine) -> Choice:
-    """Choose what takes fewer seconds per step; dense gradients, if updates save less than 10 %.
+    """Choose the exchange with fewer seconds per step; dense gradients if updates save less than 10 %.
 
-    The seconds of a backward pass are not known before the first step: nothing of a dense exchange
-    counts as hidden.  Arithmetic alone: ranks that are given the same machine choose alike.
+    Before the first step the duration of a backward pass is unknown, so no part of the dense exchange
+    counts as hidden behind it.  This is pure arithmetic: ranks with the same machine choose alike.
 
     Args:
-        outer: the updates that would be exchanged, all elements of them.
+        outer: the updates that would be exchanged, with all their elements.
         size: number of trained elements.
         world_size: number of ranks.
-        machine: what they measured.
+        machine: the measured constants of the group.
 
     Example:
         >>> from sparsync.updates.family import OUTER_SETTINGS
@@ -80,11 +80,11 @@ def by_seconds(outer: OuterStep, size: int, world_size: int, machine: Machine) -
 def measured_choice(
     model: DistributedDataParallel, outer: OuterStep, transport: Transport
 ) -> Choice:
-    """Measure the group for a few seconds, and choose; all ranks call this.
+    """Measure the group for a few seconds, then choose; all ranks call this.
 
     Raises:
-        ConfigurationError: no DDP, or one that cannot be attached; links too slow to be measured.
-        PeerError: ranks disagree on what is asked for.
+        ConfigurationError: not DDP, or a DDP model that cannot be attached; links too slow to measure.
+        PeerError: ranks were given different arguments.
     """
     check_ddp(model)
     size = sum(p.numel() for p in model.module.parameters() if p.requires_grad)

@@ -6,12 +6,12 @@
      ├─ ConfigurationError (ValueError)      an argument that cannot work; says what to do instead
      ├─ WireFormatError (ValueError)         bytes that are not a message of this library
      ├─ CheckpointError (OSError)            a checkpoint that could not be written or read
-     │   └─ NoCheckpointError                there is none yet: begin
+     │   └─ NoCheckpointError                no checkpoint exists yet: start from scratch
      ├─ NonFiniteGradientError (ArithmeticError)  NaN or Inf in a reduced gradient; nothing was applied
      └─ CommunicationError (RuntimeError)
          ├─ PeerError                        a peer died, or ranks disagree; names rank, phase and step
          ├─ DeadlineError (TimeoutError)     a wait ran past its deadline; names rank, phase and step
-         └─ DeadlockError                    the simulator found ranks that wait for each other
+         └─ DeadlockError                    the simulator found ranks waiting for each other
 """
 
 import pickle
@@ -44,15 +44,15 @@ class SparsyncError(Exception):
 
 
 class ConfigurationError(SparsyncError, ValueError):
-    """An argument that cannot work: what came, what was expected, what to do."""
+    """An argument that cannot work; the message says what was given, what was expected, what to do."""
 
 
 class CheckpointError(SparsyncError, OSError):
-    """A checkpoint that could not be written, or is not whole; earlier ones are untouched."""
+    """A checkpoint that could not be written, or is incomplete; earlier ones are untouched."""
 
 
 class NoCheckpointError(CheckpointError):
-    """No rank sees a whole checkpoint in the folder: start training, or name another folder."""
+    """No rank sees a complete checkpoint in the folder: start training, or name another folder."""
 
 
 class WireFormatError(SparsyncError, ValueError):
@@ -60,11 +60,11 @@ class WireFormatError(SparsyncError, ValueError):
 
 
 class NonFiniteGradientError(SparsyncError, ArithmeticError):
-    """A reduced gradient holds NaN or Inf: every rank refuses the step, residuals untouched."""
+    """A reduced gradient contains NaN or Inf; every rank refuses the step and keeps its residuals."""
 
 
 class CommunicationError(SparsyncError, RuntimeError):
-    """Something went wrong between ranks."""
+    """Communication between ranks failed."""
 
 
 class PeerError(CommunicationError):
@@ -76,7 +76,7 @@ class DeadlineError(CommunicationError, TimeoutError):
 
 
 class DeadlockError(CommunicationError):
-    """Simulated ranks wait for each other and no message is under way."""
+    """Simulated ranks wait for each other and no message is in flight."""
 
 
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
@@ -85,31 +85,31 @@ _REFUSED: Final = "WeightsUnpickler error:"  # in the middle of torch's message 
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's message in one line."""
+    """Return the first line of an error's message, or its most telling part."""
     text = str(error)
-    # torch's message on unpickling fills a page, with advice to trust the file; the reason is one
-    # sentence of it
+    # torch's unpickling error fills a page, with advice to trust the file; only one sentence of it gives
+    # the reason
     if isinstance(error, pickle.UnpicklingError):
         text = _COLOUR.sub("", text).rpartition(_REFUSED)[2].strip().split(". ")[0]
     lines = (text.strip() or type(error).__name__).splitlines()
     if lines[0].endswith(":") and len(lines) > 1:
-        # torch's message on a state_dict names the keys that do not fit in the next line
+        # torch's state_dict error names the mismatched keys on the second line
         lines[0] = f"{lines[0]} {lines[1].strip()[:_DETAIL]}"
     return lines[0]
 
 
 def require(fits: bool, message: str) -> None:
-    """Raise a ``ConfigurationError`` with this message, unless the argument ``fits``."""
+    """Raise a ``ConfigurationError`` with this message unless ``fits`` is true."""
     if not fits:
         raise ConfigurationError(message)
 
 
 def check_numbers(owner: str, types: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse what is no number for the arguments whose type is one; their ranges are the owner's.
+    """Refuse non-numbers given to arguments annotated as numbers; the owner checks the ranges.
 
     Args:
         owner: the function or class, for the message.
-        types: annotations by argument, as types or as text; arguments of other types are passed over.
+        types: annotations by argument, as types or as text; arguments of other types are ignored.
         given: values by argument.
 
     Example:
@@ -124,7 +124,7 @@ def check_numbers(owner: str, types: Mapping[str, Any], given: Mapping[str, Any]
         kinds = {part.strip() for part in (text or str(annotation)).split("|")}
         if kinds - {"None"} not in ({"int"}, {"float"}) or (value is None and "None" in kinds):
             continue
-        # a bool is an int to Python: True would be a period of 1; NaN passes comparisons that refuse
+        # bool is a subclass of int, so True would pass as a period of 1; NaN evades range checks
         number = isinstance(value, Integral if "int" in kinds else Real) and not isinstance(
             value, bool
         )
@@ -136,6 +136,6 @@ def check_numbers(owner: str, types: Mapping[str, Any], given: Mapping[str, Any]
 
 
 def check_number_fields(settings: Any) -> None:
-    """Hold the fields of a dataclass to their types, where these are numbers (``check_numbers``)."""
+    """Check the number fields of a dataclass against their annotations (``check_numbers``)."""
     types = {field.name: field.type for field in fields(settings)}
     check_numbers(type(settings).__name__, types, {name: getattr(settings, name) for name in types})

@@ -1,4 +1,4 @@
-"""One model, one exchange: refuse anything else that exchanges or steps the parameters of a handle."""
+"""Ensure that nothing but the handle exchanges or steps a model's parameters."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ class _Guarded(Protocol):
 
 @final
 class Guard:
-    """A hook on the steps of all optimizers in the process; refuses steps of a handle's parameters.
+    """A hook on the steps of all optimizers in the process; it refuses foreign steps of a handle's model.
 
-    An optimizer that is made after ``attach`` has no hook of the handle: its steps would never be
-    exchanged.  By these hooks a second ``attach`` also finds the first: parameters carry no mark, which
-    copies and saved models would carry along.
+    An optimizer created after ``attach`` does not have the handle's hook, so its steps would never be
+    exchanged.  A second ``attach`` finds the first one by these hooks.  The parameters themselves are
+    not marked, because copies and saved models would inherit the mark.
 
-    Cost: for the handle's own optimizers nothing; for others a look at every parameter.
+    Cost: nothing for the handle's own optimizers; for others a look at every parameter.
     """
 
     def __init__(self, sync: _Guarded) -> None:
         self.sync = weakref.ref(sync)
         handle = hooks.register_optimizer_step_pre_hook(self)
         self.remove = handle.remove
-        # torch keeps global hooks for ever; at the end of the process there is nothing left to remove
+        # torch keeps global hooks forever; at process exit there is nothing left to remove
         weakref.finalize(sync, handle.remove).atexit = False
 
     def __call__(self, optimizer: Optimizer, *_step: Any) -> None:
-        """Refuse a step of parameters whose updates are exchanged after the steps of other optimizers."""
+        """Refuse the step of an unknown optimizer on parameters whose updates are exchanged."""
         sync = self.sync()
         if sync is None or any(optimizer is one for one in sync.optimizers):
             return
-        # by identity: ``in`` a list of tensors would compare their elements
+        # by identity: ``in`` on a list of tensors would compare their elements
         names = {id(parameter): name for name, parameter in sync.trained.items()}
         stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
-        # a wrapper around one of the handle's optimizers, or an optimizer inside one, steps with it
+        # a wrapper around one of the handle's optimizers is fine, and so is an optimizer inside one
         if not stepped or holds(optimizer, sync.optimizers) or holds(sync.optimizers, [optimizer]):
             return
         known = ", ".join(type(one).__name__ for one in sync.optimizers)
@@ -69,7 +69,7 @@ class Guard:
 
 
 def check_outermost(model: nn.Module) -> None:
-    """Refuse a container around DDP: the DDP inside would go on exchanging gradients.
+    """Refuse a container around DDP: the DDP module inside would still exchange gradients.
 
     Raises:
         ConfigurationError: names the DDP module inside.
@@ -87,9 +87,9 @@ def check_outermost(model: nn.Module) -> None:
 def check_outside_ddp(module: nn.Module) -> None:
     """Refuse a forward pass of an attached module inside a DDP model, which exchanges its gradients.
 
-    Before a forward pass, a module cannot know whether DDP is around it.
+    This cannot be checked earlier: a module does not know whether DDP wraps it until a forward pass runs.
     """
-    # set by DDP while its forward pass runs, for torch.compile; there is no public way to ask
+    # DDP sets this during its forward pass, for torch.compile; there is no public way to ask
     ddp = DistributedDataParallel._active_ddp_module
     if ddp is not None and any(inner is module for inner in ddp.modules()):
         raise ConfigurationError(
@@ -102,13 +102,13 @@ def check_unattached(model: nn.Module) -> None:
     """Refuse a second ``attach`` of a parameter.
 
     Raises:
-        ConfigurationError: names the first parameter that is exchanged already.
+        ConfigurationError: a parameter is exchanged already; the message names the first one.
     """
     if isinstance(model, DistributedDataParallel):
         return  # ``check_ddp`` sees its communication hook
     exchanged = {id(p) for sync in _guarded() for p in sync.trained.values()}
     for name, parameter in model.named_parameters():
-        # torch's own register of a parameter's hooks, which has no public name
+        # torch's own registry of a parameter's hooks, which has no public name
         marks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         what = "gradient" if any(isinstance(mark, Hook) for mark in marks.values()) else ""
         if what or id(parameter) in exchanged:

@@ -1,9 +1,9 @@
-"""Descriptions of saved states, field by field, and the one function that checks a state against them.
+"""Schemas of saved states, field by field, and the one function that checks a state against them.
 
-A description is made from the live state, so it has the names, shapes and counts of this run.  A saved
-state may come from anywhere: it is checked as a whole before anything is changed.
+A schema is derived from the live state, so it has the names, shapes and counts of this run.  A saved
+state may come from anywhere; it is checked as a whole before anything is changed.
 
-Every saved state lies in an envelope, which has its kind and a version: ``sealed`` and ``opened``.
+Every saved state is wrapped in an envelope with its kind and a version: see ``sealed`` and ``opened``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 STATE_VERSION: Final = 3
-"""Raised whenever an older state of any kind would be read wrongly; ranks that attach compare it."""
+"""Raised whenever this version would misread an older state of any kind; ranks compare it on attach."""
 
 STATE_KINDS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -54,14 +54,14 @@ STATE_KINDS: Final[Mapping[str, str]] = MappingProxyType(
         "elastic updates": "a rank that joins others that exchange updates",
     }
 )
-"""All kinds of saved states, and the objects that save and load them."""
+"""All kinds of saved states, and the objects that save and load each."""
 
 
 @dataclass(frozen=True)
 class Values:
     """A dense tensor of this shape and dtype, without NaN and Inf unless ``finite`` is False.
 
-    With ``sparse``, it may also be a sparse one (COO).
+    With ``sparse``, it may also be a sparse tensor (COO).
     """
 
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number from ``least`` to ``most``; no bool."""
+    """A finite number from ``least`` to ``most``; bools are refused."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -94,7 +94,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Exactly:
-    """The value of this run."""
+    """Exactly this value, taken from the current run."""
 
     value: Any
 
@@ -104,7 +104,7 @@ class Exactly:
 
 @dataclass(frozen=True)
 class Fields:
-    """A dictionary with all ``required`` keys, any ``optional`` ones, and others if of kind ``more``."""
+    """A dictionary with all ``required`` keys, any ``optional`` ones, and others only if of ``more``."""
 
     required: Mapping[str, Kind]
     optional: Mapping[str, Kind] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Each:
-    """A list or tuple with an item of each of these kinds."""
+    """A list or tuple whose items match these kinds one by one."""
 
     kinds: tuple[Kind, ...]
 
@@ -126,7 +126,7 @@ class Each:
 
 @dataclass(frozen=True)
 class Either:
-    """One of several kinds; if none fits, the error is that of the last."""
+    """One of several kinds; if none fits, the error of the last is reported."""
 
     kinds: tuple[Kind, ...]
 
@@ -146,9 +146,9 @@ class Common:
 
 @dataclass(frozen=True)
 class Plain:
-    """Numbers, tensors, strings, None, lists and dictionaries of them, about which no more is known.
+    """Numbers, tensors, strings, None, and lists and dictionaries of these, without further constraints.
 
-    With ``named``, a dictionary.
+    With ``named``, it must be a dictionary.
     """
 
     named: bool = False
@@ -162,15 +162,15 @@ class Plain:
 Kind: TypeAlias = (
     Values | Number | Exactly | Fields | Each | Either | Common | Plain | type[Any] | UnionType
 )
-"""One of the above, or a type as annotations have it, e.g. ``Sequence[int]``."""
+"""One of the above, or a type as in annotations, e.g. ``Sequence[int]``."""
 
 
 def check_saved(value: Any, kind: Kind, name: str, cure: str) -> None:
-    """Raise unless a saved value is of a kind; nothing is changed, and no other rank is asked.
+    """Raise unless a saved value matches a kind; nothing is changed, and no other rank is asked.
 
     Args:
-        value: it may come from anywhere, and be of any type.
-        kind: the kind that it has to be of.
+        value: untrusted, and of any type.
+        kind: the expected kind.
         name: of the value, in the message.
         cure: the end of the message.
 
@@ -193,7 +193,7 @@ from 0 to inf; load another
 
 
 def _wrong(value: Any, kind: Kind, name: str) -> Iterator[str]:
-    """Yield the faults of a value, in words; none if it is of the kind."""
+    """Yield a sentence for every mismatch of a value; nothing if it matches the kind."""
     if isinstance(kind, Common):
         yield from _wrong(value, kind.kind, name)
     elif isinstance(kind, Either):
@@ -220,7 +220,7 @@ def _wrong(value: Any, kind: Kind, name: str) -> Iterator[str]:
 
 
 def _is(value: Any, kind: Kind) -> bool:
-    """Tell whether a value that has no named parts is of a kind."""
+    """Return whether a value without named parts matches a kind."""
     if isinstance(kind, Number):
         return fits(value, int if kind.whole else float) and kind.least <= value <= kind.most
     if isinstance(kind, Values):
@@ -250,7 +250,7 @@ def _is_sparse(value: Any) -> bool:
 
 
 def _in_range(value: Tensor, kind: Values) -> bool:
-    """Tell whether a tensor has no NaN or Inf, unless it may have, and nothing below the least."""
+    """Return whether a tensor has nothing below the minimum, and no NaN or Inf unless allowed."""
     if not value.numel():
         return True
     if value.is_complex():
@@ -275,13 +275,13 @@ def _is_plain(value: Any, finite: bool = True) -> bool:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Compare plain values; True is not 1, and a tuple is the list that a file may have made of it."""
+    """Compare plain values.  True is not 1; a tuple equals a list, since files store tuples as lists."""
     if _is_list(expected):
         return _is_list(value) and len(value) == len(expected) and all(map(same, value, expected))
     if isinstance(expected, Mapping):
         return (
             isinstance(value, Mapping)
-            and [*value] == [*expected]  # the order counts: parts lie in a vector in this order
+            and [*value] == [*expected]  # the order matters: parts lie in a vector in this order
             and all(same(value[key], its) for key, its in expected.items())
         )
     plain = isinstance(value, bool | int | float | str | None)
@@ -289,9 +289,9 @@ def same(value: Any, expected: Any) -> bool:
 
 
 def like(value: Any) -> Kind:
-    """Describe values like a live one: the same keys, counts, shapes and dtypes, and any finite numbers.
+    """Return the kind of values like a live one: equal keys, counts, shapes, dtypes; any finite numbers.
 
-    A live value of None, as a rule an option that is not set, allows any plain value.
+    A live None, usually an option that is not set, allows any plain value.
     """
     if isinstance(value, Tensor):
         return Values(tuple(value.shape), value.dtype)
@@ -299,7 +299,7 @@ def like(value: Any) -> Kind:
         return Fields({key: like(inner) for key, inner in value.items()})
     if _is_list(value):
         return Each(tuple(map(like, value)))
-    if isinstance(value, bool | str):  # before numbers: a bool is an int to Python
+    if isinstance(value, bool | str):  # tested before numbers, because bool is a subclass of int
         return type(value)
     return Number() if isinstance(value, int | float) else Plain()
 
@@ -308,21 +308,21 @@ def like(value: Any) -> Kind:
 
 
 def sealed(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the envelope of a state of one of ``STATE_KINDS``."""
+    """Wrap a state in the envelope of one of ``STATE_KINDS``."""
     return {"kind": kind, "version": STATE_VERSION, "content": dict(content)}
 
 
 def opened(state: Any, kind: str, content: Kind = Mapping) -> dict[str, Any]:
-    """Return the content of a saved state, unless it is of another kind or version.
+    """Return the content of a saved state; refuse one of another kind or version.
 
     Args:
-        state: it may come from anywhere, and be of any type.  A checkpoint's file has more "beside" the
-            content.
+        state: untrusted, and of any type.  The file of a checkpoint has further entries under "beside",
+            next to the content.
         kind: one of ``STATE_KINDS``.
-        content: the description of the content, if no more than its fields has to be known.
+        content: the kind of the content, if its fields alone decide.
 
     Raises:
-        ConfigurationError: names the part of the envelope, or the field, that is missing or does not fit.
+        ConfigurationError: names the part of the envelope, or the field, that is missing or wrong.
 
     Example:
         >>> opened(sealed("averager", {"steps": 3}), "averager")
@@ -336,8 +336,8 @@ load it into an averager, and here a state of a handle that exchanges updates
     other = next((its for name, its in STATE_KINDS.items() if same(given, name)), None)
     cure = f"load a state of {STATE_KINDS[kind]}"
     elsewhere = f"load it into {other}, and here a state of {STATE_KINDS[kind]}"
-    # The order matters: a state of another kind, or of a later version, may have other fields, and is
-    # refused for what it is.
+    # The order matters: a state of another kind, or of a later version, may have other fields.  The error
+    # must name the kind or the version, not the first of these fields.
     envelope: dict[str, Kind] = {"kind": Exactly(kind)}
     check_saved(state, Fields(envelope, more=object), "state", elsewhere if other else cure)
     envelope["version"] = Number(STATE_VERSION, STATE_VERSION, whole=True)
@@ -358,7 +358,7 @@ def common_facts(
 ) -> dict[str, str]:
     """Return a text for every key of a state that holds ``Common`` values.
 
-    The texts of two ranks are equal if those values are; every rank has the same number of texts.
+    The texts of two ranks are equal if the values are, and all ranks have the same number of texts.
     """
     found: dict[str, str] = {}
     for key, inner in {**kind.required, **kind.optional}.items():

@@ -1,4 +1,4 @@
-"""The handle that ``attach`` returns: the exchanges of one model on this rank."""
+"""The handle that ``attach`` returns; it owns the exchanges of one model on this rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparsync.transports.ledger import Traffic
 from sparsync.transports.process_group import Groups
 from sparsync.units import Piece
 
-if TYPE_CHECKING:  # only divided replicas need it
+if TYPE_CHECKING:  # only sharded and pipelined replicas need it
     from sparsync.gradients.consensus import PartsConsensus
 
 __all__ = ["CommHook", "Handle", "Hook", "call_after_backward", "make_engine", "weakly"]
@@ -35,8 +35,8 @@ class Handle(ABC):
 
     ``GradientSync`` and ``UpdateSync`` are the two kinds: they decide what is exchanged, and when.
 
-    The model keeps its handle, which ends with it: nothing has to be closed.  At the end of the process
-    the handle is closed while the interpreter and the transports are still whole.
+    The model keeps its handle alive, and the handle ends with the model, so nothing has to be closed.  At
+    process exit the handle is closed while the interpreter and the transports still work.
 
     Args:
         model: the plain module.
@@ -44,12 +44,12 @@ class Handle(ABC):
         engine: the thread of the model's exchanges (``make_engine``).
         groups: the process groups that were opened for this model.
         options: of ``attach``: NaN and Inf, GradScaler, sentinel, logs.
-        consensus: of a divided replica: asks the ranks that hold its other parts.
-        pieces: of a divided replica: this rank's pieces of the parameters.
+        consensus: for a replica split over ranks, asks the ranks that hold its other parts.
+        pieces: for a replica split over ranks, this rank's pieces of the parameters.
 
     Attributes:
         on_close: callbacks that undo changes of the model or its wrappers; ``close`` runs them.
-        decided: with "auto", the reason why gradients or updates are exchanged; else empty.
+        decided: with "auto", the reason for exchanging gradients or updates; otherwise empty.
     """
 
     def __init__(
@@ -75,31 +75,31 @@ class Handle(ABC):
 
     @property
     def communicators(self) -> list[Communicator]:
-        """Those of the replicas, and of a divided replica's parts; no other thread uses them then."""
+        """The communicators to the replicas and to the other parts of this one, idle and safe to use."""
         if self._engine.running:
-            # a callable runs once all exchanges under way have ended
+            # the engine runs callables only after all exchanges in flight have ended
             self._engine.submit(lambda: None).result()
         return [self.reducer.comm, *([] if self._inner is None else [self._inner])]
 
     @property
     def closed(self) -> bool:
-        """Whether this handle has ended: it exchanges nothing any more, and still has its state."""
+        """Whether this handle was closed: it exchanges nothing more, but still has its state."""
         return not self._engine.running
 
     @property
     @abstractmethod
     def steps(self) -> int:
-        """Local steps that are done; a rank that joins others begins with their number."""
+        """The number of finished local steps; a rank that joins starts from the number of its peers."""
 
     # ---- training ----------------------------------------------------------------------------------
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients add up; the next backward pass exchanges the sum."""
+        """Return a context in which gradients accumulate; the next backward pass exchanges the sum."""
 
     @abstractmethod
     def step(self) -> None:
-        """Close a step where no hook does: of pipelines, and of updates without an optimizer."""
+        """Close a step where no hook can: in pipelines, and for updates without an optimizer."""
 
     @abstractmethod
     def contribute(
@@ -114,7 +114,7 @@ class Handle(ABC):
 
     @abstractmethod
     def shared(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has the weights that all ranks share."""
+        """Return a context in which the model holds the weights shared by all ranks."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -137,20 +137,20 @@ class Handle(ABC):
 
     @abstractmethod
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check on this rank alone that a saved state fits; nothing is changed."""
+        """Check on this rank alone that a saved state fits; change nothing."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
+        """Resume where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
 
     # ---- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the thread and the process groups; the model trains as if nothing had been attached.
+        """End the thread and the process groups; the model then trains as if nothing had been attached.
 
-        An exchange under way ends first, within the transport's timeout: other ranks may wait for it.
+        An exchange in flight is finished first, within the transport's timeout: peers may be waiting.
 
-        Not needed before a process ends or a model is dropped: both close it.
+        Calling this is optional: the end of the process and the end of the model both close the handle.
         """
         self.on_close.close()
         self._engine.close(self.reducer.comm.timeout)
@@ -163,7 +163,7 @@ class Handle(ABC):
 
     def __exit__(self, error: object, *_: object) -> None:
         if error is not None:
-            self._engine.end()  # others may not come to the exchange under way
+            self._engine.end()  # after an error, peers may never join the exchange in flight
         self.close()
 
 
@@ -180,7 +180,8 @@ def make_engine(
 def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None:
     """End the thread, then close the communicator and the groups that it used."""
     engine.end()
-    # else it is in native code, which uses them; the collector may run this on the engine's own thread
+    # A busy engine is in native code that uses both.  Waiting is not an option: the garbage collector may
+    # run this on the engine's own thread
     if not engine.busy:
         comm.close()
         groups.close()
@@ -191,13 +192,13 @@ def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None
 
 @final
 class Hook:
-    """A hook of a module or parameter; copies of it do nothing, for a copied model is not attached."""
+    """A hook of a module or parameter.  Its copies do nothing, because a copied model is not attached."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
 
     def __call__(self, *arguments: Any) -> None:
-        """Call."""
+        """Call the function, if there is one."""
         if self._call is not None:
             self._call(*arguments)
 
@@ -206,7 +207,7 @@ class Hook:
 
 
 def weakly(method: Callable[..., None]) -> Hook:
-    """Return a hook that calls a handle's method while the handle is there, and does not keep it."""
+    """Return a hook that calls a handle's method without keeping the handle alive."""
     known = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:
@@ -217,13 +218,13 @@ def weakly(method: Callable[..., None]) -> Hook:
 
 
 def call_after_backward(callback: Callable[[], None]) -> bool:
-    """Call back when DDP has finished; errors of the callback come out of ``backward()`` itself.
+    """Run a callback when DDP has finished; an error in the callback is raised by ``backward()``.
 
     Returns:
-        Whether there is a backward pass: not on a rank that is done and shadows others (``join()``).
+        Whether there is a backward pass: False on a rank that has run out of data (``join()``).
     """
     engine = Variable._execution_engine
-    try:  # DDP queues its own callback after the first
+    try:  # nested, to run after the callback that DDP itself queues
         engine.queue_callback(lambda: engine.queue_callback(callback))
     except RuntimeError:
         return False
@@ -234,8 +235,8 @@ def call_after_backward(callback: Callable[[], None]) -> bool:
 class CommHook:
     """State of DDP's communication hook; without a handle the hook allreduces, as plain DDP does.
 
-    ``register_comm_hook`` may be called once in the life of DDP's reducer, and nothing removes a hook.
-    So ``close`` leaves the hook in place without a handle, and the next ``attach`` gives it a new one.
+    ``register_comm_hook`` may be called only once per DDP reducer, and nothing removes a hook.  So
+    ``close`` leaves the hook registered without a handle, and the next ``attach`` gives it a new one.
     """
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
@@ -252,7 +253,7 @@ class CommHook:
         if hook is None:
             hook = CommHook(model)
             model.register_comm_hook(hook, _on_bucket)
-        # no longer a ``_Closed`` list: from now on a copy of the model is refused
+        # a plain list instead of a ``_Closed`` one: from now on, copying the model is refused
         model._comm_hooks = list(model._comm_hooks)
         hook.sync, hook.on_bucket = sync, on_bucket
         return hook
@@ -265,7 +266,7 @@ class CommHook:
 
     @staticmethod
     def closed_of(model: Any) -> CommHook | None:
-        """Return the hook of a handle that was closed, which can be used again."""
+        """Return the hook left by a closed handle, which can be used again."""
         hooks = [state for _, state in model._comm_hooks]
         free = hooks and isinstance(hooks[0], CommHook) and hooks[0].sync is None
         return hooks[0] if free else None
@@ -277,24 +278,24 @@ class CommHook:
                 "residuals belong to this rank; copy or save model.module, and attach to the copy's own "
                 "DDP"
             )
-        return CommHook, ()  # copied in some other way than with its model: it belongs to none
+        return CommHook, ()  # copied on its own, without its model: the copy belongs to no model
 
 
 @final
 class _Closed(list[Any]):
-    """DDP's list of hooks after ``close``, of which a copy is empty.
+    """DDP's list of hooks after ``close``; a copy of it is empty.
 
-    DDP copies its attributes, this list among them, but builds a new reducer for the copy (2.13:
-    ``__getstate__``, ``__setstate__``).  A hook in the copied list would be registered nowhere, and
-    ``attach`` would take it for one that can be used again.
+    Copying a DDP module copies its attributes, this list among them, but builds a new reducer for the
+    copy (2.13: ``__getstate__``, ``__setstate__``).  The copied list would name a hook that the new
+    reducer does not know, and ``attach`` would reuse it.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return list, ()
 
 
-# DDP compares the hook's annotations with the classes themselves, so those of this module, which are
-# strings (``from __future__ import annotations``), would be rejected
+# Not annotated: DDP compares a hook's annotations with the classes themselves, and those of this module
+# are strings (``from __future__ import annotations``), which it would reject
 def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]
     if hook.sync is None:
         return allreduce_hook(hook.model().process_group, bucket)

@@ -1,6 +1,6 @@
 """Observe training: a log of every step, and an estimate of xi (Assumption 1).
 
-Nothing here changes a step, or runs without a log and without ``xi_period``.
+Nothing in this module changes a step.  Without a log and without ``xi_period``, none of it runs.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ __all__ = ["Measured", "Monitor", "Sink", "XiProbe", "sink_of"]
 
 @final
 class Monitor:
-    """Sees every stage of a reducer's steps: estimates xi, and hands the numbers of a step to a sink.
+    """Follows every stage of a reducer's steps, estimates xi, and writes the numbers of a step to a sink.
 
     ============================  =====================================================================
     bytes_sent, bytes_received    by this rank in this step, headers included
-    imbalance                     received over sent.  Summed over ranks the two are equal: if all ranks
-                                  send alike, this is its load over the mean.  Absent if it sent nothing
+    imbalance                     received over sent.  Over all ranks the two sums are equal, so if all
+                                  send alike, this is load over mean load.  Absent if nothing was sent
     density                       k / n asked for
-    density_local, _delivered     of the entries that this rank selected, and of those delivered of them
+    density_local, _delivered     of the entries selected on this rank, and of the delivered ones
     density_reduced               of the total
-    threshold                     smallest magnitude selected; absent if all entries were
-    residual_norm                 of the part that this rank has not delivered yet (2-norm)
+    threshold                     smallest magnitude selected; absent if all entries were selected
+    residual_norm                 2-norm of everything this rank has not delivered yet
     seconds_accumulate, ...       of the stages of the ledger
-    skipped                       1: NaN or Inf on some rank, nothing was applied, densities are absent
+    skipped                       1: NaN or Inf on some rank; nothing was applied, densities are absent
     xi, signal_to_noise           if measured (``xi_period``)
     ============================  =====================================================================
 
-    A sink costs a pass over every residual; on a GPU the end of the step waits for it.
+    A sink costs one pass over every residual.  On a GPU, the end of the step waits for it.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Monitor:
     ) -> None:
         self._ledger, self._sink = comm.ledger, sink
         self.xi = XiProbe(xi_period, units, start=start)
-        self.selected: dict[int, Vector] = {}  # by every unit, in the open step
+        self.selected: dict[int, Vector] = {}  # by unit, in the open step
         self._seconds: Mapping[str, float] = {}
         self._pending: list[tuple[int, dict[str, float]]] = []
 
@@ -72,10 +72,10 @@ class Monitor:
         quotas: Sequence[int],
         measured: Measured | None = None,
     ) -> None:
-        """Note a step that was applied or, if ``reduced`` is empty, skipped.
+        """Record a step that was applied or, if ``reduced`` is empty, skipped.
 
-        It is called before the ledger opens the next step.  Residuals are those after the step; None
-        stands for zeros.
+        Call this before the ledger opens the next step.  ``residuals`` are the ones after the step, with
+        None for zeros.
         """
         selected = [self.selected[unit] for unit in range(len(reduced))]
         self.selected.clear()
@@ -107,9 +107,9 @@ class Monitor:
         self._pending.append((step if local is None else local, values))
 
     def write(self) -> None:
-        """Hand the recorded steps to the sink, in order.
+        """Write the recorded steps to the sink, in order.
 
-        If the sink fails, a warning says so, and it gets nothing more: training goes on.
+        If the sink fails, a warning is issued and logging ends; training continues.
         """
         while self._pending and self._sink is not None:
             step, values = self._pending.pop(0)
@@ -125,7 +125,7 @@ class Monitor:
                 )
 
     def close(self) -> None:
-        """Write the rest, and close the sink."""
+        """Write the remaining steps, and close the sink."""
         self.write()
         sink, self._sink = self._sink, None
         if sink is not None:
@@ -137,24 +137,24 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Sink:
-    """Takes the numbers of one step after the other, and is closed at the end."""
+    """Receives the numbers of one step after the other, and is closed at the end."""
 
     write: Callable[[int, dict[str, float]], object]
     close: Callable[[], object] = lambda: None
 
 
 def sink_of(log: Any, rank: int) -> Sink:
-    """Return the sink that writes to ``log``, as ``attach`` takes it.
+    """Return the sink that writes to ``log``, as given to ``attach``.
 
-    Every rank has a file of its own, so each may log or not, and ranks need not agree on it.  Lines are
-    appended: a resumed run continues its file, and for a step that was repeated the last line counts.
+    Every rank logs to its own file, so ranks may log or not independently.  Lines are appended: a resumed
+    run continues its file, and the last line counts for a step that was repeated.
 
     Args:
         log: a path that ends in ``.jsonl``: a line of JSON per step, ``{"step": 0, "bytes_sent": ...}``,
             in ``name.rank0.jsonl``; TensorBoard's ``SummaryWriter``, or any object with
-            ``add_scalar(tag, value, step)``; a run of Weights & Biases, which gets the numbers along
+            ``add_scalar(tag, value, step)``; a run of Weights & Biases, which logs the numbers together
             with the user's next ones; a meter of OpenTelemetry, whose gauges have the attribute "rank";
-            or a function of (step, values).  Names are ``sparsync/threshold`` and the like (for
+            or a function of (step, values).  Names have the form ``sparsync/threshold`` (for
             OpenTelemetry ``sparsync.threshold``).
         rank: of this process.
 
@@ -164,8 +164,8 @@ def sink_of(log: Any, rank: int) -> Sink:
     if isinstance(log, str | os.PathLike) and Path(log).suffix == ".jsonl":
         path = Path(log).with_suffix(f".rank{rank}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # line by line: the numbers of a step are on disk when it ends, also if the process dies in the
-        # next
+        # line-buffered: the numbers of a step are on disk when it ends, even if the process dies in the
+        # next one
         file = path.open("a", buffering=1, encoding="utf-8")
         return Sink(lambda step, v: file.write(json.dumps({"step": step, **v}) + "\n"), file.close)
     if callable(getattr(log, "add_scalar", None)):
@@ -174,16 +174,16 @@ def sink_of(log: Any, rank: int) -> Sink:
             for name, value in values.items():
                 log.add_scalar(f"sparsync/{name}", value, step)
 
-        return Sink(scalars, getattr(log, "flush", lambda: None))  # its owner closes it
+        return Sink(scalars, getattr(log, "flush", lambda: None))  # the user closes the writer
     if callable(getattr(log, "create_gauge", None)):
 
         def gauges(_step: int, values: Mapping[str, float]) -> None:
-            for name, value in values.items():  # the meter keeps one gauge for a name
+            for name, value in values.items():  # the meter returns the same gauge for the same name
                 log.create_gauge(f"sparsync.{name}").set(value, {"rank": rank})
 
         return Sink(gauges)
-    # without ``step=`` and without a commit: if these numbers advanced the run's step, the run would
-    # refuse the user's own numbers for the steps before it
+    # logged without ``step=`` and uncommitted: if these numbers advanced the run's step, the run would
+    # reject the user's own numbers for earlier steps
     if callable(getattr(log, "define_metric", None)):
 
         def metrics(step: int, values: Mapping[str, float]) -> None:
@@ -204,13 +204,13 @@ def sink_of(log: Any, rank: int) -> Sink:
 
 @dataclass(frozen=True)
 class Measured:
-    """One measurement; the same on all ranks, bit for bit.
+    """One measurement, bit-identical on all ranks.
 
     Attributes:
         xi: the difference between this step's average and the k largest entries of the mean accumulated
-            vector, in norms of the mean gradient.  Below P it is harmless (section 5.1).
-        signal_to_noise: of the mean gradient: the square norm of its expectation over that of its noise,
-            which comes from finite batches; 0 if there is only noise, infinite if there is none
+            vector, in norms of the mean gradient.  A value below P is harmless (section 5.1).
+        signal_to_noise: of the mean gradient: the squared norm of its expectation over that of its noise,
+            which comes from finite batches.  It is 0 if there is only noise and infinite if there is none
             (world_size 1 shows none).
     """
 
@@ -220,25 +220,25 @@ class Measured:
 
 @final
 class XiProbe:
-    """Estimates xi every ``period`` steps, on one random coordinate of every ``every``.
+    """Estimates xi every ``period`` steps, from a random sample of one coordinate in ``every``.
 
     ::
 
         xi = | TopK(mean of accumulated) - average | / | mean of gradients |         (equation 5)
 
-    ``average`` is the vector that is applied, with the errors of collective and codec.  Learning rates
-    cancel.  Means and norms are those of the sample, whose coordinates are the same on all ranks and are
-    drawn again for every measurement: one from every run of ``every`` elements.
+    ``average`` is the vector that is applied, including the errors of collective and codec.  Learning
+    rates cancel.  Means and norms are taken over the sample: one coordinate from every run of ``every``
+    elements, the same on all ranks, and drawn anew for every measurement.
 
     Args:
         period: steps between measurements; None: never.
-        units: of the reducer; those that are exchanged whole are left out.
-        start: the first step that may be measured, after any warm-up in which all is exchanged whole.
-        every: elements of which one is sampled (not in the paper); 1 is exact.
-        seed: of the samples; equal on all ranks.
+        units: of the reducer; units that are exchanged whole are left out.
+        start: the first step that may be measured, after any warm-up in which everything is exchanged.
+        every: length of the runs from which one element is sampled (not in the paper); 1 is exact.
+        seed: of the samples; must be equal on all ranks.
 
     Cost: an allreduce of ``2 n / every + 1`` words during the exchange, every ``period`` steps.  The
-    relative deviation of the estimate is about ``(every / k) ** 0.5``.   State: none outlives the step.
+    relative error of the estimate is about ``(every / k) ** 0.5``.   State: none outlives the step.
 
     References: Li & Hoefler, Ok-Topk, PPoPP 2022, section 4, Assumption 1 and Figure 5.
     """
@@ -265,11 +265,11 @@ class XiProbe:
         self._sums: Tensor | None = None
 
     def due(self, step: int) -> bool:
-        """Tell whether a step is measured."""
+        """Return whether a step is measured."""
         return self.period is not None and step >= self.start and step % self.period == 0
 
     def accumulate(self, step: int, unit: int, start: int, gradient: Tensor) -> None:
-        """Note a gradient before it is accumulated, as ``Reducer.accumulate`` gets it."""
+        """Record a gradient before it is accumulated; arguments are those of ``Reducer.accumulate``."""
         if not self.due(step):
             return
         if step != self._step:
@@ -282,7 +282,7 @@ class XiProbe:
         self._gradients[unit][low:high] = gradient[here]
 
     async def share(self, step: int, comm: Communicator, accumulated: Sequence[Tensor]) -> None:
-        """Sum over ranks the samples of accumulated vectors and gradients, and the squares of these."""
+        """Sum over ranks: sampled accumulated vectors, sampled gradients, and squares of the latter."""
         if not self.due(step):
             return
         self._ranks = comm.world_size
@@ -295,7 +295,7 @@ class XiProbe:
     def measure(
         self, step: int, totals: Sequence[Vector], quotas: Sequence[int]
     ) -> Measured | None:
-        """Compare with the totals, before they are averaged; None if not due, or without any gradient."""
+        """Compare with the totals, before averaging; None if not due, or if all gradients are zero."""
         if not self.due(step):
             return None
         assert self._sums is not None, "share comes first"
@@ -307,7 +307,7 @@ class XiProbe:
         k = sum(quota for quota, size in zip(quotas, self.sizes, strict=True) if size)
         largest = kernels.top(accumulated, math.ceil(k * drawn / max(sum(self.sizes), 1)))
         lacking[largest] += accumulated[largest]
-        # of sums, all of them: the factors 1 / P cancel in equation 5
+        # all are sums instead of means: the factors 1 / P cancel in equation 5
         square = _square(gradients)
         if not square > 0:
             return None
@@ -327,7 +327,7 @@ class XiProbe:
 
 
 def _square(x: Tensor) -> float:
-    """Return the square norm, correctly rounded, so that no processor's order of additions matters."""
+    """Return the squared norm, correctly rounded, so the order of additions does not matter."""
     return math.fsum(x.square().tolist())
 
 
@@ -343,7 +343,7 @@ def _at(total: Vector, indices: Tensor) -> Tensor:
 
 
 def _signal_to_noise(square_of_sum: float, sum_of_squares: float, ranks: int) -> float:
-    """Return ``|E g|^2 / (Var g / P)``, estimated without bias in both, from P independent gradients g.
+    """Return ``|E g|^2 / (Var g / P)``, with unbiased estimates of both, from P independent gradients g.
 
     Example:
         >>> _signal_to_noise(16.0, 4.0, 4)  # four equal gradients of norm 1

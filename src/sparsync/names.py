@@ -1,4 +1,4 @@
-"""Names of rows and of their options: how they may be spelt, and which are nearest to one of no row."""
+"""Names of rows and options: equivalent spellings, and suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sparsync.errors import ConfigurationError
 
 __all__ = ["fold", "no_option", "parameters_of", "suggestion", "text_of"]
 
-# hyphens as they are typed and as papers print them, underscores, spaces, the commas in names of codecs
+# separators: hyphens as typed and as printed in papers, underscores, spaces, commas in codec names
 _BETWEEN: Final = re.compile(r"[-_,\s\u2010-\u2015]+")
 
 
 def fold(name: str) -> str:
-    """Return a name without its spelling: case, hyphens, underscores, spaces and commas do not count.
+    """Return a name normalised for comparison: case, hyphens, underscores, spaces and commas are dropped.
 
     Example:
         >>> fold("DSAR_Split_allgather"), fold("Ok-Topk"), fold("Local SGD")
@@ -28,13 +28,13 @@ def fold(name: str) -> str:
 
 
 def suggestion(given: str, known: Iterable[str], text: str = "") -> str:
-    """Return the names that were probably meant, in brackets; "" if none is like the given one.
+    """Return the names that were probably meant, in parentheses, or "" if none is close.
 
     Args:
-        given: a name that nobody has.
-        known: those that there are.
-        text: a docstring.  If its ``Args`` explain one of the names by the given word, that is meant:
-            papers call their settings by a letter.
+        given: an unknown name.
+        known: the known names.
+        text: a docstring.  If its ``Args`` explain a known name by the given word, that name is
+            suggested: papers denote their settings by letters.
 
     Example:
         >>> suggestion("oktpk", ["dense", "oktopk"])
@@ -59,14 +59,14 @@ def no_option(
     text: str = "",
     shown: Callable[[str], str] = str,
 ) -> ConfigurationError:
-    """Return the error of options that do not exist: it names the nearest, and lists those that do.
+    """Return the error for unknown options; it names the nearest known ones, then lists all.
 
     Args:
-        owner: does not have the options.
-        unknown: their names.
-        known: names of the options that it has.
-        text: a docstring that explains these, for ``suggestion``.
-        shown: writes an option for the list.
+        owner: the object that lacks the options.
+        unknown: the unknown names.
+        known: names of the options that exist.
+        text: a docstring that explains these options, for ``suggestion``.
+        shown: formats an option for the list.
     """
     known = sorted(known)
     asked = ", ".join(f"{name}{suggestion(name, known, text)}" for name in unknown)
@@ -75,13 +75,13 @@ def no_option(
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
-    """Return the parameters of a function or a class by name, with their types evaluated if possible."""
+    """Return the parameters of a function or class by name, their annotations evaluated if possible."""
     try:
         return dict(inspect.signature(function, eval_str=True).parameters)
-    except NameError:  # a type that its module imports for type checkers alone
+    except NameError:  # an annotation that its module imports only for type checkers
         return dict(inspect.signature(function).parameters)
 
 
 def text_of(*functions: Any) -> str:
-    """Return the docstrings of functions or classes; of a partial one, that of the function inside."""
+    """Return the docstrings of functions or classes; a partial counts as the function inside it."""
     return "\n".join(inspect.getdoc(getattr(one, "func", one)) or "" for one in functions)

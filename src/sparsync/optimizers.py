@@ -1,4 +1,4 @@
-"""The optimizers that ``attach`` takes: wrappers are seen through, unsuitable ones are refused."""
+"""The optimizers accepted by ``attach``: wrappers are unwrapped, unsuitable ones are refused."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ _ALIKE: Final = "exchange='gradients' suits it, for then all ranks make the same
 
 
 def plain_optimizers(given: Any) -> list[Optimizer]:
-    """Return the optimizers that step, without the wrappers of Accelerate, SAM and the like.
+    """Return the optimizers that actually step, without the wrappers of Accelerate, SAM and the like.
 
-    A wrapper is an object that holds another optimizer, in whatever attribute.  Loops call the wrapper or
-    the inner optimizer (SAM's ``second_step``), but the inner one steps in either case, and once: its
-    hooks count.
+    A wrapper is any object with another optimizer in one of its attributes.  Training loops call the
+    wrapper or the inner optimizer (SAM's ``second_step``).  Either way the inner one steps exactly once,
+    so its hooks are used.
 
     Raises:
-        ConfigurationError: one is not a ``torch.optim.Optimizer``, averages weights by itself, or was not
-            initialised as an optimizer.
+        ConfigurationError: an object is not a ``torch.optim.Optimizer``, averages weights itself, or
+            never called the constructor of ``Optimizer``.
     """
-    found: dict[Optimizer, None] = {}  # an ordered set: the last optimizer's steps end an iteration
+    # an ordered set: a step of the last optimizer ends an iteration
+    found: dict[Optimizer, None] = {}
     for one, inner in chain_of(given):
         name = type(one).__name__
-        # torch's PostLocalSGDOptimizer, by its averager
+        # torch's PostLocalSGDOptimizer is recognised by its averager
         if callable(getattr(getattr(one, "averager", None), "average_parameters", None)):
             raise ConfigurationError(
                 f"{name} averages weights over ranks, as attach does; give the optimizer inside it, to "
@@ -45,7 +46,7 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
             raise ConfigurationError(
                 f"optimizer is {name}; give a torch.optim.Optimizer, or a list of them"
             )
-        # torch's Optimizer.__init__ makes the registers of hooks; without them no step is ever seen
+        # torch's Optimizer.__init__ creates the hook registries; without them no step is ever seen
         if not hasattr(one, "_optimizer_step_post_hooks"):
             raise ConfigurationError(
                 f"{name} has no hooks, because its __init__ does not call torch.optim.Optimizer's; let "
@@ -56,9 +57,9 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
 
 
 def _held(one: Any) -> list[Optimizer]:
-    """Return the optimizers in an object's attributes, or in lists and dictionaries there."""
+    """Return the optimizers held in an object's attributes, or in lists and dictionaries there."""
     values: list[Any] = []
-    # Lightning's wrapper shows its optimizer only by a property, which ``__dict__`` does not have
+    # Lightning's wrapper exposes its optimizer only through a property, which ``__dict__`` does not list
     for value in (*getattr(one, "__dict__", {}).values(), getattr(one, "optimizer", None)):
         if isinstance(value, list | tuple):
             values += value
@@ -71,10 +72,10 @@ def _held(one: Any) -> list[Optimizer]:
 
 
 def chain_of(given: Any, around: Sequence[Any] = ()) -> Iterator[tuple[Any, list[Optimizer]]]:
-    """Yield every given optimizer with the optimizers inside it, then each of these in the same way.
+    """Yield every given optimizer with the optimizers inside it, then recurse into these.
 
-    Those in ``around`` are the owners on the way here: an inner optimizer may refer back to its wrapper,
-    which would be an endless chain.
+    ``around`` lists the wrappers on the path so far.  An inner optimizer may refer back to its wrapper,
+    which would make the recursion endless.
     """
     for one in () if given is None else given if isinstance(given, Sequence) else (given,):
         inner = [held for held in _held(one) if all(held is not other for other in around)]
@@ -83,23 +84,23 @@ def chain_of(given: Any, around: Sequence[Any] = ()) -> Iterator[tuple[Any, list
 
 
 def holds(given: Any, optimizers: Sequence[Optimizer]) -> bool:
-    """Tell whether any of these optimizers is inside a given one, as inside a wrapper."""
+    """Return whether one of these optimizers is wrapped by a given one."""
     inside = (held for _, inner in chain_of(given) for held in inner)
     return any(held is one for held in inside for one in optimizers)
 
 
 def check_stepped(given: Any) -> None:
-    """Refuse an optimizer whose steps on one rank alone cannot be averaged.
+    """Refuse an optimizer whose local steps cannot be averaged.
 
     Raises:
-        ConfigurationError: it leaves parameters to other ranks' optimizers (ZeRO), computes the weights
-            for evaluation from memory of its own (schedule-free), or compares gradients at several points
-            (LBFGS).
+        ConfigurationError: it leaves parameters to the optimizers of other ranks (ZeRO), computes the
+            weights for evaluation from private memory (schedule-free), or compares gradients at several
+            points (LBFGS).
     """
     for one, inner in chain_of(given):
         name = type(one).__name__
-        # Recognised by behaviour and not by name, for other packages have optimizers of the same kind.
-        # ZeRO shows all parameters, but the optimizer inside it has only this rank's share.
+        # Recognised by behaviour, not by name, because other packages have optimizers of the same kinds.
+        # ZeRO lists all parameters, but its inner optimizer holds only this rank's share.
         wanted, held = (set(map(id, _parameters(its))) for its in ([one], inner))
         if held and not wanted <= held:
             raise ConfigurationError(
@@ -108,7 +109,7 @@ def check_stepped(given: Any) -> None:
                 f"would learn from one rank's data alone.  Give each rank a whole optimizer; {_ALIKE}"
             )
         switches = (getattr(one, "train", None), getattr(one, "eval", None))
-        # wrappers such as Accelerate's have these methods only to pass calls on
+        # wrappers such as Accelerate's define these methods only to forward calls
         if not inner and all(map(callable, switches)):
             raise ConfigurationError(
                 f"{name} has train() and eval(), as schedule-free optimizers do: the weights for "
@@ -128,7 +129,7 @@ def _parameters(several: Sequence[Any]) -> list[Tensor]:
 
 
 def held_by(optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> str:
-    """Return a text that tells which trained parameters the optimizers step; ranks compare it.
+    """Return a text that identifies which trained parameters the optimizers step, for ranks to compare.
 
     Example:
         >>> net = torch.nn.Linear(2, 2)
@@ -141,7 +142,7 @@ def held_by(optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> s
 
 
 def treatment_of(optimizers: Sequence[Optimizer], *, noise_correction: bool) -> str:
-    """Return the treatment of these optimizers' updates, in words.
+    """Return a phrase that says how the updates of these optimizers are treated.
 
     Example:
         >>> treatment_of([torch.optim.Adagrad([torch.zeros(1)])], noise_correction=True)

@@ -1,4 +1,4 @@
-"""The settings of ``sparsync.attach``, each checked when it is made."""
+"""The settings of ``sparsync.attach``, each checked on construction."""
 
 from __future__ import annotations
 
@@ -53,26 +53,26 @@ Compress = Callable[[str, Tensor], bool]
 class Compression:
     """Which parameters are exchanged sparsely, in which groups, and when.
 
-    Equal on all ranks; each setting is checked when it is made (``ConfigurationError``).
+    Must be equal on all ranks.  Every setting is checked on construction (``ConfigurationError``).
 
     Attributes:
         unit_bytes: select over groups of consecutive parameters of at least this many bytes.  None: as
             in the algorithm's paper, over the whole model ("sparcml": over single parameters).  Several
             units are exchanged during the backward pass, each with its share of the global k.
-        compress: ``compress(name, parameter)`` tells whether a parameter is exchanged sparsely; the
-            others are exchanged dense.  None: the algorithm's own rule, which is all parameters
-            ("redsync": those that gain).  Without a ``density``, no parameter of a model that is small
-            enough to be exchanged whole.
-        output_layer: names of the parameters of the output layer, which some algorithms treat apart.
-            None: those of the module that was registered last.
-        warmup_steps: the number of first steps that are dense, or have ``warmup_densities``.
+        compress: ``compress(name, parameter)`` returns whether a parameter is exchanged sparsely; the
+            others are exchanged dense.  None: the algorithm's own rule, usually all parameters
+            ("redsync": those large enough to gain).  If ``density`` is not given and the model is small
+            enough to be exchanged whole, every parameter is dense.
+        output_layer: names of the parameters of the output layer, which some algorithms treat
+            separately.  None: the parameters of the module that was registered last.
+        warmup_steps: the number of initial steps that are dense, or have ``warmup_densities``.
         warmup_densities: densities of the warm-up, each for an equal part of it (``DGC_RAMP``).
-        overlap: exchange a unit as soon as its gradients are complete.  False, without DDP: as soon as
-            all gradients are; needed if FSDP2 modules run several times per forward pass.
-        offload: of updates, where the model is on an accelerator: True keeps the shared weights, the
-            residual and the outer momentum in host memory, False on the device.  None: the residual
-            alone is in host memory; all of it if the device has no room for them.
-        schedule: of a pipeline: the schedule of ``torch.distributed.pipelining`` that runs this stage.
+        overlap: exchange a unit as soon as its gradients are complete.  False, without DDP: only once
+            all gradients are complete; needed if FSDP2 modules run several times per forward pass.
+        offload: for exchanges of updates by a model on an accelerator.  True keeps the shared weights,
+            the residual and the outer momentum in host memory; False keeps them on the device.  None:
+            only the residual is in host memory, unless the device has no room for the shared weights.
+        schedule: for a pipeline, the schedule of ``torch.distributed.pipelining`` that runs this stage.
     """
 
     unit_bytes: int | None = None
@@ -101,7 +101,7 @@ class Compression:
         self.warmup()
 
     def warmup(self) -> Warmup | None:
-        """Return the schedule of the first steps, if they differ."""
+        """Return the schedule of the initial steps, or None if they are like all others."""
         if not self.warmup_steps and not self.warmup_densities:
             return None
         return Warmup(self.warmup_steps, tuple(self.warmup_densities))
@@ -112,14 +112,15 @@ class Transport:
     """Which ranks exchange with each other, and over which transport.
 
     Attributes:
-        name: "zmq" (sockets of its own), "torch" (gloo), "mpi", or "auto": the fastest one (zmq).
-        timeout: seconds that any wait may take before ``backward()`` raises; a rank may stand still for
-            this long.
-        curve_keys: folder with one certificate per rank: zmq encrypts and authenticates.
-        interface, port_range, advertise: settings of zmq's sockets: see ``sparsync.connect``.
-        hierarchy: for DDP: dense inside a node on every step, sparse (or updates) between nodes.  "node":
-            as many consecutive ranks as the launcher started on a machine; "links": sites that are
-            found by measuring all links at ``attach``; or a mesh (nodes, ranks of a node).
+        name: "zmq" (its own sockets), "torch" (gloo), "mpi", or "auto": the fastest one (zmq).
+        timeout: seconds that any wait may take before ``backward()`` raises; a rank may pause for this
+            long.
+        curve_keys: folder with one certificate per rank; zmq then encrypts and authenticates.
+        interface, port_range, advertise: settings of zmq's sockets, see ``sparsync.connect``.
+        hierarchy: for DDP: dense inside a node on every step, sparse (or updates) between nodes.
+            "node": a node is as many consecutive ranks as the launcher started on a machine; "links": a
+            node is a site, found by measuring all links at ``attach``; or a mesh (nodes, ranks of a
+            node).
         world: without DDP, the ranks that train the model together, and refuse steps together.  None:
             all ranks.
         connect_timeout: seconds that ``attach`` may take to open the connections between ranks.
@@ -143,32 +144,32 @@ class Transport:
 
     @property
     def waits(self) -> dict[str, float]:
-        """The bounds on waits, which every transport takes."""
+        """The time limits, which every transport accepts."""
         return {"timeout": self.timeout, "connect_timeout": self.connect_timeout}
 
     @property
     def sockets(self) -> dict[str, Any]:
-        """The settings that only zmq takes."""
+        """The settings that only zmq accepts."""
         names = "curve_keys", "interface", "port_range", "advertise"
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class Monitoring:
-    """Logs, the policy on NaN and Inf, and checks that replicas stay equal.
+    """Logs, the policy on NaN and Inf, and the check that replicas stay equal.
 
     Attributes:
-        nonfinite: the policy of all ranks when NaN or Inf is in the sum: "raise" from ``backward()``,
+        nonfinite: what all ranks do when the sum contains NaN or Inf: "raise" from ``backward()``,
             "skip" (gradients become None, so the optimizer does nothing), or "propagate" (every
-            gradient of every rank becomes NaN, so that a GradScaler skips on all).  Residuals stay as
-            they were.  None: "propagate" with ``scaler``, else "raise".
-        scaler: the ``GradScaler`` whose scale the gradients have: the residual follows it, and overflows
-            are propagated to it.
+            gradient of every rank becomes NaN, so a GradScaler skips the step everywhere).  Residuals
+            keep their values.  None: "propagate" with ``scaler``, else "raise".
+        scaler: the ``GradScaler`` that scales the gradients.  The residual is rescaled with it, and
+            overflows are propagated to it.
         sentinel: compares replicas every ``Sentinel.period`` steps.  None: only at ``attach``.
-        log: takes the numbers of every step (``sparsync.monitoring.Monitor``) on this rank: a path
+        log: receives the numbers of every step (``sparsync.monitoring.Monitor``) on this rank: a path
             ending in ``.jsonl``, a ``SummaryWriter`` of TensorBoard, a run of Weights & Biases, a meter
-            of OpenTelemetry, or a function of (step, values).  Where updates are exchanged, the step
-            is the local one after which an exchange began.
+            of OpenTelemetry, or a function of (step, values).  For updates, the step is the local step
+            after which an exchange began.
         xi_period: steps between estimates of Assumption 1's xi (``XiProbe``).  None: not measured.
     """
 
@@ -184,7 +185,7 @@ class Monitoring:
         require(sparse, f"xi_period is {self.xi_period}; give a number of steps >= 1, or None")
         known = self.nonfinite in (None, "raise", "skip", "propagate")
         require(known, f"nonfinite is {self.nonfinite!r}; choose one of raise, skip, propagate")
-        # None is a sentinel as well: replicas are then compared at ``attach`` alone
+        # None is valid: replicas are then compared only at ``attach``
         fits = self.sentinel is None or isinstance(self.sentinel, Sentinel)
         require(fits, f"sentinel is {self.sentinel!r}; give a sparsync.Sentinel(period=100)")
         if self.scaler is None:
@@ -192,7 +193,7 @@ class Monitoring:
         given = f"scaler is {type(self.scaler).__name__}, which has no get_scale()"
         scales = callable(getattr(self.scaler, "get_scale", None))
         require(scales, f"{given}; give a torch.amp.GradScaler")
-        # the scaler looks for Inf in the gradients that it unscales, and a refused step leaves none
+        # the scaler looks for Inf in the gradients it unscales, and a refused step leaves no gradients
         if self.nonfinite not in (None, "propagate"):
             raise ConfigurationError(
                 f"with nonfinite={self.nonfinite!r} the GradScaler sees no overflow and never lowers its "
@@ -201,7 +202,7 @@ class Monitoring:
 
     @property
     def policy(self) -> Nonfinite:
-        """The policy on NaN and Inf; a scaler decides where none was given."""
+        """The policy on NaN and Inf; if none was given, it depends on whether there is a scaler."""
         return self.nonfinite or ("raise" if self.scaler is None else "propagate")
 
 
@@ -210,7 +211,7 @@ class Options:
     """All arguments of ``attach`` except the model and its optimizers, checked and completed.
 
     A ``density`` of None stands for ``default_density`` until the model's size is known (``for_size``).
-    With "auto", ``decided`` is the reason why gradients or updates are exchanged.
+    With "auto", ``decided`` is the reason for exchanging gradients or updates.
     """
 
     algorithm: Algorithm
@@ -222,19 +223,19 @@ class Options:
     decided: str = ""
 
     def for_size(self, elements: int, tell: Callable[[str], object]) -> Options:
-        """Choose the density for a model of this many trained elements, if none was given.
+        """Choose the density for a model with this many trained elements, if none was given.
 
-        ``tell`` gets the line in which the user is told of it, once per job.
+        ``tell`` gets a line about the choice, once per job.
         """
         if self.density is not None:
             return self
-        if self.algorithm.result == "whole":  # nothing is selected: nothing to choose or to say
+        if self.algorithm.result == "whole":  # nothing is selected, so there is nothing to choose
             return replace(self, density=1.0)
         density, given = default_density(elements), self.compression
         said = f"{100 * density:.3g} % of {elements:,} gradient entries on every step"
         if density == 1:
             said = f"all {elements:,} gradient entries on every step"
-            # by the dense collective, bit for bit as the baseline, not as sparse vectors with all entries
+            # use the dense collective, bit-identical to the baseline, not sparse vectors with all entries
             given = replace(given, compress=given.compress or _nothing)
         lag = "in a model this small, delay costs more than bytes"
         if elements >= LARGE:
@@ -248,16 +249,17 @@ class Options:
     def tell_of_dense(
         self, units: Sequence[Unit], world_size: int, tell: Callable[[str], object]
     ) -> None:
-        """Tell the user where the algorithm's own rule leaves most of a step's bytes dense."""
+        """Tell the user if the algorithm's own rule leaves most of a step's bytes dense."""
         rule, density = self.compression.compress, self.density
-        # the user's own rule is no news, and at density 1 the training is asked to be dense
+        # the user knows their own rule, and density 1 asks for dense training
         if rule is None or rule is not self.algorithm.compress or density is None or density == 1:
             return
         share = self.algorithm.dense_share(units, density, world_size)
         if share <= 0.5:
             return
         part = sum(unit.size for unit in units if unit.dense) / sum(unit.size for unit in units)
-        from sparsync.presets import PRESETS  # ``import sparsync`` brings no table of algorithms
+        # keeps the tables of algorithms out of ``import sparsync``
+        from sparsync.presets import PRESETS
 
         own = PRESETS.get(self.algorithm.name)
         option = "compress_thd=, or " if own and "compress_thd" in own.options else ""
@@ -268,7 +270,7 @@ class Options:
         )
 
     def agree_with(self, parts: Communicator) -> None:
-        """Compare the settings that must be equal on ranks that hold other parts of a replica.
+        """Compare the settings that must be equal on the ranks that hold the other parts of a replica.
 
         Raises:
             ConfigurationError: the correction clips.
@@ -292,11 +294,11 @@ class Options:
             )
 
     def parts(self, ranks: Sequence[int], groups: Groups) -> TorchCommunicator:
-        """Connect the ranks that hold the parts of this replica; ``ranks`` are the replicas of this one.
+        """Connect the ranks that hold the parts of this replica; ``ranks`` hold the same part as this.
 
-        The other parts have the same place among their own replicas.
+        Ranks with the same position among their replicas hold one whole replica.
         """
-        # the ranks know only their own replicas; a place among them is the number of a whole replica
+        # each rank knows only its own peers; its position among them is the number of a whole replica
         place = [sorted(ranks).index(dist.get_rank())]
         world = dist.get_process_group_ranks(groups.world)
         places = zip(world, groups.gathered(place), strict=True)
@@ -313,14 +315,14 @@ class Options:
         return plan_units(trained, given.unit_bytes, given.compress, output)
 
     def connect(self, group: dist.ProcessGroup) -> Communicator:
-        """Connect the ranks of a group of their own over the transport that was asked for.
+        """Connect the ranks of a dedicated group over the chosen transport.
 
         Raises:
-            PeerError: they ask for different transports, or run different versions.
+            PeerError: ranks ask for different transports, or run different versions.
         """
         carried = self.transport
-        # First of all, and over gloo, from which all transports start: ranks of different versions may
-        # not even send the same facts in the later comparisons.
+        # This comes first, and over gloo, which every transport needs to start: ranks of different
+        # versions may not even send the same facts in the later comparisons.
         wanted = {
             "the version of sparsync": _version(),
             "the version of torch": torch.__version__,
@@ -339,10 +341,10 @@ class Options:
         on_host: bool = False,
         **agreed: object,
     ) -> Reducer:
-        """Connect the ranks of a group of its own, which agree on everything, and build their reducer.
+        """Connect the ranks of a dedicated group, check that they agree, and build their reducer.
 
-        ``consensus`` asks the ranks that hold other parts of this replica; ``on_host``: residuals are in
-        host memory; ``agreed`` are further settings that must be equal.
+        ``consensus`` asks the ranks that hold other parts of this replica; with ``on_host``, residuals
+        live in host memory; ``agreed`` holds further settings that must be equal.
         """
         assert self.density is not None, "for_size comes first"
         watched, comm = self.monitoring, self.connect(group)
@@ -369,24 +371,24 @@ class Options:
                 **agreed,
             )
         except BaseException:
-            comm.close()  # no handle has it yet that would close it
+            comm.close()  # no handle owns it yet
             raise
         return reducer
 
 
 def say_on_rank_0(line: str) -> None:
-    """Tell the user, once per job."""
+    """Print a line on rank 0, so the user reads it once per job."""
     if dist.get_rank() == 0:
         say(line)
 
 
 def _nothing(_name: str, _parameter: Tensor) -> bool:
-    """Return False for every parameter: all are exchanged dense."""
+    """Return False for every parameter, so all are exchanged dense."""
     return False
 
 
 def _version() -> str:
     try:
         return version("sparsync")
-    except PackageNotFoundError:  # from a folder on the path, without installation
+    except PackageNotFoundError:  # imported from a folder on the path, without installation
         return "unknown"

@@ -1,7 +1,7 @@
 """Presets: every algorithm by name, with its paper's constants.
 
-The rows of the core are at the end; those of the papers are declared by their rooms,
-``sparsync.published.<paper>``, and those of other packages by entry points of the group
+The core's rows are at the end of this file.  Every paper's package, ``sparsync.published.<paper>``,
+declares its own rows, and other packages declare theirs as entry points of the group
 "sparsync.algorithms".
 """
 
@@ -25,21 +25,21 @@ __all__ = ["PRESETS", "auto", "candidates", "preset", "quantised", "resolve"]
 
 
 def preset(name: object) -> Preset:
-    """Return the row of a name, in any spelling; an unknown one is refused with the known ones."""
+    """Return the row for a name in any spelling; the error for an unknown name lists the known ones."""
     if not isinstance(name, str) or name not in PRESETS:
         raise unknown("algorithm", name, sorted(PRESETS))
     return PRESETS[name]
 
 
 def candidates(*, planned: bool = True) -> list[Algorithm]:
-    """Return the algorithms that a plan may choose; with ``planned=False`` all that declare a cost."""
+    """Return the algorithms that a plan may choose; with ``planned=False``, all that declare a cost."""
     rows = PRESETS.items()
     found = [resolve(name) for name, row in rows if row.planned or not planned]
     return [algorithm for algorithm in found if planned or algorithm.predictable]
 
 
 def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
-    """Return the algorithm of a preset's name, with options; an ``Algorithm`` as it is.
+    """Return the algorithm for a preset's name, with options; an ``Algorithm`` is returned unchanged.
 
     Raises:
         ConfigurationError: unknown name (lists the known ones) or option (lists the known ones).
@@ -73,13 +73,13 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
 
 
 def quantised(*, bits: int = 2, block: int = 256) -> Algorithm:
-    """Few bits per element, both ways, and a scale per block: a dense allreduce that keeps its errors.
+    """Few bits per element in both directions, a scale per block, error feedback: a dense allreduce.
 
     Args:
         bits: per element: 1, 2, 3, 4, 8 or 16.
         block: consecutive elements that share a scale.
     """
-    Quantised(bits, block)  # refuses both, before they are divided
+    Quantised(bits, block)  # validates both before the division below
     return Algorithm(
         "quantised",
         Everything,
@@ -98,17 +98,18 @@ def auto(
     gain: float = 0.1,
     patience: int = 2,
 ) -> Algorithm:
-    """Per unit, the collective that is predicted fastest for the density asked for; or dense.
+    """Per unit, the collective predicted to be fastest at the given density, which may be the dense one.
 
     Args:
-        machine: seconds per message, byte, element and entry; None: ``attach`` and the optimizers
-            measure them; ``allreduce``, which has one step, takes those of ``Machine``: gigabit Ethernet.
+        machine: seconds per message, byte, element and entry.  None: ``attach`` and the optimizers
+            measure them; ``allreduce``, which has one step, uses the defaults of ``Machine`` (gigabit
+            Ethernet).
         budget: bytes that a rank may send or receive per unit and step; None: any number.
         candidates: names of presets; None: all rows that are ``planned``.
-        check_period: steps between comparisons of measured and predicted seconds; None: never, so that
-            runs repeat exactly.
+        check_period: steps between comparisons of measured and predicted seconds; None: never, which
+            keeps runs exactly repeatable.
         gain: fraction of the measured time that another collective must promise to save.
-        patience: comparisons in a row that must find so, before it is tried.
+        patience: number of consecutive comparisons that must agree before it is tried.
     """
     from sparsync.cost.auto import Auto  # imported here: only this preset needs the planner
     from sparsync.cost.calibrate import calibrate

@@ -1,4 +1,4 @@
-"""Operations with which collectives reduce vectors: element-wise, associative, with a neutral element.
+"""Operations for reducing vectors: element-wise, associative, with a neutral element.
 
 *Absent means neutral*: an element that a sparse vector does not store is the operation's neutral
 element (0 for a sum, 1 for a product, -inf for a maximum), and elements equal to it are never sent.
@@ -33,14 +33,14 @@ Number = int | float
 
 @dataclass(frozen=True)
 class Reduction:
-    """An operation of two values with a neutral element.
+    """A binary operation with a neutral element.
 
     Attributes:
         name: ranks compare it before any data moves.
         apply: `[m], [m] -> [m]`, element-wise and associative; must not modify its arguments.
-        neutral: the element e with ``apply(e, x) == x == apply(x, e)``, per dtype.
-        commutative: whether the operands may change places.  If not, collectives that cannot keep the
-            rank order refuse the operation.
+        neutral: returns, for a dtype, the element e with ``apply(e, x) == x == apply(x, e)``.
+        commutative: whether the operands may be swapped.  If not, collectives that cannot keep the rank
+            order refuse the operation.
 
     Example:
         >>> gcd = Reduction("gcd", torch.gcd, lambda dtype: 0)
@@ -54,12 +54,12 @@ class Reduction:
     commutative: bool = True
 
     def check(self, dtype: torch.dtype) -> Number:
-        """Return the neutral element for ``dtype``.
+        """Return the neutral element for ``dtype``; refuse a dtype that the operation does not support.
 
         Raises:
-            ConfigurationError: the operation is not defined on ``dtype``, such as "and" on floats.
+            ConfigurationError: the operation is not defined on ``dtype``, e.g. "and" on floats.
         """
-        # tried on one element: torch has no other way to ask which dtypes an operation takes
+        # tried on one element, because torch cannot list the dtypes that an operation supports
         try:
             element = self.neutral(dtype)
             self.apply(torch.full((1,), element, dtype=dtype), torch.zeros(1, dtype=dtype))
@@ -70,11 +70,11 @@ class Reduction:
         return element
 
     def __repr__(self) -> str:
-        return f"Reduction({self.name!r})"  # ranks compare options by it: no address in it
+        return f"Reduction({self.name!r})"  # ranks compare options by repr, so it has no address
 
 
 def reduction(operation: str | Reduction) -> Reduction:
-    """Return the operation of a name; a ``Reduction`` as it is.
+    """Return the operation with a given name; a ``Reduction`` is returned unchanged.
 
     Raises:
         ConfigurationError: unknown name (lists the known ones).
@@ -115,11 +115,11 @@ OPERATIONS: MappingProxyType[str, Reduction] = MappingProxyType(
             Reduction("max", torch.maximum, _lowest),
             Reduction("min", torch.minimum, _highest),
             Reduction("prod", torch.mul, lambda dtype: 1),
-            # bit by bit, for integers; -1 has all bits set
+            # bitwise, for integers; -1 has all bits set
             Reduction("and", torch.bitwise_and, lambda dtype: -1),
             Reduction("or", torch.bitwise_or, lambda dtype: 0),
             Reduction("xor", torch.bitwise_xor, lambda dtype: 0),
-            # for truth values, which are 0 and 1 in any dtype
+            # logical: 0 and 1 are the truth values in any dtype
             Reduction("logical_and", _truth(torch.logical_and), lambda dtype: 1),
             Reduction("logical_or", _truth(torch.logical_or), lambda dtype: 0),
         )
@@ -128,12 +128,12 @@ OPERATIONS: MappingProxyType[str, Reduction] = MappingProxyType(
 
 
 def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None = None) -> Vector:
-    """Return ``a operation b``, for vectors of one size and dtype, in sparse or dense form.
+    """Return ``a operation b`` for vectors of one size and dtype, each sparse or dense.
 
-    The result is sparse if both are and ``|a| + |b|``, a bound that costs nothing, is at most ``limit``;
-    with a limit of None, two sparse vectors always give a sparse one.
+    The result is sparse if both operands are and ``|a| + |b|``, a bound that costs nothing to compute, is
+    at most ``limit``.  With ``limit`` None, two sparse vectors always give a sparse one.
 
-    Cost: O(|a| + |b|) if both are sparse; supports that lie one behind the other are joined.
+    Cost: O(|a| + |b|) if both are sparse; disjoint consecutive supports are just concatenated.
 
     Example:
         >>> a, b = (SparseVector.from_dense(torch.tensor(x)) for x in ([1.0, 0, 0], [2.0, 0, 3.0]))
@@ -158,7 +158,7 @@ def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None 
 def fold(vectors: Iterable[Vector], operation: Reduction = SUM, limit: int | None = None) -> Vector:
     """Return ``((v0 op v1) op v2) ...``, dense as soon as more than ``limit`` entries are possible.
 
-    Sparse sums are one merge; the result is that of the left fold, bit for bit.
+    Sparse sums take a single merge, whose result is bit-identical to the left fold.
 
     Example:
         >>> ones = SparseVector.from_dense(torch.ones(2))
@@ -181,7 +181,7 @@ def densify(vector: Vector, operation: Reduction = SUM) -> DenseVector:
 
 
 def entries_of(vector: Vector, operation: Reduction = SUM) -> int:
-    """Count the elements of a vector that its sparse form would store: those that are not neutral.
+    """Count the elements that the sparse form of a vector would store, i.e. those that are not neutral.
 
     Example:
         >>> entries_of(DenseVector(torch.tensor([0.0, 2.0])))
@@ -195,7 +195,7 @@ def entries_of(vector: Vector, operation: Reduction = SUM) -> int:
 def _combine_sparse(a: SparseVector, b: SparseVector, operation: Reduction) -> SparseVector:
     if a.nnz == 0 or b.nnz == 0:
         return b if a.nnz == 0 else a
-    # regions that ranks own lie one behind the other: an allgather of them adds nothing
+    # consecutive supports, such as the regions that ranks own, need no additions
     if bool(a.indices[-1] < b.indices[0]):
         return SparseVector.join([a, b])
     if operation is SUM:

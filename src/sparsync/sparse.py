@@ -1,7 +1,7 @@
-"""Vectors in their two forms, sparse and dense, and the operations on both.
+"""Vectors in sparse and dense form, and the operations on both.
 
-Selectors make a ``SparseVector``, codecs turn it into bytes, collectives sum it.  ``DenseVector`` takes
-its place when sparsity no longer pays: from there on a sparse stream (SparCML, section 5.1) is dense.
+Selectors produce a ``SparseVector``, codecs encode it, collectives sum it.  Once sparsity no longer pays,
+it is replaced by a ``DenseVector``, and the stream stays dense from there on (SparCML, section 5.1).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class SparseVector:
     The neutral element is 0, except for operations other than the sum (``sparsync.reduction``).
 
     Attributes:
-        indices: `[nnz]` with ``torch.int64``, strictly ascending, in ``[0, size)``; candidates that were
-            collected for a selector may have ``torch.int32``.
+        indices: `[nnz]` with ``torch.int64``, strictly ascending, in ``[0, size)``; candidates collected
+            for a selector may have ``torch.int32``.
         values: `[nnz]`, any floating or integer dtype, on the device of ``indices``.
         size: number of elements n of the whole vector.
 
@@ -64,27 +64,27 @@ class SparseVector:
 
     @staticmethod
     def empty(size: int, like: Tensor) -> SparseVector:
-        """Make the zero vector of ``size`` elements with the dtype and device of ``like``."""
+        """Return the zero vector of ``size`` elements with the dtype and device of ``like``."""
         indices = torch.empty(0, dtype=torch.int64, device=like.device)
         return SparseVector(indices, like.new_empty(0), size)
 
     @staticmethod
     def from_dense(dense: Tensor, absent: int | float = 0) -> SparseVector:
-        """Keep the elements of a 1-D tensor that differ from ``absent``, as NaN does."""
+        """Keep the elements of a 1-D tensor that differ from ``absent``; NaN always does."""
         indices = (dense if absent == 0 else dense != absent).nonzero().flatten()
         return SparseVector(indices, dense[indices], dense.numel())
 
     @staticmethod
     def join(parts: Sequence[SparseVector]) -> SparseVector:
-        """Unite vectors of one size whose indices ascend from part to part (nothing is added)."""
+        """Concatenate vectors of one size whose indices ascend from part to part; nothing is added."""
         indices, values = (torch.cat([getattr(p, f) for p in parts]) for f in ("indices", "values"))
         return SparseVector(indices, values, parts[0].size)
 
     @staticmethod
     def merge(parts: Sequence[SparseVector], within: Tensor | None = None) -> SparseVector:
-        """Sum vectors of one size, in the order given (a left fold); zero sums are not stored.
+        """Sum vectors of one size in the given order (a left fold); sums of zero are not stored.
 
-        Elements that are not ``within`` (ascending indices) are left out.
+        Elements outside ``within`` (ascending indices) are dropped.
 
         Example:
             >>> a = SparseVector.from_dense(torch.tensor([0.0, 1.0, 2.0]))
@@ -92,8 +92,8 @@ class SparseVector:
             >>> SparseVector.merge([a, b]).to_dense().tolist()
             [5.0, 0.0, 2.0]
         """
-        # in the order given, whatever arrived first: float addition is not associative, and a sum needs
-        # the same bits on every run
+        # in the given order, not in order of arrival: float addition is not associative, and a sum must
+        # have the same bits on every run
         if len(parts) == 1 and within is None:
             return parts[0]
         streams, size = [(p.indices, p.values) for p in parts], parts[0].size
@@ -101,11 +101,11 @@ class SparseVector:
 
     @property
     def nnz(self) -> int:
-        """Number of stored elements."""
+        """The number of stored elements."""
         return self.indices.numel()
 
     def split(self, boundaries: Sequence[int]) -> list[SparseVector]:
-        """Cut into the regions ``[boundaries[i], boundaries[i + 1])``, in one search."""
+        """Cut into the regions ``[boundaries[i], boundaries[i + 1])`` with a single search."""
         cuts = torch.tensor(list(boundaries), dtype=torch.int64, device=self.indices.device)
         places = pairwise(torch.searchsorted(self.indices, cuts).tolist())
         return [
@@ -114,15 +114,15 @@ class SparseVector:
         ]
 
     def embed(self, start: int, size: int) -> SparseVector:
-        """Place this region at ``start`` of a vector of ``size`` elements."""
+        """Place this region at offset ``start`` of a vector of ``size`` elements."""
         return SparseVector(self.indices + start if start else self.indices, self.values, size)
 
     def restrict(self, indices: Tensor) -> SparseVector:
-        """Keep the elements whose index occurs in the ascending ``indices``."""
+        """Keep the elements whose index is in ``indices``, which ascend."""
         return self.keep(kernels.restrict(self.indices, indices))
 
     def keep(self, which: Tensor | builtins.slice) -> SparseVector:
-        """Keep the stored elements named by a mask, by ascending positions, or by a slice."""
+        """Keep the stored elements selected by a mask, by ascending positions, or by a slice."""
         return SparseVector(self.indices[which].to(torch.int64), self.values[which], self.size)
 
     def top(self, k: int) -> SparseVector:
@@ -159,7 +159,7 @@ class SparseVector:
 
     def to_torch(self) -> Tensor:
         """Return a coalesced ``torch.sparse_coo_tensor``, `[size]`."""
-        # PyTorch trusts ``is_coalesced``: the indices ascend and are unique
+        # safe to declare coalesced: the indices ascend and are unique
         indices, shape = self.indices.view(1, -1), (self.size,)
         return torch.sparse_coo_tensor(
             indices, self.values, shape, check_invariants=False, is_coalesced=True
@@ -182,12 +182,12 @@ class SparseVector:
         return torch.isfinite(self.values)
 
     def first_nonfinite(self, dtype: torch.dtype | None = None) -> int | None:
-        """Return the index of the first element that is NaN or Inf, here or in ``dtype``; else None."""
+        """Return the index of the first NaN or Inf, as stored or after a cast to ``dtype``, or None."""
         at = _first_nonfinite(self.values, dtype)
         return None if at is None else int(self.indices[at])
 
     def check(self) -> SparseVector:
-        """Return self; ConfigurationError unless shapes, dtypes and indices are as documented."""
+        """Return self; raise ``ConfigurationError`` unless shapes, dtypes and indices are valid."""
         if self.indices.dim() != 1 or self.indices.shape != self.values.shape:
             raise ConfigurationError(
                 f"SparseVector: indices {tuple(self.indices.shape)} and values "
@@ -209,18 +209,18 @@ class SparseVector:
 
 @dataclass(frozen=True, eq=False)
 class DenseVector:
-    """A vector with all of its elements stored."""
+    """A vector that stores all of its elements."""
 
     values: Tensor  # [size]
 
     @property
     def size(self) -> int:
-        """Number of elements n."""
+        """The number of elements n."""
         return self.values.numel()
 
     @property
     def nnz(self) -> int:
-        """Number of stored elements: all of them."""
+        """The number of stored elements, which is all of them."""
         return self.values.numel()
 
     def to(self, device: torch.device) -> DenseVector:
@@ -237,23 +237,23 @@ class DenseVector:
         return self.values.dtype
 
     def to_numpy(self) -> tuple[Any, Any, int]:
-        """Return the elements that are not zero, as ``SparseVector.to_numpy`` does."""
+        """Return the nonzero elements, as ``SparseVector.to_numpy`` does."""
         return SparseVector.from_dense(self.values).to_numpy()
 
     def to_scipy(self) -> Any:
-        """Return the elements that are not zero, as ``SparseVector.to_scipy`` does."""
+        """Return the nonzero elements, as ``SparseVector.to_scipy`` does."""
         return SparseVector.from_dense(self.values).to_scipy()
 
     def to_torch(self) -> Tensor:
-        """Return the elements that are not zero, as ``SparseVector.to_torch`` does."""
+        """Return the nonzero elements, as ``SparseVector.to_torch`` does."""
         return SparseVector.from_dense(self.values).to_torch()
 
     def run(self, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)``, not to be written to."""
+        """Return elements ``[start, stop)``; the caller must not write to them."""
         return self.values[start:stop]
 
     def subtract_from_(self, dense: Tensor, start: int = 0) -> None:
-        """``dense -= self``, in place; ``dense`` may be a run of elements from ``start`` on."""
+        """``dense -= self``, in place; ``dense`` may be a run of elements that begins at ``start``."""
         dense -= self.run(start, start + dense.numel())
 
     def write_to_(self, dense: Tensor, start: int = 0) -> None:
@@ -269,7 +269,7 @@ class DenseVector:
         return torch.isfinite(self.values)
 
     def first_nonfinite(self, dtype: torch.dtype | None = None) -> int | None:
-        """Return the index of the first element that is NaN or Inf, here or in ``dtype``; else None."""
+        """Return the index of the first NaN or Inf, as stored or after a cast to ``dtype``, or None."""
         return _first_nonfinite(self.values, dtype)
 
 
@@ -277,15 +277,15 @@ Vector = SparseVector | DenseVector
 
 
 def run_length(like: Tensor) -> int:
-    """Return the elements of a long vector to work on at a time, on the device of ``like``.
+    """Return how many elements of a long vector to process at a time, on the device of ``like``.
 
-    On a CPU a few runs stay in its cache.  On an accelerator a run is long enough to keep it busy.
+    On a CPU, a few such runs fit into the cache.  On an accelerator, one run is enough to keep it busy.
     """
     return 1 << 18 if like.is_cpu else 1 << 24
 
 
 def runs(size: int, like: Tensor, most: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of the runs of a vector, each of ``most`` elements, or ``run_length(like)``."""
+    """Yield start and end of the runs of a vector, each of ``most`` or ``run_length(like)`` elements."""
     step = most or run_length(like)
     for start in range(0, size, step):
         yield start, min(start + step, size)
@@ -299,11 +299,11 @@ def host_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
-    """Return the first position of NaN or Inf; if there is none, one pass over the values tells."""
-    if dtype == torch.float16:  # other dtypes have float32's range: nothing overflows in them
+    """Return the first position of NaN or Inf; if there is none, this takes a single pass."""
+    if dtype == torch.float16:  # no other dtype can overflow: they have the range of float32
         values = values.to(dtype)
-    # keys order Inf and NaN above all numbers, and ``find`` returns None as soon as more than 0 reach
-    # Inf's
+    # keys order Inf and NaN above all numbers, and ``find`` returns None as soon as one key reaches that
+    # of Inf
     infinity = int(kernels.magnitude_keys(values.new_full((1,), torch.inf, device="cpu")))
     if kernels.find(values, infinity, 0) is not None:
         return None
@@ -321,7 +321,7 @@ def _numpy(tensor: Tensor) -> Any:
 
 def _scipy(indices: Any, values: Any, size: int) -> Any:
     try:
-        sparse = importlib.import_module("scipy.sparse")  # optional: nothing else here needs it
+        sparse = importlib.import_module("scipy.sparse")  # optional; only this function needs it
     except ImportError as error:
         raise ConfigurationError(
             f"to_scipy needs SciPy ({error}): pip install scipy, or take to_numpy()"

@@ -1,4 +1,4 @@
-"""State: frozen dataclasses, replaced whole, so that keeping a reference is a snapshot."""
+"""State: frozen dataclasses that are replaced, never modified, so a reference serves as a snapshot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparsync.errors import ConfigurationError
 __all__ = ["NoState", "Stateful", "brief", "fits", "packed", "parse_parts", "unpacked"]
 
 _MAX_INT = 2**63 - 1  # the largest integer that kernels take
-_SHOWN = 60  # characters of a value in a message
+_SHOWN = 60  # longest value in a message, in characters
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class NoState:
 
 
 class Stateful(ABC):  # noqa: B024 (subclasses give a ``state``, no method)
-    """Something whose whole memory is ``self.state``, a frozen dataclass of plain numbers.
+    """An object whose whole memory is ``self.state``, a frozen dataclass of plain numbers.
 
-    A refused step restores the object that ``state`` was before it; nothing is copied.
+    Refusing a step restores the previous ``state`` object; nothing is copied.
     """
 
     state: Any = NoState()
@@ -38,11 +38,11 @@ class Stateful(ABC):  # noqa: B024 (subclasses give a ``state``, no method)
         return {field.name: getattr(self.state, field.name) for field in fields(self.state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the state by one that ``state_dict`` returned."""
+        """Replace the state with one returned by ``state_dict``."""
         self.state = self.parsed_state(state)
 
     def parsed_state(self, state: Mapping[str, Any]) -> Any:
-        """Return the state object of a saved dictionary; refuse other fields, or other types."""
+        """Return the state object for a saved dictionary; refuse wrong fields and wrong types."""
         names = sorted(field.name for field in fields(self.state))
         if not isinstance(state, Mapping) or sorted(state) != names:
             raise ConfigurationError(
@@ -50,7 +50,7 @@ class Stateful(ABC):  # noqa: B024 (subclasses give a ``state``, no method)
                 f"{sorted(state) if isinstance(state, Mapping) else type(state).__name__}, expected "
                 f"{names}; load a state that state_dict() returned"
             )
-        # JSON and other files make lists of tuples
+        # JSON and other file formats turn tuples into lists
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items()}
         for name, hint in get_type_hints(type(self.state)).items():
             if not fits(values[name], hint):
@@ -62,9 +62,10 @@ class Stateful(ABC):  # noqa: B024 (subclasses give a ``state``, no method)
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Tell whether a value that was read from a file is of an annotated type.
+    """Return whether a value read from a file matches an annotated type.
 
-    Any finite number is a float, a list or a tuple is a ``Sequence``; an int fits 64 bits and is no bool.
+    Any finite number is a float, and a list or a tuple is a ``Sequence``.  An int must fit into 64 bits
+    and must not be a bool.
 
     Example:
         >>> fits(3, int | None), fits((1, 2), tuple[int, ...]), fits([1, "a"], Sequence[int])
@@ -85,7 +86,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def brief(value: object) -> str:
-    """Return a value in one short line: a tensor's dtype and shape, and not its elements.
+    """Return a value as one short line; for a tensor, its dtype and shape instead of its elements.
 
     Example:
         >>> brief(torch.ones(2, 3)), brief("x" * 99)[:5]
@@ -98,7 +99,7 @@ def brief(value: object) -> str:
 
 
 def parse_parts(owner: Stateful, parts: Sequence[Stateful], saved: object) -> tuple[Any, ...]:
-    """Return the state objects of an owner's parts, from their saved dictionaries."""
+    """Return the state objects of an owner's parts for their saved dictionaries."""
     if not isinstance(saved, list) or len(saved) != len(parts):
         raise ConfigurationError(
             f"the saved state of {type(owner).__name__} has "
@@ -119,7 +120,7 @@ def packed(value: object) -> bytearray:
 
 
 def unpacked(raw: Any, classes: Sequence[type[Any]] = ()) -> Any:
-    """Undo ``packed``; refuse all but plain values, tensors and objects of ``classes``."""
-    # the bytes come from a file or from another rank: unpickling them freely could run any code
+    """Undo ``packed``; refuse everything but plain values, tensors and objects of ``classes``."""
+    # the bytes come from a file or another rank, and unrestricted unpickling could run any code
     with torch.serialization.safe_globals(list(classes)):
         return torch.load(io.BytesIO(raw), weights_only=True)

@@ -1,6 +1,6 @@
-"""Tables by name: algorithms, schemes, codecs and selectors, each declared in its own room.
+"""Tables by name: algorithms, schemes, codecs and selectors, each declared in its own package.
 
-A name is found in any spelling, and under the names that papers give it (``ALIASES``).
+A name is found in any spelling, and also under the names used in papers (``ALIASES``).
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ V = TypeVar("V")
 
 @final
 class Table(Mapping[str, V], Generic[V]):
-    """The rows of one kind by name: those of the axis, of the rooms, and of other packages.
+    """The rows of one kind by name: the core's own, those of the papers' packages, those of plug-ins.
 
-    Names are looked up in any spelling, case and hyphens aside, and then among the ``ALIASES``.  When
-    rows are listed, each has the one name under which it was declared.
+    Names are looked up in any spelling, ignoring case and hyphens, and then among the ``ALIASES``.
+    Listings contain every row once, under its declared name.
 
-    A room declares ``ROWS[kind][name]``; another package declares an entry point ``name`` of the group
-    ``sparsync.<kind>``.  Rooms and packages are imported when a name is looked up that the axis does not
-    have itself, or when all are listed: training with the defaults imports no paper's room.
-    A package's row whose name exists already is left out of the list, which is said once.
+    A package of ``ROOMS`` declares ``ROWS[kind][name]``; others declare an entry point ``name`` of the
+    group ``sparsync.<kind>``.  These packages are imported only to look up a name that the core does not
+    have, or to list all rows: training with the defaults imports no paper's package.  An entry point
+    whose name is already taken is left out of the list, and reported once.
 
     Args:
         kind: "algorithms", "schemes", "codecs", "selectors" or "aliases".
-        own: the rows of the axis itself.
-        is_row: tells whether the object that an entry point names is a row.
+        own: the rows of the core.
+        is_row: returns whether the object named by an entry point is a row.
         wanted: the kind of object that an entry point should name, for the error message.
 
     Raises:
@@ -67,7 +67,7 @@ class Table(Mapping[str, V], Generic[V]):
         return self._find(name)[1]
 
     def name_of(self, name: str) -> str:
-        """Return the name under which a row was declared, from any spelling of it or an alias.
+        """Return the declared name of a row, given any spelling of it or an alias.
 
         Raises:
             KeyError: there is no such row.
@@ -103,12 +103,13 @@ class Table(Mapping[str, V], Generic[V]):
     @functools.cached_property
     def _rooms(self) -> Mapping[str, tuple[str, V]]:
         found: dict[str, V] = {}
-        for room in ROOMS:  # imported by name, and late: rooms import modules that import this one
+        # imported late, by name, because rooms import modules that import this one
+        for room in ROOMS:
             found |= importlib.import_module(room).ROWS.get(self._kind, {})
         return _folded(found)
 
     def _find(self, name: str) -> tuple[str, V]:
-        """Return a row and its name."""
+        """Return a row's declared name and the row."""
         found = self._declared(fold(name))
         if found is None and self is not ALIASES and name in ALIASES:
             found = self._declared(fold(ALIASES[name]))
@@ -122,7 +123,7 @@ class Table(Mapping[str, V], Generic[V]):
         if folded in self._rooms:
             return self._rooms[folded]
         points = [p for p in _points(self.group) if fold(p.name) == folded]
-        if len(points) > 1:  # which comes first depends on the path, and ranks' paths may differ
+        if len(points) > 1:  # the order depends on sys.path, which may differ between ranks
             raise self._error(points[1], "a name that another package has taken")
         return (points[0].name, self._load(points[0])) if points else None
 
@@ -151,7 +152,7 @@ def _points(group: str) -> EntryPoints:
 
 @functools.lru_cache(maxsize=8)  # groups
 def _of_packages(group: str, path: tuple[str, ...]) -> EntryPoints:
-    """Read the entry points of all packages on the path: once, as it takes 10 ms and more."""
+    """Read the entry points of all packages on the path; cached, because this takes 10 ms or more."""
     return entry_points(group=group)
 
 
@@ -165,16 +166,16 @@ ALIASES: Final[Table[str]] = Table(
     lambda found: isinstance(found, str),
     "the name of a row, a text",
 )
-"""Names of rows in the words of papers: rooms declare those of their paper, for any row of any table."""
+"""Names that papers use for rows; each paper's package declares its own, for any row of any table."""
 
 
 def unknown(kind: str, given: object, known: Iterable[str]) -> ConfigurationError:
-    """Return the error of a name that no table has: it names the nearest, then all.
+    """Return the error for a name that is in no table; it suggests the nearest name, then lists all.
 
     Args:
         kind: "algorithm", "exchange", ..., for the message.
         given: the name.
-        known: the names that there are; those of papers that mean one of them are looked at as well.
+        known: the existing names; their aliases are considered for the suggestion as well.
 
     Example:
         >>> str(unknown("exchange", "SSAR_Split_allgater", ["dense", "split-allgather"]))[:65]

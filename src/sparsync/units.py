@@ -1,7 +1,7 @@
 """Units: the fixed runs of parameters that are selected and exchanged together.
 
-They follow registration order and not DDP's buckets, which it rebuilds after the first step: a residual
-keyed by bucket would change its meaning then.  One unit for the whole model is the papers' semantics.
+Units follow registration order, not DDP's buckets: DDP rebuilds its buckets after the first step, so a
+residual keyed by bucket would change its meaning.  One unit for the whole model matches the papers.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ __all__ = [
     "unflatten",
 ]
 
-# torch's mark of parameters that an optimizer steps inside ``backward()``; it never takes it back
+# torch's mark on parameters that an optimizer steps inside ``backward()``; torch never removes it
 _STEPPED_INSIDE: Final = "_in_backward_optimizers"
 
 
-# A box of a parameter: ``parameter.reshape(shape)[offset[0] : offset[0] + size[0], ...]``, flattened.
-# Its keys are "shape", "offset" and "size".
+# A box within a parameter: ``parameter.reshape(shape)[offset[0] : offset[0] + size[0], ...]``, flattened.
+# The keys are "shape", "offset" and "size".
 Piece = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in its unit: elements ``[start, start + size)``."""
+    """The place of one parameter in its unit: elements ``[start, start + size)``."""
 
     name: str
     start: int
@@ -61,16 +61,16 @@ class Unit:
     dtype: torch.dtype
     device: torch.device
     dense: bool = False  # exchanged whole, whatever the algorithm
-    output: bool = False  # the model's output layer, which some algorithms treat apart
+    output: bool = False  # the model's output layer, which some algorithms treat separately
 
     @property
     def layers(self) -> list[int]:
-        """Number of elements of every parameter."""
+        """The number of elements of every parameter."""
         return [slot.size for slot in self.slots]
 
     @property
     def size(self) -> int:
-        """Number of elements n."""
+        """The number of elements n."""
         return self.slots[-1].start + self.slots[-1].size if self.slots else 0
 
     def name_at(self, index: int) -> str:
@@ -90,7 +90,7 @@ class Unit:
 
 
 def check_unit_bytes(size: int | None, name: str = "unit_bytes") -> None:
-    """Refuse a size of units that is none."""
+    """Refuse an invalid unit size."""
     whole = size is None or (type(size) is int and size >= 1)
     require(whole, f"{name} is {size!r}; give a whole number of at least 1, or None")
 
@@ -104,12 +104,12 @@ def plan_units(
     """Group named parameters into units, in the order given.
 
     Args:
-        parameters: names and tensors; gradients have their shapes, dtypes and devices.
-        unit_bytes: a unit is closed when it holds this many bytes; None: one unit per dtype and
-            device.  A parameter is never divided.
-        compress: tells, by name and tensor, whether a parameter is exchanged sparsely; others are
-            exchanged whole, in units of their own.  None: all are exchanged sparsely.
-        output: names of the output layer's parameters, if they are to have units of their own.
+        parameters: names and tensors; the gradients have the same shapes, dtypes and devices.
+        unit_bytes: a unit is closed once it holds this many bytes; None: one unit per dtype and
+            device.  A parameter is never split.
+        compress: returns, for a name and a tensor, whether a parameter is exchanged sparsely; others are
+            exchanged whole, in separate units.  None: all are exchanged sparsely.
+        output: names of the output layer's parameters, if they need separate units.
 
     Example:
         >>> a, b = torch.zeros(6), torch.zeros(4)
@@ -137,15 +137,15 @@ def plan_units(
 
 
 def output_parameters(model: nn.Module, given: Collection[str] | None = None) -> Collection[str]:
-    """Return the names of the output layer's parameters: those of the module registered last.
+    """Return the names of the output layer's parameters, which are those of the module registered last.
 
-    If the user names them, in ``given``, those names are returned; they must exist.
+    Names given by the user in ``given`` are returned instead; they must exist.
 
     Example:
         >>> output_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
         ['2.weight', '2.bias']
     """
-    # a tied weight is also part of the last module, though it has the name of the first that has it
+    # a tied weight also belongs to the last module, but is named after the first module that holds it
     everywhere = list(model.named_parameters(remove_duplicate=False))
     last = everywhere[-1][0].rpartition(".")[0] if everywhere else ""
     names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
@@ -163,7 +163,7 @@ def output_parameters(model: nn.Module, given: Collection[str] | None = None) ->
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that lies on this rank, sharing its memory: a DTensor's local part."""
+    """Return this rank's part of a tensor, i.e. a DTensor's local part; it shares the memory."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     to_local = getattr(tensor, "to_local", None)  # no isinstance: importing DTensor takes 0.4 s
@@ -171,14 +171,14 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Tell whether this rank's part of a tensor has no NaN or Inf; it may be sparse, as moments may."""
+    """Return whether this rank's part of a tensor has no NaN or Inf; sparse tensors are allowed."""
     part = local_of(tensor)
-    # coalesced or not: the sum of finite duplicates is taken to be finite
+    # not coalesced: the sum of finite duplicates is assumed to be finite
     return bool(torch.isfinite(part._values() if part.is_sparse else part).all())
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Join tensors of one dtype to a flat one; of a single tensor it shares the memory."""
+    """Concatenate tensors of one dtype into a flat one; a single tensor shares its memory."""
     joined: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     return joined
 
@@ -189,9 +189,9 @@ def unflatten(joined: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the tensors that replicas share: parameters, and the statistics of ``SyncBatchNorm``.
+    """Return the tensors that replicas share: parameters and the statistics of ``SyncBatchNorm``.
 
-    Those whose names are ``ignored`` are each rank's own.
+    Tensors whose names are in ``ignored`` are private to each rank.
     """
     synchronised = {
         f"{name}.{buffer}" if name else buffer: tensor
@@ -204,10 +204,10 @@ def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[
 
 
 def training(model: nn.Module) -> list[int]:
-    """Return the identities of the parameters that train, one for each place in a module.
+    """Return the identities of the trained parameters, one for each place in a module.
 
-    Two such lists are compared quickly, on every step.  Identities are below 0 once an optimizer steps
-    the parameter inside ``backward()``: see ``check_stepped_later``.
+    Comparing two such lists is fast enough for every step.  The identity is negated once an optimizer
+    steps the parameter inside ``backward()``: see ``check_stepped_later``.
     """
     return [
         -id(parameter) if hasattr(parameter, _STEPPED_INSIDE) else id(parameter)
@@ -223,11 +223,11 @@ def check_same_parameters(
     ignored: Collection[Tensor] = (),
     alone: Collection[str] = (),
 ) -> None:
-    """Refuse a model that trains other parameters than those ``exchanged`` or ``ignored``.
+    """Refuse a model that trains parameters which are neither ``exchanged`` nor ``ignored``.
 
-    They may have been thawed, added or replaced since.  Parameters named in ``alone`` are each rank's
-    own, whichever tensors they are.  Tensors that ``torch.func.functional_call`` puts in the place of
-    parameters are there for that call only.
+    Parameters may have been unfrozen, added or replaced since.  Those named in ``alone`` are private to
+    each rank and may be any tensors.  Tensors that ``torch.func.functional_call`` substitutes for
+    parameters are ignored, because they exist only during that call.
 
     Example:
         >>> model = nn.Linear(2, 1); exchanged = list(model.parameters())
@@ -249,7 +249,7 @@ def check_same_parameters(
 
 
 def check_stepped_later(model: nn.Module, alone: Collection[str] = ()) -> None:
-    """Refuse an optimizer that steps inside ``backward()``, before anything is exchanged."""
+    """Refuse an optimizer that steps inside ``backward()``, i.e. before the gradient is exchanged."""
     for name, parameter in model.named_parameters():
         if name not in alone and hasattr(parameter, _STEPPED_INSIDE):
             raise ConfigurationError(
@@ -260,7 +260,7 @@ def check_stepped_later(model: nn.Module, alone: Collection[str] = ()) -> None:
 
 
 def substituted(model: nn.Module) -> bool:
-    """Tell whether parameters are tensors of ``torch.func.functional_call``, for one call.
+    """Return whether ``torch.func.functional_call`` currently substitutes tensors for parameters.
 
     Example:
         >>> net = nn.Linear(2, 1)

@@ -1,4 +1,4 @@
-"""Checkpoints: every rank's residual and everything that all ranks share, complete or not there at all.
+"""Checkpoints: every rank's residual and everything that all ranks share, complete or not at all.
 
 ::
 
@@ -7,8 +7,8 @@
                                 shared.pt                   model, optimizer, ...: from rank 0
            000008-step-00000400/...
 
-A file appears under its name only when all of it is on the disk, and a folder is a checkpoint only when
-every rank's file is there.  So a crash or a full disk at any moment leaves the last checkpoint as it was.
+A file appears under its name only once it is completely on disk, and a folder is a checkpoint only if the
+files of all ranks are there.  So a crash or a full disk at any moment leaves the last checkpoint intact.
 """
 
 from sparsync.checkpoint.reshard import reshard

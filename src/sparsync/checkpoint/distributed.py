@@ -1,8 +1,8 @@
 """The state of a handle in checkpoints of ``torch.distributed.checkpoint`` (DCP).
 
-Under ``rank-R-of-P``, every rank saves residual, velocity and own weights as tensors, whose names and
-sizes are fixed by the set-up, and everything else as bytes.  No two ranks have the same key: DCP would
-keep only one of the values.
+Under ``rank-R-of-P``, every rank saves its residual, velocity and weights as tensors, whose names and
+sizes are determined by the set-up, and everything else as bytes.  No two ranks use the same key, because
+DCP would keep only one of the values.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from sparsync.state import packed, unpacked
 
 __all__ = ["DistributedState"]
 
-# DCP loads into tensors that the loading program has made, so only values whose names and sizes are known
-# before anything is loaded can be tensors; the rest, such as thresholds, is one string of bytes.
+# DCP loads into tensors created by the loading program, so only values whose names and sizes are known in
+# advance can be tensors.  The rest, such as thresholds, is stored as one string of bytes.
 _REST: Final = "everything else"
 _FIXED: Final = ("residual", "velocity", "parameters")
 _KEY: Final = re.compile(
@@ -37,7 +37,7 @@ _KEY: Final = re.compile(
 
 @final
 class DistributedState:
-    """A handle, as ``attach`` returned it, for DCP: a ``Stateful``.
+    """A handle returned by ``attach``, in the form of DCP's ``Stateful``.
 
     ::
 
@@ -47,10 +47,10 @@ class DistributedState:
         state["sync"].read(path)                 # any number of ranks, any shards: left out of dcp.load
 
     Args:
-        sync: the handle; do not give it to DCP itself, for all ranks' states have the same keys.
+        sync: the handle; do not pass it to DCP directly, because all ranks' states have the same keys.
 
-    Where updates are exchanged, the state has every rank's weights and moments (``sync.holds``).  DCP
-    reads its own metadata with pickle, which can run code: load only checkpoints that you trust.
+    For updates, the state includes every rank's weights and moments (``sync.holds``).  DCP reads its own
+    metadata with pickle, which can run code: only load checkpoints that you trust.
 
     Cost: n elements per rank, and n more while they are copied.
     """
@@ -59,7 +59,7 @@ class DistributedState:
         self._sync = sync
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies, under a key of this rank's own."""
+        """Return copies, under a key that is unique to this rank."""
         state = self._sync.state_dict()
         self._fill(state["content"]["reducer"])
         tensors, rest = _apart(state)
@@ -68,7 +68,7 @@ class DistributedState:
         return {seat_of(self._sync).text: {**named, _REST: bytes(packed(told))}}
 
     def _fill(self, state: dict[str, Any]) -> None:
-        """Add the zeros that a reducer's state omits before its first step: DCP needs every tensor."""
+        """Add the zeros that a reducer's state omits before its first step; DCP needs all tensors."""
         for what in ("residual", "velocity") if state["momentum"] else ("residual",):
             for unit in self._sync.reducer.units:
                 wide = torch.promote_types(unit.dtype, torch.float32)
@@ -77,7 +77,7 @@ class DistributedState:
                     state[what].setdefault(slot.name, zeros)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken, with as many ranks; all call it together.
+        """Resume where ``state_dict`` was taken, with as many ranks; this is collective.
 
         Raises:
             ConfigurationError, CheckpointError: see ``sparsync.load``; nothing was changed.
@@ -86,12 +86,12 @@ class DistributedState:
         restore(self._sync, lambda: _joined(items[_REST], items.__getitem__), "a DCP checkpoint")
 
     def read(self, source: str | os.PathLike[str] | StorageReader) -> None:
-        """Continue from a checkpoint of any number of ranks and any shards; all call it together.
+        """Resume from a checkpoint of any number of ranks and any shards; this is collective.
 
         Residuals are placed as by ``sparsync.reshard``.
 
         Args:
-            source: the ``checkpoint_id`` under which it was saved, or a reader of it.
+            source: the ``checkpoint_id`` under which it was saved, or a reader for it.
 
         Raises:
             ConfigurationError, CheckpointError: see ``sparsync.load``; nothing was changed.
@@ -101,7 +101,7 @@ class DistributedState:
 
 @final
 class _Saved:
-    """All ranks' states in a checkpoint; see ``save_load.Source``."""
+    """The states of all ranks in a checkpoint; see ``save_load.Source``."""
 
     def __init__(self, source: str | os.PathLike[str] | StorageReader) -> None:
         self._text = str(source) if isinstance(source, str | os.PathLike) else type(source).__name__
@@ -122,8 +122,9 @@ class _Saved:
         return self._prefixes.keys()
 
     def read(self, seat: Seat, use: Use) -> dict[str, Any]:
-        """Return a rank's state; if it is only to be checked, its tensors are zeros without memory."""
-        # most ranks' residuals go to other ranks than this one: their sizes are checked, not their values
+        """Return a rank's state; if it is only checked, its tensors are zeros that take no memory."""
+        # most residuals go to other ranks than this one, so only their sizes are checked, not their
+        # values
         prefix = self._prefixes[seat]
 
         def read(name: str) -> Any:
@@ -139,7 +140,7 @@ class _Saved:
     def _load(self, key: str, target: object) -> Any:
         items = {key: target}
         with warnings.catch_warnings():
-            # DCP warns of no_dist, which is meant: each rank reads other keys, by itself
+            # DCP warns of no_dist, which is intended: each rank reads different keys, independently
             warnings.simplefilter("ignore", UserWarning)
             load(items, storage_reader=self._reader, no_dist=True)
         return items[key]
@@ -148,7 +149,7 @@ class _Saved:
 def _apart(
     state: Mapping[str, Any], path: tuple[str, ...] = ()
 ) -> tuple[dict[tuple[str, ...], Tensor], dict[str, Any]]:
-    """Return the tensors whose sizes the set-up fixes, by path, and the state without them."""
+    """Return the tensors whose sizes the set-up determines, by path, and the state without them."""
     tensors, rest = {}, {}
     for key, value in state.items():
         here = (*path, key)
@@ -163,7 +164,7 @@ def _apart(
 
 
 def _joined(raw: bytes, tensor: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the state from which ``_apart`` took its tensors."""
+    """Undo ``_apart``."""
     told = unpacked(raw)
     state: dict[str, Any] = told["state"]
     for path in told["tensors"]:

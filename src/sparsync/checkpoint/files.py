@@ -1,4 +1,4 @@
-"""Files of checkpoints: written whole or not at all, and read without running any code in them."""
+"""Files of checkpoints: written completely or not at all, and read without running any code in them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ __all__ = [
 SHARED: Final = "shared.pt"
 _FOLDER: Final = re.compile(r"(\d{6,})-step-\d{8,}")
 _STATE: Final = re.compile(r"sparsync-rank-(\d+)-of-(\d+)(?:-part-(\d+)-of-(\d+))?\.pt")
-# answers of network file systems on which a folder cannot be flushed
+# errors of network file systems on which a folder cannot be flushed
 _NO_FOLDER_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 
 class Seat(NamedTuple):
-    """The owner of a file: a rank among the replicas, and a part of one where parameters are divided.
+    """The owner of a file: a rank among the replicas, and a part of a replica if parameters are split.
 
     Example:
         >>> Seat(1, 4, 0, 1).name, Seat(1, 2, 0, 2).name
@@ -55,12 +55,12 @@ class Seat(NamedTuple):
 
     @classmethod
     def of(cls, found: re.Match[str]) -> Seat:
-        """Return the seat of the four numbers that a pattern has found; the last two may be missing."""
+        """Return the seat for the four numbers matched by a pattern; the last two may be missing."""
         return cls(int(found[1]), int(found[2]), int(found[3] or 0), int(found[4] or 1))
 
     @property
     def text(self) -> str:
-        """The numbers of the seat, in words."""
+        """The numbers of the seat, as part of the file name."""
         part = f"-part-{self.part}-of-{self.parts}" if self.parts > 1 else ""
         return f"rank-{self.rank}-of-{self.ranks}{part}"
 
@@ -71,21 +71,21 @@ class Seat(NamedTuple):
 
     @property
     def place(self) -> int:
-        """The number of the seat among all processes; 0 leads."""
+        """The number of the seat among all processes; number 0 leads."""
         return self.rank * self.parts + self.part
 
 
 def write_file(path: Path, content: Any) -> None:
-    """Write with ``torch.save`` so that the file is there whole, or as it was before.
+    """Write with ``torch.save``, atomically: the file is complete, or as it was before.
 
-    It is read once before it takes its name: content that ``read_file`` would refuse is not written.
+    It is read back before it gets its name, so content that ``read_file`` would refuse is not written.
 
     Raises:
-        CheckpointError: names the file and the reason, or the value in it that could not be read; nothing
-            is left of it.
+        CheckpointError: names the file and the reason, or the value that could not be read back; no
+            partial file is left behind.
     """
-    # Write, flush, rename, flush the folder, in this order: a rename on one file system replaces a file
-    # at once, and only flushed bytes and names survive a power cut.
+    # Write, flush, rename, flush the folder, in this order: a rename within a file system is atomic, and
+    # only flushed data and names survive a power failure.
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def write_file(path: Path, content: Any) -> None:
     except Exception as error:  # an object may raise anything when it is pickled
         remove_file(temporary)
         refused = _by_the_system(error)
-        # the search for a culprit pickles everything once more: only where the disk is not the cause
+        # the search for the culprit pickles everything again, so it is done only if the disk is fine
         on_disk = refused is not None or isinstance(error, RuntimeError)
         raise CheckpointError(
             f"cannot write {path}: {'' if on_disk else _culprit(content)}{first_line(refused or error)}"
@@ -107,14 +107,14 @@ def write_file(path: Path, content: Any) -> None:
 
 
 def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Read a dictionary that ``write_file`` has written, onto the CPU.
+    """Read a dictionary written by ``write_file``, onto the CPU.
 
     Args:
         path: the file.
-        mapped: tensors stay in the file until they are looked at; they must not be written to.
+        mapped: tensors stay in the file until they are accessed; they must not be written to.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or holds more than tensors and plain values.
+        CheckpointError: the file is missing or damaged, or contains more than tensors and plain values.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -129,10 +129,10 @@ def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
 
 
 def _by_the_system(error: BaseException | None) -> OSError | None:
-    """Return the system's error, if that is the cause of another one.
+    """Return the system's error, if that is the cause of another error.
 
-    When a disk fills up, torch's writer raises again while it closes, because its position in the file is
-    wrong; only the context of that second error has the reason.
+    When a disk is full, torch's writer raises a second error while closing, because its position in the
+    file is wrong; only the context of that error has the reason.
     """
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
@@ -140,7 +140,7 @@ def _by_the_system(error: BaseException | None) -> OSError | None:
 
 
 def numbered(folder: Path) -> dict[int, Path]:
-    """Return all checkpoints in a folder, whole or not, by number.
+    """Return all checkpoints in a folder, complete or not, by number.
 
     Raises:
         CheckpointError: the folder is a file.
@@ -152,15 +152,15 @@ def numbered(folder: Path) -> dict[int, Path]:
 
 
 def whole_checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints that have all their files, by number."""
+    """Return the complete checkpoints, by number."""
     return {number: path for number, path in numbered(folder).items() if _has_all(path)}
 
 
 def await_whole(path: Path, seconds: float) -> None:
-    """Return when this rank sees all files of a checkpoint, which a shared folder may show late.
+    """Wait until this rank sees all files of a checkpoint, which a shared folder may show late.
 
     Raises:
-        CheckpointError: it does not see them in time: the ranks' folders are different ones.
+        CheckpointError: it does not see them in time, so the ranks' folders are not the same.
     """
     deadline = time.monotonic() + seconds
     while not _has_all(path):
@@ -182,42 +182,42 @@ def step_of(path: Path) -> int:
 
 
 def states_in(folder: Path) -> dict[Seat, Path]:
-    """Return the files of ranks in one checkpoint."""
+    """Return the ranks' files in one checkpoint."""
     found = [(_STATE.fullmatch(path.name), path) for path in sorted(folder.glob("sparsync-rank-*"))]
     return {Seat.of(match): path for match, path in found if match}
 
 
 def is_whole(seats: Collection[Seat]) -> bool:
-    """Tell whether these are all seats of one job."""
-    # seats are different by being keys, so their number suffices if all are of one job
+    """Return whether these are all seats of one job."""
+    # seats are distinct keys, so it suffices to count them, if all belong to one job
     sizes = {seat.ranks * seat.parts for seat in seats}
     return sizes == {len(seats)} and len({(seat.ranks, seat.parts) for seat in seats}) == 1
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest whole checkpoints, and older ones that were never completed.
+    """Remove all but the newest complete checkpoints, and older ones that were never completed.
 
-    A symbolic link belongs to a user who keeps that checkpoint elsewhere: it is neither followed nor
+    A symbolic link belongs to a user who keeps that checkpoint elsewhere; it is neither followed nor
     counted.
     """
-    # an incomplete one that is newer may be another job's that is being written
+    # a newer incomplete checkpoint may be one that another job is writing
     whole = [number for number, path in whole_checkpoints(folder).items() if not path.is_symlink()]
     newest = sorted(whole)[-keep:]
     for number, path in numbered(folder).items():
         if newest and number < newest[0] and not path.is_symlink():
             for file in (*path.glob("sparsync-rank-*"), *path.glob(f"{SHARED}*")):
-                remove_file(file)  # other ranks do the same: whichever comes first, removes it
+                remove_file(file)  # all ranks do this; the first one removes the file
             remove_folder(path)
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file if possible; a file that cannot be removed must not end the training."""
+    """Remove a file if possible; failing to remove it must not end the training."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def remove_folder(path: Path) -> None:
-    """Remove an empty folder; one with other ranks' or somebody else's files stays."""
+    """Remove an empty folder; one that contains files of other ranks or users stays."""
     try:
         path.rmdir()
     except OSError:
@@ -225,7 +225,7 @@ def remove_folder(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a renamed file survive a power cut, where that can be done."""
+    """Make a renamed file survive a power failure, where possible."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
     descriptor = os.open(folder, os.O_DIRECTORY)
@@ -239,7 +239,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _culprit(content: Any) -> str:
-    """Name the first value that could not be read again; empty if there is none."""
+    """Name the first value that could not be read back; empty if there is none."""
     for path, value in tree_flatten_with_path(content)[0]:
         file = io.BytesIO()
         try:

@@ -1,12 +1,12 @@
 """Saved states for another number of ranks, or for other shards of the parameters.
 
-Residuals are mass that ranks have not delivered yet.  It belongs to no rank in particular: any rank that
-has it delivers it.  So the sum over ranks is kept, element by element:
+Residuals are mass that ranks have not delivered yet.  It is not tied to a rank: any rank that holds it
+can deliver it.  So only the sum over ranks is preserved, element by element:
 
 * fewer ranks: new rank r adds up the residuals of the old ranks r, r + P', r + 2 P', ...;
-* more ranks: old rank r deals its elements, each of them whole, to the new ranks r, r + P, r + 2 P, ...
+* more ranks: old rank r deals its elements, each as a whole, to the new ranks r, r + P, r + 2 P, ...
 
-Dealt elements are not rounded; sums of whole numbers are exact, and others are rounded as in the law.
+Dealing does not round; sums of integers are exact, and other sums round as in the law.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, require
-from sparsync.feedback.reducer_state import check_number_fields
+from sparsync.feedback.reducer_state import check_fields
 from sparsync.fields import Fields, opened, sealed
 from sparsync.state import fits
 from sparsync.units import Piece, is_finite
@@ -29,22 +29,22 @@ from sparsync.updates.contributions import shown_of
 __all__ = ["reshard", "state_like"]
 
 State = Mapping[str, Any]
-# saved states, and their pieces of all parameters
+# saved states, each with the pieces of all its parameters
 Olds = Sequence[tuple[State, Mapping[str, Piece]]]
 
-# the fields that all ranks have in common; the others are each rank's own
+# the fields that are equal on all ranks; the others are particular to each rank
 _EQUAL: Final = ("algorithm", "world_size", "momentum", "scale", "step", "skipped", "density")
 
 
 def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
-    """Return the states of ``world_size`` ranks, made from the states of all former ranks.
+    """Return the states of ``world_size`` ranks, built from the states of all former ranks.
 
     ========================  =====================================================================
-    residual, velocity        placed as above; nothing appears or is lost
-    thresholds, boundaries    start again: other sums had those thresholds, other ranks those boundaries
-    shares of units           kept: they are the same on all ranks
+    residual, velocity        placed as above; no mass appears or is lost
+    thresholds, boundaries    reset: they belong to the former sums and ranks
+    shares of units           kept: they are equal on all ranks
     norm for clipping         the mean of all ranks' norms
-    step, scale, density      kept: they are the same on all ranks
+    step, scale, density      kept: they are equal on all ranks
     ========================  =====================================================================
 
     Args:
@@ -52,11 +52,11 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
         world_size: the new number of ranks P', by which residuals are divided when they are delivered.
 
     Returns:
-        One state per new rank; for the same shards of the parameters, if they are divided.
+        One state per new rank; for the same shards of the parameters, if they are sharded.
 
     Raises:
-        ConfigurationError: a rank or shard is missing, states are of different steps, a residual has
-            the wrong size or holds NaN.
+        ConfigurationError: a rank or shard is missing, states are from different steps, a residual has
+            the wrong size or contains NaN.
 
     Cost: a few passes over the residuals of all ranks.
 
@@ -77,7 +77,8 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
         raise ConfigurationError(f"world_size is {world_size!r}; give at least 1 rank")
     olds = [_flat(content) for content in _contents(states, "gradients", ("reducer", "pieces"))]
     _check_states(olds)
-    shards = [old for old in olds if old["rank"] == 0]  # one, unless parameters are divided
+    # a single one, unless parameters are sharded
+    shards = [old for old in olds if old["rank"] == 0]
     new = (
         {**shard, "rank": rank, "world_size": world_size}
         for rank in range(world_size)
@@ -89,16 +90,16 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
 
 
 def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
-    """Return the state of one new rank, from those of all old ones; see ``reshard``.
+    """Return the state of one new rank, built from those of all old ones; see ``reshard``.
 
     Args:
-        template: this rank's ``state_dict()`` before anything is loaded, which has its rank and the
-            number of ranks, its units, and its pieces of the parameters.  If it is an optimizer's,
-            torch's part of the new state (rates, local moments) is taken from old rank r modulo P.
+        template: this rank's ``state_dict()`` before loading; it provides the rank, the number of ranks,
+            the units, and the pieces of the parameters.  For an optimizer, torch's part of the new state
+            (rates, local moments) is taken from old rank r modulo P.
         states: the states of all old ranks.
 
     Raises:
-        ConfigurationError: a state is of another kind than the template, or of an averager; see
+        ConfigurationError: a state is of a different kind than the template, or of an averager; see also
             ``reshard``.
     """
     kind, here = template["kind"], template["content"]
@@ -108,13 +109,13 @@ def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
     else:
         reducer = _checked_like(_flat(here), [_flat(old) for old in olds])
         at = _place_of(reducer["rank"], olds)
-        # of an optimizer, torch's part comes from the old rank; pieces are this run's
+        # an optimizer's torch part comes from the old rank; pieces are those of this run
         content = {**(here if kind == "gradients" else olds[at]), "reducer": reducer}
     return {**states[at], "content": content}
 
 
 def _contents(states: Sequence[State], kind: str, fields: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the contents of states of this kind, which have these fields, and a reducer's state each."""
+    """Return the contents of states of this kind, each with these fields and a reducer's state."""
     content = Fields(dict.fromkeys(fields, object))
     contents = [opened(state, kind, content) for state in states]
     if kind == "averager":
@@ -124,7 +125,7 @@ def _contents(states: Sequence[State], kind: str, fields: Iterable[str]) -> list
             "the model"
         )
     for one in contents:
-        check_number_fields(one["reducer"])
+        check_fields(one["reducer"])
     return contents
 
 
@@ -134,7 +135,7 @@ def _flat(content: State) -> dict[str, Any]:
 
 
 def _place_of(rank: int, olds: Sequence[State]) -> int:
-    """Return the place of old rank r modulo P."""
+    """Return the position of old rank r modulo P."""
     wanted = rank % olds[0]["reducer"]["world_size"]
     return next(at for at, old in enumerate(olds) if old["reducer"]["rank"] == wanted)
 
@@ -162,7 +163,7 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
     pieces = _pieces_of(template)
     for what in ("residual", "velocity"):
         new[what] = {}
-        # by units: a residual is None for a whole unit, or there for all of its parameters
+        # by unit: a residual exists for all parameters of a unit, or for none
         for names, sizes in zip(template["units"], template["sizes"], strict=True):
             placed = [_placed(olds, what, name, before, rank, world_size) for name in names]
             if all(values is None for values in placed):
@@ -175,22 +176,23 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
                     new[what][name] = _box(values, pieces[name]).flatten().clone()
     norms = [s["previous_norm"] for s in states if s["previous_norm"] is not None]
     new["previous_norm"] = sum(norm / len(norms) for norm in norms) if norms else None
-    # shares of k are by unit: with other units they begin again
+    # shares of k are per unit, so they are reset if the units differ
     same = template["units"] == states[0]["units"] and template["sizes"] == states[0]["sizes"]
     new["quotas"] = list(states[0]["quotas"] if same else template["quotas"])
     new["quota_key"] = new["selectors"] = new["collectives"] = None
     return new
 
 
-# ---- of updates: ranks have weights and moments of their own -----------------------------------------
+# ---- updates: ranks have their own weights and moments -----------------------------------------------
 
 
 def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[str, Any]]:
-    """Return a content that begins from the shared weights, with its part of the undelivered mass.
+    """Return a content that starts from the shared weights, with its part of the undelivered mass.
 
-    Moments and steps are taken from old rank r modulo P; exchanges under way are applied first.  If one
-    was refused, or would be because a rank's weights are broken, all begin without their steps since the
-    last exchange, and without broken moments.  The place of that old rank among ``states`` comes first.
+    Moments and steps are taken from old rank r modulo P; exchanges in flight are applied first.  If one
+    was refused, or would be because a rank's weights are broken, all ranks start without their steps
+    since the last exchange, and without broken moments.  The first result is that old rank's position in
+    ``states``.
     """
     different = {str([state[key] for key in ("steps", "state")]) for state in states}
     require(len(different) == 1, f"the saved states are of {different}; give those of one save")
@@ -204,8 +206,8 @@ def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[s
     )
     if returns:
         states = [_without_broken_moments(state, states) for state in states]
-    # Vectors are brought into the form of a reducer's residual, by name, and so placed by the same
-    # rules; momentum, shared weights and moments are not summed but put together from their pieces.
+    # Vectors are converted to the form of a reducer's residual, by name, so the same rules place them.
+    # Momentum, shared weights and moments are not summed but assembled from their pieces.
     flats = [_by_name(state, returns) for state in states]
     place = _flat(template)
     reducer = _checked_like(place, flats)
@@ -241,7 +243,7 @@ def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[s
 
 
 def _without_broken_moments(state: State, states: Sequence[State]) -> State:
-    """Return a state without the moments that hold NaN or Inf on some part of its replica."""
+    """Return a state without the moments that contain NaN or Inf on some part of its replica."""
     rank = state["reducer"]["rank"]
     broken = {
         name
@@ -254,9 +256,9 @@ def _without_broken_moments(state: State, states: Sequence[State]) -> State:
 
 
 def _by_name(state: State, returns: bool) -> dict[str, Any]:
-    """Return a reducer's state whose residual is all undelivered mass; and vectors by name.
+    """Return a reducer's state whose residual is all undelivered mass, and vectors by name.
 
-    If the rank ``returns``, its steps since the last exchange are dropped.
+    If the rank ``returns`` to its last exchange, its steps since then are dropped.
     """
     sizes = state["layout"]
     shared = state["memory"]["shared"].clone()
@@ -274,8 +276,8 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
     kept = state["reducer"]["residual"]
     residual = torch.cat([kept.get(name, shared.new_zeros(size)) for name, size in sizes.items()])
     in_weights = state["residual"] == "weights"
-    # with weights above 1 a rank's own weights show only a part of the residual (``Contributions``); the
-    # hidden part is not in shared - own, and is added
+    # With weights of updates above 1, a rank's own weights show only part of the residual
+    # (``Contributions``).  The hidden part is not in shared - own, so it is added
     hidden = torch.zeros_like(residual)
     for place, shown in zip(state["spans"], state["contributions"]["shown"], strict=True):
         hidden[slice(*place)] = residual[slice(*place)] * (1 - shown)
@@ -287,12 +289,12 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
         if exchange["late"]:
             shared[span] = exchange["shared"]
             own[span] += exchange["weights"]
-        else:  # this rank goes on from the shared weights, which are there already
+        else:  # this rank continues from the shared weights, which are already there
             own[span] = shared[span] - (residual - hidden)[span] * in_weights
     if returns:
         own = shared - (residual - hidden) if in_weights else shared
     # shared - own: local steps since the last exchange, and with residual="weights" the shown residual.
-    # The steps are weighed alike on all ranks, whose counts since then are not known here.
+    # These steps weigh the same on all ranks, because the counts since then are unknown here.
     missing = shared - own + (hidden if in_weights else residual)
     momentum = state["memory"].get("momentum", shared[:0])
     named = {"shared vector": shared, "momentum vector": momentum, "residual": missing}
@@ -315,7 +317,7 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
 def _placed(
     olds: Olds, what: str, name: str, before: int, rank: int, world_size: int
 ) -> Tensor | None:
-    """Return a new rank's part of the residual of a whole parameter; None for zeros."""
+    """Return a new rank's part of a whole parameter's residual; None for zeros."""
     if world_size <= before:
         wholes = [_whole(olds, what, name, r) for r in range(rank, before, world_size)]
         parts = [whole for whole in wholes if whole is not None]
@@ -323,7 +325,7 @@ def _placed(
     old = _whole(olds, what, name, rank % before)
     if old is None:
         return None
-    # in turn, not in ranges: every heir gets an even share of layers whose entries are large
+    # element by element in turn, not in ranges, so layers with large entries are spread evenly
     heirs = len(range(rank % before, world_size, before))
     new = torch.zeros_like(old)
     new[rank // before :: heirs] = old[rank // before :: heirs]
@@ -331,8 +333,9 @@ def _placed(
 
 
 def _whole(olds: Olds, what: str, name: str, rank: int) -> Tensor | None:
-    """Put a parameter's residual on one old rank together from its pieces; None for zeros."""
-    found: dict[str, tuple[Piece, Tensor | None]] = {}  # by piece: several ranks may hold the same
+    """Assemble a parameter's residual on one old rank from its pieces; None for zeros."""
+    # by piece, as several ranks may hold the same one
+    found: dict[str, tuple[Piece, Tensor | None]] = {}
     for state, pieces in olds:
         if state["rank"] != rank or name not in pieces:
             continue
@@ -372,18 +375,18 @@ def _whole(olds: Olds, what: str, name: str, rank: int) -> Tensor | None:
 
 
 def _box(whole: Tensor, piece: Piece) -> Tensor:
-    """Return the view of a piece in a whole parameter."""
+    """Return a view of a piece within a whole parameter."""
     box = whole.view(piece["shape"])
     for dim, (start, length) in enumerate(zip(piece["offset"], piece["size"], strict=True)):
         box = box.narrow(dim, start, length)
     return box
 
 
-# ---- checks: files may come from anywhere ---------------------------------------------------------
+# ---- checks: files are untrusted ------------------------------------------------------------------
 
 
 def _check_states(states: Sequence[State]) -> None:
-    """Refuse anything but the states of all ranks at one step, before memory of their sizes is taken."""
+    """Refuse anything but the states of all ranks at one step, before allocating their memory."""
     if not states:
         raise ConfigurationError("there are no states; give those of all ranks")
     for key in _EQUAL:
@@ -400,7 +403,8 @@ def _check_states(states: Sequence[State]) -> None:
                 f"a saved state is of rank {rank} of {world_size}; give those of one save"
             )
     missing = next((rank for rank in range(world_size) if rank not in ranks), None)
-    if missing is not None:  # the first: a damaged world_size may be any number
+    # only the first is named, because a damaged world_size may be any number
+    if missing is not None:
         raise ConfigurationError(
             f"the saved state of rank {missing} of {world_size} is missing; give those of all ranks"
         )
@@ -409,7 +413,7 @@ def _check_states(states: Sequence[State]) -> None:
 
 
 def _check_tensors(state: State) -> None:
-    """Refuse pieces that are not boxes, and a residual or velocity of a wrong kind or size."""
+    """Refuse pieces that are not boxes, and residuals or velocities of the wrong kind or size."""
     if [*map(len, state["units"])] != [*map(len, state["sizes"])]:
         raise ConfigurationError(
             f"a saved state has sizes {str(state['sizes'])[:60]}, expected one for each of its units' "
@@ -438,7 +442,7 @@ def _check_tensors(state: State) -> None:
 
 
 def _is_box(piece: Any) -> bool:
-    """Tell whether a piece has a shape, an offset and a size of equal dimensions, within that shape."""
+    """Return whether a piece has a shape, an offset and a size of equal dimensions, within the shape."""
     names = ("shape", "offset", "size")
     numbers: list[Any] = [piece.get(k) for k in names] if isinstance(piece, Mapping) else [None]
     if not all(fits(extents, Sequence[int]) for extents in numbers):

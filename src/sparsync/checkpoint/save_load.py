@@ -1,4 +1,4 @@
-"""Save and load checkpoints: on all ranks together, and on all of them or on none."""
+"""Save and load checkpoints: collectively, and on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ __all__ = [
     "seat_of",
 ]
 
-_LATE: Final = 10.0  # seconds until a shared folder shows a rank the files of others
-_MOST: Final = 10**6  # checkpoints to keep
-# kinds of states whose ranks differ in weights
+_LATE: Final = 10.0  # seconds until a shared folder must show a rank the files of others
+_MOST: Final = 10**6  # limit on the number of checkpoints to keep
+# kinds of states in which the ranks' weights differ
 _LOCAL: Final = ("updates", "averager")
-# additions to a rank's state: ``save`` keeps other objects' states there, ``save_state`` a digest
+# additions to a rank's state: ``save`` stores other objects' states there, ``save_state`` a digest
 _BESIDE: Final = Fields({}, {"own": Mapping, "weights": str})
 
 T = TypeVar("T")
 
 Use = Literal["own", "part", "check"]
-"""The use of a state that is read: it becomes this rank's, a part of it does, or it is only checked."""
+"""What a state is read for: to become this rank's, to contribute a part of it, or only to be checked."""
 
 
 class Saveable(Protocol):
-    """The handle that ``attach`` returns, or an optimizer of this library."""
+    """The handle returned by ``attach``, or an optimizer of this library."""
 
     reducer: Reducer
 
@@ -78,22 +78,22 @@ class Saveable(Protocol):
         """Raise if a saved state does not fit, without asking other ranks; change nothing."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Take a state over; all ranks call it together."""
+        """Adopt a state; this is collective."""
 
 
 class Source(Protocol):
-    """The place of the states of all ranks of one save; as a string, its name for messages."""
+    """Holds the states of all ranks from one save; converted to a string, its name for messages."""
 
     def seats(self) -> Collection[Seat]:
         """Return the seats of the saved states."""
 
     def read(self, seat: Seat, use: Use) -> dict[str, Any]:
-        """Return a rank's state; its tensors may be read when they are looked at."""
+        """Return a rank's state; its tensors may be read lazily."""
 
 
 @final
 class _Folder:
-    """Files of ``save``."""
+    """The files written by ``save``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -111,27 +111,27 @@ class _Folder:
 
 
 def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: Any) -> Path:
-    """Write a checkpoint; all ranks call it together, between two steps.
+    """Write a checkpoint; all ranks call this together, between two steps.
 
     Args:
-        sync: the handle that ``attach`` returned.
-        folder: the folder of this run's checkpoints, which all ranks see; made if it is not there.
+        sync: the handle returned by ``attach``.
+        folder: the folder for this run's checkpoints, visible to all ranks; created if necessary.
         keep: the number of newest checkpoints to keep; older ones are removed.  None: all are kept.
         shared: by name, objects and values that are equal on all ranks and saved once, by rank 0:
             anything with a ``state_dict()`` (a model, an optimizer, a scaler, a scheduler), tensors,
-            numbers.  Where updates are exchanged, ``sync`` has every rank's own weights and moments in
-            its state, and any other object with a ``state_dict()`` is saved by every rank.
+            numbers.  For updates, the state of ``sync`` includes every rank's own weights and moments,
+            and any other object with a ``state_dict()`` is saved by every rank.
 
     Returns:
         The folder of this checkpoint.
 
     Raises:
-        CheckpointError: on all ranks, if any of them could not write, does not see the others' files, or
-            has done another number of local steps; earlier checkpoints are untouched, and training may
-            go on.
+        CheckpointError: raised on all ranks if any of them could not write, does not see the others'
+            files, or has made another number of local steps.  Earlier checkpoints are untouched, and
+            training may continue.
         ConfigurationError: ``keep`` or ``folder`` is not valid.
 
-    Cost: writes n elements per rank, and waits until they are on the disk; six messages of 8 bytes.
+    Cost: writes n elements per rank, and waits until they are on disk; six messages of 8 bytes.
 
     Example:
         >>> import tempfile, torch
@@ -157,18 +157,18 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         local = state["kind"] in _LOCAL
         stateful = {n: v for n, v in shared.items() if hasattr(v, "state_dict")}
         plain = {n: v for n, v in shared.items() if n not in stateful}
-        # of shards rank 0 does not have all, and every rank's own state has its own
+        # of a sharded object rank 0 has only a part, and every rank's own state already contains its part
         states = {
             n: {} if _holds_shards(sync, v, state) else v.state_dict() for n, v in stateful.items()
         }
-        # Where updates are exchanged, ranks differ in weights, and so in anything else with a state: a
-        # scheduler or scaler follows its own rank.
+        # For updates, ranks differ in weights, and so in everything else with a state: a scheduler or
+        # scaler follows its own rank.
         own = {n: states.pop(n) for n in list(states) if local and not _holds(sync, shared[n])}
         write_file(target / seat.name, {**state, "beside": {"own": own}} if local else state)
         if seat.place == 0:
             write_file(target / SHARED, {**states, **plain})
 
-    # All write, then all look: only a checkpoint that every rank sees whole lets older ones be removed.
+    # all write, then all look: older checkpoints are removed only if every rank sees the new one complete
     try:
         _together(sync, write, f"write its part of {target}")
         _together(sync, lambda: await_whole(target, _LATE), f"see all files of {target}")
@@ -189,33 +189,33 @@ def load(
     step: int | None = None,
     **shared: Any,
 ) -> dict[str, Any]:
-    """Continue from the last whole checkpoint; all ranks call it together.
+    """Resume from the last complete checkpoint; all ranks call this together.
 
-    With as many ranks as it was saved by, training continues bit for bit.  With another number, or with
-    the parameters divided in another way, every rank reads the files that it needs and takes its part of
-    the residuals (``reshard``).
+    With as many ranks as at saving, training continues bit for bit.  With another number, or with the
+    parameters sharded differently, every rank reads the files that it needs and takes its part of the
+    residuals (``reshard``).
 
     Args:
-        sync: the handle that ``attach`` returned in this run.
-        folder: the folder that was given to ``save``.
-        step: the checkpoint of this step, rather than the last one.
-        shared: by name, the objects that take their states back: the model, the optimizer, ...
+        sync: the handle returned by ``attach`` in this run.
+        folder: the folder given to ``save``.
+        step: load the checkpoint of this step instead of the last one.
+        shared: by name, the objects that load their states: the model, the optimizer, ...
 
     Returns:
-        Everything else that was saved: by name, as it was given to ``save``.
+        Everything else that was saved, by the names given to ``save``.
 
     Raises:
-        NoCheckpointError: there is no whole checkpoint: a ``CheckpointError`` after which training may
-            begin from the start.
-        CheckpointError: ranks do not see the same one, a file is damaged, or holds more than tensors and
-            plain values: files are read with ``weights_only=True`` and run no code.
+        NoCheckpointError: there is no complete checkpoint; this ``CheckpointError`` means that training
+            may start from scratch.
+        CheckpointError: ranks do not see the same one, a file is damaged, or contains more than tensors
+            and plain values: files are read with ``weights_only=True`` and run no code.
         ConfigurationError: it does not fit this run; other ranks may raise ``CheckpointError`` instead.
 
-    If it raises, nothing was changed on any rank: objects that have taken their states get back the
-    former ones.
+    If it raises, nothing has changed on any rank: objects that had already loaded their states are rolled
+    back.
 
-    Cost: reads n elements per rank; with another number of ranks, those that it adds up.  Copies the
-    states of ``shared``, to be able to go back.
+    Cost: reads n elements per rank; with another number of ranks, all residuals that a rank sums up.
+    Copies the states of ``shared``, to be able to roll back.
     """
     path, older = _chosen(sync, _named(folder), step)
     try:
@@ -235,9 +235,9 @@ def _named(folder: Path | str) -> Path:
 
 
 def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[int]]:
-    """Return the last checkpoint that all ranks see whole, and the steps of older ones."""
-    # The newest that every rank sees: the least of the ranks' last ones.  A rank may still lack it, e.g.
-    # if its own folder is another one, which the second question finds out; all ranks ask both.
+    """Return the last checkpoint that all ranks see complete, and the steps of older ones."""
+    # The newest that every rank sees is the least of the ranks' last ones.  A rank may still lack it,
+    # e.g. if its folder is a different one, which the second question reveals; all ranks ask both.
     whole = _together(sync, lambda: whole_checkpoints(folder), f"list {folder}")
     wanted = [number for number, path in whole.items() if step in (None, step_of(path))]
     number = -_greatest(sync, -max(wanted, default=0))
@@ -253,8 +253,8 @@ def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[
 
 
 def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Let every object take its state back, and return the rest; or change nothing."""
-    # reading and checking on all ranks come before the first change on any
+    """Let every object load its state, and return the rest; or change nothing."""
+    # all ranks read and check everything before any rank changes anything
     before, state, beside = _read_states(sync, _Folder(path))
 
     def read() -> dict[str, Any]:
@@ -278,14 +278,14 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
             former[name] = copy.deepcopy(value.state_dict())
             try:
                 value.load_state_dict(content[name])
-            except Exception as error:  # of a model RuntimeError, of an optimizer ValueError, ...
+            except Exception as error:  # models raise RuntimeError, optimizers ValueError, ...
                 raise ConfigurationError(
                     f"the saved {name!r} does not fit: {first_line(error)}; give load() the same kind of "
                     "object as save(), set up in the same way"
                 ) from error
 
     try:
-        # this order: the handle's own state, with a rank's own weights, goes over the shared ones
+        # in this order, because the handle's state, with a rank's own weights, overrides the shared ones
         _together(sync, take, f"take over the shared states in {path}")
         _take_state(sync, state, before, str(path))
     except BaseException:
@@ -296,24 +296,24 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
 
 
 def _holds(sync: Saveable, value: object) -> bool:
-    """Tell whether a handle's own state includes the state of a model or optimizer."""
+    """Return whether a handle's own state includes the state of a model or optimizer."""
     holds: Callable[[object], bool] = getattr(sync, "holds", lambda _value: False)
     return holds(value)
 
 
 def _holds_shards(sync: Saveable, value: object, state: Mapping[str, Any]) -> bool:
-    """Tell whether a handle's state holds that of ``value``, and this rank has only pieces of it."""
+    """Return whether a handle's state includes that of ``value``, of which this rank has only pieces."""
     return _holds(sync, value) and bool(state["content"]["pieces"])
 
 
 def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = False) -> None:
-    """Write this rank's file, and a digest of its weights; all ranks call it together.
+    """Write this rank's file, and a digest of its weights; this is collective.
 
-    ``alone``: the handle is closed, as after training, so ranks cannot be asked.
+    ``alone``: the handle is closed, e.g. after training, so ranks cannot be asked.
 
     Raises:
-        CheckpointError: on all ranks, if any of them has done another number of local steps (then nothing
-            is written), or could not write.
+        CheckpointError: raised on all ranks if any of them has made another number of local steps (then
+            nothing is written), or could not write.
     """
 
     def write() -> None:
@@ -328,7 +328,7 @@ def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = Fals
 
 
 def load_states(sync: Saveable, folder: Path, weights: str) -> None:
-    """Load the files that ``save_state`` wrote on all ranks: this rank's, or its part of all of them.
+    """Load the files that ``save_state`` wrote on all ranks: this rank's own, or its part of all.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -349,13 +349,13 @@ def load_states(sync: Saveable, folder: Path, weights: str) -> None:
 
 
 def load_from(sync: Saveable, source: Source) -> None:
-    """Load this rank's part of the states of all ranks of a save."""
+    """Load this rank's part of the states that all ranks saved."""
     before, state, _ = _read_states(sync, source)
     _take_state(sync, state, before, str(source))
 
 
 def restore(sync: Saveable, state: Callable[[], dict[str, Any]], where: str) -> None:
-    """Load a state that was saved by this rank's seat."""
+    """Load a state saved by this rank's seat."""
     before, found = sync.state_dict(), _together(sync, state, f"read its state in {where}")
     _together(sync, lambda: sync.validate(found), f"load its state in {where}")
     _take_state(sync, found, before, where)
@@ -364,7 +364,7 @@ def restore(sync: Saveable, state: Callable[[], dict[str, Any]], where: str) -> 
 def _read_states(
     sync: Saveable, source: Source
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return this rank's present state, its saved state, which fits on all ranks, and its additions."""
+    """Return this rank's current state, its saved state, valid on all ranks, and the additions to it."""
     seat, before = seat_of(sync), sync.state_dict()
     seats = _together(sync, source.seats, f"list {source}")
 
@@ -383,8 +383,8 @@ def _read_states(
             )
         return state_like(before, [source.read(one, _use(one, seat)) for one in seats])
 
-    # Bit for bit only if every rank finds its own state: if one does not, all take parts of all, for
-    # mass would be counted twice if some took theirs whole.
+    # Bit for bit only if every rank finds its own state.  If one does not, all take parts of all states,
+    # because mass would be counted twice if some ranks took their whole state.
     state = _together(sync, mine, f"read its state in {source}")
     if _greatest(sync, int(state is None)):
         state = _together(sync, part_of_all, f"read the states in {source}")
@@ -400,7 +400,7 @@ def _read_states(
 
 
 def _use(old: Seat, new: Seat) -> Use:
-    """Tell whether a new rank gets a part of an old rank's state; rank 0's has the common fields."""
+    """Return how a new rank uses an old rank's state; rank 0's state has the common fields."""
     shared = old.rank == 0
     heir = old.rank % new.ranks == new.rank or new.rank % old.ranks == old.rank
     return "part" if shared or heir else "check"
@@ -409,14 +409,14 @@ def _use(old: Seat, new: Seat) -> Use:
 def _take_state(
     sync: Saveable, state: Mapping[str, Any], before: Mapping[str, Any], where: str
 ) -> None:
-    """Let this rank's state be loaded; if that fails on any rank, for any reason, all go back."""
+    """Load this rank's state; if that fails on any rank, for any reason, all ranks roll back."""
     scale = sync.reducer.scale
     try:
         _together(sync, lambda: sync.load_state_dict(state), f"load its state in {where}")
     except Exception:
-        # loading brings a state to the present scale, so it must be right
+        # loading rescales a state to the current scale, so it must be restored first
         sync.reducer.set_scale(scale)
-        with suppress(CommunicationError):  # the others are gone: the first error says so
+        with suppress(CommunicationError):  # peers are gone, as the first error already says
             sync.load_state_dict(before)
         raise
 
@@ -425,7 +425,7 @@ def _take_state(
 
 
 def _communicators(sync: Saveable) -> Sequence[Communicator]:
-    """Return the replicas of this shard and, where parameters are divided, this replica's shards."""
+    """Return the replicas of this shard and, if parameters are sharded, this replica's shards."""
     found: Sequence[Communicator] = getattr(sync, "communicators", (sync.reducer.comm,))
     return found
 
@@ -445,12 +445,12 @@ def _greatest(sync: Saveable, number: int) -> int:
 
 
 def _same_steps(sync: Saveable) -> int:
-    """Return the number of local steps that all ranks have done.
+    """Return the number of local steps, which must be equal on all ranks.
 
     Raises:
-        CheckpointError: ranks have done different numbers.
+        CheckpointError: ranks have made different numbers of steps.
     """
-    # the least is minus the greatest of the negatives: one primitive serves for both
+    # the minimum is minus the maximum of the negatives, so one primitive serves for both
     here = getattr(sync, "steps", sync.reducer.step)
     least, most = -_greatest(sync, -here), _greatest(sync, here)
     if least != most:

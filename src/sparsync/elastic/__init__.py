@@ -1,4 +1,4 @@
-"""Ranks come and go, and training goes on; see ``docs/elastic.md``.  Built on torchft."""
+"""Elastic training: it continues while ranks join and leave; see ``docs/elastic.md``.  Uses torchft."""
 
 from sparsync.elastic.group import ElasticGroup, make_manager
 

@@ -1,6 +1,6 @@
-"""How a rank takes part in a group that changes: it asks for quorums, meets, fetches and recovers.
+"""How a rank takes part in a changing group: it asks for quorums, meets, fetches and recovers.
 
-torchft's manager says which ranks are there; ``members`` decides about the open step.
+torchft's manager determines which ranks are present; ``members`` decides about the open step.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from sparsync.transports.ledger import Raw
 __all__ = ["Attendance", "check_options", "summing"]
 
 _PATIENCE: Final = 600.0  # seconds without a quorum after which training ends
-_PAUSE: Final = 0.2  # seconds between requests for one
-_RETURN: Final = 60.0  # seconds that ranks without the weights wait for one that has them
-_EXACT: Final = 2**53  # integers below this are exact in float64, in which votes travel
-_LOOK: Final = 100  # steps between comparisons of the weights, which take a pass over them
-_EXTRAS: Final = 2**26  # most bytes of the schedulers and the like that a rank takes over
+_PAUSE: Final = 0.2  # seconds between requests for a quorum
+_RETURN: Final = 60.0  # seconds that ranks without the weights wait for a rank that has them
+_EXACT: Final = 2**53  # votes are sent as float64, which is exact for integers below this
+_LOOK: Final = 100  # steps between comparisons of the weights, each of which takes a pass over them
+_EXTRAS: Final = 2**26  # limit on the bytes of schedulers and the like that a rank takes over
 
 
 def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse options that are not for ranks that come and go.
+    """Refuse options that do not work with elastic training.
 
     Raises:
         ConfigurationError: names the option.
@@ -59,7 +59,7 @@ def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer])
     }.items():
         if there:
             raise ConfigurationError(f"{what} is not for elastic=; omit one of them")
-    # the manager's group has opened its sockets before ``attach``
+    # the manager's group opened its sockets before ``attach``
     given = [f"{name}=..." for name, value in carried.sockets.items() if value is not None]
     if carried.name != "auto":
         given = [repr(carried.name), *given]
@@ -74,44 +74,44 @@ def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer])
 
 
 def _numbers(rates: Rates) -> list[list[tuple[str, str]]]:
-    """Return the rates that are numbers, without their last bits, in which schedulers may differ."""
+    """Return the numeric rates, rounded because schedulers may differ in the last bits."""
 
     def text(value: Any) -> str:
         if isinstance(value, torch.Tensor):
             value = value.tolist()
         if isinstance(value, list | tuple):
             return " ".join(map(text, value))
-        # functions and other objects have no text that is equal on all ranks
+        # functions and other objects have no text that would be equal on all ranks
         return f"{value:.12g}" if isinstance(value, int | float) else ""
 
     return [[(key, text(its[key])) for key in sorted(its)] for one in rates for its in one]
 
 
 def summing(algorithm: Algorithm) -> Algorithm:
-    """Return an algorithm that only sums, for ``Attendance.commit`` divides.
+    """Return the algorithm without averaging, because ``Attendance.commit`` divides.
 
-    Not all ranks have gradients in a total: one that is behind, or leaves, takes part without.
+    Not all ranks have gradients in a total: a rank that is behind, or leaves, contributes none.
     """
     return replace(algorithm, average=False)
 
 
 @final
 class Attendance:
-    """One rank's part in the quorums of a ``torchft.Manager``.
+    """Represents one rank in the quorums of a ``torchft.Manager``.
 
     Args:
-        manager: torchft's.
-        reducer: of a ``summing`` algorithm, and ``changing``.
+        manager: torchft's manager.
+        reducer: has a ``summing`` algorithm, and is ``changing``.
         weights: returns a digest of the weights that are equal on all ranks.
-        rates: returns the optimizers' present rates, which must be equal as well.
+        rates: returns the optimizers' current rates, which must also be equal.
         average: divide totals by the number of ranks whose gradients are in them.
         settings: further settings that must be equal on all ranks.
 
     Attributes:
         catch_up: the fetch of another rank's state, while this rank is behind.
-        offered: a copy of this rank's state is being served.
+        offered: whether a copy of this rank's state is being served.
         last_step: the number of the group that exchanged the last step, its number of contributors, and
-            whether this rank is one.
+            whether this rank is one of them.
     """
 
     def __init__(
@@ -129,14 +129,12 @@ class Attendance:
         self.manager, self.group, self.reducer = manager, group_of(manager), reducer
         self.members = Members(reducer, number_of(weights()), set_up_digest(reducer, **settings))
         self.offered = self._asked = self._joined = False
-        self._met = False  # the roll was called for the open step already
+        self._met = False  # whether the roll was already called for the open step
         self._outside = False  # see ``outside_steps``
-        self._since = 0  # the step from which on this rank contributes
+        self._since = 0  # the first step to which this rank contributes
         self.catch_up: CatchUp | None = None
-        self._donor, self._ready = (
-            0,
-            False,
-        )  # of ``catch_up``: the donor's number, and whether it is here
+        # of ``catch_up``: the donor's number, and whether the copy has arrived
+        self._donor, self._ready = 0, False
         # the donor's further states, once this rank has caught up
         self._extras: dict[str, Any] | None = None
         self.last_step = (0, 0, False)
@@ -145,15 +143,15 @@ class Attendance:
 
     def ask(self) -> None:
         """Ask for a quorum without waiting for it, unless the open step has one."""
-        # torchft asks on a thread of its own, so the answer comes while the forward pass runs
+        # torchft asks on a separate thread, so the answer arrives during the forward pass
         if not self._asked and not self._met:
-            with suppress(Exception):  # ``_quorum`` asks again when a quorum is needed
+            with suppress(Exception):  # ``_quorum`` asks again when it needs the quorum
                 self.manager.start_quorum(allow_heal=False)
                 self._asked = True
 
     def ready(self) -> None:
-        """Wait for the open step's quorum; if it is not the one of the last step, meet."""
-        # after a failure the roll may have been called for this step already
+        """Wait for the open step's quorum; call the roll if it differs from the last step's."""
+        # after a failure, the roll may already have been called for this step
         if not self._met:
             quorum = self._quorum()
             if quorum.number != self.members.attempt:
@@ -168,7 +166,7 @@ class Attendance:
                 self._fetch(self.group.quorum, self.members.first)
 
     def join(self) -> None:
-        """Meet the others before the open step, for which no quorum is asked again."""
+        """Meet the others before the open step, which then needs no further quorum."""
         self.ready()
         self._met = True
 
@@ -176,8 +174,8 @@ class Attendance:
     def outside_steps(self) -> Iterator[None]:
         """Return a context in which this rank takes part in an exchange outside of its loop's steps.
 
-        It does not catch up in that one, after which its loop does not step the schedulers that it would
-        take over.
+        It does not catch up in such an exchange, because its loop does not step the schedulers after it,
+        whose states it would take over.
         """
         self._outside = True
         try:
@@ -191,9 +189,9 @@ class Attendance:
         attempt: Callable[[], Coroutine[Operation, None, None]],
         missed: Callable[[], bool],
     ) -> bool:
-        """Exchange the open step again until a group has all of it.
+        """Repeat the exchange of the open step until a whole group has succeeded.
 
-        ``missed`` is called when the others have gone on without this rank; it returns whether
+        ``missed`` is called if the others have continued without this rank; it returns whether
         ``attempt`` can take part in their step.
 
         Returns:
@@ -202,8 +200,8 @@ class Attendance:
         failed: CommunicationError | None = failure
         while failed is not None:
             verdict = self.recover(failed)
-            # True only where no attempt follows: then the rows of the roll hold for the next step, whose
-            # quorum is here already; after an attempt those of its votes do
+            # True only if no attempt follows: the roll's rows then hold for the next step, whose quorum
+            # is already known.  After an attempt, its votes' rows hold
             failed, self._met = None, False
             if self.reducer.comm.rank in verdict.stale and not missed():
                 self._met = True
@@ -218,18 +216,18 @@ class Attendance:
         return True
 
     def recover(self, error: CommunicationError) -> Verdict:
-        """Give the exchange up, and meet the ranks that are left."""
+        """Abandon the exchange, and meet the remaining ranks."""
         return self._meet(self._again(error))
 
     def end(self, copy: Callable[[], memoryview]) -> bytearray | None:
-        """Wait until all have applied the last step, and those that are behind have fetched a copy.
+        """Wait until all have applied the last step, and ranks that are behind have fetched a copy.
 
         Returns:
-            Another rank's copy, if this one was behind.
+            Another rank's copy if this rank was behind, else None.
         """
         members, reached = self.members, self.reducer.step
         while not members.left:
-            # a roll has taken this rank back: it has left its training loop, and cannot do the step again
+            # a roll has set this rank back, but it has left its training loop and cannot redo the step
             if self.reducer.step < reached:
                 place = self.reducer.comm.ledger.place(reached - 1)
                 raise PeerError(
@@ -250,13 +248,13 @@ class Attendance:
         return self.catch_up.copy[1]
 
     def _has_copy(self) -> bool:
-        """Tell whether this rank has the last weights, or a copy of them; if not, fetch one."""
+        """Return whether this rank has the last weights, or a copy of them; if not, fetch a copy."""
         if not self.members.behind:
             return True
         catch_up, quorum = self.catch_up, self.group.quorum
         assert catch_up is not None and quorum is not None
-        with suppress(PeerError):  # the copy does not come: fetch another one
-            # ``end`` returns the copy as it is, without repeating steps: it has to be of the last one
+        with suppress(PeerError):  # the fetch failed; start another one
+            # ``end`` returns the copy unchanged, without repeating steps, so it must be of the last step
             if catch_up.since >= self.reducer.step:
                 return catch_up.done
         self._fetch(quorum, self.members.first)
@@ -266,7 +264,7 @@ class Attendance:
         """Wait for a quorum.
 
         Raises:
-            DeadlineError: none for ten minutes.
+            DeadlineError: there was none for ten minutes.
         """
         until, said = time.monotonic() + _PATIENCE, False
         while True:
@@ -278,12 +276,12 @@ class Attendance:
                 self.manager.wait_quorum()
                 if self.group.quorum is not None and self.manager.errored() is None:
                     return self.group.quorum
-                # torchft catches errors of ``reconfigure``, and only notes them
+                # torchft catches errors of ``reconfigure``, and only records them
                 reason = str(self.manager.errored()).splitlines()[0]
             except Exception as error:  # of any type that torchft and its server raise
                 reason = (str(error) or type(error).__name__).splitlines()[0]
-                # ``start_quorum`` (torchft-nightly 2026.10.26) begins with the result of the last future:
-                # one that has failed would raise the same error again for ever
+                # ``start_quorum`` (torchft-nightly 2026.10.26) first takes the result of the last future.
+                # A failed future would raise the same error forever
                 self.manager._quorum_future = None
             if time.monotonic() > until:
                 raise DeadlineError(
@@ -296,27 +294,25 @@ class Attendance:
                     f"{self.reducer.place}: no quorum yet ({reason}); training waits, and "
                     "nothing is lost"
                 )
-            # no pause after a long wait: the quorum that is formed now may count on this rank
+            # no pause after a long wait, because the quorum forming now may include this rank
             time.sleep(max(began + _PAUSE - time.monotonic(), 0))
 
     def _again(self, error: CommunicationError) -> Quorum:
-        """Give the exchange up, let the others do the same, and return the next quorum."""
-        # first of all: the others may wait for this rank's messages until their deadline
+        """Abandon the exchange, make the others abandon it too, and return the next quorum."""
+        # first, because the others may be waiting for this rank's messages until their deadline
         self.group.comm.give_up()
-        # torchft counts failed steps, and the lighthouse makes a new quorum after one even where its
-        # members are the same; whatever becomes of the report, a quorum is needed
+        # torchft counts failed steps, and after one the lighthouse forms a new quorum even if its members
+        # are the same.  A quorum is needed whether or not the report succeeds
         with suppress(Exception):
             self.manager.report_error(error)
             self.manager.should_commit()
-        self._asked = (
-            False  # a quorum that was asked for before the failure is that of the broken group
-        )
+        self._asked = False  # a quorum requested before the failure belongs to the broken group
         return self._quorum()
 
     def _meet(self, quorum: Quorum) -> Verdict:
-        """Call the roll of a quorum, or of the next one that holds.
+        """Call the roll of a quorum, or of later ones until one succeeds.
 
-        Ranks without the weights wait for those that have them, whose heartbeats may only be late.
+        Ranks without the weights wait for ranks that have them, whose heartbeats may only be late.
         """
         until = time.monotonic() + _RETURN
         while True:
@@ -328,13 +324,13 @@ class Attendance:
             except CommunicationError as error:
                 quorum = self._again(error)
             except CheckpointError as error:
-                # a rank that stands still, or whose heartbeats are late, has the weights and comes back
+                # a stalled rank, or one with late heartbeats, has the weights and will return
                 if time.monotonic() > until:
                     raise
                 time.sleep(_PAUSE)
                 quorum = self._again(PeerError(str(error)))
         stale = quorum.rank in verdict.stale
-        # a fetch outlives changes of the group, whose ranks have other numbers then, but not its donor
+        # a fetch survives a change of the group, which renumbers the ranks, if its donor is still there
         known = self.catch_up is not None and self.catch_up.donor in quorum.names
         if (stale or (self.members.behind and not known)) and not self.members.idle:
             self._fetch(quorum, verdict.donor)
@@ -347,14 +343,14 @@ class Attendance:
     async def agree(self, told: Callable[[], dict[str, Any]]) -> None:
         """Vote, and send the states of ``told`` to ranks whose gradients count from the next step on."""
         members, comm = self.members, self.reducer.channel("roll")
-        # before the vote: a share that does not arrive lets the attempt fail, as any other message
+        # before the vote: an undelivered share makes the attempt fail, like any other message
         await members.deal()
         compared = members.counts and not members.idle
         facts = [compared, *(self._numbers() if compared else (0, 0, 0)), self._since]
         await members.vote(facts, donor=self._donor, ready=self._ready)
         self._check_alike()
         self._joined = bool(members.newcomers)
-        # ranks that fetch count for nothing in the open step: copies stay until there is none
+        # fetching ranks do not count in the open step; copies are kept until no rank fetches
         if self.offered and not members.fetching:
             self.group.copies.drop()
             self.offered = False
@@ -368,28 +364,28 @@ class Attendance:
                 self._extras = unpacked(raw.numpy())
 
     def _numbers(self) -> tuple[float, ...]:
-        """Return a digest of the rates, the learning rate, and now and then a digest of the weights."""
+        """Return a digest of the rates, the learning rate, and periodically a digest of the weights."""
         present = self.rates()
         rates, lr = number_of(repr(_numbers(present))), float(present[0][0].get("lr") or 0)
-        # at intervals, and in the step after a rank has joined; 0 in between
+        # periodically, and in the step after a rank has joined; otherwise 0
         looks = self._joined or self.reducer.step % _LOOK == 0
         weights = number_of(self.weights()) if looks else 0
-        # numbers of 64 bits, of which float64 holds 53
+        # reduced from 64 bits, because float64 holds only 53
         return rates % _EXACT, lr, weights % _EXACT
 
     def _check_alike(self) -> None:
-        """Refuse rates and weights that are not those of the rank that has contributed for longest.
+        """Refuse rates and weights that differ from the rank that has contributed for the longest time.
 
-        Of several such ranks, the lowest holds; ranks that do not contribute yet do not compare.
+        Among several such ranks, the lowest decides; ranks that do not contribute yet do not compare.
 
         Raises:
-            ConfigurationError: on the rank that differs; the others go on without it.
+            ConfigurationError: raised on the rank that differs; the others continue without it.
         """
         me, told = self.reducer.comm.rank, self.members.told.tolist()
         if not told[me][0]:
             return
-        # The longest, not the majority: newcomers with a schedule of their own may be many, and it is
-        # they who are to end.
+        # The longest, not the majority: there may be many newcomers with a different schedule, and they
+        # are the ones that must end.
         counted = [rank for rank, (counts, *_) in enumerate(told) if counts]
         first = min(counted, key=lambda rank: (told[rank][-1], rank))
         _, rates, lr, weights, _ = told[me]
@@ -408,7 +404,7 @@ class Attendance:
             )
 
     def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
-        """Commit the open step; return the averages over the ranks whose gradients are in them."""
+        """Commit the open step; return averages over the ranks whose gradients are in the totals."""
         averages = self.reducer.commit(propagate_nonfinite=propagate_nonfinite)
         contributors = self.members.contributors
         if contributors > 1 and self._average:
@@ -417,17 +413,17 @@ class Attendance:
         return averages
 
     def close(self, step: int, *, applied: bool) -> bool:
-        """Go on to the step after ``step``; tell whether this rank has caught up with it."""
+        """Advance to the step after ``step``; return whether this rank has caught up with it."""
         members = self.members
         self.last_step = members.attempt, members.contributors, members.counts
-        # ``still``: the rows of the votes hold; after a roll this rank goes on by those of the roll
+        # ``still``: the rows of the votes hold; after a roll, those of the roll do
         arrived = members.committed(step, still=not self._met, applied=applied)
         if arrived:
             self._since = step + 1
         else:
             self._extras = None
-        # Only for torchft's own count of steps, from which its quorums tell ranks that lag.  The number
-        # is set to this library's: a rank that has joined would never reach the others' by counting.
+        # Only for torchft's own step count, by which its quorums recognise lagging ranks.  It is set to
+        # this library's count, because a rank that has joined could never reach the others' by counting.
         with suppress(Exception):
             self.manager.should_commit()
             batches = self.manager.batches_committed()
@@ -445,15 +441,15 @@ class Attendance:
     # ---- copies ------------------------------------------------------------------------------------
 
     def offer(self, copy: Callable[[], memoryview]) -> None:
-        """Serve a copy of the state before the open step, if a rank wants one and this has it."""
+        """Serve a copy of the state before the open step, if a rank wants one and this rank has it."""
         members = self.members
-        # the optimizers of idle ranks do not step any more: a copy of them would be old
+        # the optimizers of idle ranks no longer step, so their copy would be outdated
         if self.group.copies.wanted.is_set() and not (members.behind or members.idle):
             self.offered = True
             self.group.copies.offer(self.reducer.step, copy())
 
     def _fetch(self, quorum: Quorum, donor: int) -> None:
-        """Begin to fetch a copy of the donor's state."""
+        """Start fetching a copy of the donor's state."""
         if self.catch_up is not None:
             self.catch_up.stop()
         endpoint, timeout = quorum.copies[donor], self.group.comm.timeout
@@ -461,7 +457,7 @@ class Attendance:
         self._donor, self._ready = donor, False
 
     def withdraw(self) -> None:
-        """Leave without training on."""
+        """Leave without further training."""
         if self.catch_up is not None:
             self.catch_up.stop()
             self.catch_up = None

@@ -1,10 +1,11 @@
-"""How a rank that joins gets the others' weights while they train on.
+"""How a joining rank gets the others' weights while they train on.
 
-It fetches a copy of the state before some step, and keeps all averages from the step on in which it began
-to fetch.  Then it applies these to the copy as the others have; its weights are theirs, bit for bit.
+It fetches a copy of the state before some step, and keeps all averages from the step in which it started
+to fetch.  Then it applies these to the copy in the same way as the others, so its weights equal theirs,
+bit for bit.
 
-Where gradients are exchanged, it keeps the gradients that its optimizers are given, and repeats the
-steps of the donor's optimizers, with their learning rates and in their order.
+If gradients are exchanged, it keeps the gradients given to its optimizers, and repeats the steps of the
+donor's optimizers, with their learning rates and in their order.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ Rates = list[list[dict[str, Any]]]
 """The settings of all optimizers' groups, without parameters: learning rates, decay, ..."""
 
 Taken = dict[int, list[tuple[int, list[dict[str, Any]]]]]
-"""By exchange, the optimizers' steps after it, in order: the optimizer's number, its groups' rates."""
+"""By exchange, the optimizers' steps after it, in order: number of the optimizer, rates of its groups."""
 
 Kept = tuple[Tensor, Tensor] | Tensor | None
-"""A gradient: its indices and values if most of it is zero."""
+"""A gradient; as indices and values if most of it is zero."""
 
 
 def rates_of(optimizers: Sequence[torch.optim.Optimizer]) -> Rates:
-    """Return the present rates of optimizers, by optimizer and group."""
+    """Return the current rates of optimizers, by optimizer and group."""
     return [
         [{k: v for k, v in group.items() if k != "params"} for group in one.param_groups]
         for one in optimizers
@@ -60,8 +61,8 @@ def make_copy(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> 
 def load_copy(
     raw: bytes | bytearray, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Load a state that ``make_copy`` has returned."""
-    # ``unpacked`` and not pickle: the bytes come from another machine, and must not run code
+    """Load a state returned by ``make_copy``."""
+    # ``unpacked`` instead of pickle: the bytes come from another machine, and must not run code
     content = Fields({"model": Mapping, "optimizers": Each((Mapping,) * len(optimizers))})
     states = opened(unpacked(raw), "elastic gradients", content)
     model.load_state_dict(states["model"])
@@ -71,15 +72,15 @@ def load_copy(
 
 @final
 class CatchUp:
-    """One fetch of a copy, and a log of the averages that have come since it began.
+    """One fetch of a copy, and a log of the averages that arrived since it started.
 
     Args:
         donor: name of the rank whose copy is fetched from ``source``.
-        timeout: seconds without a piece after which the fetch is given up.
-        since: the first step whose averages will be kept.
+        timeout: seconds without a piece after which the fetch is abandoned.
+        since: the first step whose averages are kept.
 
     Attributes:
-        copy: once it is here: the step before which it was made, and its bytes.
+        copy: None until the copy has arrived, then the step before which it was made, and its bytes.
         log: by step, the gradients of each optimizer that has stepped, by its number; or averages of
             updates with their momentum.
     """
@@ -91,8 +92,8 @@ class CatchUp:
         self._error: SparsyncError | None = None
         self._stopped = False
 
-        # On a thread of its own, with a socket of its own: meanwhile this rank takes part in every
-        # step.  An older copy than of ``since`` is not accepted, for steps before that are not in the
+        # On a separate thread, with a separate socket, because this rank takes part in every step in the
+        # meantime.  A copy older than ``since`` is not accepted, because earlier steps are not in the
         # log.
         def work() -> None:
             try:
@@ -106,22 +107,22 @@ class CatchUp:
 
     @property
     def done(self) -> bool:
-        """Whether the copy is here.
+        """Whether the copy has arrived.
 
         Raises:
-            PeerError: the copy does not come.
+            PeerError: the fetch failed.
         """
-        # raised here, on the thread that can begin another fetch
+        # raised here, on the thread that can start another fetch
         if self._error is not None:
             raise PeerError(f"{self._error}; another rank is asked") from self._error
         return self.copy is not None
 
     def stop(self) -> None:
-        """Fetch no more."""
+        """Stop fetching."""
         self._stopped = True
 
     def close(self) -> None:
-        """Fetch no more, and wait until the thread has ended."""
+        """Stop fetching, and wait until the thread has ended."""
         self.stop()
         self._thread.join()
 
@@ -130,21 +131,21 @@ class CatchUp:
 def keep_gradients(
     catch_up: CatchUp, step: int, number: int, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Keep the gradients that an optimizer, the ``number``-th, is given, and take them away from it."""
+    """Keep the gradients given to the ``number``-th optimizer, and remove them from its parameters."""
     here: list[Kept] = []
     for parameter in _parameters(optimizer):
-        # None: the optimizer passes over it, and does not spend time on weights that will be replaced
+        # with None the optimizer skips the parameter, saving work on weights that will be replaced
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             here.append(None)
             continue
         flat = gradient.reshape(-1)
         at = flat.nonzero().flatten()
-        # averages of sparse messages are mostly zero: a third of the elements as pairs, with indices of
-        # 32 bits, takes two thirds of the memory
+        # averages of sparse messages are mostly zero: up to a third nonzero, pairs with 32-bit indices
+        # save at least a third of the memory
         few = 3 * at.numel() < flat.numel()
         here.append((at.to(torch.int32), flat[at]) if few else flat.clone())
-    # the first step's: a second one with the same gradients finds none here
+    # only the first step's: a second step with the same gradients would find none
     catch_up.log.setdefault(step, {}).setdefault(number, here)
 
 
@@ -159,15 +160,15 @@ def repeat(
     """Bring the weights to their state on the other ranks before the optimizers' step ``step``.
 
     Raises:
-        PeerError: an optimizer has stepped on the donor (``taken``) and not here.
+        PeerError: an optimizer has stepped on the donor (``taken``) but not on this rank.
     """
     assert catch_up.copy is not None
     begin, raw = catch_up.copy
-    # those of the open step, which the optimizers are about to take
+    # the gradients of the open step, which the optimizers are about to apply
     gradients = [[p.grad for p in _parameters(one)] for one in optimizers]
     load_copy(raw, model, optimizers)
     for done in range(begin, step):
-        # not all optimizers step after every exchange: those of a GAN take turns
+        # not all optimizers step after every exchange; those of a GAN alternate
         for number, groups in taken.get(done, []):
             kept = catch_up.log.get(done, {}).get(number)
             if kept is None:
@@ -179,7 +180,7 @@ def repeat(
             one = optimizers[number]
             for group, its in zip(one.param_groups, groups, strict=True):
                 group.update(its)
-            # as the optimizer got them, after clipping and the like between backward() and its step
+            # as given to the optimizer, i.e. after clipping and the like
             for parameter, gradient in zip(_parameters(one), kept, strict=True):
                 parameter.grad = _whole(gradient, parameter)
             one.step()

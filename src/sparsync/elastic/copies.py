@@ -1,7 +1,7 @@
-"""Copies of a rank's state for those that join: sent in pieces while training goes on, without loss.
+"""Copies of a rank's state for joining ranks: sent in pieces, losslessly, while training continues.
 
-Of the four bytes of a float32, only the one that has most of the exponent is compressed: the
-others are noise.
+Of the four bytes of a float32, only the one with most of the exponent is compressed; the others are
+noise.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from sparsync.transports.zmq.mesh import bind, tcp
 
 __all__ = ["CopyServer", "Source", "fetch", "pack", "unpack"]
 
-PIECE: Final = 2**18  # bytes; small, since exchanges pass through the same links
-# pieces that are asked for before the first of them has come, so that the link's latency is not idle
+PIECE: Final = 2**18  # bytes; small, because exchanges use the same links
+# pieces requested before the first of them has arrived, to hide the link's latency
 AHEAD: Final = 4
-_LOOK: Final = 0.05  # seconds between questions whether there is a copy
+_LOOK: Final = 0.05  # seconds between questions whether a copy exists
 _ANSWER: Final = struct.Struct("<qq")  # step, bytes; 0 bytes: not yet
 _ASK: Final = struct.Struct(
     "<cqq"
 )  # "?" (is there a copy?) or "!" (a piece, please), step, first byte
-_LONGEST: Final = 2**10  # bytes of a frame that asks, encryption included
+_LONGEST: Final = 2**10  # longest request frame in bytes, including encryption
 
 
 def pack(raw: bytes | memoryview) -> bytes:
-    """Return bytes that ``unpack`` undoes; about a tenth fewer where they are float32 weights.
+    """Return bytes that ``unpack`` restores; float32 weights shrink by about a tenth.
 
     Example:
         >>> unpack(pack(b"0123456789")) == b"0123456789"
         True
     """
-    # columns, so that the compressor finds exponents next to each other; the last one is the highest
-    # byte, for numbers are little-endian
+    # in columns, so the compressor sees exponents next to each other; the last column is the highest
+    # byte, because numbers are little-endian
     words = np.frombuffer(raw, np.uint8, count=len(raw) // 4 * 4).reshape(-1, 4)
     high, low = zlib.compress(words[:, 3].tobytes(), 1), words[:, :3].tobytes()
     return struct.pack("<II", len(raw), len(high)) + high + low + bytes(raw[words.size :])
@@ -59,20 +59,20 @@ def unpack(packed: bytes) -> bytes:
 
 
 class Source(NamedTuple):
-    """The place from which a copy can be fetched."""
+    """The address from which a copy can be fetched."""
 
     endpoint: str  # without keys, the address is followed by a blank and the password
-    key: bytes = b""  # the only public key that the server may have
-    keys: CurveKeys | None = None  # this rank's own
+    key: bytes = b""  # the only acceptable public key of the server
+    keys: CurveKeys | None = None  # this rank's own keys
 
 
 @final
 class CopyServer:
-    """Serves a copy of this rank's state, on a thread of its own; with keys, only to listed ones.
+    """Serves a copy of this rank's state on a separate thread; with keys, only to listed peers.
 
     Attributes:
         endpoint: the server's address; without keys, followed by a blank and the password.
-        wanted: a rank has asked for a copy, and there is none: ``offer`` one.
+        wanted: set if a rank has asked for a copy and there is none; ``offer`` one then.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class CopyServer:
         advertise: str | None,
         keys: CurveKeys | None = None,
     ) -> None:
-        # a context, so an I/O thread, of its own: pieces do not queue up with the messages of exchanges
+        # a separate context, with its own I/O thread: pieces do not queue behind messages of exchanges
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.ipv6 = ":" in interface
         guard: CurveKeys | Password = Password() if keys is None else keys
-        # both before ``bind``: from then on strangers may connect
+        # both before ``bind``, after which strangers may connect
         guard.guard(self._socket)
         self._socket.maxmsgsize = _LONGEST
         bind(self._socket, tcp(interface), port_range)
@@ -106,13 +106,13 @@ class CopyServer:
 
     def offer(self, step: int, raw: bytes | memoryview) -> None:
         """Serve a copy of the state before the optimizer's step ``step``."""
-        # an older copy stays for a rank that is in the middle of it.  A new dictionary: the thread may be
-        # looking through the present one, and would end if it grew meanwhile
+        # An older copy is kept for a rank in the middle of fetching it.  A new dictionary is created,
+        # because the thread may be iterating over the current one, and would fail if it grew
         self._copies = {**self._copies, step: raw}
         self.wanted.clear()
 
     def drop(self) -> None:
-        """Forget all copies."""
+        """Drop all copies."""
         self._copies = {}
 
     def close(self) -> None:
@@ -126,16 +126,16 @@ class CopyServer:
                 continue
             who, *frames = self._socket.recv_multipart()
             if len(frames) != 1 or len(frames[0]) != _ASK.size:
-                continue  # no question of this library's
+                continue  # not a request of this library
             answer = self._answer(*_ASK.unpack(frames[0]))
             if answer is not None:
-                # the question goes along: the asker tells pieces apart by it
+                # the request is echoed, so the asker can tell pieces apart
                 self._socket.send_multipart([who, frames[0], answer])
         self._socket.close(linger=0)
         self._context.term()
 
     def _answer(self, what: bytes, step: int, first: int) -> bytes | None:
-        # once: ``drop`` puts another dictionary in its place at any time
+        # read once, because ``drop`` may replace the dictionary at any time
         copies = self._copies
         if what == b"?":
             found = max((since for since in copies if since >= step), default=None)
@@ -150,10 +150,10 @@ class CopyServer:
 def fetch(
     source: Source | str, timeout: float, since: int = 0, stop: Callable[[], bool] = lambda: False
 ) -> tuple[int, bytearray]:
-    """Fetch a rank's copy of step ``since`` or a later one; return its step and its bytes.
+    """Fetch a rank's copy of step ``since`` or later; return its step and its bytes.
 
     Raises:
-        DeadlineError: nothing came for ``timeout`` seconds, or no copy was made in six times that.
+        DeadlineError: nothing arrived for ``timeout`` seconds, or no copy was made in six times that.
         PeerError: ``stop`` returned True.
     """
     place, key, keys = Source(source) if isinstance(source, str) else source
@@ -174,7 +174,7 @@ def fetch(
     def answer() -> tuple[bytes, int, int, bytes]:
         nonlocal heard
         while not socket.poll(100):
-            # looked at ten times a second, so that closing a handle does not wait for a silent donor
+            # checked ten times a second, so closing a handle does not wait for a silent donor
             if stop():
                 raise PeerError(f"the copy at {endpoint} is not needed any more")
             if time.monotonic() > heard + timeout:
@@ -192,12 +192,12 @@ def fetch(
             step, size = _ANSWER.unpack(answer()[3])
             if not size:
                 time.sleep(_LOOK)
-            # longer than for a piece: the donor makes its copy at its next exchange
+            # longer than for a piece, because the donor makes its copy at its next exchange
             if time.monotonic() > began + 6 * timeout:
                 raise DeadlineError(f"there was no copy of the weights at {endpoint}")
         whole, asked, came = bytearray(size), 0, 0
         while came < size:
-            # a window, not all at once: what is queued would hold up exchanges on the same link
+            # a window instead of everything at once: queued pieces would delay exchanges on the same link
             while asked < size and asked - came < AHEAD * PIECE:
                 ask(b"!", step, asked)
                 asked += PIECE

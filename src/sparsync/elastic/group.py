@@ -1,4 +1,4 @@
-"""A process group for torchft's ``Manager``, whose members talk over ZeroMQ, or over gloo."""
+"""A process group for torchft's ``Manager``, whose members communicate over ZeroMQ or gloo."""
 
 from __future__ import annotations
 
@@ -34,34 +34,33 @@ except ImportError as error:
 
 __all__ = ["ElasticGroup", "Quorum", "group_of", "make_manager"]
 
-# between heartbeats: a tenth of the 500 ms after which docs/elastic.md lets a lighthouse count a rank
-# as gone
+# interval of heartbeats: a tenth of the 500 ms without one after which a lighthouse, as recommended by
+# docs/elastic.md, considers a rank gone
 _BEAT = timedelta(milliseconds=50)
-# without an answer, after which a quorum is asked for again: a lighthouse that ends takes the question
-# along
+# time without an answer after which the quorum is requested again: a lighthouse that ends loses requests
 _ASK_AGAIN = timedelta(seconds=20)
-# in which a connection is made to a lighthouse, which may start later, and to this rank's own manager
+# time limit for connecting to a lighthouse, which may start later, and to this rank's own manager
 _CONNECTS = timedelta(seconds=60)
 _LOOPBACK = "127.0.0.1"
 
 
 class Quorum(NamedTuple):
-    """The members of a quorum as this rank sees them."""
+    """The members of a quorum as seen by this rank."""
 
-    number: int  # > 0, another one for every change, also after a lighthouse has counted anew
-    serial: int  # grows with every change that a lighthouse has seen
+    number: int  # > 0, different for every change, even after a restart of the lighthouse
+    serial: int  # grows with every change seen by the lighthouse
     rank: int
     names: tuple[str, ...]
     exchanges: list[str]
-    copies: list[Source]  # where their weights can be fetched
-    misfit: str = ""  # why this rank cannot be one of them
+    copies: list[Source]  # where the members' weights can be fetched
+    misfit: str = ""  # the reason why this rank cannot be a member
 
     @property
     def endpoints(self) -> list[str]:
-        """Endpoints of their exchanges.
+        """The endpoints of the members' exchanges.
 
         Raises:
-            ConfigurationError: this rank cannot be one of them.
+            ConfigurationError: this rank cannot be a member.
         """
         if self.misfit:
             raise ConfigurationError(self.misfit)
@@ -72,21 +71,21 @@ class Quorum(NamedTuple):
 class ElasticGroup(ProcessGroup):
     """The ``pg`` of a ``torchft.Manager``, for ``attach(elastic=manager)``.
 
-    A member's handle has its addresses and its public key.  A change of the quorum is noted here, and
-    takes effect when the exchange of a step begins, on the thread that owns the sockets.  The group is
-    for sparsync's exchanges: torchft's ``manager.allreduce`` is refused.
+    A member's handle contains its addresses and its public key.  A change of the quorum is only recorded,
+    and takes effect when the exchange of a step begins, on the thread that owns the sockets.  The group
+    is only for sparsync's exchanges; torchft's ``manager.allreduce`` is refused.
 
     Args:
-        transport: "zmq", or "torch" (gloo); copies of the weights take ZeroMQ in any case.
-        curve_keys: of "zmq": the directory with the public keys of all possible members and this rank's
-            secret key, or the file of the latter.  All messages between members are encrypted, and
+        transport: "zmq", or "torch" (gloo); copies of the weights use ZeroMQ in any case.
+        curve_keys: for "zmq": the directory with the public keys of all possible members and this rank's
+            secret key, or the file of the secret key.  All messages between members are encrypted, and
             members whose key is not in the directory are left out.
-        timeout: seconds that a message of an exchange may take; a rank that stands still for longer is
-            left behind.
+        timeout: seconds that a message of an exchange may take; a rank that stalls for longer is left
+            behind.
         interface: name or address of the interface to bind.  Default: ``GLOO_SOCKET_IFNAME``, or the one
             that leads to the lighthouse (``TORCHFT_LIGHTHOUSE``), or to ``MASTER_ADDR``.
-        port_range: of "zmq": first and last port that may be bound; a rank takes two of them.
-        advertise: of "zmq": the address at which others find this rank, if that is not the interface's.
+        port_range: for "zmq": first and last port that may be bound; a rank takes two of them.
+        advertise: for "zmq": the address by which others reach this rank, if it is not the interface's.
 
     Example:
         >>> manager = make_manager(min_replicas=2)  # doctest: +SKIP
@@ -113,14 +112,14 @@ class ElasticGroup(ProcessGroup):
         if interface is None and lighthouse and not os.environ.get("GLOO_SOCKET_IFNAME"):
             interface = way_to(lighthouse)
         interface = choose_interface(interface, HashStore())
-        # of this process and not of its place: a rank that is started again has another state
+        # identifies the process, not its place, because a restarted rank has another state
         self.name = uuid.uuid4().hex
         self.quorum: Quorum | None = None
-        self.store: Any = None  # of its manager; gloo's ranks meet in that of their first one
+        self.store: Any = None  # the manager's; gloo's ranks meet in the store of the first of them
         self._keys: CurveKeys | None = None
         self._said = ""
-        # A group of one until the first quorum: sockets are bound now, since the handle that the manager
-        # sends to the lighthouse names their addresses.
+        # A group of one until the first quorum.  Sockets are bound now, because the handle that the
+        # manager sends to the lighthouse contains their addresses.
         self.comm: ZmqCommunicator | GlooCommunicator
         if transport == "torch":
             self.copies = CopyServer(interface, None, None)
@@ -145,23 +144,23 @@ class ElasticGroup(ProcessGroup):
         self._card = {"transport": transport, "key": ""}
         if self._keys is not None:
             # a digest of all listed keys: ranks with different lists would refuse each other's sockets,
-            # and wait for them in every step
+            # and wait for each other in every step
             listed = hashlib.blake2b(b"".join(sorted(self._keys.listed)), digest_size=6)
             self._card["transport"] = f"{transport} with the keys {listed.hexdigest()}"
             self._card["key"] = self._keys.public.decode()
         self._card |= {"name": self.name, "exchange": exchange, "copies": self.copies.endpoint}
 
     def get_reconfigure_handle(self) -> str:
-        """Return this member's addresses and its public key, which the lighthouse passes on."""
+        """Return this member's addresses and public key, which the lighthouse distributes."""
         return json.dumps(self._card)
 
     def reconfigure(self, opts: Any) -> Any:
-        """Note the members of a new quorum that fit; torchft's manager calls this on its own thread.
+        """Record the compatible members of a new quorum; torchft's manager calls this on its own thread.
 
-        Members that do not fit are left out, so that one of them ends and those that train go on: a rank
-        that fits nobody and has met nobody yet is the one to end.
+        Incompatible members are left out, so that they end and not the training ranks: a rank that is
+        compatible with no other, and has not met any rank yet, raises an error.
         """
-        # Only noted: sockets belong to the thread that exchanges, which may be in a step.
+        # Only recorded: sockets belong to the exchanging thread, which may be in a step.
         try:
             peers = [
                 {"transport": "zmq", "key": "", **json.loads(handle)} for handle in opts.handles
@@ -180,7 +179,7 @@ class ElasticGroup(ProcessGroup):
                 "a member of the quorum has another kind of process group; give all managers an "
                 "ElasticGroup of the same version"
             ) from error
-        # not raised: torchft would only note it as an error of this quorum, and ask again and again
+        # not raised, because torchft would only record it as an error of this quorum, and ask forever
         misfit = ""
         if any(reasons):
             why = "; ".join(sorted({*reasons} - {""}))
@@ -189,12 +188,12 @@ class ElasticGroup(ProcessGroup):
                 f"({why}); give all the same transport=, and curve_keys= with the same .key files"
             )
             if len(fitting) > 1 or (self.quorum is not None and not self.quorum.misfit):
-                # once for each reason: every change of the quorum comes by here
+                # once per reason, because every change of the quorum ends up here
                 if misfit != self._said:
                     say(f"{misfit}; they are left out")
                 self._said, misfit = misfit, ""
-        # The number names the group in messages: from the lighthouse's number and the members, so that
-        # the same number of another lighthouse, or another choice of members, makes another group.
+        # The number identifies the group in messages.  It is derived from the lighthouse's number and the
+        # members, so another lighthouse with the same number, or another selection, gives another group.
         told = json.dumps([opts.uuid, *fitting])
         self.quorum = Quorum(
             number_of(told) or 1, opts.uuid, rank, names, exchanges, copies, misfit
@@ -202,7 +201,7 @@ class ElasticGroup(ProcessGroup):
         return Done(None)
 
     def _misfit(self, peer: Mapping[str, Any]) -> str:
-        """Return why this rank cannot exchange with a member; nothing if it can."""
+        """Return the reason why this rank cannot exchange with a member; empty if it can."""
         theirs, mine = peer["transport"], self._card["transport"]
         if theirs != mine:
             return f"theirs is {theirs}, this rank's {mine}"
@@ -215,7 +214,7 @@ class ElasticGroup(ProcessGroup):
         return 1 if self.quorum is None else len(self.quorum.names)
 
     def getBackendName(self) -> str:
-        """Return the name that torchft shows."""
+        """Return the name that torchft displays."""
         return "sparsync-elastic"
 
     def allreduce(self, *_: Any) -> Any:
@@ -239,14 +238,14 @@ def make_manager(
     timeout: float = 10.0,
     **options: Any,
 ) -> Any:
-    """Return a ``torchft.Manager`` for this rank alone; make it last, after model and data.
+    """Return a ``torchft.Manager`` for this rank alone; create it last, after model and data.
 
     From its first heartbeat on, the others' next quorum waits for this rank.  The call waits up to 60 s
-    for a lighthouse that does not run yet.
+    for a lighthouse that is not running yet.
 
     Args:
-        min_replicas: the least number of ranks that train; with fewer, training waits.
-        lighthouse: its address, as http://HOST:29510; None: that in ``TORCHFT_LIGHTHOUSE``.
+        min_replicas: the minimum number of ranks that train; with fewer, training waits.
+        lighthouse: its address, e.g. http://HOST:29510; None: the address in ``TORCHFT_LIGHTHOUSE``.
         name: this rank's name in torchft's logs.
         timeout: seconds that a message of an exchange may take.
         **options: of ``ElasticGroup``: ``transport``, ``curve_keys``, ``interface``, ``port_range``
@@ -260,7 +259,7 @@ def make_manager(
             "http://HOST:29510"
         )
     group, seconds = ElasticGroup(timeout=timeout, **options), timedelta(seconds=timeout)
-    # torchft's managers meet their group's other ranks in a store; here every group is one rank
+    # torchft's managers find the other ranks of their group in a store; here every group is one rank
     group.store = group.store or _store(seconds)
     return Manager(
         pg=group,

@@ -1,4 +1,4 @@
-"""What is elastic about a handle: its rank leaves the group, and others join it."""
+"""The elastic part of a handle: its rank leaves the group, and other ranks join it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["Membership"]
 
 @final
 class Membership:
-    """One rank's membership of a group whose ranks come and go; the handle of its model holds it.
+    """One rank's membership in a group whose ranks may join and leave; the model's handle owns it.
 
-    It watches for SIGTERM, lets this rank leave, in steps of its own or without, and knows the states
-    that a rank which joins takes over.
+    It watches for SIGTERM, lets this rank leave, with or without training steps, and holds the states
+    that a joining rank takes over.
 
     Args:
         attendance: of this rank.
-        engine: the handle's, on whose thread this rank leaves without steps of its own.
+        engine: the handle's engine, on whose thread this rank leaves without training steps.
         take_part: does the others' steps, on that thread and without training, until this rank has left.
             It must not keep the handle alive.
-        needs_steps: why this rank can leave in steps of its own only; empty if it can without.
+        needs_steps: the reason why this rank can only leave in training steps; empty if it need not.
 
     Attributes:
-        turns: of the training thread's steps and a leaving.
+        turns: excludes the training thread's steps and a leaving from each other.
         gone: this rank has left between two steps, and the program may not know yet.
     """
 
@@ -48,7 +48,7 @@ class Membership:
         self.attendance, self.turns, self.gone = attendance, Turns(), False
         self._engine, self._take_part, self._needs_steps = engine, take_part, needs_steps
         self._carried: dict[str, Any] = {}
-        # weakly: Python's table of signal handlers lives as long as the process, this as its model
+        # weak, because Python's table of signal handlers lives as long as the process, this as its model
         me = weakref.ref(self)
 
         def begin() -> bool:
@@ -63,7 +63,7 @@ class Membership:
         self._notice = Notice(begin, leave)
 
     def close(self) -> None:
-        """Watch for SIGTERM no more, and serve no copies."""
+        """Stop watching for SIGTERM, and stop serving copies."""
         try:
             self._notice.close()
         finally:
@@ -73,14 +73,14 @@ class Membership:
 
     @property
     def left(self) -> bool:
-        """Whether this rank has left; its program is to end."""
+        """Whether this rank has left; its program should then end."""
         return self.attendance.members.left
 
     def carry(self, **named: Any) -> None:
-        """Name further objects whose states a rank that joins takes over, as ``scheduler=scheduler``.
+        """Name further objects whose states a joining rank takes over, e.g. ``scheduler=scheduler``.
 
-        They have ``state_dict()`` and ``load_state_dict()``; states are small (64 MiB in all), and of
-        plain values and tensors.
+        They need ``state_dict()`` and ``load_state_dict()``.  States must be small (64 MiB in all) and
+        consist of plain values and tensors.
         """
         for name, one in named.items():
             if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
@@ -91,20 +91,20 @@ class Membership:
         self._carried |= named
 
     def leave(self) -> None:
-        """Leave with the next two steps, of which the first deals the residual to others.
+        """Leave with the next two steps; the first of them deals the residual to others.
 
-        SIGTERM calls it, and ends the process when this rank has left: in steps of its own, or between
-        them in the others' steps.
+        SIGTERM calls this, and ends the process once this rank has left, either in its own steps, or
+        between them in the others' steps.
         """
         self.attendance.members.leave()
 
     # ---- leaving between steps ---------------------------------------------------------------------
 
     def leave_within(self, seconds: float) -> str:
-        """Take part in the others' steps until this rank has left, once its own step has ended.
+        """Once this rank's step has ended, take part in the others' steps until it has left.
 
         Returns:
-            A line that says why it has not left; nothing if it has, or has met nobody yet.
+            A line that says why it has not left; empty if it has, or has not met any other rank yet.
         """
         until, members = time.monotonic() + seconds, self.attendance.members
         if not self.turns.begin_leaving(seconds):
@@ -122,16 +122,16 @@ class Membership:
         )
 
     def _held_up(self) -> str:
-        """Say why this rank cannot leave without steps of its own, if so."""
-        # the copy is brought up to date with the rates of this rank's next steps
+        """Return the reason why this rank cannot leave between steps, or an empty text."""
+        # the fetching rank needs the rates of this rank's next steps to bring the copy up to date
         fetched = "another rank fetches its weights" if self.attendance.offered else ""
         return fetched or self._needs_steps
 
     def _leave_alone(self, until: float) -> str:
-        """Leave on the engine's thread; steps wait until that is over, however long this waits.
+        """Leave on the engine's thread; training steps wait until that is over, regardless of ``until``.
 
         Returns:
-            Why it has not left; nothing if it has.
+            The reason why it has not left; empty if it has.
         """
 
         def job() -> None:
@@ -144,7 +144,7 @@ class Membership:
         except ConfigurationError as error:
             self.turns.end_leaving()
             return str(error)
-        # not after the wait below, which may give up while the job still uses reducer and model
+        # not after the wait below, which may time out while the job still uses reducer and model
         leaving.add_done_callback(lambda _: self.turns.end_leaving())
         if not wait([leaving], max(until - time.monotonic(), 0)).done:
             return "the others did not take the three steps that leaving needs"
@@ -156,34 +156,34 @@ class Membership:
     # ---- for the handle, on the training thread ----------------------------------------------------
 
     def watch(self) -> None:
-        """Take over a new handler of SIGTERM."""
+        """Take the place of a new SIGTERM handler, if the program has set one."""
         self._notice.watch()
 
     def ask(self) -> None:
-        """Ask for the next step's quorum, unless this rank leaves."""
+        """Ask for the next step's quorum, unless this rank is leaving."""
         self.turns.unless_leaving(self.attendance.ask)
 
     def check_here(self) -> None:
-        """Refuse another step of a rank that has left; take over a new handler of SIGTERM."""
+        """Refuse another step of a rank that has left; take the place of a new SIGTERM handler."""
         self.watch()
         if self.left:
             raise PeerError("this rank has left; end it, or start another one")
-        if self.attendance.members.idle:  # averages were not applied here
+        if self.attendance.members.idle:  # the averages were not applied on this rank
             raise PeerError("this rank was leaving, and that failed; end it, or start another one")
 
     def end_of_leaving(self) -> None:
-        """End the process if this rank has left and SIGTERM has asked for that."""
+        """End the process if this rank has left because of SIGTERM."""
         if self.left and self._notice.came:
             self._notice.pass_on()
 
     def told(self) -> dict[str, Any]:
-        """Return the states that a rank takes over when it has caught up."""
+        """Return the states that a rank takes over once it has caught up."""
         return {f"carried {name}": one.state_dict() for name, one in self._carried.items()}
 
     def take_over(
         self, extras: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        """Take over learning rates and the like, and the states that ``told`` returned."""
+        """Take over learning rates and the like, and the states returned by ``told``."""
         for one, groups in zip(optimizers, extras["present"], strict=True):
             for group, its in zip(one.param_groups, groups, strict=True):
                 group.update(its)

@@ -14,47 +14,48 @@ from sparsync.console import say
 
 __all__ = ["Notice"]
 
-# seconds in which a rank leaves, or ends without: Slurm and Kubernetes kill 30 s after SIGTERM
+# seconds in which a rank must leave, or end regardless: Slurm and Kubernetes kill 30 s after SIGTERM
 _LEAVES: Final = 8.0
-_NATIVE: Final = 1.5  # seconds more in which the main thread returns to Python, where handlers run
+_NATIVE: Final = 1.5  # further seconds for the main thread to return to Python, where handlers run
 
 
 @final
 class Notice:
-    """Handles SIGTERM in place of the program's handler, which gets the signal when the rank has left.
+    """Handles SIGTERM instead of the program's handler, which gets the signal once the rank has left.
 
     Args:
-        begin: begins to leave, on any thread; False: the handle is gone, and there is nothing to leave.
-        leave: leaves within the seconds given without the main thread, unless that is in a step; it is
-            called on a thread of its own, and returns nothing, or a line that says why it has not left.
+        begin: starts leaving, on any thread; returns False if the handle is gone and nothing can leave.
+        leave: leaves within the given seconds without the main thread, unless that is in a step.  It is
+            called on a separate thread, and returns "" or a line that says why the rank has not left.
 
     Attributes:
-        came: the signal was received.
+        came: whether the signal was received.
     """
 
     def __init__(self, begin: Callable[[], bool], leave: Callable[[float], str]) -> None:
         self.came = False
         self._start, self._leave = begin, leave
-        # one object: every access to a bound method makes another, and ``is`` would not recognise it
+        # stored once: every access to a bound method creates another object, which ``is`` would not match
         self._handler = self._receive
         self._former: Any = None
         self._late = False
-        self._over = threading.Event()  # it was passed on
-        self._lock = threading.RLock()  # a second signal may find the main thread inside
+        self._over = threading.Event()  # set once the signal was passed on
+        # reentrant: a second signal may interrupt the main thread inside
+        self._lock = threading.RLock()
         self._pipe: tuple[int, int] | None = None
         self.watch()
         self._listen()
 
     def _listen(self) -> None:
-        """Hear of the signal on a thread as well: a handler only runs once native code returns.
+        """Receive the signal on a thread as well, because a handler only runs once native code returns.
 
-        Python writes signals to one pipe only.  Where a program uses it, as asyncio does, there is the
-        handler alone.
+        Python writes signals to a single pipe.  If the program uses it, as asyncio does, only the handler
+        receives the signal.
         """
         if threading.current_thread() is not threading.main_thread():
             return
         self._pipe = reads, writes = os.pipe()
-        # ``set_wakeup_fd`` demands it: Python writes inside the signal handler, which must not wait
+        # required by ``set_wakeup_fd``: Python writes from the signal handler, which must not block
         os.set_blocking(writes, False)
         other = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
         if other != -1:
@@ -73,10 +74,10 @@ class Notice:
         threading.Thread(target=hear, name="sparsync-notice", daemon=True).start()
 
     def watch(self) -> None:
-        """Take the place of the program's handler; called in every step, since it may set another one.
+        """Take the place of the program's handler; called in every step, because it may set a new one.
 
-        Does nothing on threads other than the main one, where Python sets no handlers, and for a handler
-        that is not Python's.
+        This is a no-op on threads other than the main one, where Python sets no handlers, and for a
+        handler that was not set from Python.
         """
         if self._over.is_set() or threading.current_thread() is not threading.main_thread():
             return
@@ -86,17 +87,17 @@ class Notice:
             signal.signal(signal.SIGTERM, self._handler)
 
     def pass_on(self) -> None:
-        """Let the program's own handler have the signal; the main thread calls this when it has left."""
+        """Pass the signal to the program's own handler; called by the main thread after leaving."""
         with self._lock:
             if self._over.is_set():
                 return
             self.close()
-            # after ``close`` has put the program's handler back, so that it is the one to get the signal
+            # after ``close`` has restored the program's handler, so that it receives the signal
             self._over.set()
             os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
-        """Put the program's handler back, unless it has set another one; the main thread alone can."""
+        """Restore the program's handler, unless it has set another one; only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
             return
         if self._pipe is not None:
@@ -123,10 +124,10 @@ class Notice:
             threading.Thread(target=self._end, name="sparsync-notice", daemon=True).start()
 
     def _end(self) -> None:
-        """Leave, and pass the signal on when that is done, or the time is over."""
+        """Leave, and pass the signal on when that is done, or when time is up."""
         until = time.monotonic() + _LEAVES
         if words := self._leave(_LEAVES):
-            # the main thread's own steps may do it
+            # the main thread's own steps may still complete the leaving
             self._over.wait(max(until - time.monotonic(), 0))
         with self._lock:
             if self._over.is_set():
@@ -134,12 +135,13 @@ class Notice:
             if words:
                 say(words)
             if signal.getsignal(signal.SIGTERM) is not self._handler:
-                self._over.set()  # a handler that was set since ``watch``: it has had the signal
+                self._over.set()  # a handler set since the last ``watch`` has already had the signal
                 return
             self._late = True
-            # the main thread may be asleep: it hands over there
+            # wakes the main thread, which may be asleep, to pass the signal on
             os.kill(os.getpid(), signal.SIGTERM)
         if not self._over.wait(_NATIVE) and self._former == signal.SIG_DFL:
-            # it is in native code, as in a compilation, and could not: what the kernel would have done
+            # it is in native code, e.g. compiling, and could not react: do what the kernel would have
+            # done
             ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, None)
             os.kill(os.getpid(), signal.SIGTERM)

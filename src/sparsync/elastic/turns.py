@@ -1,4 +1,4 @@
-"""Turns of two threads: training takes steps, or another thread leaves the group, never both at once."""
+"""Mutual exclusion of two threads: one takes training steps, the other leaves the group."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["Turns"]
 
 @final
 class Turns:
-    """A lock that the training thread holds while it is in a step; the step may end on another thread.
+    """A lock held by the training thread during a step; a step may end on another thread.
 
-    Leaving has deadlines of its own, so no step waits for ever.
+    Leaving has a deadline, so no step waits forever.
     """
 
-    # A plain lock and a flag, for a lock of Python's that counts can be released by its own thread alone:
-    # autograd's thread may begin a step, with its first gradient, and the training thread ends it.
+    # A plain lock and a flag instead of an RLock, which only its own thread can release: autograd's
+    # thread may begin a step, with its first gradient, and the training thread ends it.
     def __init__(self) -> None:
         self._lock, self._training = threading.Lock(), False
 
     def take(self) -> None:
-        """Begin a step once no leaving is under way; within a step this does nothing."""
+        """Begin a step once no leaving is in progress; within a step this is a no-op."""
         if not self._training:
             self._lock.acquire()
             self._training = True
@@ -44,8 +44,8 @@ class Turns:
             self.end()
 
     def unless_leaving(self, call: Callable[[], None]) -> None:
-        """Call, on the training thread, unless a leaving is under way."""
-        # never waits: it is for calls that only save time, and a forward pass must not stand still for it
+        """Call a function on the training thread, unless a leaving is in progress."""
+        # never blocks: such calls only save time, and must not delay a forward pass
         if self._training:
             call()
         elif self._lock.acquire(blocking=False):
@@ -55,9 +55,9 @@ class Turns:
                 self._lock.release()
 
     def begin_leaving(self, seconds: float) -> bool:
-        """Wait for the end of a step; if it comes in time, return True, and steps wait from now on."""
+        """Wait for the end of a step; return whether it came in time, after which steps must wait."""
         return self._lock.acquire(timeout=seconds)
 
     def end_leaving(self) -> None:
-        """Let steps go on."""
+        """Let steps proceed."""
         self._lock.release()

@@ -1,8 +1,9 @@
-"""``attach(model, optimizer, elastic=manager)``: updates exchanged by the ranks that are there.
+"""``attach(model, optimizer, elastic=manager)``: updates exchanged by the ranks currently present.
 
-Before every exchange torchft's manager is asked for a quorum; between exchanges ranks need nobody.  A
-rank that joins takes part in the exchange that the others are in, with no changes of its own, and goes on
-with their number of local steps; once it has caught up with the shared weights, it trains from these.
+Before every exchange, torchft's manager is asked for a quorum; between exchanges ranks are independent.
+A rank that joins takes part in the exchange that the others are in, with no changes of its own, and
+continues with their count of local steps.  Once it has caught up with the shared weights, it trains from
+them.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from sparsync.updates.weights import ModelWeights, trained_of
 
 __all__ = ["ElasticUpdates", "attach_elastic_updates"]
 
-# Where a rank is, as one number for the roll: clock = 3 * local steps + phase.  Phases: an exchange
-# after a local step; the one of ``finish``, which delivers all; after it, when there is none any more.
+# A rank's position, as one number for the roll: clock = 3 * local steps + phase.  Phases: an exchange
+# after a local step; the exchange of ``finish``, which delivers everything; the time after it.
 _PHASES: Final = 3
 _LOCAL, _LAST, _OVER = range(_PHASES)
 _EVERYTHING: Final = slice(0, None)
@@ -63,7 +64,7 @@ def attach_elastic_updates(
     options: Options,
     manager: Any,
 ) -> ElasticUpdates:
-    """Exchange updates with the ranks of the present quorum; see ``attach``."""
+    """Exchange updates with the ranks of the current quorum; see ``attach``."""
     check_options(options, optimizers)
     for what, there in {
         "DistributedDataParallel": isinstance(model, nn.parallel.DistributedDataParallel),
@@ -94,7 +95,7 @@ def attach_elastic_updates(
         sink=None if log is None else sink_of(log, 0),
         changing=True,
     )
-    # no comparison of weights here, as ``attach_updates`` makes it: the first roll compares their digests
+    # no comparison of weights here, unlike in ``attach_updates``: the first roll compares their digests
     sync = ElasticUpdates(
         model, weights, outer, layout, reducer, densities, optimizers, options, manager
     )
@@ -104,16 +105,17 @@ def attach_elastic_updates(
 
 @dataclass(frozen=True)
 class _Densities(Warmup):
-    """The densities of exchanges: that of ``finish`` is dense, and delivers everything."""
+    """The densities of exchanges; the exchange of ``finish`` is dense, and delivers everything."""
 
-    everything: Event = field(default_factory=Event, repr=False)  # it is set for that exchange
+    # set for the exchange of ``finish``
+    everything: Event = field(default_factory=Event, repr=False)
 
     def density(self, step: int, final: float) -> float | None:
-        """Return the density of a step; None: dense."""
+        """Return the density of a step, or None for a dense step."""
         return None if self.everything.is_set() else super().density(step, final)
 
     def deliver(self, everything: bool) -> bool:
-        """Let the next exchange deliver everything, or select; return whether that is a change."""
+        """Make the next exchange deliver everything, or select; return whether that is a change."""
         changes = self.everything.is_set() != everything
         (self.everything.set if everything else self.everything.clear)()
         return changes
@@ -121,9 +123,9 @@ class _Densities(Warmup):
 
 @final
 class ElasticUpdates(UpdateSync):
-    """The handle of a model whose ranks take local steps, and come and go.
+    """The handle of a model whose ranks take local steps, and may join and leave.
 
-    ``membership`` does what is elastic about it, and ``attendance`` is this rank's part in quorums.
+    ``membership`` does the elastic part of it, and ``attendance`` represents this rank in quorums.
     """
 
     def __init__(
@@ -138,8 +140,8 @@ class ElasticUpdates(UpdateSync):
         options: Options,
         manager: Any,
     ) -> None:
-        # this handle keeps the outer engine, which keeps ``reduce``: weakly, so that no cycle delays the
-        # end of a dropped model
+        # This handle owns the outer engine, which keeps ``reduce``.  The reference back is weak, so no
+        # cycle delays the end of a dropped model
         me = weakref.ref(self)
 
         def reduce(
@@ -164,7 +166,8 @@ class ElasticUpdates(UpdateSync):
             weighs=False,
         )
         outer = self.outer
-        # of the begin of an exchange: with ``delay`` schedulers go on meanwhile, on the training thread
+        # as of the start of an exchange: with ``delay``, schedulers advance meanwhile on the training
+        # thread
         self._rates = rates_of(outer.optimizers)
 
         def rates() -> Rates:
@@ -186,10 +189,10 @@ class ElasticUpdates(UpdateSync):
         self.on_close.callback(self.membership.close)
         self._densities = densities
         self._phase, self._began_at = _LOCAL, 0
-        # the weights to leave with, while the program has the model; the engine refers to them weakly
+        # the weights to leave with, while the program keeps the model; the engine's reference is weak
         self._copied: Weights | None = None
-        self._knows = False  # the program was told that this rank has left
-        # when this rank has caught up: the donor's further states, and those of its optimizers
+        self._knows = False  # whether the program was told that this rank has left
+        # once this rank has caught up: the donor's further states, and the states of its optimizers
         self._arrival: tuple[dict[str, Any], list[Any]] | None = None
 
     # ---- for the user ------------------------------------------------------------------------------
@@ -198,7 +201,7 @@ class ElasticUpdates(UpdateSync):
     carry, leave = handles.carry, handles.leave
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers; "elastic" has the present members, changes, and lost residuals."""
+        """Return plain numbers; "elastic" has the current members, changes, and lost residuals."""
         return {**super().stats(), "elastic": self.attendance.members.state()}
 
     def contribute(self, *_seen: Any, **_named: Any) -> None:
@@ -215,23 +218,23 @@ class ElasticUpdates(UpdateSync):
         if not self.attendance.members.attempt:
             with self.membership.turns.step():
                 self._join()
-        # the quorum is formed while the forward pass runs
+        # the quorum forms while the forward pass runs
         elif self.outer.is_due(self.outer.steps):
             self.membership.ask()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        # the optimizer writes to the weights, which a leaving would read; ``step`` ends the turn
+        # the optimizer writes the weights, which a leaving would read; ``step`` ends the turn
         self.membership.turns.take()
         super()._before_step(optimizer)
 
     def _join(self) -> None:
-        """Meet the others; if they are ahead, take part in the exchange that they are in."""
+        """Meet the others; if they are ahead, take part in their current exchange."""
         attendance = self.attendance
         self._engine.submit(attendance.join).result()
         if not attendance.members.behind:
             return
-        # the others wait in an exchange for all members of the quorum, so this rank begins it at once,
-        # not when its own first local step is done
+        # the others are waiting in an exchange for all members of the quorum, so this rank starts it at
+        # once, not after its own first local step
         steps, phase = divmod(attendance.members.clock, _PHASES)
         self.outer.go_on_from(steps)
         self._began_at = steps
@@ -243,7 +246,7 @@ class ElasticUpdates(UpdateSync):
         self._phase = phase
 
     def _begin_together(self, loaded: bool, own: Tensor) -> bool:
-        # ranks do not attach together here, so they cannot agree on new weights together
+        # in elastic training ranks do not attach together, so they cannot agree on new weights together
         require(
             not loaded,
             "weights were loaded after attach; load them before, so that ranks that join meet the same",
@@ -251,15 +254,15 @@ class ElasticUpdates(UpdateSync):
         return False
 
     def step(self) -> None:
-        """Count a local step; begin and end exchanges.  The optimizer's hook calls it.
+        """Count a local step; start and end exchanges.  The optimizer's hook calls this.
 
         Raises:
             NonFiniteGradientError: NaN or Inf on some rank, twice in a row.
             PeerError: this rank has left.
         """
         with self.membership.turns.step():
-            # The rank has left while the program had no turn, and the program could not know: this step
-            # is not exchanged.  The next one is refused.
+            # The rank left while the program had no turn, so the program could not know.  This step is
+            # not exchanged; the next one is refused.
             if self.membership.gone and not self._knows:
                 self._knows = True
                 return
@@ -269,7 +272,7 @@ class ElasticUpdates(UpdateSync):
             self._after_exchange()
 
     def finish(self) -> None:
-        """Exchange all that is left, make replicas equal, and wait until all have done so."""
+        """Exchange everything left, make replicas equal, and wait until all ranks have done so."""
         self._check_own("finish()")
         with self.membership.turns.step():
             self._finish_all()
@@ -280,7 +283,7 @@ class ElasticUpdates(UpdateSync):
         with self.reducer.comm.ledger.outside_steps():
             if not self.left and self._phase == _LOCAL:
                 self._conclude()
-            # from here on, a rank that comes back from a stall is told that there is nothing to join
+            # from here on, a rank that resumes after a stall learns that there is nothing to join
             self.attendance.members.tell_clock(self.outer.steps * _PHASES + _OVER)
             taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()
         if taken is not None:
@@ -293,22 +296,22 @@ class ElasticUpdates(UpdateSync):
         self._changes.remember()
 
     def _conclude(self) -> None:
-        """Exchange all that is left."""
+        """Exchange everything left."""
         self._phase = _LAST
         run(self.outer.conclude_with())
         self._after_exchange()
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:
-        # On the training thread, before the exchange is queued: rates and copy are those of one moment,
-        # while no optimizer steps.
+        # Done on the training thread, before the exchange is queued, so rates and copy are from the same
+        # moment, while no optimizer steps.
         self._rates = rates_of(self.outer.optimizers)
         self._note_begin()
         self.attendance.offer(self._copy)
         return super()._carry(exchange)
 
     def _noting(self) -> Callable[[Begin], None]:
-        """Return a carrier that notes where this rank is, and leaves the exchange to be awaited."""
-        me = weakref.ref(self)  # the engine keeps it, and must not keep its handle
+        """Return a ``carry`` that records this rank's position; the exchange runs when awaited."""
+        me = weakref.ref(self)  # the engine keeps the function, which must not keep the handle
 
         def note(_exchange: Begin) -> None:
             sync = me()
@@ -318,25 +321,25 @@ class ElasticUpdates(UpdateSync):
         return note
 
     def _note_begin(self) -> None:
-        """Note this rank's position, local step and phase, at the begin of an exchange."""
+        """Record this rank's position, local step and phase, at the start of an exchange."""
         self._began_at = self.outer.steps
         self.attendance.members.tell_clock(self._began_at * _PHASES + self._phase)
 
     def _go_on(self) -> None:
-        """Go on from the others' position, if this rank was stale."""
-        # by the difference: with ``delay`` local steps were made since the exchange began
+        """Continue from the others' position, if this rank was stale."""
+        # by the difference, because with ``delay`` local steps were made since the exchange started
         steps, phase = divmod(self.attendance.members.clock, _PHASES)
         if steps != self._began_at:
             self.outer.go_on_from(self.outer.steps + steps - self._began_at)
             self._began_at, self._phase = steps, phase
 
     def _after_exchange(self) -> None:
-        """Go on with the present ranks, and from their position."""
-        # noise is corrected for as many ranks as are averaged
+        """Continue with the current ranks, and from their position."""
+        # noise is corrected for the number of ranks that are averaged
         members, outer = self.attendance.members, self.outer
         self._weights.average_over(max(members.contributors, 1))
         self._go_on()
-        # here and not in ``_arrive``: optimizers belong to the training thread
+        # here, not in ``_arrive``, because optimizers belong to the training thread
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
             extras, states = arrival
@@ -348,9 +351,9 @@ class ElasticUpdates(UpdateSync):
     # ---- leaving between steps, on the engine's thread ---------------------------------------------
 
     def _take_part(self) -> None:
-        """Do the others' exchanges without training until this rank has left."""
+        """Do the others' exchanges, without training, until this rank has left."""
         weights, noise, outer = self._go_apart(), self._weights.noise, self.outer
-        # once: after those of the last local step no further gradients are made here
+        # sampled only once: after the last local step this rank makes no further gradients
         sampled = noise is None
         while not self.left:
             step, self._phase = outer.steps, _LOCAL
@@ -363,10 +366,10 @@ class ElasticUpdates(UpdateSync):
             self._go_on()
 
     def _go_apart(self) -> Weights:
-        """Go on with a copy of this rank's weights, after exchanges under way: the program has the model.
+        """Continue with a copy of this rank's weights, because the program keeps the model.
 
-        Where the program has written to the model since the last step, as to show averaged weights, these
-        are not this rank's, and its local steps since the last exchange are lost.
+        If the program has written to the model since the last step, e.g. to show averaged weights, these
+        are not this rank's weights, and its local steps since the last exchange are lost.
         """
         # kernels of the training thread may still write to the weights, on a stream that is not this
         # one's
@@ -376,8 +379,8 @@ class ElasticUpdates(UpdateSync):
         with self._swap:
             own, lost = self._own, self._own is None and self._changes.written()
             weights = Weights(self._weights.read(_EVERYTHING) if own is None else own)
-        # This is the engine's thread already, where a queued exchange would wait for the present job:
-        # so it is only noted, and runs when its result is needed.
+        # This already is the engine's thread, on which a queued exchange would wait for the current job.
+        # So the exchange is only recorded, and runs when its result is needed.
         self._copied = weights
         self.outer.go_on_with(weights, self._noting())
         run(self.outer.land())
@@ -390,7 +393,7 @@ class ElasticUpdates(UpdateSync):
     async def _reduce(
         self, exchange: Exchange, deltas: list[Tensor], units: range
     ) -> list[Vector] | None:
-        """Exchange until a group has all of it, and return the averages; None: all refuse it."""
+        """Exchange until a whole group has succeeded; return the averages, or None if all refuse."""
         attendance, reducer, members = self.attendance, self.reducer, self.attendance.members
         attendance.ready()
         self._accumulate_all(deltas)
@@ -400,7 +403,7 @@ class ElasticUpdates(UpdateSync):
             await attendance.agree(self._told)
 
         def missed() -> bool:
-            # of a stale rank these are zeros now: its own changes are in the residual since the roll
+            # for a stale rank these are zeros now: the roll has put its own changes into the residual
             self._accumulate_all(deltas)
             return True
 
@@ -419,24 +422,24 @@ class ElasticUpdates(UpdateSync):
         for average, delta in zip(averages, deltas, strict=True):
             average.write_to_(delta)
         if members.behind and attendance.catch_up is not None:
-            # clones: the outer step uses the averages' memory up
+            # cloned, because the outer step overwrites the averages
             kept = [delta.clone() for delta in deltas]
             attendance.catch_up.log[step] = kept, self.outer.momentum_of(exchange)
         if attendance.close(step, applied=True):
             self._arrive(step)
-            # the new shared weights replace this rank's own: its local steps were from other weights
+            # the new shared weights replace this rank's own, whose local steps started from other weights
             exchange.replace()
         return [DenseVector(delta) for delta in deltas]
 
     def _accumulate_all(self, deltas: Sequence[Tensor]) -> None:
-        """Accumulate this rank's changes, or nothing where its weights are not the others'."""
+        """Accumulate this rank's changes, or zeros if its weights are not those of the others."""
         members, reducer = self.attendance.members, self.reducer
         phase = members.clock % _PHASES
         if phase == _OVER:
             raise PeerError(
                 f"{reducer.place}: the others have ended while this rank was away; end it as well"
             )
-        # the others' phase after a roll: all ranks deliver everything, or all select
+        # after a roll, the others' phase decides whether all ranks deliver everything or select
         if self._densities.deliver(everything=phase == _LAST):
             reducer.open()
         for unit, delta in enumerate(deltas):
@@ -452,8 +455,8 @@ class ElasticUpdates(UpdateSync):
         assert catch_up.copy is not None
         begin, raw = catch_up.copy
         state = self._opened(raw)
-        # the same operations in the same order as on the others, so the same bits; exchanges that are not
-        # in the log were refused by all
+        # The same operations in the same order as on the others give the same bits.  Exchanges missing
+        # from the log were refused by all
         logged = [catch_up.log[done] for done in range(begin, step) if done in catch_up.log]
         self.outer.catch_up(state["memory"], logged)
         if self._shared_weights() != extras["weights"]:
@@ -462,7 +465,7 @@ class ElasticUpdates(UpdateSync):
                 f"{place}: this rank has repeated the others' exchanges, and its shared weights are not "
                 "theirs; run all ranks on the same kind of processor, and the same build of torch"
             )
-        if (noise := self._weights.noise) is not None:  # its random signs must be the others'
+        if (noise := self._weights.noise) is not None:  # its random signs must match the others'
             noise.load_state_dict(extras["noise"])
         self._arrival = extras, state["optimizers"]
 
@@ -473,9 +476,9 @@ class ElasticUpdates(UpdateSync):
         return memoryview(packed(sealed("elastic updates", content)))
 
     def _opened(self, raw: bytearray) -> dict[str, Any]:
-        """Return the content of a copy that another rank has made."""
+        """Return the content of a copy made by another rank."""
         optimizers = Each((Mapping,) * len(self.outer.optimizers))
-        # there is no momentum before the first exchange, so a donor may have one that this rank lacks
+        # there is no momentum before the first exchange, so a donor may have one while this rank has none
         memory = Fields({"shared": like(self.outer.memory["shared"])}, {"momentum": Tensor})
         content = Fields({"memory": memory, "optimizers": optimizers})
         return opened(unpacked(raw), "elastic updates", content)
@@ -491,8 +494,8 @@ class ElasticUpdates(UpdateSync):
 
 
 def _narrow(state: Any) -> Any:
-    """Return a state whose vectors have 16 bits: moments are each rank's own, and equal nowhere."""
-    # scalars, such as Adam's count of steps, stay as they are: bfloat16 counts to 256
+    """Return a state with its vectors in 16 bits; moments are private to each rank anyway."""
+    # scalars, such as Adam's step count, keep their dtype: bfloat16 can only count to 256
     if isinstance(state, Tensor):
         wide = state.dtype in (torch.float32, torch.float64) and state.numel() > 1
         return state.to(torch.bfloat16) if wide else state

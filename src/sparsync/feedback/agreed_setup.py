@@ -21,7 +21,7 @@ __all__ = ["agree_on_reducer", "number_of", "reducer_stats", "set_up_digest", "w
 
 
 def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
-    """Compare the set-up of a reducer, and further settings, with all ranks.
+    """Compare the set-up of a reducer, and further settings, across all ranks.
 
     Raises:
         PeerError: names the first difference and the ranks that have it.
@@ -30,20 +30,20 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
 
 
 def set_up_digest(reducer: Reducer, **settings: object) -> int:
-    """Return a hash in 63 bits of all that ``agree_on_reducer`` compares."""
+    """Return a 63-bit hash of everything that ``agree_on_reducer`` compares."""
     text = "".join(f"{name}={value};" for name, value in _facts(reducer, settings).items())
     return number_of(text)
 
 
 def number_of(text: str) -> int:
-    """Return a hash of a text in 63 bits."""
-    # not ``hash``, which differs from process to process; 63 bits, as it travels in an int64
+    """Return a 63-bit hash of a text."""
+    # not ``hash``, which differs between processes; 63 bits, because it is sent as an int64
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object]:
     parameters = [(slot.name, slot.size) for unit in reducer.units for slot in unit.slots]
-    # The order decides which difference is named, so causes come before their consequences: another
+    # The first difference is the one reported, so causes come before their consequences: another
     # algorithm also has other parts, and other parameters make other units.
     return {
         "the version of the saved state": STATE_VERSION,
@@ -63,15 +63,15 @@ def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object
 
 
 def _settings(part: Stateful) -> tuple[object, ...]:
-    """Return the type of a selector or collective, and its settings that are plain values."""
-    # by public attribute, so a third party's class takes part without declaring anything
+    """Return the type of a selector or collective, and those of its settings that are plain values."""
+    # found by public attribute, so a third party's class is covered without declaring anything
     plain = (bool, int, float, str, type(None), Codec)
     kept = [(k, repr(v)) for k, v in sorted(vars(part).items()) if isinstance(v, plain)]
     return (type(part).__name__, *(pair for pair in kept if not pair[0].startswith("_")))
 
 
 def weights_digest(parameters: Iterable[Tensor]) -> str:
-    """Return a fingerprint of weights: equal bits give equal ones, others different ones."""
+    """Return a fingerprint of weights, equal if and only if their bits are equal."""
     return hashlib.sha256(" ".join(map(digest, parameters)).encode()).hexdigest()
 
 
@@ -82,10 +82,10 @@ def reducer_stats(
 
     Args:
         reducer: the reducer.
-        steps: local steps of the optimizer, of which one or more precede each exchange; default: as many
-            as exchanges.
-        before: local steps before this process began, and the traffic before its first one: means over
-            local steps leave both out, and the traffic outside of steps, of ``finish``, as well.
+        steps: local steps of the optimizer, one or more of which precede each exchange; default: the
+            number of exchanges.
+        before: local steps before this process started, and the traffic before its first step.  Means
+            over local steps exclude both, as well as the traffic outside of steps (``finish``).
     """
     ledger = reducer.comm.ledger
     total, (resumed, set_up) = ledger.of_steps(), before or (0, Traffic())
@@ -128,7 +128,7 @@ def reducer_stats(
             for slot in unit.slots
         ],
         "choices": [c.explain() for c in reducer.collectives],
-        # of this rank, in the units of gradients; the sum over ranks of these errors is in no residual
+        # on this rank, in the units of gradients; no residual contains the sum of these errors over ranks
         "lost_norm": [float(torch.linalg.vector_norm(v.values)) for v in reducer.lost],
         "residual_norm": [
             0.0 if r.value is None else float(torch.linalg.vector_norm(r.value)) / reducer.scale

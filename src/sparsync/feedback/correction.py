@@ -1,8 +1,8 @@
 """Momentum, weight decay and clipping, applied to the local gradient before it is accumulated.
 
-Error feedback delays entries, and momentum that is applied after the exchange is wrong for entries
-that were delayed.  Momentum correction accumulates the *velocity* instead of the gradient, so entries
-that arrive late bring their momentum with them.  Weight decay and clipping move with it.
+Error feedback delays entries, and momentum applied after the exchange is wrong for delayed entries.
+Momentum correction accumulates the *velocity* instead of the gradient, so entries that arrive late bring
+their momentum with them.  Weight decay and clipping are applied at the same place.
 
 References: Lin et al., Deep Gradient Compression, ICLR 2018, section 3; Fang et al., RedSync,
 sections 5.5, 5.6 and Algorithm 4.
@@ -29,25 +29,25 @@ __all__ = ["Correction", "Corrector"]
 class Correction:
     """Settings for clipping, decay and momentum of a local gradient, before it is accumulated.
 
-    The optimizer then is plain SGD: momentum and decay are not applied twice (``attach`` checks the
-    optimizer that it is given).  A parameter that no rank used in a step (``find_unused_parameters``)
-    still decays and moves by its velocity; torch's SGD passes over it.
+    The optimizer must then be plain SGD, so momentum and decay are not applied twice (``attach`` checks
+    the optimizer that it is given).  A parameter that no rank used in a step (``find_unused_parameters``)
+    still decays and moves by its velocity, whereas torch's SGD skips it.
 
     Attributes:
         momentum: m in [0, 1).
         nesterov: ``U = m (U + g); V = V + U + g``, which is torch's Nesterov; plain is
             ``U = m U + g; V = V + U``.
-        masking: forget the velocity of entries that were delivered (momentum factor masking).
-            Parameters that are exchanged whole (dense warm-up, small layers) keep their velocity: their
-            entries were never late.
+        masking: reset the velocity of delivered entries (momentum factor masking).
+            Parameters that are exchanged whole (dense warm-up, small layers) keep their velocity, because
+            their entries were never late.
         weight_decay: ``g = g + weight_decay w``.
-        clip: largest norm of the *averaged* gradient, in its own units; None: no clipping.  P
+        clip: maximum norm of the *averaged* gradient, in its own units; None: no clipping.  P
             independent local gradients of norm x have an average of norm ``x / sqrt(P)``.
         clip_norm: "this": the exchange waits for all gradients of the step, so nothing overlaps with
-            the backward pass (RedSync's scheme for RNNs); "previous": the norm of the last step.
+            the backward pass (RedSync's scheme for RNNs); "previous": the norm of the last step is used.
 
     Differs from the paper: decay reaches the residual (Algorithm 4, line 9, adds it to a gradient that
-    lines 12 to 18 do not use); Nesterov as torch has it; masking spares parameters that are exchanged
+    lines 12 to 18 do not use); Nesterov momentum is torch's; masking spares parameters that are exchanged
     whole; the clip of local gradients is ``clip sqrt(P)`` (``clip / sqrt(P)`` in section 5.5 is for
     gradients already divided by P).
 
@@ -79,18 +79,19 @@ class Correction:
         )
 
     def clip_scale(self, norm: float, world_size: int) -> float:
-        """Return the factor, at most 1, for a local gradient of this norm."""
-        if self.clip is None or not norm > 0:  # a NaN is not clipped away: the step is refused
+        """Return the factor, at most 1, for a local gradient with this norm."""
+        if self.clip is None or not norm > 0:  # NaN is not clipped; the step will be refused
             return 1.0
-        # P independent gradients of norm x average to x / sqrt(P): each may have sqrt(P) times the limit
+        # P independent gradients of norm x average to x / sqrt(P), so each may have sqrt(P) times the
+        # limit
         return min(1.0, self.clip * math.sqrt(world_size) / norm)
 
 
 @final
 class Corrector:
-    """Corrects the local gradients of one rank; a refused step leaves its memory as it was.
+    """Corrects the local gradients of one rank; a refused step leaves its memory unchanged.
 
-    Memory: 2 n elements where there is momentum.
+    Memory: 2 n elements with momentum.
 
     Example:
         >>> from sparsync.units import plan_units
@@ -104,36 +105,36 @@ class Corrector:
 
     def __init__(self, correction: Correction, units: Sequence[Unit], world_size: int) -> None:
         self.correction, self.world_size = correction, world_size
-        self.scale = 1.0  # of a GradScaler, by which gradients are multiplied; norms are without it
+        self.scale = 1.0  # a GradScaler's factor on gradients; norms are stored without it
         self.previous_norm: float | None = None  # of the last step's local gradient
-        self._norm: float | None = None  # of the open step, if it was measured
+        self._norm: float | None = None  # of the open step, if measured
         self._squares = 0.0
         self.velocities = []  # of every unit, [n]; empty without momentum
         for unit in units:
             wide = torch.promote_types(unit.dtype, torch.float32)
             size = unit.size if correction.momentum else 0
             self.velocities.append(torch.zeros(size, dtype=wide, device=unit.device))
-        # Two buffers take turns: a step writes the second one and a commit swaps them, so a refused step
-        # is undone exactly by not swapping.  The price is 2 n elements.
+        # Double buffering: a step writes the second buffer and a commit swaps them, so a refused step is
+        # undone exactly by not swapping.  The price is 2 n elements.
         self._next = [torch.zeros_like(velocity) for velocity in self.velocities]
 
     @property
     def waits(self) -> bool:
-        """Whether ``measure`` is to see all gradients of the step before the first is clipped."""
+        """Whether ``measure`` must see all gradients of the step before the first is clipped."""
         if self.correction.clip is None:
             return False
         return self.correction.clip_norm == "this" or self.previous_norm is None
 
     def measure(self, gradients: Iterable[Tensor]) -> None:
-        """Learn the norm of all gradients of the open step."""
+        """Measure the norm of all gradients of the open step."""
         self._norm = math.sqrt(sum(_square(gradient) for gradient in gradients)) / self.scale
 
     def correct_(
         self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
     ) -> None:
-        """Correct a piece of a unit's gradient, from ``start`` on, in place."""
+        """Correct a piece of a unit's gradient, beginning at ``start``, in place."""
         # Clip, decay, momentum: torch's order (clip_grad_norm_, then SGD).  The decay is not clipped, and
-        # enters the velocity and the residual with the gradient that it belongs to.
+        # enters velocity and residual together with its gradient.
         self._clip_(gradient)
         momentum, decay = self.correction.momentum, self.correction.weight_decay
         if decay:
@@ -141,7 +142,7 @@ class Corrector:
                 raise ConfigurationError(
                     "weight_decay needs the weights together with their gradient"
                 )
-            # in units of the gradients, which a GradScaler has multiplied
+            # in the scale of the gradients, which a GradScaler has multiplied
             gradient.add_(weights.reshape(-1), alpha=decay * self.scale)
         if not momentum:
             return
@@ -168,7 +169,7 @@ class Corrector:
             gradient.mul_(scale)
 
     def retain(self, delivered: Sequence[Vector]) -> None:
-        """Close the step: keep the new velocities, except those of delivered entries if masked."""
+        """Close the step: keep the new velocities, except those of delivered entries with masking."""
         if self.correction.momentum:
             self.velocities, self._next = self._next, self.velocities
         if self.correction.momentum and self.correction.masking:
@@ -180,20 +181,20 @@ class Corrector:
         self.restore()
 
     def restore(self) -> None:
-        """Forget the open step."""
+        """Discard the open step."""
         self._norm, self._squares = None, 0.0
 
     def load(
         self, velocities: Sequence[Tensor | None], previous_norm: float | None, scale: float
     ) -> None:
-        """Set velocities (None for zeros), the last step's norm, and the scale, between two steps."""
+        """Set velocities (None for zeros), the last step's norm, and the scale, between steps."""
         self.previous_norm, self.scale = previous_norm, scale
         if self.correction.momentum:
             for velocity, value in zip(self.velocities, velocities, strict=True):
                 velocity.zero_() if value is None else velocity.copy_(value)
 
     def rescale_(self, factor: float, scale: float) -> None:
-        """Multiply the velocities, which brings them to the present scale."""
+        """Multiply the velocities, to adapt them to the new scale."""
         self.scale = scale
         for velocity in self.velocities:
             velocity.mul_(factor)

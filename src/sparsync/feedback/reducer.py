@@ -7,7 +7,7 @@
                  |                                      v
               residual <------------retain---------- delivered
 
-The law, on every step:  sum over ranks(accumulated) == total + sum over ranks(residual).
+The law, in every step:  sum over ranks(accumulated) == total + sum over ranks(residual).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ __all__ = ["Position", "Reducer"]
 
 
 class Position(NamedTuple):
-    """How far a reducer has come; equal on all ranks that exchange with each other."""
+    """The progress of a reducer, equal on all ranks that exchange with each other."""
 
-    step: int  # the open one
-    skipped: int  # steps that were refused because of NaN or Inf
+    step: int  # the open step
+    skipped: int  # number of steps refused because of NaN or Inf
     shares: SharesState
 
 
@@ -48,11 +48,11 @@ class Position(NamedTuple):
 class Reducer:
     """Averages the gradients of all units over the ranks of a communicator, step by step.
 
-    A step is: ``accumulate`` every gradient, ``exchange`` every unit, then ``commit`` or ``refuse``.
+    In every step, ``accumulate`` every gradient, ``exchange`` every unit, then ``commit`` or ``refuse``.
     ``xi_period`` is the number of steps between measurements of Assumption 1's xi (default: never),
-    ``consensus`` who else must agree to a step, ``sink`` who takes its numbers.  ``changing``: ranks may
-    come and go, see ``regroup``.  ``on_host``: residuals that are
-    read by runs are in host memory.
+    ``consensus`` asks others that must agree to a step, and ``sink`` receives its numbers.  With
+    ``changing``, ranks may join and leave; see ``regroup``.  With ``on_host``, residuals that are read in
+    runs live in host memory.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Reducer:
         self.comm, self.units, self.algorithm = comm, list(units), algorithm
         self.correction, self.consensus, self._changing = correction, consensus, changing
         self.step = 0  # 0-based number of the open step
-        self.skipped = 0  # steps that were refused because of NaN or Inf
-        self.scale = 1.0  # by which gradients are multiplied, as by a GradScaler: see ``rescale_``
+        self.skipped = 0  # number of steps refused because of NaN or Inf
+        self.scale = 1.0  # the factor on gradients, e.g. a GradScaler's: see ``rescale_``
         self.overflows = False  # see ``overflow``
         self.corrector = Corrector(correction, units, comm.world_size) if correction else None
         parts = [algorithm.for_unit(unit) for unit in units]
@@ -92,61 +92,62 @@ class Reducer:
         if sink is not None or xi_period is not None:
             start = warmup.steps if warmup and not warmup.densities else 0
             self.monitor = Monitor(comm, self.units, sink, xi_period, start)
-        # None: it was noticed
+        # set to None once growth was reported
         self.growth = Growth(math.ceil(1 / density)) if density else None
-        self.notice = ""  # for the user, who is told once
+        self.notice = ""  # a message for the user, to be shown once
         self.reduced: dict[int, Reduced] = {}  # results of the open step, by unit
-        self._later: dict[int, DenseVector] = {}  # accumulated gradients that are read by runs
-        self._committed: dict[int, Reduced] = {}  # those of them that are applied already
-        self.lost: list[Vector] = []  # in the last step: rounded away, and kept by no rank
+        self._later: dict[int, DenseVector] = {}  # accumulated gradients computed in runs, by unit
+        self._committed: dict[int, Reduced] = {}  # results already applied, by unit
+        self.lost: list[Vector] = []  # rounding errors of the last step that no rank keeps
         self.open()
 
     def open(self) -> None:
-        """Plan the open step from the present state, to which ``refuse`` returns."""
+        """Plan the open step from the current state, to which ``refuse`` returns."""
         self.reduced.clear()
         self._later.clear()
         self._committed.clear()
-        # states are frozen and replaced whole, so references are a snapshot
+        # states are frozen and replaced whole, so references serve as a snapshot
         self._settled = [part.state for part in (*self.selectors, *self.collectives)]
         self.plan.open(self.step, zip(self.selectors, self.collectives, strict=True))
 
     @property
     def place(self) -> str:
-        """The open step in the words of errors: exchange and local step, where these differ."""
+        """The open step, worded for errors: exchange and local step, if these differ."""
         return self.comm.ledger.place(self.step)
 
     def channel(self, use: int | Use) -> Communicator:
-        """Return the channel of a unit, or of another exchange of a step."""
+        """Return the channel of a unit, or of another kind of exchange."""
         return channel_of(self.comm, len(self.units), use)
 
     def move_to(self, comm: Communicator) -> None:
-        """Exchange over another communicator of the same ranks, e.g. that of a new simulation."""
+        """Exchange over another communicator of the same ranks, e.g. in a new simulation."""
         self.comm = comm
 
     def resume(self, step: int, skipped: int) -> None:
-        """Count on from other numbers, as of a saved state; ``open`` then plans the step."""
+        """Continue with other counts, e.g. of a saved state; call ``open`` next to plan the step."""
         self.step, self.skipped = step, skipped
 
     def set_scale(self, scale: float) -> None:
-        """Note by how much gradients are multiplied; values that are held stay as they are."""
+        """Record the factor on gradients, without rescaling stored values."""
         self.scale = scale
 
     def overflow(self) -> None:
-        """Count gradients of the open step as Inf, which reaches every total: all ranks refuse it."""
+        """Treat the open step's gradients as Inf, which reaches every total, so all ranks refuse it."""
         self.overflows = True
 
     def accumulate(
         self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
     ) -> None:
-        """``accumulated = residual + gradient``, for one run of elements, corrected if asked for.
+        """``accumulated = residual + gradient``, for one run of elements, corrected if configured.
 
-        The gradient's memory (1-D, contiguous) holds the undo of the step until the step ends.  If
-        ``corrector.waits``, call its ``measure`` with all gradients first.  Every element of a unit has
-        to be accumulated once before the unit is exchanged.
+        The gradient's memory (1-D, contiguous) holds the undo data until the step ends.  If
+        ``corrector.waits``, call its ``measure`` with all gradients first.  Every element of a unit must
+        be accumulated exactly once before the unit is exchanged.
         """
-        # This order: corrected gradients are accumulated (Deep Gradient Compression, section 3; momentum
-        # applied to averages is wrong for entries that waited), and xi compares with these gradients,
-        # which are gone once ``residual.accumulate`` has swapped the old residual into their memory.
+        # The order matters.  Corrected gradients are accumulated (Deep Gradient Compression, section 3),
+        # because momentum applied to averages is wrong for delayed entries.  And xi needs these
+        # gradients, which are gone once ``residual.accumulate`` has swapped the old residual into their
+        # memory.
         with self.comm.stage("accumulate"):
             residual = self.residuals[unit]
             gradient = gradient.to(residual.accumulated.dtype)
@@ -160,18 +161,18 @@ class Reducer:
             residual.accumulate(start, gradient, *self.plan.units[unit].collect or ())
 
     def accumulates_later(self, unit: int) -> bool:
-        """Tell whether a unit's gradient is read run by run, so that it needs no memory of its own."""
+        """Return whether a unit's gradient is read run by run, so it need not be stored."""
         collective = self.plan.units[unit].collective
         return collective.by_runs and not (self.corrector or self.monitor or self.overflows)
 
     def accumulate_later(self, unit: int, gradient: Callable[[int, int], Tensor]) -> None:
-        """Accumulate elements ``[start, stop)`` of a gradient when they are read."""
+        """Accumulate elements ``[start, stop)`` of a gradient only when they are read."""
         self._later[unit] = self.residuals[unit].accumulate_later(gradient)
 
     async def exchange(self, unit: int) -> None:
-        """Select, then sum over ranks; the result waits for the commit."""
-        # everything before the first ``await`` is done when the coroutine is started: ``share``, which is
-        # started after all exchanges, finds all units selected
+        """Select, then sum over ranks; the result is kept until the commit."""
+        # Everything before the first ``await`` runs when the coroutine is started.  So ``share``, which
+        # is started after all exchanges, finds all units selected
         plan = self.plan.units[unit]
         with self.comm.stage("select"):
             selected = self._select(unit)
@@ -180,20 +181,20 @@ class Reducer:
             self.reduced[unit] = await reducing
 
     def _select(self, unit: int) -> Vector:
-        """Select from a unit; free the collected entries before anything is exchanged."""
+        """Select from a unit, and free the collected entries before anything is exchanged."""
         if unit in self._later:
             return self._later.pop(unit)
         residual, plan = self.residuals[unit], self.plan.units[unit]
         collected = residual.collected(*plan.wanted) if plan.wanted else None
         selected = plan.selector.select(residual.accumulated, plan.k, self.step, collected)
-        self.plan.count(unit, residual, selected)  # looks at the collected entries as well
+        self.plan.count(unit, residual, selected)  # also reads the collected entries
         residual.forget_collected()
         if self.monitor:
             self.monitor.selected[unit] = selected
         return selected
 
     async def share(self) -> None:
-        """Sum the numbers for xi, agree on the next shares of k; once all units are selected."""
+        """Sum the numbers for xi and agree on the next shares of k, once all units are selected."""
         if self.monitor:
             accumulated = [residual.accumulated for residual in self.residuals]
             await self.monitor.xi.share(self.step, self.channel("xi"), accumulated)
@@ -206,15 +207,16 @@ class Reducer:
         propagate_nonfinite: bool = False,
         prepare: Callable[[], None] | None = None,
     ) -> list[Vector]:
-        """Write the residuals of units, return their averages; with the last units the step closes.
+        """Write the residuals of units and return their averages; the last units close the step.
 
-        ``prepare`` is called once the step is sure to be applied, before anything changes; it may raise.
-        Where a total holds NaN or Inf, nothing is changed and NonFiniteGradientError raised (then call
-        ``refuse``), or with ``propagate_nonfinite`` the step is skipped and NaN returned everywhere.
+        ``prepare`` is called once the step is certain to be applied, before anything changes; it may
+        raise.  If a total contains NaN or Inf, nothing is changed and NonFiniteGradientError is raised
+        (then call ``refuse``); with ``propagate_nonfinite`` the step is skipped and NaN is returned for
+        every element.
         """
-        # Up to ``prepare`` a line may fail, and nothing is changed yet, so the step can be refused; after
-        # it no line waits for another rank.  NaN and Inf are always selected and totals are bit-equal, so
-        # ranks that see the same totals decide alike without a message.
+        # Anything up to ``prepare`` may fail: nothing is changed yet, so the step can be refused.
+        # Nothing after it waits for another rank.  NaN and Inf are always selected and totals are
+        # bit-identical, so ranks that see the same totals decide alike without a message.
         chosen = range(len(self.units)) if units is None else units
         reduced = {unit: self.reduced[unit] for unit in chosen}
         totals = [result.total for result in reduced.values()]
@@ -224,24 +226,25 @@ class Reducer:
             if not propagate_nonfinite:
                 raise proposal.refusal(broken)
             self.skip()
-            # NaN in all gradients: a second optimizer, whose gradients stayed finite, would apply mass
-            # that the restored residuals still hold
+            # NaN in all gradients: a second optimizer whose gradients stayed finite would otherwise apply
+            # mass that the restored residuals still hold
             return [DenseVector(torch.full_like(r.accumulated, torch.nan)) for r in self.residuals]
         if prepare is not None:
             prepare()
-        # before totals are divided: xi is measured on sums
+        # measured before totals are divided, because xi is defined on sums
         probe = self.monitor.xi if self.monitor else None
         measured = probe.measure(self.step, totals, self.plan.quotas) if probe else None
         for unit, result in reduced.items():
             if self.comm.world_size > 1 and self.algorithm.average:
-                # in place: ``delivered`` shares no memory with it, or is all that was accumulated
+                # safe in place: ``delivered`` shares no memory with the total, or is all that was
+                # accumulated
                 result.total.divide_(self.comm.world_size)
             with self.comm.stage("mask"):
                 self.residuals[unit].retain(result.delivered)  # residual = accumulated - delivered
             for part in (unit, len(self.units) + unit):
                 self._settled[part] = (*self.selectors, *self.collectives)[part].state
         self._committed |= reduced
-        # fragments of an exchange of updates are committed one by one: the last closes the step
+        # fragments of an exchange of updates are committed one by one; the last one closes the step
         if len(self._committed) < len(self.units):
             return totals
         everything = [self._committed[unit] for unit in range(len(self.units))]
@@ -253,8 +256,8 @@ class Reducer:
         return totals
 
     def refuse(self) -> None:
-        """Undo all that is not committed: state is as before; memory lent by gradients becomes zero."""
-        # units that are committed have no open pieces, so this leaves them alone
+        """Undo everything uncommitted: restore the state, and zero the memory lent by gradients."""
+        # committed units have no open pieces, so this does not touch them
         for residual in self.residuals:
             residual.restore()
         if self.corrector:
@@ -267,15 +270,15 @@ class Reducer:
         self._committed = committed
 
     def regroup(self, position: Position | None = None) -> None:
-        """Go on with other ranks, of which the communicator tells already; for ranks that come and go.
+        """Continue with other ranks, already reflected by the communicator, when ranks join or leave.
 
-        This is the whole seam of ``elastic``, for a reducer that is ``changing``; nobody else calls it.
+        This is the whole seam for ``elastic``, its only caller; the reducer must be ``changing``.
         The accumulated gradients of the open step are exchanged again.  If the others are at another
-        ``position``, the open step is closed here and its gradients stay in the residuals, except those
-        that were undone (``Residual.restore``).
+        ``position``, this rank closes the open step, and its gradients stay in the residuals, except
+        those already undone (``Residual.restore``).
 
-        Collectives forget their states, on all ranks: boundaries and global thresholds are those of the
-        former ranks.  Selectors, which are local, go on.
+        Collectives are reset on all ranks, because boundaries and global thresholds belong to the former
+        ranks.  Selectors are local and keep their states.
         """
         assert self._changing, "Reducer(..., changing=True)"
         if position is not None:
@@ -291,20 +294,20 @@ class Reducer:
         self.open()
 
     def take_notice(self) -> str:
-        """Return what the user is to be told, once."""
+        """Return the pending message for the user, if any, once."""
         notice, self.notice = self.notice, ""
         return notice
 
     def fail(self) -> None:
-        """Tell the consensus, if others take part in it, that the exchange has failed here."""
-        # shards and stages of this replica have exchanges of their own, which may have gone well: without
-        # a word they would wait for this rank's vote until their deadline
+        """Tell the consensus, if others are part of it, that the exchange has failed on this rank."""
+        # Shards and stages of this replica have separate exchanges, which may have succeeded.  Without
+        # this, they would wait for this rank's vote until their deadline
         tell = getattr(self.consensus, "fail", None)
         if tell is not None:
             tell(self.step)
 
     def skip(self) -> None:
-        """Refuse all that is not committed; go on to the next step, unless a part of this one is."""
+        """Refuse everything uncommitted; go to the next step unless part of this one is committed."""
         self.refuse()
         self.skipped += 1
         if not self._committed:
@@ -316,9 +319,9 @@ class Reducer:
         weights: Sequence[Tensor] = (),
         units: Sequence[int] | None = None,
     ) -> list[Vector]:
-        """Do a whole step, or the part of it that belongs to some units.
+        """Do a whole step, or its part for some units.
 
-        Each unit's average overwrites its flat gradient.  Weight decay needs the weights.
+        Each unit's flat gradient is overwritten by its average.  Weight decay needs the weights.
         """
         chosen = range(len(self.units)) if units is None else units
         if self.corrector and self.corrector.waits:
@@ -331,7 +334,7 @@ class Reducer:
         return averages
 
     async def exchange_all(self, units: Sequence[int] | None = None) -> list[Vector]:
-        """Exchange and commit the units, whose gradients are accumulated; return their averages."""
+        """Exchange and commit units whose gradients are accumulated; return their averages."""
         programs = [
             self.exchange(unit) for unit in (range(len(self.units)) if units is None else units)
         ]
@@ -354,19 +357,19 @@ class Reducer:
         self.open()
 
     def _watch(self) -> None:
-        """Notice once that residuals grow, by the thresholds that selectors have at hand."""
-        # The norm of a residual over the gradient's tells nothing: 5 to 900 in trainings that go well,
-        # a constant 20 in one that diverges (docs/design-notes.md).  The threshold bounds all that waits
-        # and costs no pass, and no wait for a GPU.
+        """Detect once that residuals grow, from thresholds that selectors already have."""
+        # The ratio of residual norm to gradient norm is no indicator: it is 5 to 900 in healthy
+        # trainings, and a constant 20 in one that diverges (docs/design-notes.md).  The threshold bounds
+        # all entries in the residual, and costs neither a pass nor a wait for a GPU.
         octaves = []
         for unit, plan in zip(self.units, self.plan.units, strict=True):
             key = None if plan.k >= unit.size else plan.selector.threshold_key
-            if key is not None and key > 1:  # 1: fewer entries than k are not zero
+            if key is not None and key > 1:  # 1 means that fewer than k entries are nonzero
                 _, octave = kernels.key_range(torch.promote_types(unit.dtype, torch.float32))
                 octaves.append(key / octave)
         if self.growth is None or not octaves or not self.plan.regular:
             return
-        mean = sum(octaves) / len(octaves) - math.log2(self.scale)  # without a GradScaler's
+        mean = sum(octaves) / len(octaves) - math.log2(self.scale)  # relative to unscaled gradients
         if not self.growth.observe(mean):
             return
         density, self.growth = self.plan.density, None

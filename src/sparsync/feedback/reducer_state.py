@@ -1,8 +1,8 @@
 """The state of a reducer between steps: save, restore and rescale it.
 
-A hook under a GradScaler sees gradients times the scale.  So residual, velocity and thresholds are
-scaled as well, and follow it: ``residual = residual * new / old``.  As long as scales are powers of two,
-as GradScaler's are by default, nothing is rounded.
+Under a GradScaler, a hook sees gradients times the scale.  So residual, velocity and thresholds are
+scaled as well, and are rescaled with it: ``residual = residual * new / old``.  As long as scales are
+powers of two, the default of GradScaler, this does not round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparsync.units import Unit
 __all__ = [
     "ParsedState",
     "agree_state",
-    "check_number_fields",
+    "check_fields",
     "parse_state",
     "reducer_state",
     "rescale_",
@@ -39,12 +39,12 @@ __all__ = [
 ]
 
 _CURE: Final = "load a state that state_dict() returned"
-_SHOWN: Final = 60  # characters of a text
-_MAGNITUDES = ("key", "threshold_key")  # fields of states that are keys of magnitudes
-_NAME: Final = "state['reducer']"  # where it lies in saved states, for errors
+_SHOWN: Final = 60  # longest text in a message, in characters
+_MAGNITUDES = ("key", "threshold_key")  # state fields that are keys of magnitudes
+_NAME: Final = "state['reducer']"  # its path in saved states, for errors
 _COUNT: Final = Number(0, whole=True)
-# The fields of a saved state.  All are checked before anything is changed; the states of selectors and
-# collectives check themselves (``Stateful.parsed_state``).
+# The fields of a saved state.  All are checked before anything is changed; selectors and collectives
+# check their own states (``Stateful.parsed_state``).
 _FIELDS: Final = Fields(
     {
         "algorithm": str,
@@ -62,7 +62,7 @@ _FIELDS: Final = Fields(
         "residual": Mapping,
         "velocity": Mapping,
         "previous_norm": Either((Exactly(None), Number(0))),
-        # None: after a resharding they begin again
+        # None: reset by a resharding
         "selectors": list | tuple | None,
         "collectives": list | tuple | None,
     }
@@ -71,7 +71,7 @@ _FIELDS: Final = Fields(
 
 def reducer_state(reducer: Reducer) -> dict[str, Any]:
     """Return everything that the next step depends on: plain tensors and numbers, by parameter name."""
-    # tensors by parameter name, not by unit, so that ``reshard`` can move them to other ranks and shards
+    # by parameter name, not by unit, so ``reshard`` can move tensors to other ranks and shards
     corrector = reducer.corrector
     moving = corrector.velocities if corrector and _momentum(reducer) else []
     return {
@@ -106,13 +106,13 @@ def _by_name(reducer: Reducer, of_units: Sequence[Tensor | None]) -> dict[str, T
 
 @dataclass(frozen=True, eq=False)
 class ParsedState:
-    """A saved state that was found to fit a reducer."""
+    """A saved state that fits a reducer."""
 
     saved: Mapping[str, Any]
     shares: SharesState
     residuals: list[Tensor | None]
     velocities: list[Tensor | None]
-    parts: list[Any]  # of all selectors, then of all collectives
+    parts: list[Any]  # states of all selectors, then of all collectives
 
     def common(self) -> dict[str, object]:
         """Return the facts that must be equal on all ranks, by name."""
@@ -120,7 +120,7 @@ class ParsedState:
         counts = [saved["step"], saved["skipped"], float(saved["scale"]), self.shares]
         return {
             "its collectives": [*counts, *self.parts[units:]],
-            # None stands for zeros: nothing was kept back, on any rank
+            # None stands for zeros, so nothing was withheld, on any rank
             "which residuals and velocities it has": [
                 values is not None for values in (*self.residuals, *self.velocities)
             ],
@@ -128,13 +128,13 @@ class ParsedState:
 
 
 def parse_state(reducer: Reducer, state: Mapping[str, Any]) -> ParsedState:
-    """Check a saved state against a reducer, which is not changed; return its parts.
+    """Check a saved state against a reducer, without changing it; return the parts of the state.
 
     Raises:
-        ConfigurationError: the state is of another algorithm, rank, world size or set of units, holds
-            NaN or Inf, or is not a state at all.
+        ConfigurationError: the state is from another algorithm, rank, world size or set of units,
+            contains NaN or Inf, or is not a state at all.
     """
-    check_number_fields(state)
+    check_fields(state)
     _check_setup(reducer, state)
     residuals, velocities = (
         [_saved_values(state, what, unit) for unit in reducer.units]
@@ -151,31 +151,31 @@ async def agree_state(
     *,
     parts: Communicator | None = None,
 ) -> None:
-    """Compare the saved states of all ranks, which have found them to fit; nothing is changed.
+    """Compare the saved states of all ranks, after each has validated its own; change nothing.
 
     Args:
-        comm: of the replicas.
+        comm: the replicas.
         parsed: the result of ``parse_state`` on this rank.
         facts: further facts that must be equal, by name.
-        parts: the ranks that hold the other shards or stages of this replica; they call this as well.
+        parts: the ranks that hold the other shards or stages of this replica; they also call this.
 
     Raises:
-        PeerError: on all ranks: the states are of different steps, or not of one save.
+        PeerError: raised on all ranks: the states are from different steps or different saves.
     """
     await _agree(comm, parts, parsed.saved["step"], {**parsed.common(), **(facts or {})})
 
 
 def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = False) -> None:
-    """Restore a state that ``parse_state`` found to fit: the next step continues bit for bit.
+    """Restore a state validated by ``parse_state``; the next step continues bit for bit.
 
     Args:
-        reducer: the one that ``parse_state`` was given.
-        parsed: its result.
-        keep_scale: go on at the saved scale, as when a GradScaler is restored as well; else the saved
-            residuals are brought to the reducer's scale.
+        reducer: the one given to ``parse_state``.
+        parsed: the result of ``parse_state``.
+        keep_scale: continue at the saved scale, e.g. when a GradScaler is restored as well; otherwise
+            the saved residuals are rescaled to the reducer's scale.
 
     Raises:
-        ConfigurationError: the state overflows at the reducer's scale; a part of it was taken over then.
+        ConfigurationError: the state overflows at the reducer's scale; part of it was already restored.
     """
     saved, wanted = parsed.saved, reducer.scale
     scale = float(saved["scale"])
@@ -189,7 +189,7 @@ def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = Fals
     reducer.set_scale(scale)
     reducer.plan.take(parsed.shares)
     reducer.open()
-    # last, when residuals, velocities and keys are all of the saved scale
+    # last, because residuals, velocities and keys must all have the saved scale before
     if not keep_scale:
         rescale_(reducer, wanted)
 
@@ -197,10 +197,10 @@ def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = Fals
 async def restore_reducer(
     reducer: Reducer, state: Mapping[str, Any], *, keep_scale: bool = False
 ) -> None:
-    """Restore the state that ``reducer_state`` returned on this rank, or that ``reshard`` made for it.
+    """Restore a state that ``reducer_state`` returned on this rank, or that ``reshard`` made for it.
 
-    All ranks call it, and all raise if one rank's state does not fit.  After a resharding, thresholds and
-    boundaries start again.
+    This is collective, and all ranks raise if one rank's state does not fit.  After a resharding,
+    thresholds and boundaries are reset.
     """
 
     def parse() -> ParsedState:
@@ -214,13 +214,13 @@ async def restore_reducer(
 async def _agree(
     comm: Communicator, parts: Communicator | None, step: int, common: Mapping[str, object]
 ) -> None:
-    """Refuse states of different steps: among replicas, and among the parts of this one."""
+    """Refuse states from different steps, among replicas and among the parts of this replica."""
     failure: CommunicationError | None = None
     what = "step" if comm.ledger.local_step is None else "exchange"
     try:
         await agree(comm, {f"the {what} of the saved state": step, **common})
     except CommunicationError as error:
-        # not raised yet: the other parts of this replica wait for this one's outcome
+        # not raised yet, because the other parts of this replica wait for the outcome of this one
         failure = error
     divided = [] if parts is None else [parts]
     found = await worst(divided, int(failure is not None), str(failure or ""), "agreement")
@@ -233,7 +233,7 @@ async def _agree(
 # ---- checks of a saved state ------------------------------------------------------------------------
 
 
-def check_number_fields(state: object) -> None:
+def check_fields(state: object) -> None:
     """Refuse a value that is no reducer's state: a field is missing, unknown, or of another type."""
     # a file may hold anything, so nothing is read of it before its type is known
     check_saved(state, _FIELDS, _NAME, _CURE)
@@ -250,7 +250,7 @@ def _brief(value: object) -> str:
 
 
 def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
-    """Refuse a state of another set-up."""
+    """Refuse a state saved in another set-up."""
     named = {slot.name for unit in reducer.units for slot in unit.slots}
     for what in ("residual", "velocity"):
         unknown = [name for name in state[what] if name not in named]
@@ -278,7 +278,7 @@ def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
 
 
 def _saved_parts(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:
-    """Return the states of all selectors and collectives; fresh ones after a resharding."""
+    """Return the states of all selectors and collectives; initial ones after a resharding."""
     saved = [state["selectors"], state["collectives"]]
     if saved == [None, None]:
         pairs = [reducer.algorithm.for_unit(unit) for unit in reducer.units]
@@ -291,7 +291,7 @@ def _saved_parts(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:
 
 
 def _saved_values(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | None:
-    """Put a unit's residual or velocity together from its parameters; None if none was saved."""
+    """Assemble a unit's residual or velocity from its parameters; None if none was saved."""
     found = [state[what].get(slot.name) for slot in unit.slots]
     if all(piece is None for piece in found):
         return None
@@ -306,7 +306,7 @@ def _saved_values(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | N
                 f"elements of {wide}; was it saved from this model?"
             )
     whole = torch.cat([piece.to(unit.device, wide) for piece in found])
-    # NaN in a residual would be selected, and refused, on every step from then on
+    # NaN in a residual would be selected, and refused, in every step from then on
     broken = (~torch.isfinite(whole)).nonzero()
     if broken.numel():
         raise ConfigurationError(
@@ -317,7 +317,7 @@ def _saved_values(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | N
 
 
 def _saved_shares(reducer: Reducer, state: Mapping[str, Any]) -> SharesState:
-    """Return the shares, which sum to what the density exchanges."""
+    """Return the shares; they must sum to the number of entries that the density implies."""
     quotas = state["quotas"]
     sizes = [unit.size for unit in reducer.units]
     if len(quotas) != len(sizes) or any(
@@ -344,13 +344,13 @@ def _check_scale(scale: object) -> float:
 
 
 def rescale_(reducer: Reducer, scale: float) -> None:
-    """Bring a reducer to gradients that are multiplied by ``scale``, between two steps.
+    """Adapt a reducer, between two steps, to gradients that are multiplied by ``scale``.
 
-    Where a residual or velocity would leave the range of float32, it stays as it is, and this rank's next
+    If a residual or velocity would exceed the range of float32, it is not changed, and this rank's next
     step overflows instead: all ranks refuse it, and their GradScaler returns to a lower scale.  At a
-    scale <= 1 none is lower: ConfigurationError, and nothing is changed.
+    scale <= 1 there is no lower one: ConfigurationError is raised, and nothing is changed.
 
-    Cost: a pass over the residual, and where it grows another.
+    Cost: a pass over the residual, and another if it grows.
 
     Example:
         >>> from sparsync.presets import resolve
@@ -378,25 +378,26 @@ def rescale_(reducer: Reducer, scale: float) -> None:
         for part in (selector, collective):
             part.state = _moved(part.state, factor, residual.accumulated.dtype)
     if overflowing:
-        # ``_settled`` still has the states before: they return when the step is refused
+        # ``_settled`` still has the previous states, which return when the step is refused
         reducer.overflow()
         return
     for residual in reducer.residuals:
         residual.scale_(factor)
     if reducer.corrector:
         reducer.corrector.rescale_(factor, scale)
-    if reducer.residuals:  # units that share have one dtype, so the first one's is theirs
+    if reducer.residuals:  # units that share k have one dtype, that of the first
         dtype = reducer.residuals[0].accumulated.dtype
         reducer.plan.take(_moved(reducer.plan.shares, factor, dtype))
     reducer.set_scale(scale)
-    # plan again: the keys from which entries are collected have moved, and a refusal returns to these
+    # plan again: the keys from which entries are collected have changed, and a refusal must return
+    # to the new ones
     reducer.open()
 
 
 def rescaled_key(key: int, factor: float, dtype: torch.dtype) -> int:
-    """Return the key of a magnitude times ``factor``; 1, which stands for all but zero, stays."""
-    # Keys are the bits of |x|.  Multiplied as floats: adding octaves to a key would be wrong for denormal
-    # numbers, and for factors that are no powers of two.
+    """Return the key of a magnitude times ``factor``; 1, which stands for all nonzero values, stays 1."""
+    # Keys are the bits of |x|.  They are multiplied as floats, because adding octaves to a key would be
+    # wrong for denormal numbers and for factors that are not powers of two.
     if key <= 1:
         return key
     integer = {4: torch.int32, 8: torch.int64}[dtype.itemsize]
@@ -405,8 +406,8 @@ def rescaled_key(key: int, factor: float, dtype: torch.dtype) -> int:
 
 
 def _overflowing(reducer: Reducer, factor: float) -> str:
-    """Name a residual or velocity that overflows; empty if none does."""
-    # an Inf in a residual would be selected, and refused, on every step from then on
+    """Name a residual or velocity that would overflow; empty if none does."""
+    # Inf in a residual would be selected, and refused, in every step from then on
     if factor < 1:
         return ""
     waiting = [("residual", [residual.value for residual in reducer.residuals])]
@@ -423,7 +424,7 @@ def _overflowing(reducer: Reducer, factor: float) -> str:
 
 
 def _moved(state: Any, factor: float, dtype: torch.dtype) -> Any:
-    """Return a state whose magnitudes are multiplied, those of its parts included."""
+    """Return a state with its magnitudes multiplied, including those of its parts."""
     if isinstance(state, tuple):
         return tuple(_moved(part, factor, dtype) for part in state)
     if not is_dataclass(state) or isinstance(state, type):

@@ -1,8 +1,8 @@
-"""Error feedback: entries that were not delivered are kept and added to the next gradient.
+"""Error feedback: undelivered entries are kept and added to the next gradient.
 
-``accumulate`` swaps: the residual's buffer receives ``residual + gradient`` and the gradient's memory
-receives the old residual, in one pass.  So a step that is refused is undone exactly, and error
-feedback costs one buffer of n elements, not two.
+``accumulate`` swaps: in one pass, the residual's buffer receives ``residual + gradient`` and the
+gradient's memory receives the old residual.  So a refused step is undone exactly, and error feedback
+costs one buffer of n elements, not two.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from sparsync.sparse import DenseVector, SparseVector, Vector, host_memory, runs
 
 __all__ = ["Growth", "Residual"]
 
-_OCTAVES, _MEMORY = 2.0, 8  # doublings that are too many, and the windows in which they happen
+# growth that is too much, in doublings, and the windows it is measured over
+_OCTAVES, _MEMORY = 2.0, 8
 
-# elements [start, stop) of a gradient, in memory of their own
+# returns elements [start, stop) of a gradient, in separate memory
 Runs = Callable[[int, int], Tensor]
 
 
@@ -29,18 +30,20 @@ class _Piece(NamedTuple):
     """One run of elements that was accumulated in the open step."""
 
     start: int
-    before: Tensor  # the old residual, in the gradient's memory; not written where it was zero
+    before: (
+        Tensor  # the old residual, in the gradient's memory; not written if the residual was zero
+    )
 
 
 class Residual:
     """The residual of one unit; while a step is open, its accumulated gradient.
 
-    float32 where gradients have 16 bits: in bfloat16 a residual of 256 times a gradient no longer
-    grows when that is added, and mass would vanish before the law begins.
+    It is float32 if gradients have 16 bits.  A bfloat16 residual 256 times as large as a gradient would
+    not change when the gradient is added, and mass would vanish.
 
-    Memory: n elements, and while a step is open 8 bytes per entry that was collected and one more
-    copy of 16-bit gradients.  A gradient that is there by runs alone (``accumulate_later``) takes none.
-    With ``on_host`` all of it is in host memory, and runs are copied to ``device`` and back.
+    Memory: n elements; while a step is open, 8 bytes per collected entry and one more copy of 16-bit
+    gradients.  A gradient that exists only in runs (``accumulate_later``) takes none.  With ``on_host``,
+    the elements live in host memory, and runs are copied to ``device`` and back.
     """
 
     def __init__(
@@ -52,20 +55,20 @@ class Residual:
             self.accumulated = host_memory(size, wide, device)
         else:
             self.accumulated = torch.zeros(size, dtype=wide, device=device)
-        # The residual before the open step is zero: nothing to keep or to undo.  The buffer may then hold
-        # anything, such as the total of a dense step, and is written over by the next gradients.
+        # True if the residual before the open step is zero, with nothing to keep or undo.  The buffer may
+        # then hold anything, e.g. the total of a dense step, and the next gradients overwrite it.
         self.empty = True
         self._pieces: list[_Piece] = []
         self._later: Runs | None = (
             None  # of the open step, if nothing is accumulated before its commit
         )
-        # starts, indices and values of the collected entries; None: not asked for, or there were too many
+        # starts, indices and values of the collected entries; None: not requested, or too many
         self._found: list[tuple[int, Tensor, Tensor]] | None = []
         self._key, self._count = 1, 0  # the key that collected entries reach, and their number
 
     @property
     def value(self) -> Tensor | None:
-        """`[n]` the mass not delivered yet; None stands for zeros.  Between steps only."""
+        """`[n]` the undelivered mass; None stands for zeros.  Valid only between steps."""
         return None if self.empty else self.accumulated
 
     def accumulate(
@@ -73,15 +76,15 @@ class Residual:
     ) -> None:
         """``accumulated = residual + gradient`` on ``[start, start + len(gradient))``.
 
-        The memory of ``gradient``, 1-D and contiguous, is the residual's until ``retain`` or ``restore``.
-        Entries that reach the magnitude ``key``, the same for all pieces of a step, are collected in the
-        same pass, unless there are more than ``limit`` in all pieces together.
+        The memory of ``gradient``, 1-D and contiguous, belongs to the residual until ``retain`` or
+        ``restore``.  Entries that reach the magnitude ``key``, the same for all pieces of a step, are
+        collected in the same pass, unless all pieces together have more than ``limit``.
         """
-        # Collecting costs next to nothing in a pass that reads every element anyway; a selector would
-        # need another pass over n elements.
+        # Collecting is almost free in a pass that reads every element anyway; a selector would need
+        # another pass over n elements.
         here = self.accumulated[start : start + gradient.numel()]
-        # of 16 bits: a wide copy, which holds the undo, for which theirs has no room.  Of another device:
-        # the residual is in host memory, where all of this unit is then exchanged
+        # A 16-bit gradient is widened, because its memory is too small for the undo data.  A gradient on
+        # another device is copied to the host with the residual, and the unit is exchanged there.
         gradient = gradient.to(here.device, here.dtype)
         key, limit = None if self._found is None else key, limit - self._count
         if self.empty:
@@ -93,38 +96,38 @@ class Residual:
         if found is None or key is None or self._found is None:
             self._found = None
             return
-        # copies: kernels return the beginnings of buffers with room for ``limit``, which views would keep
+        # copied: kernels return slices of buffers with room for ``limit``, which views would keep alive
         self._key, self._count = key, self._count + found[1].numel()
         narrow = torch.int32 if len(self.accumulated) < 1 << 31 else torch.int64
         indices = found[0].to(narrow, copy=True).add_(start)
         self._found.append((start, indices, found[1].clone()))
 
     def accumulate_later(self, gradient: Runs) -> DenseVector:
-        """Return ``accumulated = residual + gradient``, of which runs are computed on every access.
+        """Return ``accumulated = residual + gradient`` as a vector computed in runs on every access.
 
-        The residual itself changes in ``retain``, so a step is refused at no cost.  Until then the
-        gradient must stay the same.
+        The residual itself only changes in ``retain``, so refusing a step costs nothing.  Until then the
+        gradient must not change.
         """
         self._later = gradient
         return _Accumulated(self)
 
     def run(self, start: int, stop: int) -> Tensor:
-        """Return a run of what ``accumulate_later`` has announced, in memory of its own."""
+        """Return a run of the vector that ``accumulate_later`` returned, in separate memory."""
         assert self._later is not None
         made = self._later(start, stop)
-        # on the device of gradients: the residual may be in host memory
+        # on the device of the gradients, because the residual may be in host memory
         return made if self.empty else made.add_(self.accumulated[start:stop].to(made.device))
 
     def collected(self, key: int = 1, limit: int | None = None) -> SparseVector | None:
-        """Return the collected entries that reach ``key``; their indices have 32 bits if those suffice.
+        """Return the collected entries that reach ``key``, with 32-bit indices if those suffice.
 
-        None if there are more than ``limit``, or if there were too many to collect.
+        Returns None if there are more than ``limit``, or if there were too many to collect.
         """
         if not self._found:
             return None
         for tensor in (tensor for _, *pair in self._found for tensor in pair if tensor.is_cuda):
-            # Allocated on the stream of the backward pass, read on this one: without the note PyTorch's
-            # caching allocator gives the memory to that stream again while it is being read.
+            # Allocated on the stream of the backward pass, but read on this one: otherwise PyTorch's
+            # caching allocator could reuse the memory while it is being read.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if len(self._found) > 1:
             self._join()
@@ -136,7 +139,7 @@ class Residual:
         return None if found is None else whole.keep(found[0])
 
     def forget_collected(self) -> None:
-        """Free the memory of the collected entries, once the unit is selected."""
+        """Free the memory of the collected entries, after the unit's selection."""
         self._found = None
 
     def retain(self, delivered: Vector) -> None:
@@ -153,26 +156,26 @@ class Residual:
             return
         self._close()
         # By identity: a dense allreduce in place has put the total into this very buffer, so there is
-        # nothing left to subtract from.  By type: ``values`` of a vector in messages decodes them all.
+        # nothing left to subtract from.  By type: ``values`` of a vector held in messages decodes them.
         if type(delivered) is DenseVector and delivered.values is self.accumulated:
-            self.empty = True  # everything was delivered; the buffer is written over
+            self.empty = True  # everything was delivered; the buffer will be overwritten
             return
         delivered.subtract_from_(self.accumulated)
         self.empty = False
 
     def keep(self) -> None:
-        """Close the open step, of which nothing was delivered: ``residual = accumulated``.
+        """Close the open step with nothing delivered: ``residual = accumulated``.
 
-        For ``Reducer.regroup``, where the other ranks are at another step.
+        Used by ``Reducer.regroup`` if the other ranks are at another step.
         """
-        # pieces were added to the buffer, so it is not empty any more
+        # with pieces added, the buffer is no longer empty
         self.empty = self.empty and not self._pieces
         self._close()
 
     def restore(self) -> None:
-        """Undo the open step, bit for bit; memory lent by gradients becomes zero."""
-        # copied back, not subtracted: (residual + gradient) - gradient is rounded, and NaN where the
-        # gradient is NaN or Inf, the very reason for refusing a step
+        """Undo the open step, bit for bit, and zero the memory lent by gradients."""
+        # copied back, not subtracted: (residual + gradient) - gradient rounds, and gives NaN if the
+        # gradient is NaN or Inf, which is the very reason for refusing a step
         for piece in self._pieces:
             if not self.empty:
                 self.accumulated[piece.start : piece.start + piece.before.numel()] = piece.before
@@ -180,12 +183,12 @@ class Residual:
         self._close()
 
     def scale_(self, factor: float) -> None:
-        """Multiply the residual between steps, when the gradients' units change."""
+        """Multiply the residual, between steps, when the scale of gradients changes."""
         if not self.empty:
             self.accumulated.mul_(factor)
 
     def load(self, value: Tensor | None) -> None:
-        """Set the residual between steps; None for zeros."""
+        """Set the residual between steps; None means zeros."""
         self.empty = value is None
         if value is not None:
             self.accumulated.copy_(value)
@@ -203,8 +206,8 @@ class Residual:
         self._found, self._count = [], 0
 
     def _join(self) -> None:
-        """Join the collected entries of all pieces, each of which is freed on the way."""
-        # pieces come in the order of the backward pass, selectors want ascending indices
+        """Concatenate the collected entries of all pieces, freeing each piece on the way."""
+        # pieces are in the order of the backward pass, but selectors need ascending indices
         waiting, at = sorted(self._found or [], key=lambda part: -part[0]), 0
         indices, values = (column.new_empty(self._count) for column in waiting[0][1:])
         self._found = [(0, indices, values)]
@@ -216,7 +219,7 @@ class Residual:
 
 @final
 class _Accumulated(DenseVector):
-    """The accumulated gradient of an open step, computed run by run."""
+    """The accumulated gradient of an open step, computed in runs."""
 
     def __init__(self, residual: Residual) -> None:
         self._residual = residual
@@ -228,7 +231,7 @@ class _Accumulated(DenseVector):
 
     @property
     def size(self) -> int:
-        """Number of elements n."""
+        """The number of elements n."""
         return len(self._residual.accumulated)
 
     nnz = size
@@ -245,22 +248,22 @@ class _Accumulated(DenseVector):
 
 @final
 class Growth:
-    """Notices a residual that grows without bound, by the magnitude from which entries are selected.
+    """Detects a residual that grows without bound, by the magnitude from which entries are selected.
 
     Error feedback delays an entry by about 1 / density steps.  If the learning rate or the momentum is
-    too high for that delay, a correction arrives after its cause is gone: it overshoots, gradients grow,
-    and the residual grows with them.  All entries that wait are smaller than the threshold, which
+    too high for this delay, a correction arrives after its cause is gone: it overshoots, gradients grow,
+    and the residual grows with them.  All entries in the residual are below the threshold, which
     selectors know without another pass.
 
-    Thresholds are averaged, as logarithms, over windows of 1 / density steps.  In the first window the
-    residual fills, so it tells nothing.  From then on the threshold of a training that goes well stays,
-    or falls with the gradients, while that of one that diverges, or whose residual grows linearly, rises
-    by two octaves over the least of the last eight windows.  Slower growth is not reported.
+    Thresholds are averaged, as logarithms, over windows of 1 / density steps.  The first window, in which
+    the residual fills up, is ignored.  After it, the threshold of a healthy training stays constant or
+    falls with the gradients.  If training diverges, or the residual grows linearly, the threshold rises
+    by two octaves over the minimum of the last eight windows.  Slower growth is not reported.
 
     Args:
-        window: steps of a window: 1 / density.
+        window: length of a window in steps: 1 / density.
 
-    Cost: an addition per step; never a wait for a GPU.   State: of this process, not saved.
+    Cost: an addition per step; never a wait for a GPU.   State: local to this process, not saved.
 
     Example:
         >>> growth = Growth(window=2)
@@ -274,7 +277,7 @@ class Growth:
         self._sum, self._count, self._filling = 0.0, 0, True
 
     def observe(self, threshold: float) -> bool:
-        """Take a step's threshold, as a logarithm to base 2; tell whether the residual grows too fast."""
+        """Add a step's threshold, as a binary logarithm; return whether the residual grows too fast."""
         self._sum, self._count = self._sum + threshold, self._count + 1
         if self._count < self.window:
             return False

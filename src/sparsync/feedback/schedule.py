@@ -1,4 +1,4 @@
-"""How densely the first steps are exchanged: the warm-up."""
+"""The warm-up: how densely the first steps are exchanged."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ DGC_RAMP = (0.25, 0.0625, 0.015625, 0.004, 0.001)
 
 @dataclass(frozen=True)
 class Warmup:
-    """How densely the first steps are exchanged.
+    """The densities of the first steps.
 
     Attributes:
-        steps: how many steps the warm-up takes.
-        densities: of equally long parts of the warm-up (DGC: ``DGC_RAMP``, one epoch each); none: all of
-            it is dense, as in RedSync: at 64 ranks and 1.5625 % an allgather already takes as many
-            bytes as the dense exchange.
+        steps: the length of the warm-up.
+        densities: densities of equally long parts of the warm-up (DGC: ``DGC_RAMP``, one epoch each);
+            none: all of it is dense, as in RedSync, because at 64 ranks and 1.5625 % an allgather already
+            takes as many bytes as the dense exchange.
 
     Example:
         >>> warmup = Warmup(10, DGC_RAMP)
@@ -48,10 +48,10 @@ class Warmup:
         )
 
     def density(self, step: int, final: float) -> float | None:
-        """Return the density of a step, at least the final one; None: dense."""
+        """Return the density of a step, never below the final one, or None for a dense step."""
         if step >= self.steps:
             return final
         if not self.densities:
             return None
-        # never below the final density, which may lie inside the ramp
+        # the final density may be higher than the end of the ramp
         return max(self.densities[step * len(self.densities) // self.steps], final)

@@ -1,11 +1,11 @@
 """Shares: how many entries each unit selects, so that all units together select the global top-k.
 
-A unit cannot know the magnitudes of the others when its own exchange begins.  So it takes the share
-that, in hindsight, it should have had on the previous step: all ranks add up one small histogram per
-unit, of the entries that they would have liked to select.  The shares always sum to k.
+A unit cannot know the magnitudes in the other units when its own exchange begins.  So it uses the share
+that, in hindsight, it should have had in the previous step: all ranks add up a small histogram per unit
+of the entries that they would have liked to select.  The shares always sum to k.
 
-In the first steps of a small model, where thresholds move fastest, the shares retain 97 % of the
-energy of the global top-k on average, equal densities less than 90 % (``tests/claims/test_overlap.py``).
+In the first steps of a small model, where thresholds move fastest, the shares retain 97 % of the energy
+of the global top-k on average; equal densities retain less than 90 % (``tests/claims/test_overlap.py``).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from sparsync.units import Unit
 __all__ = ["SharesState", "Sharing", "edges", "next_shares"]
 
 _BINS = 32  # per unit: 128 bytes
-_GAP_OCTAVES = 0.15  # 10 % below the last magnitude lie up to 5 times k entries
-_ROOM = 8  # times k: where more reach the key, a unit's entries are not counted
-_FINEST_OCTAVES, _WIDEST_OCTAVES = 1 / 128, 4.0  # distance of edges from the last magnitude
+_GAP_OCTAVES = 0.15  # within 10 % below the last magnitude there are up to 5 times k entries
+_ROOM = 8  # times k; if more entries reach the key, a unit's entries are not counted
+_FINEST_OCTAVES, _WIDEST_OCTAVES = 1 / 128, 4.0  # distances of edges from the last magnitude
 
 
 @dataclass(frozen=True)
 class SharesState:
-    """State that is carried from step to step; the same on every rank."""
+    """State carried from step to step, equal on all ranks."""
 
     quotas: tuple[int, ...]  # k of every unit
-    key: int | None = None  # magnitude of the global k-th entry on the last step; None at first
+    key: int | None = None  # magnitude of the global k-th entry in the last step; None if unknown
 
 
 @final
 class Sharing:
-    """Counts the entries that its members, some of the units, would like to select; divides k."""
+    """Counts the entries that some units, its members, would like to select, and splits k among them."""
 
     def __init__(self, units: Sequence[Unit], members: Sequence[int], dtype: torch.dtype) -> None:
         self.units, self.members, self.dtype = units, members, dtype
@@ -49,14 +49,14 @@ class Sharing:
 
     @staticmethod
     def among(units: Sequence[Unit]) -> Sharing | None:
-        """Let units that are exchanged sparsely share; None unless there are several, of one dtype."""
-        # of one dtype, for magnitudes are compared as integer keys, which depend on it
+        """Let the sparse units share k; None unless there are several of them, with one dtype."""
+        # one dtype, because magnitudes are compared as integer keys, which depend on the dtype
         members = [i for i, unit in enumerate(units) if not unit.dense]
         dtypes = {torch.promote_types(units[i].dtype, torch.float32) for i in members}
         return Sharing(units, members, dtypes.pop()) if len(members) > 1 == len(dtypes) else None
 
     def collect_from(self, state: SharesState) -> tuple[int, int] | None:
-        """Return the key from which entries of any unit are counted, and how many at most."""
+        """Return the key from which the entries of any unit are counted, and a limit on their number."""
         if state.key is None:
             return None
         _, octave = kernels.key_range(self.dtype)
@@ -73,30 +73,30 @@ class Sharing:
     ) -> None:
         """Count the entries that a unit would have liked to select.
 
-        ``collected``: its entries from the key of ``collect_from`` on; None if there were too many.
+        ``collected`` holds its entries from ``collect_from``'s key on, or None if there were too many.
         """
         if state.key is not None:
             counted = collected or selected
         elif selected.nnz:
-            # no magnitude is known yet: look an octave lower than this unit has selected
+            # no magnitude is known yet, so look an octave below this unit's smallest selected entry
             _, octave = kernels.key_range(self.dtype)
             key = int(kernels.magnitude_keys(selected.values).min()) - octave
             counted = reaching(accumulated, max(key, 1), _ROOM * selected.nnz + 64) or selected
         else:
             counted = selected
-        # 128 bytes per unit leave the device; the entries stay there
+        # only 128 bytes per unit leave the device; the entries stay there
         at = torch.tensor(edges(state.key, self.dtype), device=counted.values.device)
         self._histograms[unit] = kernels.count_from(counted.values, at).cpu()
 
     async def agree(
         self, state: SharesState, channel: Communicator, entries: Sequence[int]
     ) -> SharesState:
-        """Return the next step's shares, once all members were counted; the same on all ranks.
+        """Return the next step's shares, equal on all ranks, once all members have been counted.
 
-        ``state`` is that of the open step, ``entries`` k of every unit by its density alone.
+        ``state`` is that of the open step, ``entries`` the k of every unit by its density alone.
         """
         if len(self._histograms) < len(self.members):
-            # on all ranks alike, as the plan decides it: none waits in the allgather
+            # all ranks return here or none, because the plan decides it, so none waits in the allgather
             return state
         counts = torch.stack([self._histograms[unit] for unit in self.members])
         everyone = await channel.allgather(counts.to(torch.int32), "shares")
@@ -112,17 +112,17 @@ class Sharing:
         return SharesState(tuple(quotas.get(u, k) for u, k in enumerate(state.quotas)), then.key)
 
     def clear(self) -> None:
-        """Forget the counts of the step."""
+        """Drop the counts of the step."""
         self._histograms.clear()
 
 
 def edges(key: int | None, dtype: torch.dtype) -> list[int]:
-    """Return ascending magnitude keys, the finer the nearer to ``key``; the first is 1."""
+    """Return ascending magnitude keys, more closely spaced near ``key``; the first is 1."""
     stop, octave = kernels.key_range(dtype)
     if key is None:
         return [1, *(stop * i // _BINS for i in range(1, _BINS))]
-    # distances grow geometrically from 1/128 of an octave to 4 octaves: thresholds move little per step,
-    # and where one jumps all the same the wide bins still find it
+    # Distances grow geometrically from 1/128 of an octave to 4 octaves: thresholds usually move little
+    # per step, and if one jumps, the wide bins still catch it
     half = (_BINS - 2) // 2
     growth = (_WIDEST_OCTAVES / _FINEST_OCTAVES) ** (1 / (half - 1))
     steps = [round(_FINEST_OCTAVES * octave * growth**i) for i in range(half)]
@@ -139,11 +139,11 @@ def next_shares(
     sizes: Sequence[int],
     world_size: int,
 ) -> SharesState:
-    """Divide k among units by where the ``k * world_size`` largest entries of all ranks were.
+    """Split k among units by the number of the ``k * world_size`` largest entries that each contains.
 
-    ``counts`` are histograms of every unit with the edges ``at``, summed over ranks.  Each unit gets at
-    least one entry, at most its size.  Where even the smallest counted entry of a unit is among the
-    largest of all, the unit may have had more of them: its share then at most doubles.
+    ``counts`` are the histograms of all units over the edges ``at``, summed over ranks.  Each unit gets
+    at least one entry and at most its size.  If even the smallest counted entry of a unit is among the
+    largest of all, the unit may have had more of them, and its share may up to double.
 
     Example:
         >>> state = SharesState((25, 25), key=50)
@@ -151,11 +151,11 @@ def next_shares(
         (45, 5)
     """
     least = [min(1, size) for size in sizes]
-    # plain Python on equal integers: all ranks compute the same shares, without another message
+    # pure Python on equal integers, so all ranks compute the same shares without another message
     wanted = max(k, sum(least)) * world_size
     totals = [sum(column) for column in zip(*counts, strict=True)]
     if totals[0] < wanted:
-        # magnitudes fell out of sight: with no key they are looked for everywhere on the next step
+        # magnitudes fell below the counted range; with no key, the next step searches all magnitudes
         return SharesState(state.quotas, None)
     key, position = _reach(at, totals, wanted)
     wishes = []
@@ -167,7 +167,7 @@ def next_shares(
 
 
 def _reach(at: Sequence[int], totals: Sequence[int], wanted: int) -> tuple[int, float]:
-    """Return the key from which ``wanted`` entries lie, and its place between the edges."""
+    """Return the key that ``wanted`` entries reach, and its position between the edges."""
     i = max((i for i, total in enumerate(totals) if total >= wanted), default=0)
     if i + 1 == len(at) or totals[i] <= wanted:
         return at[i], float(i)
@@ -176,7 +176,7 @@ def _reach(at: Sequence[int], totals: Sequence[int], wanted: int) -> tuple[int, 
 
 
 def _between(counts: Sequence[int], position: float) -> float:
-    """Interpolate a unit's count at a place between two edges."""
+    """Interpolate a unit's count at a position between two edges."""
     i = int(position)
     after = counts[i + 1] if i + 1 < len(counts) else 0
     return counts[i] + (position - i) * (after - counts[i])
@@ -185,7 +185,7 @@ def _between(counts: Sequence[int], position: float) -> float:
 def _apportion(
     wishes: Sequence[float], k: int, least: Sequence[int], sizes: Sequence[int]
 ) -> list[int]:
-    """Scale and round wishes to whole numbers that sum to k, within ``[least, sizes]``."""
+    """Scale and round wishes to integers that sum to k, within ``[least, sizes]``."""
     k = min(max(k, sum(least)), sum(sizes))
     low, high = 0.0, 2.0 * (k + 1) / max(min((w for w in wishes if w > 0), default=1.0), 1e-9)
 
@@ -193,13 +193,13 @@ def _apportion(
         limits = zip(wishes, least, sizes, strict=True)
         return [min(max(int(wish * factor), a), b) for wish, a, b in limits]
 
-    # bisection for the largest factor that does not exceed k, to the precision of a float64
+    # bisect for the largest factor whose sum does not exceed k, to the precision of a float64
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(scaled(middle)) <= k else (low, middle)
     result = scaled(low)
     missing = k - sum(result)
-    while missing:  # left by rounding down and by the limits: to those that wished for most
+    while missing:  # lost to rounding and limits; given to the units with the largest wishes
         open_ones = [i for i in range(len(result)) if result[i] < sizes[i]]
         for i in sorted(open_ones, key=lambda i: -wishes[i]):
             more = min(max(missing // len(open_ones), 1), sizes[i] - result[i], missing)

@@ -24,9 +24,9 @@ Use = Literal["shares", "xi", "weights", "used", "retry", "drift", "vote", "roll
 
 
 def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
-    """Return the channel of a unit, of which there are ``units``, or of another exchange."""
-    # Messages of one channel meet on all ranks, so the order of ``Use`` is part of the protocol: it must
-    # not depend on what a rank makes use of.
+    """Return the channel of a unit, of which there are ``units``, or of another kind of exchange."""
+    # All ranks must number the channels alike, so the order of ``Use`` is part of the protocol, and must
+    # not depend on which uses a rank has.
     return comm.channel(use if isinstance(use, int) else units + get_args(Use).index(use))
 
 
@@ -39,17 +39,18 @@ class UnitPlan(NamedTuple):
     k: int  # number of entries to select
     selector: Selector
     collective: Collective
-    # keys from which entries are to be collected while they are accumulated, and how many at most
-    wanted: tuple[int, int] | None  # for the selector: its ``collect_from``
-    collect: tuple[int, int] | None  # in fact: for the selector, and for the shares to count
+    # the magnitude key from which entries are collected while they are accumulated, and a limit on them
+    wanted: tuple[int, int] | None  # for the selector alone: its ``collect_from``
+    collect: tuple[int, int] | None  # as executed: for the selector, and to count for the shares
 
 
 @final
 class Plan:
-    """Decides for every step each unit's k, selector, collective, and which entries are collected.
+    """Decides for every step each unit's k, selector and collective, and which entries are collected.
 
-    If ``shared``, the units divide k by where the largest entries lie, except in steps of a warm-up that
-    have another density.  Dense steps sum in the memory of the accumulated gradient if it ``overwrites``.
+    If ``shared``, the units share the global k by the number of large entries in each, except in warm-up
+    steps with another density.  If ``overwrites``, dense steps sum in the memory of the accumulated
+    gradient.
     """
 
     def __init__(
@@ -62,22 +63,22 @@ class Plan:
         overwrites: bool = True,
     ) -> None:
         self.density, self.warmup, self._all = density, warmup, units
-        self.shares = self._next = SharesState(self._entries())  # of regular steps
+        self.shares = self._next = SharesState(self._entries())  # for regular steps
         self._sharing = Sharing.among(units) if shared and len(units) > 1 else None
         self._dividing: Sharing | None = None  # in the open step
-        # The accumulated gradient, all of which is delivered, is written over: so no second vector of n
-        # elements is needed, unless the same gradient may have to be exchanged again.
+        # A dense step delivers all of the accumulated gradient, so its memory can be overwritten, which
+        # saves a second vector of n elements, unless the same gradient may have to be exchanged again.
         self.dense = Dense.overwriting() if overwrites else Dense()
-        self.regular = False  # the open step has the density of regular steps
+        self.regular = False  # whether the open step has the density of regular steps
         self.units: list[UnitPlan] = []  # in the open step
 
     @property
     def quotas(self) -> tuple[int, ...]:
-        """K of every unit in the open step."""
+        """The k of every unit in the open step."""
         return tuple(unit.k for unit in self.units)
 
     def open(self, step: int, parts: Iterable[tuple[Selector, Collective]]) -> None:
-        """Plan a step, once; the cost grows with the units, not with the parameters."""
+        """Plan a step, once; the cost grows with the number of units, not of parameters."""
         planned = self.warmup.density(step, self.density) if self.warmup else self.density
         quotas, sharing = self.shares.quotas, self._sharing
         self.regular = planned == self.density
@@ -90,8 +91,8 @@ class Plan:
         for i, (unit, k, (selector, collective)) in enumerate(
             zip(self._all, quotas, parts, strict=True)
         ):
-            # A dense step leaves the unit's own selector and collective alone: their states, such as
-            # thresholds and boundaries, wait for the next sparse one.
+            # A dense step does not touch the unit's own selector and collective: their states, such as
+            # thresholds and boundaries, wait for the next sparse step.
             if planned is None or (unit.dense and not isinstance(collective, Changing)):
                 selector, collective = Everything(), self.dense
             elif collective.whole:
@@ -100,32 +101,32 @@ class Plan:
             counted = shared if sharing and i in sharing.members else None
             collect = wanted or counted
             if wanted and counted:
-                # one pass serves both: from the lower key on, with the larger room
+                # one pass serves both, with the lower key and the larger limit
                 collect = min(wanted[0], counted[0]), max(wanted[1], counted[1])
             self.units.append(UnitPlan(k, selector, collective, wanted, collect))
 
     def count(self, unit: int, residual: Residual, selected: Vector) -> None:
-        """Count the entries that a unit would have selected, before they are freed; for the shares."""
+        """For the shares, count the entries that a unit would have selected, before they are freed."""
         if self._dividing and isinstance(selected, SparseVector):
             found = residual.collected() if self.units[unit].collect else None
             self._dividing.count(self.shares, unit, residual.accumulated, found, selected)
 
     async def agree(self, channel: Communicator) -> None:
-        """Agree on the next step's shares of k, once all units were counted."""
-        # kept apart until the commit: a refused step is planned again with the shares that it had
+        """Agree on the next step's shares of k, once all units have been counted."""
+        # held back until the commit, because a refused step is planned again with its old shares
         if self._dividing:
             self._next = await self._dividing.agree(self.shares, channel, self._entries())
 
     def commit(self) -> None:
-        """Go on to the next step's shares."""
+        """Switch to the next step's shares."""
         self.shares = self._next
 
     def take(self, shares: SharesState) -> None:
-        """Take over shares, as those of other ranks, between ``commit`` and ``open``."""
+        """Adopt shares, e.g. those of other ranks, between ``commit`` and ``open``."""
         self.shares = shares
 
     def _entries(self) -> tuple[int, ...]:
-        """Return k of every unit, by the density alone."""
+        """Return k of every unit, determined by the density alone."""
         return tuple(unit.entries(self.density) for unit in self._all)
 
 
@@ -141,14 +142,14 @@ class Proposal:
     stages) see other totals: a ``Consensus`` asks them before anything is changed.
     """
 
-    rank: int  # this one, among those that exchange with each other
+    rank: int  # this rank's number among those that exchange with each other
     step: int
-    place: str  # the step in the words of errors
+    place: str  # the step, worded for errors
     units: Sequence[Unit]
-    totals: Sequence[Vector]  # of every unit, the same on all those ranks
+    totals: Sequence[Vector]  # by unit, the same on all of these ranks
 
     def broken(self) -> str | None:
-        """Return the name of the first parameter whose total holds NaN or Inf; None: all are finite."""
+        """Return the name of the first parameter whose total contains NaN or Inf, or None."""
         for unit, total in zip(self.units, self.totals, strict=True):
             at = total.first_nonfinite(unit.dtype)
             if at is not None:
@@ -164,6 +165,6 @@ class Proposal:
         )
 
 
-# Returns the name of a parameter that is not finite on some rank, or None to apply the step.  Where each
-# rank holds the whole model, ``Proposal.broken`` is enough.
+# Returns the name of a parameter that is not finite on some rank, or None to apply the step.  If each
+# rank holds the whole model, ``Proposal.broken`` suffices.
 Consensus = Callable[[Proposal], str | None]

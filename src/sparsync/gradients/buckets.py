@@ -1,8 +1,8 @@
-"""DDP's buckets: where their gradients lie in the units, worked out once and not at every step.
+"""DDP's buckets: where their gradients lie in the units, computed once instead of in every step.
 
-Small parameters that follow one another in a unit form one run.  DDP's order is roughly the reverse of a
-unit's.  A bucket of small parameters only is put into the unit's order in place; a bucket that also holds
-large ones keeps a copy of its small ones until the step ends.
+Small parameters that are adjacent in a unit form one run.  DDP's order is roughly the reverse of a
+unit's. A bucket of small parameters only is permuted in place into the unit's order; a bucket that also
+contains large ones keeps a copy of its small ones until the step ends.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ __all__ = ["Bucket", "BucketStep", "Places"]
 
 @final
 class Places:
-    """Where the gradients of one bucket lie; with ``joined``, small ones in runs.
+    """The places of one bucket's gradients in the units; with ``joined``, small ones in runs.
 
     Raises:
-        ConfigurationError: a parameter of the bucket is in no unit.
+        ConfigurationError: a parameter of the bucket belongs to no unit.
     """
 
     def __init__(
         self, parameters: Sequence[Tensor], place: Mapping[Tensor, Place], *, joined: bool
     ) -> None:
         self.parameters = list(parameters)
-        # compared on every step, for DDP rebuilds its buckets: == of tensors would compare elements
+        # compared on every step, because DDP rebuilds its buckets; ``==`` would compare elements
         self.identities = [id(parameter) for parameter in parameters]
         self.sizes = [parameter.numel() for parameter in parameters]
-        self.strides: dict[int, tuple[int, ...]] = {}  # only of parameters that are not contiguous
+        self.strides: dict[int, tuple[int, ...]] = {}  # only for parameters that are not contiguous
         places: list[Place] = []
         for number, parameter in enumerate(parameters):
             if parameter not in place:
@@ -47,8 +47,8 @@ class Places:
                     "requires_grad=False when attach was called; freeze or thaw before wrapping in DDP"
                 )
             places.append(place[parameter])
-            # DDP's reducer gives a gradient the strides of its parameter where these are dense and do not
-            # overlap, else contiguous ones.  empty_like is dense in any case, and shows which it is
+            # DDP's reducer gives a gradient the strides of its parameter if these are dense and do not
+            # overlap, otherwise contiguous ones.  empty_like is always dense, which reveals the case
             dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
             if dense and not parameter.is_contiguous():
                 self.strides[number] = parameter.stride()
@@ -61,17 +61,17 @@ class Places:
 
 @final
 class Bucket:
-    """A bucket of this step.  The residual uses its memory until the averages are written.
+    """A bucket of the open step.  The residual uses its memory until the averages are written.
 
     Attributes:
-        future: DDP waits for it.
-        buffer: DDP's memory; COO for the gradient of an embedding with sparse=True.
+        future: the future that DDP waits for.
+        buffer: DDP's memory; in COO for the gradient of an embedding with sparse=True.
         dense: ``buffer`` as a dense tensor.
     """
 
     def __init__(self, buffer: Tensor, places: Places) -> None:
-        # without devices, torch refuses a result on a GPU; with them, DDP's stream waits for the one on
-        # which ``complete`` is called
+        # without devices, torch refuses a result on a GPU; with them, DDP's stream waits for the stream
+        # on which ``complete`` is called
         self.future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
@@ -82,9 +82,8 @@ class Bucket:
     def gradient(self, number: int) -> Tensor:
         """View a piece in its parameter's shape and logical order.
 
-        A bucket keeps the parameter's strides.  In a channels_last convolution the elements of a piece
-        follow the order of memory: read flat, weight decay and a saved residual would be applied to other
-        elements than their own.
+        A bucket keeps the parameter's strides, so the elements of a channels_last weight are in memory
+        order.  Read flat, they would get the weight decay and the saved residual of other elements.
         """
         piece, shape = self._pieces[number], self.places.parameters[number].shape
         strides = self.places.strides.get(number)
@@ -93,25 +92,25 @@ class Bucket:
         return piece.as_strided(shape, strides, piece.storage_offset())
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parameters and their gradients."""
+        """Yield parameters with their gradients."""
         for number, parameter in enumerate(self.places.parameters):
             yield parameter, self.gradient(number)
 
     def parameters(self, run: Run) -> list[Tensor]:
-        """Return the parameters of a run, in its order."""
+        """Return the parameters of a run, in the order of the run."""
         return [self.places.parameters[number] for number in run.members]
 
     def flat(self) -> Iterator[tuple[Run, Tensor]]:
-        """Yield the runs and their gradients, each 1-D and in memory of its own.
+        """Yield the runs with their gradients, each 1-D and in separate memory.
 
-        The residual keeps the old values there, to undo the step (``Residual.accumulate``).
+        The residual stores its old values in this memory, to undo the step (``Residual.accumulate``).
         """
         places, end = self.places, 0
         # one copy for all small parameters, already in the unit's order
         small = torch.cat(self._logical(places.joined)) if places.joined else self.dense
         if len(places.joined) == len(self._pieces):
-            # no large parameter has to stay in its place, so the bucket itself can hold the runs, and the
-            # copy is freed at once; ``write`` overwrites every piece in DDP's order
+            # no large parameter has to stay in place, so the bucket itself can hold the runs, and the
+            # copy is freed at once; ``write`` later restores DDP's order
             small = self.dense.view(-1).copy_(small)
         for run in places.runs:
             if len(run.members) == 1:
@@ -121,14 +120,14 @@ class Bucket:
                 yield run, small[start:end]
 
     def _logical(self, numbers: Sequence[int]) -> list[Tensor]:
-        """Return pieces, 1-D, in the logical order of their parameters' elements."""
+        """Return pieces, 1-D, in the logical order of their elements."""
         pieces, odd = self._pieces, self.places.strides
         return [self.gradient(i).reshape(-1) if i in odd else pieces[i] for i in numbers]
 
     def write(self, averages: Sequence[Vector]) -> None:
-        """Write averages of units to where DDP expects them."""
+        """Write averages of units to the places where DDP expects them."""
         pieces, odd = self._pieces, self.places.strides
-        # runs are sorted by unit, so groupby meets each unit once, and its average is split in one go
+        # runs are sorted by unit, so groupby yields each unit once, and its average is split only once
         for unit, runs in groupby(self.places.runs, lambda run: run.unit):
             for run, part in parts_of(averages[unit], list(runs)):
                 own = [self.gradient(i) if i in odd else pieces[i] for i in run.members]
@@ -142,23 +141,23 @@ class BucketStep(Step):
     def __init__(self, units: Sequence[Unit]) -> None:
         super().__init__(units)
         self.buckets: list[Bucket] = []
-        self.waiting: list[Bucket] = []  # not accumulated yet
-        self.accumulated = [0 for _ in units]  # parameters, by unit
+        self.waiting: list[Bucket] = []  # not yet accumulated
+        self.accumulated = [0 for _ in units]  # number of parameters, by unit
 
     def take(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        """Take a bucket into this step; return the future that DDP waits for."""
+        """Add a bucket to this step; return the future that DDP waits for."""
         self.buckets.append(bucket)
         self.waiting.append(bucket)
         return bucket.future
 
     def drain(self) -> list[Bucket]:
-        """Return the buckets that wait, which are about to be accumulated."""
+        """Remove and return the waiting buckets, to accumulate them."""
         waiting, self.waiting = self.waiting, []
         return waiting
 
     def check_complete(self) -> None:
-        """Refuse a backward pass that has left out parameters."""
-        # a unit that misses a parameter is never exchanged here, and peers would wait for it
+        """Refuse a backward pass that left out parameters."""
+        # this rank would never exchange a unit with a missing parameter, and peers would wait for it
         if all(n == len(u.slots) for n, u in zip(self.accumulated, self.units, strict=True)):
             return
         here = {name for bucket in self.buckets for name in bucket.places.names}
@@ -177,15 +176,15 @@ class BucketStep(Step):
         """Hand the buckets back to DDP, each in its own layout."""
         for bucket in self.buckets:
             dense = bucket.dense
-            # DDP wants a COO bucket back as COO; without its zero rows, since a sparse optimizer
+            # DDP expects a COO bucket back in COO, without its zero rows, because a sparse optimizer
             # steps every row that it is given
             bucket.future.set_result(dense.to_sparse(1) if bucket.buffer.is_sparse else dense)
 
     def zero_(self) -> None:
         """Zero the gradients of a refused step.
 
-        Their memory holds old residuals, which were needed to undo the step, or gradients of this rank
-        alone; DDP is about to copy it to ``parameter.grad``, and nobody must apply either.
+        Their memory holds old residuals, needed to undo the step, or gradients of this rank alone.  DDP
+        will copy it to ``parameter.grad``, and neither must be applied.
         """
         for bucket in self.buckets:
             bucket.dense.zero_()

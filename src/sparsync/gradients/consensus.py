@@ -1,7 +1,7 @@
 """Make one decision for all parts of a replica: shards, pipeline stages, tensor-parallel ranks.
 
 Ranks that exchange with each other see the same totals and decide alike without a message.  Ranks that
-hold other parts of the same replica see other totals: if one part refuses a step, all must.
+hold other parts of the same replica see other totals, but if one part refuses a step, all must.
 
 Without DDP they also agree on which parameters any rank used.  A gradient must not be None on one rank
 and zeros on another: weight decay and momentum skip None, so replicas would drift apart, and norms over
@@ -26,8 +26,8 @@ from sparsync.transports.driver import run
 
 __all__ = ["PartsConsensus"]
 
-# outcomes of a part's step: all finite; NaN or Inf in a total; its exchange raised an error, which is
-# worse, since that part has no total that could be applied
+# Outcomes of a part's step: all finite; NaN or Inf in a total; its exchange raised an error.  An error is
+# the worst, because that part has no total to apply
 _FINE, _BROKEN, _FAILED = 0, 1, 2
 
 
@@ -36,18 +36,18 @@ class PartsConsensus:
     """Asks the other parts of this replica before a step is committed (``sparsync.feedback.step``).
 
     Args:
-        parts: the ranks that hold the parts of this replica, this one included; all construct it
-            together.
-        keys: a 64-bit number per parameter of this part, by name, in the same order on all its replicas;
-            equal on all parts that hold the parameter.  None: do not ask which parameters are used.
+        parts: the ranks that hold the parts of this replica, including this one; constructing the
+            consensus is collective over them.
+        keys: a 64-bit number per parameter of this part, by name, in the same order on all its replicas,
+            and equal on all parts that hold the parameter.  None: usage of parameters is not tracked.
 
     Attributes:
         used: names of the parameters that have a gradient, once a step is committed.
-        came: of every replica of this part, whether it used any in the open step.
+        came: for every replica of this part, whether it used any parameter in the open step.
 
-    Cost: that of ``worst`` over the parts, 9 bytes per part and step.  With keys, one byte more per
-    parameter, an allgather of these bytes over the replicas, and one over the parts if some parameter was
-    not used by anybody.
+    Cost: that of ``worst`` over the parts, 9 bytes per part and step.  With keys, one more byte per
+    parameter, an allgather of these bytes over the replicas, and another over the parts if some parameter
+    was not used by any rank.
     """
 
     def __init__(self, parts: Communicator, keys: Mapping[str, int] | None = None) -> None:
@@ -55,9 +55,9 @@ class PartsConsensus:
         mine = torch.tensor(list((keys or {}).values()), dtype=torch.int64)
         every = mine
         if keys is not None:
-            # Parts hold different parameters, but all build the same sorted list of keys, so from here on
-            # a place in it means the same parameter everywhere.  An allgather needs equal lengths: short
-            # lists repeat their first key, which ``unique`` drops.
+            # Parts hold different parameters, but all build the same sorted list of keys, so a position
+            # in it means the same parameter everywhere.  An allgather needs equal lengths, so short lists
+            # repeat their first key, which ``unique`` drops.
             counts = run(parts.allgather(torch.tensor([len(mine)]), "groups"))
             padding = mine[:1].expand(int(torch.stack(counts).max()) - len(mine))
             every = torch.unique(
@@ -69,21 +69,21 @@ class PartsConsensus:
         self.came = torch.ones(1, dtype=torch.bool)
 
     async def share_used(self, replicas: Communicator, used: Collection[str]) -> None:
-        """Tell the other replicas of this part which parameters this rank used; learn theirs."""
+        """Exchange with the other replicas of this part which parameters each rank used."""
         mine = torch.tensor([name in used for name in self._names], dtype=torch.bool)
         everyone = torch.stack(await replicas.allgather(mine, "used"))
         self.came = everyone.any(1)
-        # of this part alone; ``_ask`` carries the marks to the other parts with the outcome
+        # these cover only this part; ``_ask`` sends the marks to the other parts along with the outcome
         self._marks.zero_()
         self._marks[self._places] = everyone.any(0)
 
     def __call__(self, proposal: Proposal) -> str | None:
-        """Return the name of a parameter that is not finite on any part; None: apply the step.
+        """Return the name of a parameter that is not finite on any part, or None to apply the step.
 
         Raises:
             PeerError: the exchange of another part failed.
         """
-        # always a message, also when all is fine here: only the others know whether it is fine there
+        # a message is always sent, even if all is fine here, because other parts may have failed
         broken = proposal.broken()
         found = self._ask(proposal.step, _FINE if broken is None else _BROKEN, broken or "")
         if found.severity == _FAILED:
@@ -91,10 +91,10 @@ class PartsConsensus:
                 f"rank {proposal.rank}, {proposal.place}: {_failure(found)}; no part applied the step"
             )
         broken, marks = found.words if found.severity else None, found.marks
-        if broken is not None:  # nonfinite="propagate" makes every gradient NaN; else none is left
+        if broken is not None:  # "propagate" makes every gradient NaN; other policies leave none
             marks = torch.ones_like(marks)
-        # All parts have the same answers, so all take this branch or none: it sends another message.
-        # A parameter that nobody used in this step may still get a delayed residual, on any part.
+        # All parts have the same answers, so either all take this branch, which sends a message, or none.
+        # A parameter unused in this step may still receive a delayed residual, on any part.
         elif not bool(marks.all()):
             mine = torch.zeros_like(marks)
             mine[self._places] = self._delivered(proposal, self._named(~marks))
@@ -103,16 +103,16 @@ class PartsConsensus:
         return broken
 
     def fail(self, step: int) -> None:
-        """Tell the other parts that this one's exchange failed, so that none commits or waits."""
-        # the others may be gone as well; the error to report is the one that led here
+        """Tell the other parts that this part's exchange failed, so none of them commits or waits."""
+        # they may be gone as well, but the error to report is the one that led here
         with suppress(CommunicationError):
             self._ask(step, _FAILED, "")
 
     def on_any(self, here: bool) -> bool:
-        """Tell whether ``here`` is true on this part or on any other.
+        """Return whether ``here`` is true on this part or any other.
 
         Raises:
-            PeerError: another part failed, and has called ``fail`` where it would have asked.
+            PeerError: another part failed, and called ``fail`` instead of this method.
         """
         found = self._ask(self.parts.ledger.step, _BROKEN if here else _FINE, "")
         if found.severity == _FAILED:
@@ -120,17 +120,17 @@ class PartsConsensus:
         return found.severity > _FINE
 
     def _ask(self, step: int, outcome: int, name: str) -> Outcome:
-        # the parts' communicator has a ledger of its own: errors and messages name the reducer's step
+        # the parts' communicator has a separate ledger; errors and messages must name the reducer's step
         self.parts.ledger.begin_step(step)
         return run(worst([self.parts], outcome, name, "verdict", self._marks))
 
     def _named(self, marks: Tensor) -> set[str]:
-        """Return the marked parameters that this part holds."""
+        """Return the marked parameters held by this part."""
         pairs = zip(self._names, marks[self._places].tolist(), strict=True)
         return {name for name, marked in pairs if marked}
 
     def _delivered(self, proposal: Proposal, names: Collection[str]) -> Tensor:
-        """Tell which of this part's parameters are among ``names`` and get a value other than zero."""
+        """Mark this part's parameters that are among ``names`` and receive a nonzero value."""
         found = set()
         for unit, total in zip(proposal.units, proposal.totals, strict=True):
             for slot in (slot for slot in unit.slots if slot.name in names):

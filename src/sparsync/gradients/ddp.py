@@ -1,7 +1,7 @@
 """DistributedDataParallel: ``sync = sparsync.attach(ddp_model)``.
 
-The hook adds each gradient of a bucket to its unit (``accumulated = residual + gradient``).  When a
-unit is complete, its exchange goes to the engine thread while the backward pass continues.  After the
+The hook adds each gradient of a bucket to its unit (``accumulated = residual + gradient``).  Once a unit
+is complete, its exchange is queued on the engine's thread while the backward pass continues.  After the
 last exchange comes the commit, which writes the averages into the buckets and completes their futures.
 So all residuals are written together, once every total of the step is known to be finite.
 """
@@ -80,7 +80,7 @@ def attach_ddp(model: Any, options: Options) -> GradientSync:
 
 
 def check_ddp(model: Any) -> None:
-    """Refuse a model that is not DDP, has a hook, or exchanges without one."""
+    """Refuse a model that is not DDP, already has a hook, or bypasses hooks."""
     if not isinstance(model, DistributedDataParallel):
         first = "" if dist.is_initialized() else "torch.distributed.init_process_group(), and "
         raise ConfigurationError(
@@ -92,8 +92,8 @@ def check_ddp(model: Any) -> None:
             "this model was wrapped under torch._dynamo.config.optimize_ddp = 'python_reducer', which "
             "hands gradients over one by one; leave optimize_ddp at its default and wrap again"
         )
-    # DDP's reducer in C++ takes one hook for its whole life and cannot say whether it has one:
-    # ``_comm_hooks`` is DDP's own list of registered hooks, which no public method shows
+    # DDP's C++ reducer accepts one hook in its lifetime and cannot report whether it has one.
+    # ``_comm_hooks`` is DDP's own list of registered hooks; no public method exposes it
     if model._comm_hooks and CommHook.closed_of(model) is None:
         raise ConfigurationError(
             "this model already has a communication hook; attach once, to a freshly wrapped model "
@@ -109,7 +109,7 @@ def check_ddp(model: Any) -> None:
 
 
 def _check_not_nested(model: DistributedDataParallel) -> None:
-    """Refuse parameters whose gradients a DDP inside the model exchanges as well."""
+    """Refuse parameters whose gradients a DDP module inside the model exchanges as well."""
     own = {parameter for parameter in model._module_parameters if parameter.requires_grad}
     for name, inner in model.module.named_modules():
         if isinstance(inner, DistributedDataParallel) and own & set(inner._module_parameters):
@@ -126,8 +126,8 @@ class BucketSource(Source):
     """Brings the gradients of DDP's buckets.
 
     DDP knows only the parameters that it was built with, and exchanges once per forward pass.  Any other
-    gradient would stay on its rank, and replicas would drift apart silently: so the model is checked on
-    every forward pass, and every gradient as it arrives.
+    gradient would stay on its rank, and replicas would silently drift apart.  So the model is checked on
+    every forward pass, and every gradient on arrival.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class BucketSource(Source):
         self._begun = 0  # backward passes that were exchanged, or whose exchange has begun
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return DDP's own context, in which gradients add up on this rank."""
+        """Return DDP's own context, in which gradients accumulate on this rank."""
         model = self._model()
         return nullcontext() if model is None else model.no_sync()
 
@@ -174,7 +174,7 @@ class BucketSource(Source):
         sync.on_close.callback(CommHook.taken(model, sync, self.on_bucket).release)
 
     def _check_model(self, *_forward: Any) -> None:
-        """Refuse a model that is no longer the one that was attached; name a parameter that differs."""
+        """Refuse a model whose parameters have changed since ``attach``; name one that differs."""
         if not torch.is_grad_enabled():  # an evaluation has no backward pass
             return
         self._exchanged = False
@@ -183,8 +183,8 @@ class BucketSource(Source):
         if (seen := training(model.module)) == self._seen:  # the usual case, on every step
             return
         if substituted(model.module):
-            # functional_call shows other tensors for one call; gradients reach the parameters through
-            # them, and are exchanged, or belong to tensors of the caller
+            # functional_call substitutes other tensors for one call.  Gradients either reach the
+            # parameters through them, and are exchanged, or belong to tensors of the caller
             return
         check_same_parameters(
             model.module, self._trained.values(), alone=model.parameters_to_ignore
@@ -194,9 +194,9 @@ class BucketSource(Source):
             return  # DDP treats frozen or removed parameters as unused and does not wait for them
         present = {p for p in model.module.parameters() if p.requires_grad}
         gone = [name for name, parameter in self._trained.items() if parameter not in present]
-        # if all are gone there is no backward pass through DDP, and nothing that would wait
+        # if all are gone, no backward pass goes through DDP, so nothing waits
         if gone and len(gone) < len(self._trained):
-            self._seen = []  # so that the next forward pass is refused again
+            self._seen = []  # makes the next forward pass fail again
             raise ConfigurationError(
                 f"'{gone[0]}' was frozen or removed after attach ({len(gone)} parameters in all), and "
                 "DDP would wait for its gradient; wrap and attach again, or build DDP with "
@@ -204,9 +204,9 @@ class BucketSource(Source):
             )
 
     def _check_gradient(self, parameter: Tensor) -> None:
-        """Refuse a gradient with a graph, and one of a backward pass that is not exchanged."""
-        # called for every parameter and step: nearly always it returns here.  Gradients are enabled
-        # within a backward pass only if it was called with create_graph=True
+        """Refuse a gradient with a graph, or from a backward pass that is not exchanged."""
+        # Called for every parameter and step; it nearly always returns here.  Grad mode is enabled within
+        # a backward pass only with create_graph=True
         if not (self._exchanged or torch.is_grad_enabled()):
             return
         _, slot = self._place[parameter]
@@ -218,8 +218,8 @@ class BucketSource(Source):
         model = self._model()
         if not self._exchanged or model is None or not model.require_backward_grad_sync:
             return
-        # Whether this backward pass is exchanged shows only at its end: the first bucket may come after
-        # this gradient.  Cleared, so that the check is queued once per backward pass.
+        # Whether this backward pass is exchanged is known only at its end, because the first bucket may
+        # come after this gradient.  The flag is cleared to queue the check once per backward pass.
         self._exchanged, begun = False, self._begun
 
         def check() -> None:
@@ -255,9 +255,9 @@ class BucketSource(Source):
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Accumulate a bucket; submit the units that it completes."""
-        # DDP's reducer calls the hook in the order of bucket numbers, whatever order gradients come in,
-        # and the division into buckets is equal on all ranks (rank 0's).  So units are completed, and
-        # their exchanges submitted, in one order everywhere, without which ranks would deadlock.
+        # DDP's reducer calls the hook in the order of bucket numbers, no matter in which order gradients
+        # arrive, and all ranks have the same buckets (rank 0's).  So units are completed, and their
+        # exchanges submitted, in one order everywhere; otherwise ranks would deadlock.
         if bucket.index() == 0:
             self._open = BucketStep(self._steps.units)
             self._exchanged = False  # also where the hook is called before any gradient has come
@@ -280,15 +280,15 @@ class BucketSource(Source):
             this.jobs.append(steps.engine.submit(self._share(this)))
             finished = steps.engine.submit(lambda: self._finish(this))
             if not call_after_backward(lambda: self._after(this, finished)):
-                # Under join(), a rank that has no more batches calls the hook outside of backward(): its
-                # residual is still delivered, and it may wait here, for autograd waits for nothing
+                # Under join(), a rank without further batches calls the hook outside of backward().  Its
+                # residual is still delivered, and blocking is safe because autograd is not running
                 self._after(this, finished)
         return future
 
     def _places_of(self, bucket: Any) -> Places:
-        """Return where the gradients of a bucket lie.
+        """Return the places of a bucket's gradients in the units.
 
-        DDP rebuilds its buckets after the first step, in the order in which gradients came.
+        DDP rebuilds its buckets after the first step, in the order in which gradients arrived.
         """
         parameters, known = bucket.parameters(), self._places.get(bucket.index())
         if known is None or known.identities != [id(parameter) for parameter in parameters]:
@@ -340,23 +340,23 @@ class BucketSource(Source):
             if model is not None and (model.find_unused_parameters or model.static_graph):
                 _deliver_to_unused(pair for bucket in this.buckets for pair in bucket.pairs())
         finally:
-            # DDP rebuilds its buckets at the next forward pass: their old memory must not be held until
-            # then
+            # DDP rebuilds its buckets at the next forward pass; a reference would keep their old memory
+            # alive until then
             this.buckets.clear()
         self._steps.compare(alike=True)
 
 
 def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Give parameters that no rank used in this step the residuals that were delivered to them.
+    """Write averages to parameters that no rank used in this step, but that got residuals delivered.
 
-    DDP leaves the gradients of such parameters as they are (``find_unused_parameters``,
-    ``static_graph``).  The delivered mass has already left the residuals: dropped here, it would be lost.
+    DDP does not touch the gradients of such parameters (``find_unused_parameters``, ``static_graph``).
+    The delivered mass has already left the residuals, so it would be lost if it were dropped here.
     """
     for parameter, average in averages:
         average = average.view(parameter.shape)
-        # zeros stay None, as with plain DDP: optimizers skip a parameter that got nothing
+        # zeros stay None, as in plain DDP, so optimizers skip a parameter that received nothing
         if parameter.grad is None and bool(average.any()):
             parameter.grad = average.clone()
         elif parameter.grad is not None and not parameter.grad.is_sparse:
-            # DDP copies no bucket to a parameter that it takes for unused; for others nothing changes
+            # DDP does not copy the bucket to a parameter that it considers unused; otherwise a no-op
             parameter.grad.copy_(average)

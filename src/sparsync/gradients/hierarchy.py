@@ -1,14 +1,14 @@
-"""Dense inside a node, sparse between nodes: each rank of a node exchanges its part of every unit.
+"""Dense inside a node, sparse between nodes: each rank of a node exchanges a part of every unit.
 
 ::
 
     gradient --reduce-scatter in the node--> this rank's part of the node's mean
-    accumulate, select, exchange with the ranks of the same place in other nodes, retain
+    accumulate, select, exchange with the same part's ranks in other nodes, retain
     average <--allgather in the node-- this rank's part of the average
 
 So every rank uses its own link, a node sends no more than a single rank would, and the residual of n
-elements is divided over the node.  Where updates are exchanged, gradients are averaged in the node on
-every step, and the ranks of a node divide the outer step (``Node``).
+elements is split over the node.  For updates, gradients are averaged in the node on every step, and the
+ranks of a node split the outer step (``Node``).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def grid_of(
 ) -> list[list[int]]:
     """Return the global ranks of every node, ascending.
 
-    "node" stands for as many consecutive ranks as the launcher started here (LOCAL_WORLD_SIZE); a mesh
-    has two dimensions, (nodes, ranks of a node).
+    "node" means as many consecutive ranks as the launcher started on this machine (LOCAL_WORLD_SIZE); a
+    mesh has two dimensions, (nodes, ranks of a node).
 
     Example:
         >>> grid_of("node", [0, 1, 2, 3], {"LOCAL_WORLD_SIZE": "2"})
@@ -73,15 +73,15 @@ def grid_of(
         raise ConfigurationError(
             f"hierarchy is {hierarchy!r}; give 'node', 'links', or a mesh (nodes, ranks of a node)"
         )
-    # A process group numbers its ranks in ascending order.  ``nodes_of`` takes a place in this list for
-    # a rank's number in its node: in another order, peers would exchange different parts.
+    # A process group numbers its ranks in ascending order, and ``nodes_of`` takes a position in this list
+    # as a rank's number in its node.  In another order, peers would exchange different parts.
     return [sorted(node) for node in grid]
 
 
 def nodes_of(options: Options, ranks: Sequence[int], groups: Groups) -> tuple[list[int], list[int]]:
-    """Return the global ranks of this rank's node, and the ranks with its place in every node.
+    """Return the global ranks of this rank's node, and the ranks at the same position in every node.
 
-    All ranks call it together: for "links" they measure.
+    This is collective, because "links" requires measurements.
     """
     given = options.transport.hierarchy
     grid = measured_sites(options, ranks, groups) if given == "links" else grid_of(given, ranks)
@@ -94,13 +94,13 @@ def nodes_of(options: Options, ranks: Sequence[int], groups: Groups) -> tuple[li
 class NodeReducer:
     """Takes whole gradients, as a ``Reducer`` does, and gives each rank of the node a part of them.
 
-    All ranks of the model's process group construct it.
+    Constructing it is collective over the model's process group.
 
     Attributes:
-        reducer: exchanges this rank's part of every unit over the nodes.
+        reducer: exchanges this rank's part of every unit between nodes.
         node: the ranks of this node; its ledger counts the bytes that a ring would send between them.
-        consensus: the decision of this node's ranks on every step.
-        pieces: which part of every parameter this rank exchanges.
+        consensus: the joint decision of this node's ranks on every step.
+        pieces: the part of every parameter that this rank exchanges.
 
     Cost: n elements of memory, and (g - 1) / g n elements sent twice inside a node of g ranks.
     """
@@ -109,8 +109,8 @@ class NodeReducer:
         self, options: Options, ranks: Sequence[int], units: Sequence[Unit], groups: Groups
     ) -> None:
         inner, outer = nodes_of(options, ranks, groups)
-        # the default backend, NCCL where DDP has it, which is fast inside a node; between nodes, sparse
-        # messages need gloo or ZeroMQ: NCCL receives only lengths that are known in advance
+        # The default backend, usually NCCL, is fast inside a node.  Between nodes, sparse messages need
+        # gloo or ZeroMQ: NCCL can only receive lengths that are known in advance
         group = groups.make(inner, backend=None)
         self.node = node = TorchCommunicator(group, timeout=options.transport.timeout)
         options.agree_with(node)
@@ -120,25 +120,25 @@ class NodeReducer:
         self.reducer = options.reducer(
             groups.make(outer), runs, self.consensus, ranks_of_a_node=node.world_size
         )
-        # padded: a native reduce-scatter divides into equal parts
+        # padded, because a native reduce-scatter needs equal parts
         sizes = [-(-unit.size // node.world_size) * node.world_size for unit in units]
         self._flat = [
             torch.zeros(size, dtype=unit.dtype, device=unit.device)
             for unit, size in zip(units, sizes, strict=True)
         ]
         self._weights: dict[int, Tensor] = {}
-        self._lost = False  # a rank of the node was lost in the open step
+        self._lost = False  # whether the open step lost a rank of the node
 
     def accumulate(
         self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
     ) -> None:
-        """Put a gradient where the node averages it; its weights as well, if they decay."""
+        """Store a gradient for the node's reduce-scatter, and its weights if they decay."""
         with self.reducer.comm.stage("accumulate"):
             here = self._flat[unit][start : start + gradient.numel()]
-            # a node's mean stands for one larger batch; divided before it is summed, for a sum in 16 bits
-            # could overflow
+            # The node's mean acts as the gradient of one larger batch.  Gradients are divided before the
+            # sum, which could overflow in 16 bits
             torch.div(gradient, self.node.world_size, out=here)
-            # weights are only copied: all ranks of a node have the same ones, and ``exchange`` cuts out
+            # Weights are only copied: all ranks of a node have the same ones, and ``exchange`` cuts out
             # this rank's part
             correction = self.reducer.correction
             if correction and correction.weight_decay and weights is not None:
@@ -158,12 +158,12 @@ class NodeReducer:
         await self.reducer.exchange(unit)
 
     async def follow(self, unit: int) -> None:
-        """Only sum over the node, in a step that has failed on this rank but not on others of the node.
+        """Only sum over the node, in a step that failed on this rank but not on others of the node.
 
-        They hear of the failure from the consensus; until then all ranks of the node must start the same
-        collectives.
+        The others learn of the failure from the consensus.  Until then all ranks of the node must start
+        the same collectives.
         """
-        if not self._lost:  # else that collective is broken for all of them
+        if not self._lost:  # otherwise that collective is broken for all of them
             await self._scattered(unit)
 
     async def _scattered(self, unit: int) -> Tensor:
@@ -182,8 +182,8 @@ class NodeReducer:
 
     def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
         """Close the step on all ranks of the node or on none; return whole averages."""
-        # Gathered by ``prepare``, after the consensus and before any residual is written: gathering may
-        # fail as well, and then the step can still be undone.
+        # The parts are gathered by ``prepare``, after the consensus and before any residual is written:
+        # gathering may fail as well, and then the step can still be undone.
         averages: list[Vector] = []
         parts = self.reducer.commit(
             propagate_nonfinite=propagate_nonfinite,
@@ -191,7 +191,7 @@ class NodeReducer:
         )
         if averages:
             return averages
-        # the step was skipped, so nothing was gathered: NaN of this rank's part stands for the unit
+        # the step was skipped, so nothing was gathered, and NaN from this rank's part fills the unit
         return [
             DenseVector(part.values.new_full((unit.size,), torch.nan))
             for unit, part in zip(self.units, parts, strict=True)
@@ -205,36 +205,36 @@ class NodeReducer:
     def _gathered(self, unit: int) -> Vector:
         flat, total = self._flat[unit], self.reducer.reduced[unit].total
         length = flat.numel() // self.node.world_size
-        # the dtype of the total, which may not be decoded yet (``collectives/quantised.py``)
+        # the residual's dtype is the total's, which may not be decoded yet (``collectives/quantised.py``)
         dtype = self.reducer.residuals[unit].accumulated.dtype
         average = torch.zeros(length, dtype=dtype, device=flat.device)
         total.write_to_(average[: total.size])
-        # The commit divides the total only after ``prepare``, so the copy is divided here; before it is
-        # narrowed to 16 bits, in which the sum could overflow.
+        # The commit divides the total only after ``prepare``, so the copy is divided here.  This comes
+        # before the cast to 16 bits, in which the sum could overflow.
         if self.reducer.algorithm.average:
             average.div_(self.reducer.comm.world_size)
-        # into the memory of this step's gradients, which the reduce-scatter has read already
+        # reuses the memory of this step's gradients, which the reduce-scatter has already read
         _gather(self.node, flat, average.to(flat.dtype))
         return DenseVector(flat[: self.units[unit].size])
 
 
 @final
 class Node:
-    """The ranks of a node, which make the same steps; each exchanges a run of every tensor between nodes.
+    """The ranks of a node, which make equal steps; each exchanges a run of every tensor between nodes.
 
-    All runs of a tensor have the same length, padded with zeros if its size is not a multiple.
+    All runs of a tensor have the same length; the last ones are padded with zeros.
 
     Attributes:
-        comm: the ranks of this node; used only by the training thread and by autograd's, for DDP.
-        consensus: the decision of this node's ranks, on the engine's thread.
-        peers: the ranks that have the same runs, one in each node.
+        comm: the ranks of this node; used only by the training thread and, for DDP, by autograd's.
+        consensus: the joint decision of this node's ranks, on the engine's thread.
+        peers: the ranks with the same runs, one in each node.
     """
 
     def __init__(self, options: Options, ranks: Sequence[int], groups: Groups) -> None:
         inner, self.peers = nodes_of(options, ranks, groups)
         timeout = options.transport.timeout
-        # two groups of the same ranks: a group's collectives start in one order on all ranks, which two
-        # threads that share it could not keep
+        # Two groups of the same ranks: the collectives of a group must start in the same order on all
+        # ranks, which two threads sharing it could not guarantee
         self.comm = TorchCommunicator(groups.make(inner, backend=None), timeout=timeout)
         self.consensus = PartsConsensus(TorchCommunicator(groups.make(inner), timeout=timeout))
         options.agree_with(self.consensus.parts)
@@ -247,21 +247,21 @@ class Node:
         return F.pad(run, (0, length - run.numel()))
 
     def gathered(self, runs: Tensor) -> Tensor:
-        """Return the runs of all ranks, a row each."""
+        """Return the runs of all ranks, one per row."""
         whole = runs.new_empty(self.comm.world_size, runs.numel())
         _gather(self.comm, whole.view(-1), runs)
         return whole
 
     def average_(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
-        """Begin to average over the node, in place; ``check`` raises the error if that fails."""
+        """Start averaging over the node, in place; if that fails, ``check`` raises the error."""
         tensor.div_(self.comm.world_size)  # before the sum, which could overflow in 16 bits
         work = dist.all_reduce(tensor, group=self.comm.group, async_op=True)
         self._under_way.append(self.comm.under_way(_AVERAGE, work))
         self.comm.ledger.reduced(_AVERAGE, tensor, self.comm.world_size)
 
         def averaged(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-            # DDP waits for this future; if it held torch's error, that would come out of backward()
-            # before ``check`` could raise one that names rank and phase
+            # DDP waits for this future.  If it held torch's error, backward() would raise that before
+            # ``check`` could raise one that names rank and phase
             try:
                 return done.value()[0]
             except RuntimeError:
@@ -282,7 +282,7 @@ class Node:
 
 
 def _book(comm: TorchCommunicator, phase: str, flat: Tensor) -> None:
-    """Count the bytes that a ring would move: torch does not tell how many its backend sends."""
+    """Count the bytes that a ring would move, because torch does not report what its backend sends."""
     others = comm.world_size - 1
     nbytes = flat.numel() * flat.itemsize * others // comm.world_size
     comm.ledger.sent(phase, nbytes, Parts(value=nbytes), others)
@@ -290,7 +290,7 @@ def _book(comm: TorchCommunicator, phase: str, flat: Tensor) -> None:
 
 
 def _divide(units: Sequence[Unit], index: int, parts: int) -> tuple[list[Unit], dict[str, Piece]]:
-    """Divide every unit into equal runs of elements; the last ones may be shorter or empty.
+    """Split every unit into equal runs of elements; the last ones may be shorter or empty.
 
     Returns:
         The units of run ``index``, and the pieces of their parameters.
@@ -319,14 +319,14 @@ def _divide(units: Sequence[Unit], index: int, parts: int) -> tuple[list[Unit], 
 
 
 def _reduce_scatter(part: Tensor, whole: Tensor, **options: Any) -> Any:
-    """Call reduce-scatter by its present name, or by the name in torch before 2.13."""
+    """Call reduce-scatter by its current name, or by its name before torch 2.13."""
     present = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return present(part, whole, **options)
 
 
 def _gather(comm: TorchCommunicator, whole: Tensor, part: Tensor) -> None:
-    """Collect the parts of all ranks of a node."""
-    # renamed in torch 2.13, as reduce-scatter was
+    """Gather the parts of all ranks of a node."""
+    # renamed in torch 2.13, like reduce-scatter
     present = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work = present(whole, part, group=comm.group, async_op=True)
     comm.under_way(_GATHER, work).wait()

@@ -1,6 +1,6 @@
-"""Runs: small parameters that follow one another in a unit, accumulated and written as one.
+"""Runs: small parameters that are adjacent in a unit, accumulated and written as one.
 
-For a small parameter, the Python code of a pass takes longer than the pass itself.
+For a small parameter, a pass takes less time than Python's overhead for starting it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from sparsync.units import Slot
 
 __all__ = ["Place", "Run", "parts_of", "runs_of", "write_part"]
 
-_SMALL: Final = 1 << 15  # elements: to copy this many takes no longer than the Python code for one
-# elements of a run at most: its averages are written through a dense copy, which is then small next to
-# the unit
+_SMALL: Final = 1 << 15  # elements; copying this many takes no longer than Python's overhead
+# Longest run, in elements: its averages are written through a dense copy, which must be small compared
+# with the unit
 _RUN: Final = 1 << 20
 
-Place = tuple[int, Slot]  # the number of a unit, and the slot of a parameter in it
+Place = tuple[int, Slot]  # the number of a unit, and a parameter's slot in it
 
 
 @dataclass(frozen=True)
 class Run:
-    """Parameters, by number, that fill elements of a unit from ``start`` on."""
+    """Parameters, by number, that fill a unit without gaps from element ``start`` on."""
 
     unit: int
     start: int
@@ -36,12 +36,12 @@ class Run:
 
     @property
     def end(self) -> int:
-        """Return the end of the run in its unit."""
+        """The end of the run in its unit."""
         return self.start + sum(self.sizes)
 
 
 def runs_of(places: Sequence[Place], *, joined: bool) -> list[Run]:
-    """Return the runs of parameters at these places, in the order of units; large ones are alone.
+    """Return the runs of parameters at these places, in the order of units; large ones stay alone.
 
     Example:
         >>> places = [(0, Slot("b", 3, 2)), (0, Slot("a", 0, 3)), (0, Slot("d", 9, 1))]
@@ -50,14 +50,14 @@ def runs_of(places: Sequence[Place], *, joined: bool) -> list[Run]:
     """
     runs: list[Run] = []
     end = 0
-    # an empty parameter starts where the next one does: sorted by size as well, it comes first, and the
-    # run goes on after it
+    # An empty parameter starts where the next one does.  Sorting by size as well puts it first, so the
+    # run continues after it
     keys = [(unit, slot.start, slot.size) for unit, slot in places]
     for number in sorted(range(len(places)), key=keys.__getitem__):
         unit, slot = places[number]
         if joined and runs and max(runs[-1].sizes[-1], slot.size) <= _SMALL:
             last = runs[-1]
-            # only without a gap: a bucket need not hold all parameters of a unit
+            # only without a gap: a bucket may lack some parameters of a unit
             if (last.unit, end) == (unit, slot.start) and end - last.start < _RUN:
                 last.members.append(number)
                 last.sizes.append(slot.size)
@@ -69,19 +69,19 @@ def runs_of(places: Sequence[Place], *, joined: bool) -> list[Run]:
 
 
 def parts_of(average: Vector, runs: Sequence[Run]) -> Iterator[tuple[Run, Vector]]:
-    """Yield runs of a unit, in its order, each with its part of the unit's average."""
+    """Yield the runs of a unit, in order, each with its part of the unit's average."""
     if isinstance(average, DenseVector):
         for run in runs:
             yield run, DenseVector(average.values[run.start : run.end])
     else:
-        # one search of the entries for all runs; every second part lies between two of them
+        # one search for all runs; every second part is the gap between two of them
         cuts = [cut for run in runs for cut in (run.start, run.end)]
         yield from zip(runs, average.split(cuts)[::2], strict=True)
 
 
 def write_part(part: Vector, run: Run, tensors: Sequence[Tensor]) -> None:
-    """Write the part of an average for a run to its parameters' gradients, flat or in their shapes."""
-    # a large parameter: straight into its gradient, without a dense copy
+    """Write a run's part of an average to the gradients of its parameters, flat or in their shapes."""
+    # a single large parameter is written directly, without a dense copy
     if len(tensors) == 1 and tensors[0].is_contiguous():
         part.write_to_(tensors[0].view(-1))
         return

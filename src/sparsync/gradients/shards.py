@@ -1,9 +1,9 @@
 """The parameters of which this rank holds a part: local tensors, their pieces, and FSDP2's switches.
 
-``fully_shard`` reduces over the shards, calls a module's all-reduce hook, writes the shards of gradients
-and calls the parameters' own hooks, which see exactly this rank's shards, averaged over the ranks that
-hold the others.  The all-reduce hook is not the place to exchange: its flat tensor has padding between
-uneven shards, does not say which parameters took part, and may still have to be divided.
+``fully_shard`` reduces over the shards, calls a module's all-reduce hook, writes the shards of gradients,
+and calls the parameters' own hooks.  These see exactly this rank's shards, averaged over the ranks that
+hold the other shards.  The all-reduce hook is unsuitable for the exchange: its flat tensor has padding
+between uneven shards, does not say which parameters it contains, and may still have to be divided.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shard:
         name: as in ``named_parameters``.
         parameter: a plain tensor, or a DTensor.
         piece: the part of the parameter on this rank; None: all of it.
-        kind: parameters of one kind are divided alike over other ranks.
+        kind: parameters of the same kind are split alike over other ranks.
     """
 
     name: str
@@ -48,7 +48,7 @@ def shards_of(model: nn.Module, replicas: Collection[int]) -> list[Shard]:
     """Return the parameters that need gradients, in registration order.
 
     Raises:
-        ConfigurationError: parameters without storage, COO gradients, or a mesh with the replicas in it.
+        ConfigurationError: parameters without storage, COO gradients, or a mesh that includes replicas.
     """
     if any(getattr(module, "sparse", False) is True for module in model.modules()):
         raise ConfigurationError(
@@ -59,7 +59,7 @@ def shards_of(model: nn.Module, replicas: Collection[int]) -> list[Shard]:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        # no values yet, and units would be planned for a device on which nothing can be exchanged
+        # it has no values yet, and its unit would be planned for a device that cannot exchange anything
         if parameter.device.type == "meta":
             raise ConfigurationError(
                 f"the parameter '{name}' is on the meta device; materialise the model "
@@ -77,7 +77,7 @@ def _shard(name: str, parameter: Tensor, replicas: Collection[int]) -> Shard:
     if not isinstance(parameter, DTensor):
         return Shard(name, parameter, None, "plain")
     mesh, placements = parameter.device_mesh, parameter.placements
-    # this rank is in both; any other rank in both is a replica with which FSDP2 sums already, as in HSDP
+    # this rank is in both; any other rank in both is a replica over which FSDP2 already sums, as in HSDP
     both = sorted(set(mesh.mesh.flatten().tolist()) & set(replicas))
     if len(both) > 1:
         raise ConfigurationError(
@@ -87,7 +87,7 @@ def _shard(name: str, parameter: Tensor, replicas: Collection[int]) -> Shard:
     if all(placement.is_replicate() for placement in placements):
         return Shard(name, parameter, None, "replicated")
     size, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    # torch gives an empty shard an offset past the end, or none; as zeros, pieces can be compared
+    # torch gives an empty shard an offset past the end, or none; zeros make pieces comparable
     if 0 in size:
         offset = size = (0,) * len(size)
     piece = {"shape": list(parameter.shape), "offset": list(offset), "size": list(size)}
@@ -95,12 +95,12 @@ def _shard(name: str, parameter: Tensor, replicas: Collection[int]) -> Shard:
 
 
 def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient with its parameter's placements: summed, where it came as partial sums."""
+    """Return a gradient with its parameter's placements; partial sums are reduced."""
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
         return gradient
     if gradient.placements == parameter.placements:
         return gradient
-    # Tensor parallelism leaves a sum over its ranks to the reader (``Partial``, torch 2.13).  Selection
+    # Tensor parallelism leaves a sum over its ranks to the consumer (``Partial``, torch 2.13).  Selection
     # is not linear, so the sum must come first.
     return gradient.redistribute(parameter.device_mesh, parameter.placements)
 
@@ -123,18 +123,18 @@ def ranks_of(replicate: Any) -> list[int]:
 
 
 def keys_of(shards: Sequence[Shard]) -> dict[str, int]:
-    """Hash every parameter's name and ranks: layers of two stages may have the same name."""
+    """Hash every parameter's name and ranks, because layers of two stages may have the same name."""
     texts = {name: f"{name} {sorted(ranks)}" for name, ranks in _holders(shards).items()}
-    # Python's own hash of a string differs between processes
+    # Python's own string hash differs between processes
     hashes = {n: hashlib.blake2b(text.encode(), digest_size=8) for n, text in texts.items()}
     return {n: int.from_bytes(h.digest(), "little", signed=True) for n, h in hashes.items()}
 
 
 def elements_of(shards: Sequence[Shard]) -> int:
-    """Return the elements of the parameters of whose holders this rank is the first, shards as wholes.
+    """Return the number of elements of the parameters of which this rank is the first holder, unsharded.
 
-    The sum over all parts of a replica is that of the model, in which a parameter counts once, divided or
-    replicated.
+    Summed over all parts of a replica, this gives the model's size, with every parameter counted once,
+    sharded or replicated.
     """
     holders, me = _holders(shards), dist.get_rank()
     return sum(p.parameter.numel() for p in shards if min(holders[p.name]) == me)
@@ -152,41 +152,41 @@ def _holders(shards: Sequence[Shard]) -> dict[str, frozenset[int]]:
 
 @final
 class Fsdp:
-    """Tells which gradients FSDP2 would all-reduce, by its own switches, and which parameters changed.
+    """Reports which gradients FSDP2 would all-reduce, by its own switches, and which parameters changed.
 
     With ``set_requires_gradient_sync(False)`` no hook is called at all.  With
-    ``set_requires_all_reduce(False)`` the exchange waits: the gradients of several backward passes add up
-    in the shards.  Parameters that FSDP2 does not manage are always exchanged.
+    ``set_requires_all_reduce(False)`` the exchange is postponed, and the gradients of several backward
+    passes add up in the shards.  Parameters that FSDP2 does not manage are always exchanged.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # ``FSDPModule`` has setters for its switches but no getters: they are read from the private state
-        # and its groups (torch 2.7 to 2.13; ``_groups_of`` for the difference)
+        # ``FSDPModule`` has setters for its switches but no getters, so they are read from the private
+        # state and its groups (torch 2.7 to 2.13; see ``_groups_of`` for the difference)
         states = {
             id(state): state
             for module in model.modules()
             if isinstance(module, FSDPModule)
             if (state := _get_module_state(module)) is not None  # fully_shard's, or replicate's
         }
-        # by identity: fully_shard([a, b]) gives several modules one state
+        # deduplicated by identity: fully_shard([a, b]) gives several modules one state
         self._groups = [group for state in states.values() for group in _groups_of(state)]
         self._group_of: dict[Tensor, Any] = {
             kept.sharded_param: group for group in self._groups for kept in group.fsdp_params
         }
 
     def manages(self, parameter: Tensor) -> bool:
-        """Tell whether FSDP2 manages a parameter."""
+        """Return whether FSDP2 manages a parameter."""
         return parameter in self._group_of
 
     def admits(self, parameter: Tensor) -> bool:
-        """Tell whether the gradient that has just been written is to be exchanged."""
+        """Return whether the gradient just written must be exchanged now."""
         group = self._group_of.get(parameter)
         return group is None or bool(group.all_reduce_grads)
 
     def check_covers(self, shards: Sequence[Shard]) -> None:
-        """Refuse parameters next to FSDP2's whose gradients are not averaged over the shards' ranks."""
+        """Refuse unsharded parameters whose gradients are not averaged over the shards' ranks."""
         # These ranks see different batches.  FSDP2 averages its own parameters over them, DTensor reduces
-        # those whose mesh has all of these ranks, and a single rank needs no average.
+        # those whose mesh includes all of these ranks, and a single rank needs no average.
         for ranks in {_ranks(sharded) for sharded in self._group_of}:
             for p in shards:
                 if len(ranks) == 1 or self.manages(p.parameter) or ranks <= _ranks(p.parameter):
@@ -198,14 +198,14 @@ class Fsdp:
                 )
 
     def check_same(self, exchanged: Collection[Tensor]) -> set[Tensor]:
-        """Refuse parameters of FSDP2 that train now, but did not or were not there at attach.
+        """Refuse parameters of FSDP2 that train now, but were frozen or missing at ``attach``.
 
         Returns:
-            All parameters of FSDP2: shards, and the whole parameters that modules show while unsharded.
+            All parameters of FSDP2: shards, and the whole parameters that modules expose while unsharded.
         """
         shown: set[Tensor] = set()
         for kept in (kept for group in self._groups for kept in group.fsdp_params):
-            # a module shows one or the other; requires_grad may be set on either
+            # a module exposes one or the other; requires_grad may be set on either
             forms = [kept.sharded_param]
             if hasattr(kept, "_unsharded_param"):  # made by the first all-gather
                 forms.append(kept._unsharded_param)
@@ -214,7 +214,7 @@ class Fsdp:
                 continue
             # the full name is known only after FSDP2's first forward pass
             name = kept._param_fqn or kept._module_info.param_name
-            # load_state_dict(assign=True) makes FSDP2 build a new ``sharded_param``
+            # load_state_dict(assign=True) makes FSDP2 create a new ``sharded_param``
             was = "frozen at" if kept.sharded_param in self._group_of else "replaced after"
             raise ConfigurationError(
                 f"the parameter '{name}' was {was} attach, and its gradient would stay on this replica; "

@@ -1,6 +1,6 @@
-"""Sites, found by measuring: groups of ranks with fast links inside and slow links to all other ranks.
+"""Sites, found by measurement: groups of ranks with fast links inside and slow links between them.
 
-The grid of sites is used as a mesh (nodes, ranks of a node) would be.
+The resulting grid is used like a mesh (nodes, ranks of a node).
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from sparsync.transports.process_group import Groups
 __all__ = ["PairTimes", "measured_sites", "sites_of", "time_pairs"]
 
 PairTimes = Mapping[tuple[int, int], float]
-"""Seconds of a message between two ranks, the mean of both directions; by pair, the lower one first."""
+"""Seconds of a message between two ranks, averaged over both directions; keys are (lower, higher)."""
 
-# the least quotient of the times of two kinds of links; noise of +-30 % alone makes it 1.3 / 0.7 = 1.9
+# the smallest ratio that separates two kinds of links; +-30 % noise alone gives 1.3 / 0.7 = 1.9
 _GAP: Final = 3.0
-_SHORTEST: Final = 5e-4  # seconds; shorter times depend on busy cores rather than on links
+_SHORTEST: Final = 5e-4  # seconds; shorter times say more about busy cores than about links
 _FEWEST: Final = 4  # ranks: two sites of two
 _SMALLEST, _FACTOR, _LARGEST = 1 << 10, 4, 1 << 18  # bytes of messages
 _TRIPS: Final = (
-    3  # to a rank and back, of which the fastest counts; one more, uncounted, comes first
+    3  # round-trips to a rank, of which the fastest counts; one more, uncounted, warms up
 )
-_SECONDS: Final = 5.0  # no larger size is begun if it would probably end after this time
+_SECONDS: Final = 5.0  # no larger size is started if it would probably end later than this
 _PHASE: Final = "sites"
 _CONTROL: Final = Raw("control")
 _INSTEAD: Final = "give a mesh (nodes, ranks of a node), or omit hierarchy="
 
 
 def sites_of(seconds: PairTimes, ranks: Sequence[int], nbytes: int) -> list[list[int]]:
-    """Group ranks by the largest gap between the times of pairs: within a site all times are below it.
+    """Group ranks by the largest gap between the times of pairs; within a site all times are below it.
 
     Args:
-        seconds: the time of every pair, by places in ``ranks``.
-        ranks: their numbers in the result, ascending.
-        nbytes: the length of the messages.
+        seconds: the time of every pair, by positions in ``ranks``.
+        ranks: the ranks to return, ascending.
+        nbytes: the length of the messages, for errors.
 
     Returns:
         The ranks of each site, ascending, the site of the first rank first.
@@ -70,8 +70,8 @@ def sites_of(seconds: PairTimes, ranks: Sequence[int], nbytes: int) -> list[list
             f"{format_bytes(nbytes)}, without a gap of {_GAP:g} x above {format_seconds(_SHORTEST)}; "
             + _INSTEAD
         )
-    # Being near must be transitive for sites to be defined: of ranks that are near a common one, all must
-    # be near each other.
+    # Nearness must be transitive for sites to be well defined: any two ranks near a common one must be
+    # near each other.
     near = [{place} for place in range(len(ranks))]
     for (a, b), took in seconds.items():
         if took <= limit:
@@ -95,16 +95,17 @@ def sites_of(seconds: PairTimes, ranks: Sequence[int], nbytes: int) -> list[list
 
 
 async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], int]:
-    """Time a message to every other rank and back; all ranks of a group call it together.
+    """Time a round-trip to every other rank; this is collective.
 
-    Ranks take turns in pairs.  In the rounds of a collective, as ``measure_links`` times them, a message
-    may wait for a receiver that a slow link keeps busy, which says nothing about its own link.  Sizes
-    grow while there is time.
+    Ranks take turns in pairs.  In the rounds of a collective, as timed by ``measure_links``, a message
+    may wait for a receiver that a slow link keeps busy, which says nothing about the message's own link.
+    Sizes grow while time permits.
 
     Returns:
-        The same on all ranks: half of the fastest trip of every pair, and the bytes of its messages.
+        Half of the fastest round-trip of every pair, and the bytes of its messages; equal on all ranks.
 
-    Cost: ``P - 1`` turns of 4 trips for each of 5 sizes, or fewer in 5 seconds, but at least one.
+    Cost: ``P - 1`` turns of 4 round-trips for each of 5 sizes, or fewer after 5 seconds, but at least
+    one.
     """
     ranks, started = comm.world_size, comm.now
     nbytes, spent, took = _SMALLEST, 0.0, 0.0
@@ -115,7 +116,7 @@ async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], 
         mine.append(comm.now - started)
         numbers = torch.tensor(mine, dtype=torch.float64)
         everyone = [row.tolist() for row in await comm.allgather(numbers, _PHASE)]
-        # the slowest rank's clock decides, so that all ranks stop after the same size
+        # the slowest rank's clock decides, so all ranks stop after the same size
         before, spent = spent, max(row[-1] for row in everyone)
         took = spent - before
         if nbytes >= _LARGEST or spent + took > _SECONDS:
@@ -125,11 +126,11 @@ async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], 
 
 
 def _peers(rank: int, ranks: int) -> Iterator[int]:
-    """Yield every other rank once, such that in each turn all ranks are in pairs, or alone.
+    """Yield every other rank once, such that in each turn all ranks are paired up, or idle.
 
-    A round-robin tournament: the last of an even number stays in its place, the others move around it.
+    This is a round-robin tournament: the last of an even number stays fixed, the others rotate.
     """
-    last = ranks - 1 + ranks % 2  # odd numbers get a dummy; the rank that would meet it rests
+    last = ranks - 1 + ranks % 2  # an odd number gets a dummy; the rank paired with it is idle
     for turn in range(last):
         peer = (turn - rank) % last
         if rank == last:
@@ -141,13 +142,13 @@ def _peers(rank: int, ranks: int) -> Iterator[int]:
 
 
 async def _trip(comm: Communicator, peer: int, nbytes: int) -> float:
-    """Return the seconds of the fastest of some trips to a rank and back."""
-    # random bytes: with zeros, a tunnel that compresses would look fast
+    """Return the seconds of the fastest of several round-trips to a rank."""
+    # random bytes: with zeros, a compressing tunnel would look fast
     payload, trips = torch.randint(0, 256, (nbytes,), dtype=torch.uint8), []
     for _ in range(_TRIPS + 1):
         start = comm.now
-        # the receive is posted first on both sides, so that a message never waits for it; the lower rank
-        # opens, and both measure a whole trip
+        # The receive is posted first on both sides, so a message never waits for it.  The lower rank
+        # sends first, and both measure a whole round-trip
         receiving = comm.irecv(peer, nbytes, _PHASE, _CONTROL)
         if comm.rank < peer:
             await comm.isend(payload, peer, _PHASE, _CONTROL)
@@ -160,24 +161,24 @@ async def _trip(comm: Communicator, peer: int, nbytes: int) -> float:
 
 
 def measured_sites(options: Options, ranks: Sequence[int], groups: Groups) -> list[list[int]]:
-    """Time the links of these global ranks, over their own transport, and group them by site.
+    """Time the links between these global ranks, over their own transport, and group them by site.
 
-    All of them call it together, and get the same.
+    This is collective; all ranks get the same result.
 
     Raises:
-        ConfigurationError: there are no sites, as ``sites_of`` says; on all ranks.
-        PeerError: the ranks are connected differently.
+        ConfigurationError: no sites were found (see ``sites_of``); raised on all ranks.
+        PeerError: the ranks use different transports.
     """
     if len(ranks) < _FEWEST:
         raise ConfigurationError(
             f"hierarchy='links' needs {_FEWEST} ranks or more, two sites of two, and there are "
             f"{len(ranks)}; omit hierarchy="
         )
-    ranks = sorted(ranks)  # a group's ranks are ascending, and ``sites_of`` goes by places in it
+    ranks = sorted(ranks)  # a group's ranks ascend, and ``sites_of`` uses positions in it
     with options.connect(groups.make(ranks)) as comm:
         seconds, nbytes = run(time_pairs(comm))
         sites = sites_of(seconds, ranks, nbytes)
-        # computed from the same numbers on all ranks; compared all the same, for ranks that disagree
+        # Computed from the same numbers on all ranks, and compared all the same: ranks that disagreed
         # would build different groups and wait for each other until the timeout
         run(agree(comm, {"the sites that hierarchy='links' found": sites}))
         if comm.rank == 0:

@@ -1,8 +1,8 @@
-"""Actors answer messages while their rank computes; a host runs an actor and carries its messages.
+"""Actors answer messages while their rank computes; a host runs an actor and delivers its messages.
 
-An actor is a state machine without threads, sockets or clocks of its own: its host hands it messages
-and the time, and sends its answers.  So the same actor runs on a thread next to training
-(``ZmqHost``) and in the simulator, where every interleaving can be replayed.
+An actor is a state machine without threads, sockets or clocks: its host gives it messages and the time,
+and sends its replies.  So the same actor runs on a thread next to training (``ZmqHost``) and in the
+simulator, where every interleaving can be replayed.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from sparsync.transports.driver import Operation
 
 __all__ = ["Actor", "Host", "HostsActors", "Reply"]
 
-Reply = Callable[[Any], None]  # ends a rank's wait for its actor, with a value; called once
+Reply = Callable[[Any], None]  # ends a rank's wait for its actor with a value; called once
 
 
 class Actor(ABC):
-    """A state machine that a host runs: one call at a time, none of which may wait."""
+    """A state machine run by a host: one call at a time, none of which may block."""
 
     host: Host
-    due: float | None = None  # when to call ``tick``, by the host's clock; None: not at all
+    due: float | None = None  # when to call ``tick``, on the host's clock; None: not at all
 
     def meet(self, host: Host) -> None:
-        """Take the host, which calls this before anything else."""
+        """Set the host, which calls this before anything else."""
         self.host = host
 
     @abstractmethod
     def receive(self, source: int, payload: Tensor) -> None:
-        """Take a message; those of one source come in the order sent."""
+        """Handle a message; messages from one source arrive in the order sent."""
 
     @abstractmethod
     def tick(self) -> None:
-        """Do the work that is due: the host's clock has reached ``due``."""
+        """Do the work that is due; called when the host's clock has reached ``due``."""
 
     @abstractmethod
     def lose(self, peer: int, reason: str) -> None:
-        """Learn that a peer is gone for ever."""
+        """Handle the permanent loss of a peer."""
 
 
 class Host(ABC):
@@ -52,12 +52,12 @@ class Host(ABC):
 
     @property
     def now(self) -> float:
-        """Seconds, by a clock that never goes back."""
+        """Seconds on a clock that never goes backwards."""
         return time.monotonic()
 
     @abstractmethod
     def send(self, dest: int, payload: Tensor) -> None:
-        """Send a message of the actor and return at once; the payload must never change again."""
+        """Send a message from the actor and return at once; the payload must never change again."""
 
     @abstractmethod
     def call(self, function: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class Host(ABC):
 
     @abstractmethod
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
-        """Run ``function(reply)`` as ``call`` does; the operation's result is the value that it replies.
+        """Run ``function(reply)`` as ``call`` does; the operation's result is the value of the reply.
 
         ``reply`` may be called at once or later; ``where`` names the wait in errors.
         """
@@ -77,7 +77,7 @@ class Host(ABC):
 
 @runtime_checkable
 class HostsActors(Protocol):
-    """A communicator that can run an actor next to each of its ranks, as model averaging needs it."""
+    """A communicator that can run an actor next to each of its ranks, as needed by model averaging."""
 
     def host(self, actor: Actor) -> Host:
-        """Run an actor next to this rank; all ranks call it together."""
+        """Run an actor next to this rank; this is collective."""

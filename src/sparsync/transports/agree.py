@@ -1,4 +1,4 @@
-"""Agreement between ranks: on facts before data moves, on equal tensors, and the repair of torn ones."""
+"""Agreement between ranks: on facts before data moves, on equal tensors, and repair of unequal ones."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = [
     "worst",
 ]
 
-_TEXT_BYTES = 1 << 16  # of a fact's value, where ranks disagree and tell each other theirs
+_TEXT_BYTES = 1 << 16  # of a fact's value, when ranks disagree and exchange their values
 _NO_MARKS = torch.zeros(0, dtype=torch.bool)
-_NAMED = 3  # other ranks whose values an error shows
-_SHOWN, _BEFORE = 240, 60  # characters shown of a value, and those before the first that differs
+_NAMED = 3  # number of other ranks whose values an error shows
+_SHOWN, _BEFORE = 240, 60  # characters shown of a value; of these, before the first difference
 _WORD = 8  # bytes
-_ROW = 1024  # words: short enough for a cache, long enough that the sums are small
+_ROW = 1024  # words: short enough for a cache, long enough to keep the sums small
 
 T = TypeVar("T")
 
@@ -44,13 +44,13 @@ T = TypeVar("T")
 
 
 class Outcome(NamedTuple):
-    """The worst of all ranks' outcomes; equal on all of them.
+    """The worst of all ranks' outcomes, equal on all ranks.
 
     Attributes:
         severity: 0 if all are fine.
-        rank: the rank whose outcome this is, by its place if the parts of a replica lie side by side.
-        words: the words that go with it, in printable characters alone.
-        marks: those that any rank has set.
+        rank: the rank with this outcome; its global position if the parts of a replica are adjacent.
+        words: its explanation, in printable characters only.
+        marks: marks set by any rank.
     """
 
     severity: int
@@ -62,17 +62,16 @@ class Outcome(NamedTuple):
 async def worst(
     comms: Sequence[Communicator], severity: int, words: str, phase: str, marks: Tensor = _NO_MARKS
 ) -> Outcome:
-    """Return the worst outcome of all ranks, each of which tells its own; of several, the first.
+    """Return the worst of all ranks' outcomes; among equals, the first.
 
     Args:
-        comms: the replicas of this part of a model and, if it is divided, the parts of this replica.
-        severity: of this rank's outcome: 0 if it is fine, at most 255.
-        words: to go with one that is not fine.
-        phase: under which the messages are counted.
-        marks: flags to be joined, `[n]` with ``torch.bool``, as many on every rank.
+        comms: the replicas of this part of a model and, if it is split, the parts of this replica.
+        severity: of this rank's outcome: 0 if fine, at most 255.
+        words: explanation of an outcome that is not fine.
+        phase: the phase under which messages are counted.
+        marks: flags to be combined by "or", `[n]` with ``torch.bool``, equally many on every rank.
 
-    Cost: an allgather of 9 + n bytes in each group; where an outcome is not fine, that of ``texts_of`` as
-    well.
+    Cost: an allgather of 9 + n bytes in each group; if an outcome is not fine, also that of ``texts_of``.
     """
     place = 0
     for comm in comms:
@@ -81,11 +80,11 @@ async def worst(
         head = torch.tensor([severity, *place.to_bytes(_WORD, "little")])
         row = torch.cat([head, marks]).to(torch.uint8)
         rows = torch.stack(await comm.allgather(row, phase))
-        # of outcomes that are equally bad ``argmax`` takes the first, so all ranks take the same
+        # among equally bad outcomes ``argmax`` takes the first, so all ranks take the same one
         first = int(rows[:, 0].argmax())
         severity, *at = rows[first, : 1 + _WORD].tolist()
         place, marks = int.from_bytes(at, "little"), rows[:, 1 + _WORD :].amax(0)
-        if severity:  # on all ranks, so all of them join the exchange of words
+        if severity:  # equal on all ranks, so all of them take part in the exchange of words
             words = (await texts_of(comm, words, phase))[first]
     return Outcome(severity, place, words, marks.bool())
 
@@ -95,12 +94,12 @@ async def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T],
 
     Args:
         comms: as in ``worst``.
-        action: it may raise anything; it must not communicate.
-        what: the action in words, to follow "could not".
+        action: may raise anything; must not communicate.
+        what: describes the action, to follow "could not".
 
     Raises:
         SparsyncError: the action's own error on a rank where it failed; on the others a
-            ``CheckpointError`` that names such a rank, and says why.
+            ``CheckpointError`` that names one failed rank and the reason.
 
     Cost: that of ``worst``.
     """
@@ -115,8 +114,7 @@ async def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T],
             words = f"{type(caught).__name__}: {words}"
             error = CheckpointError(f"cannot {what}: {words}")
             error.__cause__ = caught
-    # the outcomes meet even if this rank has failed: a rank that raised at once would leave the others
-    # waiting
+    # outcomes are exchanged even if this rank has failed: raising at once would leave the others waiting
     failed = await worst(comms, int(error is not None), words, "checkpoint")
     if error is not None:
         raise error
@@ -126,7 +124,7 @@ async def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T],
 
 
 def unequal_steps(least: int, most: int, here: int) -> str:
-    """Return the error text for ranks that have done different numbers of local steps."""
+    """Return the error text for ranks with different numbers of local steps."""
     return (
         f"ranks have done {least} to {most} local steps, this one {here}; where an iteration is left out "
         "on some ranks (no batch, no loss), call sync.step() there, as often as others' optimizers step"
@@ -139,19 +137,19 @@ def unequal_steps(least: int, most: int, here: int) -> str:
 async def agree(
     comm: Communicator, facts: Mapping[str, object], numbers: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Return every rank's ``numbers``, in rank order, when all ranks hold the same facts.
+    """Return every rank's ``numbers``, in rank order, if all ranks have the same facts.
 
-    Every rank gives as many facts and numbers as the others, in the same order.
+    Every rank must give equally many facts and numbers, in the same order.
 
     Args:
         comm: the group.
         facts: must be the same everywhere.
-        numbers: 64-bit integers that may differ; they travel in the same message.
+        numbers: 64-bit integers that may differ; sent in the same message.
 
     Raises:
-        PeerError: names the first fact that differs, this rank's value and those of others.
+        PeerError: names the first fact that differs, with the values of this rank and others.
 
-    Cost: one allgather of 8 bytes per fact and number; where facts differ one more, of 64 KiB from every
+    Cost: one allgather of 8 bytes per fact and number; if facts differ, another of 64 KiB from every
     rank.
     """
     mine = [_number(f"{name}={value}") for name, value in facts.items()]
@@ -160,7 +158,7 @@ async def agree(
     differs = digests != digests[comm.rank]
     if not bool(differs.any()):
         return told[:, len(mine) :].tolist()
-    # if one rank sees a mismatch, all do, at the same fact: so all of them join the exchange of texts
+    # if one rank sees a mismatch, all do, at the same fact, so all take part in the exchange of texts
     at = int(differs.any(dim=0).nonzero()[0])
     name, value = list(facts.items())[at]
     raise await _disagreement(comm, name, value, differs[:, at].nonzero().flatten().tolist())
@@ -179,19 +177,19 @@ async def _disagreement(
 
 
 def _excerpt(text: str, first: int) -> str:
-    """Return the part of a text that fits into an error, around the first character that differs."""
+    """Return an excerpt of a text that fits into an error, around the first differing character."""
     start = max(0, first - _BEFORE) if len(text) > _SHOWN else 0
     end = start + _SHOWN
     return "..." * (start > 0) + text[start:end] + "..." * (end < len(text))
 
 
 async def tell(comm: Communicator, text: str, nbytes: int, phase: str) -> list[str]:
-    """Return the texts of all ranks, each cut to ``nbytes``, in printable characters alone."""
+    """Return the texts of all ranks, each cut to ``nbytes``, in printable characters only."""
     raw = text.encode()[:nbytes].ljust(nbytes, b"\0")
     mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     everyone = await comm.allgather(mine, phase)
-    # the cut may have split a character.  A peer's text goes to this rank's terminal and logs, which
-    # would obey its control characters
+    # The cut may have split a character.  A peer's text ends up in this rank's terminal and logs, which
+    # would obey control characters
     texts = [bytes(raw.tolist()).rstrip(b"\0").decode(errors="ignore") for raw in everyone]
     return ["".join(c if c.isprintable() else "?" for c in text) for text in texts]
 
@@ -211,10 +209,10 @@ async def texts_of(comm: Communicator, text: str, phase: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A tensor that is not the same on all ranks.
+    """A tensor that differs between ranks.
 
     Attributes:
-        groups: ranks that hold the same bits, the largest group first, then by their lowest rank.
+        groups: ranks with the same bits, the largest group first, then by lowest rank.
 
     Example:
         >>> torn = Divergence("weight", ((0, 1, 3), (2,)))
@@ -227,7 +225,7 @@ class Divergence:
 
     @property
     def majority(self) -> tuple[int, ...]:
-        """The ranks that agree, if they are more than half of all; else none."""
+        """The ranks that agree, if they are more than half of all; otherwise empty."""
         largest = self.groups[0]
         return largest if 2 * len(largest) > sum(map(len, self.groups)) else ()
 
@@ -247,26 +245,27 @@ class Divergence:
 def digest(tensor: Tensor) -> str:
     """Return a text that two tensors share only if dtype, shape and all bits are equal.
 
-    The tensor is read as a table of 8-byte words; the sums of its rows and of its columns are
-    hashed.  So one word that differs is always seen, and two that changed places; four words or more
-    whose differences cancel in every row and every column are not.  The same on every device.
+    The tensor is read as a table of 8-byte words, and the sums of its rows and of its columns are
+    hashed.  A single differing word is always detected, and so are two swapped words.  Four or more words
+    whose differences cancel in every row and every column are not.  The result does not depend on the
+    device.
 
-    Cost: two passes over the tensor's memory; a 1024th part of it is hashed, and leaves a GPU.
+    Cost: two passes over the tensor's memory; 1/1024 of it is hashed, and copied from a GPU.
 
     Example:
         >>> digest(torch.tensor([0.0])) == digest(torch.tensor([-0.0]))
         False
     """
     flat = bytes_of(tensor)
-    # memory that another library gave may start at any byte; a device's allocator aligns its own
+    # memory from another library may start at any byte; a device's own allocator aligns it
     if flat.storage_offset() % _WORD or (flat.is_cpu and flat.data_ptr() % _WORD):
         flat = flat.clone()
     words = flat[: flat.numel() // _WORD * _WORD].view(torch.int64)
     full = words.numel() // _ROW * _ROW
     table = words[:full].view(-1, _ROW)
     rest = flat[full * _WORD :]
-    # integer sums, modulo 2^64: unlike sums of floats they depend neither on the order of addition nor
-    # on the device.  The rest, less than 8 KiB, is hashed as it is
+    # Integer sums modulo 2^64 depend neither on the order of addition nor on the device, unlike sums of
+    # floats.  The rest, less than 8 KiB, is hashed directly
     state = hashlib.blake2b(digest_size=8)
     for part in (table.sum(0), table.sum(1), rest):
         state.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
@@ -276,32 +275,32 @@ def digest(tensor: Tensor) -> str:
 async def check_equal_parameters(
     comm: Communicator, parameters: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Return when all ranks hold the same tensors, bit for bit.
+    """Check that all ranks hold the same tensors, bit for bit.
 
     Raises:
-        PeerError: names the first tensor that differs and the ranks that do; on all ranks.
+        PeerError: raised on all ranks; names the first tensor that differs, and the ranks.
 
-    Cost: that of ``digest``; two allgathers, of 8 bytes per tensor in the second.
+    Cost: that of ``digest``, and two allgathers, the second with 8 bytes per tensor.
     """
     digests = {f"parameter {name}": digest(tensor) for name, tensor in parameters}
-    # the names first: ``agree`` needs as many facts on every rank, in the same order
+    # names first: ``agree`` needs equally many facts on every rank, in the same order
     names = f"{len(digests)} with digest {_number(chr(10).join(digests)) % 2**64:016x}"
     await agree(comm, {"the names of the parameters": names})
     await agree(comm, digests)
 
 
 async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list[Divergence]:
-    """Return the tensors that are not equal on all ranks, in the order given.
+    """Return the tensors that differ between ranks, in the given order.
 
     Raises:
-        PeerError: the ranks compare tensors of other names, or in another order.
+        PeerError: the ranks compare tensors with different names, or in a different order.
 
-    Cost: that of ``digest`` for every tensor; an allgather of 16 bytes, and where something differs
-    another, of 8 bytes per tensor.
+    Cost: that of ``digest`` for every tensor; an allgather of 16 bytes, and if something differs,
+    another of 8 bytes per tensor.
     """
     mine = torch.tensor([_number(digest(tensor)) for tensor in tensors.values()], dtype=torch.int64)
-    # first one digest of all digests: a check costs 16 bytes, however large the model is, unless
-    # something differs
+    # first a single digest of all digests, so a check costs 16 bytes regardless of the model's size,
+    # unless something differs
     names = _number("\n".join(tensors))
     sums = torch.tensor([names, _number(str(mine.tolist()))])
     everyone = await comm.allgather(sums, "sentinel")
@@ -321,11 +320,11 @@ async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list
 async def heal_(
     comm: Communicator, tensors: Mapping[str, Tensor], torn: Sequence[Divergence]
 ) -> None:
-    """Overwrite tensors that differ, in place, with the majority's; all ranks call it.
+    """Overwrite tensors that differ, in place, with the majority's; this is collective.
 
     Every divergence in ``torn`` must have a majority.
 
-    Cost: a message of the tensor's bytes to every rank that is healed, from the majority's lowest rank.
+    Cost: a message with the tensor to every healed rank, from the lowest rank of the majority.
     """
     for each in torn:
         tensor, source = tensors[each.name].detach(), each.majority[0]
@@ -337,14 +336,13 @@ async def heal_(
         elif comm.rank in each.minority:
             nbytes = tensor.numel() * tensor.element_size()
             payload = await comm.irecv(source, nbytes, "heal", Raw("value"))
-            # a clone starts at an offset of 0, as ``view`` needs; a received payload may start at any
-            # byte
+            # a clone starts at offset 0, as ``view`` requires; a received payload may start at any byte
             values = payload.clone().view(tensor.dtype)
             tensor.copy_(values.view(tensor.shape))
 
 
 def _groups(column: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Group the ranks that have the same number, the largest group first."""
+    """Group the ranks with equal numbers, the largest group first."""
     members: dict[int, list[int]] = {}
     for rank, number in enumerate(column):
         members.setdefault(number, []).append(rank)

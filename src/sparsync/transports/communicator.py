@@ -1,6 +1,6 @@
 """The seam between algorithms and networks: ``Communicator``, one rank's handle on a group.
 
-Algorithms are ``async def`` over these calls; ``driver`` says who resumes them.
+Algorithms are ``async def`` functions over these calls; ``driver`` has the drivers that resume them.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from sparsync.transports.ledger import Framing, Ledger, Raw, Several
 
 __all__ = ["Communicator", "ReduceOp", "bytes_of", "check_timeout", "rounds"]
 
-_PIECE = 1 << 21  # bytes of a vector that ``allreduce`` exchanges at a time
+_PIECE = 1 << 21  # bytes of a vector that ``allreduce`` exchanges at once
 
 C = TypeVar("C", bound="Communicator")
 ReduceOp = Literal["sum", "max", "min"]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor of any shape as flat bytes: a view where it is contiguous.
+    """Return the elements of a tensor of any shape as flat bytes; a view if it is contiguous.
 
     Example:
         >>> bytes_of(torch.tensor([[1, 256]], dtype=torch.int16)).tolist()
         [1, 0, 0, 1]
     """
-    # a tensor of one element or none is contiguous to torch whatever its stride, which ``contiguous`` and
-    # ``reshape`` keep, and with which ``view`` refuses another width
+    # torch considers a tensor of at most one element contiguous whatever its stride; ``contiguous`` and
+    # ``reshape`` keep that stride, and ``view`` then refuses another element size
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8)
 
 
 def check_timeout(seconds: float, name: str = "timeout") -> float:
-    """Return a timeout in seconds, or refuse one that might never pass.
+    """Return a timeout in seconds; refuse one that might never expire.
 
     Args:
-        seconds: as the caller gave them.
-        name: of the caller's argument, for the error.
+        seconds: as given by the caller.
+        name: name of the caller's argument, for the error.
 
     Raises:
-        ConfigurationError: not a number in (0, 10^6]: waits must end.
+        ConfigurationError: not a number in (0, 10^6], because waits must end.
     """
-    # zmq waits for a sign of life for twice the timeout, and libzmq counts its milliseconds in 32 bits:
-    # 2 x 10^6 s still fit.  A NaN fails both comparisons, so it is refused as well
+    # zmq waits twice the timeout for a sign of life, and libzmq stores milliseconds in 32 bits, which
+    # suffices for 2 x 10^6 s.  NaN fails both comparisons, so it is refused as well
     number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if not number or not 0 < seconds <= 1e6:
         raise ConfigurationError(
@@ -64,7 +64,7 @@ def check_timeout(seconds: float, name: str = "timeout") -> float:
 def rounds(world_size: int) -> Iterator[tuple[int, int]]:
     """Yield ``(skip, count)`` of every round, the widest first: ``count`` blocks go to ``rank + skip``.
 
-    The counts add up to P - 1: each of the other ranks' blocks is sent once.
+    The counts add up to P - 1: the block of each other rank is sent once.
 
     Example:
         >>> list(rounds(6)), sum(count for _, count in rounds(6))
@@ -83,22 +83,22 @@ class Communicator(ABC):
     Attributes:
         rank: this rank, in ``[0, world_size)``.
         world_size: number of ranks P; 1 is legal and never communicates.
-        device: where payloads must live (CUDA tensors are staged to it).
+        device: where payloads must be (CUDA tensors are copied to it).
         ledger: counts the traffic of all channels.
         tag: the channel of this handle's messages; see ``channel``.
-        companions: threads, actors and memories that others keep for this group; ``close`` ends them.
-        aborted: set by ``abort``; all channels share it.
+        companions: threads, actors and memories attached to this group by others; ``close`` ends them.
+        aborted: set by ``abort``; shared by all channels.
         pads: whether ``alltoallv`` pads every message to its sender's capacity.
-        tags: number of channels that the transport has.
+        tags: number of channels supported by the transport.
         timeout: seconds that any wait may take.
 
-    All payloads are 1-D ``torch.uint8``.  Messages between two ranks on one channel arrive in the
-    order sent.  Ranks call collectives of one channel in the same order.  Each collective states its
-    cost.
+    All payloads are 1-D ``torch.uint8``.  Messages between two ranks on one channel arrive in the order
+    sent.  All ranks must call the collectives of a channel in the same order.  Each collective documents
+    its cost.
     """
 
     pads: ClassVar[bool] = False
-    tags: int = 2**32  # of the header's 32 bits over ZeroMQ; other transports may have fewer
+    tags: int = 2**32  # the 32 bits in ZeroMQ's message header; other transports may have fewer
     timeout: float = 300.0
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -111,43 +111,43 @@ class Communicator(ABC):
         self.aborted = threading.Event()
 
     def channel(self: C, tag: int) -> C:
-        """Return a handle on the same group, whose messages never meet those of other channels.
+        """Return a handle on the same group, whose messages never mix with those of other channels.
 
-        Channels allow several units to be in flight: each unit has its own.
+        Channels allow several units to be in flight, one per channel.
         """
         if not 0 <= tag < self.tags:
             raise ConfigurationError(
                 f"channel {tag} does not exist; this transport has tags from 0 to {self.tags - 1}"
             )
-        # shallow: links, ledger, companions and ``aborted`` are shared, so that traffic is counted in one
-        # place and an abort ends the waits on all channels
+        # a shallow copy: links, ledger, companions and ``aborted`` are shared, so traffic is counted in
+        # one place and an abort ends the waits on all channels
         twin = copy.copy(self)
         twin.tag = tag
         return twin
 
     def apart(self: C) -> C:
-        """Return a handle on this channel whose traffic is not booked here, and without companions."""
+        """Return a handle on this channel with a separate ledger and no companions."""
         twin = copy.copy(self)
         twin.ledger, twin.companions = Ledger(), {}
         return twin
 
     def abort(self) -> None:
-        """End the waits of other threads with an error, soon; only ``close`` is legal afterwards.
+        """Make the waits of other threads end soon, with an error; only ``close`` is legal afterwards.
 
-        No other method may be called while another thread is in a call.  Messages already sent still
-        leave.
+        No other method may be called while another thread is in a call.  Messages already submitted are
+        still sent.
         """
         self.aborted.set()
 
     def check_open(self) -> None:
-        """Refuse to start or to wait for anything after ``abort``."""
+        """Refuse to start anything, or to wait, after ``abort``."""
         if self.aborted.is_set():
             raise ConfigurationError(
                 f"rank {self.rank}: this communicator is closed; make a new one"
             )
 
     def close(self) -> None:
-        """End the companions, and release the transport's own sockets.  It may be called twice."""
+        """End the companions, and release the transport's own sockets.  May be called twice."""
         while self.companions:
             self.companions.popitem()[1].close()
 
@@ -161,23 +161,23 @@ class Communicator(ABC):
 
     @abstractmethod
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
-        """Begin to send; the payload must not change until the operation is done."""
+        """Start sending; the payload must not change until the operation is done."""
 
     @abstractmethod
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Begin to receive at most ``capacity`` bytes."""
+        """Start receiving at most ``capacity`` bytes."""
 
     @property
     def now(self) -> float:
-        """Seconds by this rank's clock: the machine's, or the simulator's."""
+        """Seconds on this rank's clock: the machine's, or the simulator's."""
         return time.perf_counter()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Book the time that passes under a stage, one of ``ledger.STAGES``.
+        """Book the elapsed time under a stage, one of ``ledger.STAGES``.
 
-        No moment is booked twice: time that stages inside, or other units in flight, book meanwhile is
-        left out.
+        No time is booked twice: time booked meanwhile by inner stages, or by other units in flight, is
+        excluded.
         """
         start, booked = self.now, self.ledger.booked
         try:
@@ -187,7 +187,7 @@ class Communicator(ABC):
             self.ledger.spent(name, max(self.now - start - elsewhere, 0.0))
 
     def work(self, nbytes: int, *, dense: bool = False) -> Operation:
-        """Account for summing a message of ``nbytes``: virtual time in the simulator, else nothing."""
+        """Account for summing a message of ``nbytes``: virtual time in the simulator, else a no-op."""
         return Finished()
 
     # ---- point to point ------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Communicator(ABC):
         return self.start_send(payload, dest, phase, framing)
 
     def irecv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Receive without waiting.  Await the result for exactly the bytes that were sent."""
+        """Receive without waiting.  Await the result, which is exactly the bytes that were sent."""
         self._check_peer(source, "receive from")
         return self.start_recv(source, capacity, phase, framing)
 
@@ -225,20 +225,20 @@ class Communicator(ABC):
     ) -> Tensor:
         """Reduce element-wise over ranks; any shape and dtype.  Return a new tensor, equal on all ranks.
 
-        With ``in_place`` it overwrites and returns ``tensor``, which must be contiguous; after an error
-        part of it is overwritten.
+        With ``in_place``, ``tensor``, which must be contiguous, is overwritten and returned; after an
+        error, part of it may be overwritten.
 
-        A reduce-scatter, then an allgather: 2 ceil(log2 P) messages for every 2 MiB, and
-        2 n (P - 1) / P elements.  A piece of 2 MiB has the same columns of all blocks: so every element
-        is summed in the order that its block prescribes, however many pieces there are, and the buffer
-        stays small.
+        This is a reduce-scatter, then an allgather: 2 ceil(log2 P) messages per 2 MiB, and
+        2 n (P - 1) / P elements.  A piece of 2 MiB consists of the same columns of all blocks.  So every
+        element is summed in the order given by its block, regardless of the number of pieces, and the
+        buffer stays small.
         """
         world_size, size = self.world_size, tensor.numel()
         operations: dict[ReduceOp, Callable[..., Tensor]]
         operations = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
         total = tensor if in_place else tensor.new_empty(tensor.shape)
-        width = -(-size // world_size)  # of a block; block r is summed by rank r
-        full = size // max(width, 1)  # blocks without padding
+        width = -(-size // world_size)  # of a block; rank r sums block r
+        full = size // max(width, 1)  # number of blocks without padding
         given, rest = _rows(tensor.reshape(-1), full, width)
         rows, last = _rows(total.view(-1), full, width)
         step = min(max(_PIECE // (world_size * tensor.element_size()), 1), width)
@@ -246,10 +246,10 @@ class Communicator(ABC):
         for start in range(0, max(width, 1), max(step, 1)):
             columns = slice(start, min(start + step, width))
             blocks, end = buffer[:, : columns.stop - start], last[columns]
-            # with ``in_place`` the input is read and the result written piece by piece: no column is read
-            # again once it has been written
+            # ``in_place`` is safe: input is read and output written piece by piece, and no column is read
+            # again after it was written
             blocks[:full] = given[:, columns]
-            blocks[full:].zero_()  # padding: it is reduced along, and never copied out
+            blocks[full:].zero_()  # padding, which is reduced as well but never copied out
             blocks[full : full + 1, : end.numel()] = rest[columns]
             await self._reduce_blocks(blocks, phase, operations[op])
             rows[:, columns] = blocks[:full]
@@ -261,23 +261,22 @@ class Communicator(ABC):
     ) -> None:
         """Allreduce `[P, width]`, in place."""
         world_size = self.world_size
-        # reduce-scatter.  Block r is summed along one tree, which P and r determine and the order of
-        # arrival does not; only rank r has the sum, and the allgather copies it: so all ranks get equal
-        # bits
+        # Reduce-scatter.  Block r is summed along a tree determined by P and r, not by the order of
+        # arrival.  Only rank r has the sum, and the allgather copies it, so all ranks get the same bits
         for skip, count in rounds(world_size):
             theirs = await self._swap(blocks, self.rank + skip, count, skip, phase)
             for i, block in enumerate(theirs):
                 mine = blocks[(self.rank + i) % world_size]
                 combine(mine, block, out=mine)
             await self.work(theirs.numel() * theirs.element_size(), dense=True)
-        # allgather: the same graph backwards, from the narrowest round to the widest
+        # allgather: the same graph in reverse, from the narrowest round to the widest
         for skip, count in reversed(list(rounds(world_size))):
             theirs = await self._swap(blocks, self.rank, count, -skip, phase)
             for i, block in enumerate(theirs):
                 blocks[(self.rank + skip + i) % world_size] = block
 
     async def _swap(self, blocks: Tensor, first: int, count: int, skip: int, phase: str) -> Tensor:
-        """Send ``count`` blocks, beginning with block ``first``, to ``rank + skip``; receive as many."""
+        """Send ``count`` blocks, starting with block ``first``, to ``rank + skip``; receive as many."""
         framing = Raw("value" if blocks.is_floating_point() else "control")
         world_size, width = blocks.shape
         first %= world_size
@@ -295,8 +294,8 @@ class Communicator(ABC):
         payload = bytes_of(tensor)
         framing = Raw("value" if tensor.is_floating_point() else "control")
         blocks = await self.allgatherv(payload, [payload.numel()] * self.world_size, phase, framing)
-        # a received block may start at any byte of its message; ``view`` to a wider dtype needs an offset
-        # that is a multiple of its size, which the clone's is
+        # a received block may start at any byte of its message, but ``view`` to a wider dtype needs an
+        # aligned offset, which the clone has
         return [b.to(tensor.device).clone().view(tensor.dtype).view(tensor.shape) for b in blocks]
 
     async def allgatherv(
@@ -310,10 +309,10 @@ class Communicator(ABC):
     ) -> list[Tensor]:
         """Collect one message per rank, of at most ``capacities[rank]`` bytes, in rank order.
 
-        Cost: ceil(log2 P) messages; all others' bytes received.  A rank sends its own message in every
-        round, and passes others on in the rounds after it got them: if one message has most of the
-        bytes, its owner sends it ceil(log2 P) times.  With ``ring`` there are P - 1 messages, and no rank
-        sends any of them twice.
+        Cost: ceil(log2 P) messages, and the bytes of all other ranks received.  A rank sends its own
+        message in every round, and forwards others in the rounds after it received them: if one message
+        has most of the bytes, its owner sends it ceil(log2 P) times.  With ``ring`` there are P - 1
+        messages, and no rank sends any of them twice.
         """
         world_size, rank = self.world_size, self.rank
         blocks = [payload.to(self.device)]  # blocks[i] belongs to rank + i; on a ring, to rank - i
@@ -327,8 +326,7 @@ class Communicator(ABC):
                 await sending
             return [blocks[(rank - r) % world_size] for r in range(world_size)]
         for skip, count in reversed(list(rounds(world_size))):
-            # several messages travel as one, uncut: each says how long it is, so no round is spent on
-            # sizes
+            # several messages are sent as one; each contains its length, so no round is needed for sizes
             around = [capacities[(rank + i) % world_size] for i in range(skip + count)]
             outgoing, expected = Several(framing, around[:count]), Several(framing, around[skip:])
             source, dest = (rank + skip) % world_size, (rank - skip) % world_size
@@ -341,16 +339,16 @@ class Communicator(ABC):
     async def alltoallv(
         self, payloads: Sequence[Tensor], capacities: Sequence[int], phase: str, framing: Framing
     ) -> list[Tensor]:
-        """Send ``payloads[r]`` to each rank r; return the messages received here, in rank order.
+        """Send ``payloads[r]`` to each rank r; return the messages received, in rank order.
 
-        ``capacities[r]`` is the most that rank r sends to any one rank; the list is the same on all
-        ranks, so that a transport may use a native call with padded messages.  Destinations are rotated
+        ``capacities[r]`` is the most that rank r sends to any other rank.  The list is the same on all
+        ranks, so a transport may use a native call with padded messages.  Destinations are rotated
         (rank + 1, rank + 2, ...).
         """
         world_size, rank = self.world_size, self.rank
         receiving, sending = {}, []
-        # rotated, as in Ok-Topk, Figure 2b: if all ranks sent to rank 0 first, then to rank 1, the port
-        # of one would be flooded in each turn, and the others' would idle (2a)
+        # rotated, as in Ok-Topk, Figure 2b: if all ranks sent to rank 0 first, then to rank 1, one port
+        # would be flooded in each turn while the others idle (2a)
         for shift in range(1, world_size):
             source, dest = (rank - shift) % world_size, (rank + shift) % world_size
             receiving[source] = self.irecv(source, capacities[source], phase, framing)
@@ -363,7 +361,7 @@ class Communicator(ABC):
         return [received[r] for r in range(world_size)]
 
     async def barrier(self) -> None:
-        """Return when every rank has called."""
+        """Return once every rank has called this."""
         await self.allgather(torch.zeros(1, dtype=torch.uint8), "barrier")
 
 

@@ -1,8 +1,8 @@
 """Drive coroutines over operations: to the end, side by side, or on a background thread.
 
-Algorithms are ``async def`` over a communicator's calls and never learn who drives them.  Every
-driver, the simulator included, resumes them through ``Task``: an operation that fails raises its
-error at the ``await`` that waits for it, where the algorithm may handle it.
+Algorithms are ``async def`` functions over a communicator's calls, and independent of their driver.
+Every driver, including the simulator, resumes them through ``Task``.  A failed operation raises its error
+at the ``await`` that waits for it, where the algorithm may handle it.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ __all__ = [
 
 T = TypeVar("T")
 
-_PATIENCE = 0.001  # seconds between looks for a new job while others are in flight
-_LONG = 0.1  # seconds between looks at the younger members when no new one may start
-_MOST = 64  # coroutines in flight on an engine: every look at them costs Python for each
+_PATIENCE = 0.001  # seconds between checks for a new job while others are in flight
+_LONG = 0.1  # seconds between checks of the younger members when no new one may start
+_MOST = 64  # coroutines in flight on an engine; every check runs Python code for each of them
 _IDLE = 0.05  # seconds in which an engine without work ends by itself
-# seconds in which an engine's thread must leave the call that it is in.  With the second that an aborted
+# Seconds for an engine's thread to leave its current call.  Together with the second that an aborted
 # communicator takes to close, a process ends within 5 s (``benchmarks/exits.md``)
 _LAST = 3.5
 
 
 class Operation(ABC):
-    """A send or receive under way.  ``await`` it for its result: the bytes received, or None."""
+    """A send or receive in flight.  ``await`` it for its result: the bytes received, or None."""
 
     done: bool = False
     result: Any = None
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until done (real transports); raise a ``CommunicationError`` if it cannot be."""
+        """Block until done (real transports); raise a ``CommunicationError`` if that fails."""
 
     def poll(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` (0: not at all); tell whether it is done; raise as ``wait``.
+        """Wait at most ``seconds`` (0: not at all); return whether it is done; raise like ``wait``.
 
-        A transport that cannot look without waiting says False to 0 and waits to the end otherwise.
+        A transport that cannot check without waiting returns False for 0 and otherwise waits to the end.
         """
         if not self.done and seconds > 0:
             self.wait()
@@ -79,7 +79,7 @@ class Finished(Operation):
 
 
 class Task(Generic[T]):
-    """A coroutine under way."""
+    """A coroutine in progress."""
 
     waits_for: Operation
     result: T  # once ``ended``
@@ -88,10 +88,10 @@ class Task(Generic[T]):
         self.program, self.ended = program, False
 
     def resume(self, error: BaseException | None = None) -> None:
-        """Run to the next wait or the end; ``error`` is raised at the present wait.
+        """Run to the next wait or the end; ``error`` is raised at the current wait.
 
         Raises:
-            BaseException: any that the coroutine does not handle.
+            BaseException: any error that the coroutine does not handle.
         """
         try:
             if error is None:
@@ -102,9 +102,9 @@ class Task(Generic[T]):
             self.result, self.ended = stop.value, True
 
     def advance(self, seconds: float | None) -> bool:
-        """Wait for the operation, at most ``seconds``, and resume; tell whether the coroutine went on."""
-        # a wait that fails resumes the coroutine as well, with the error at its ``await``, so that an
-        # algorithm may handle it there
+        """Wait for the operation, at most ``seconds``; return whether the coroutine was resumed."""
+        # a failed wait resumes the coroutine as well, with the error raised at its ``await``, where the
+        # algorithm may handle it
         error = None
         try:
             if seconds is None:
@@ -128,13 +128,13 @@ def run(coroutine: Coroutine[Operation, None, T]) -> T:
 
 @final
 class Flight:
-    """Coroutines under way at once, in the order in which they were started.
+    """Coroutines in flight together, in the order in which they were started.
 
-    Its driver blocks on the *oldest* member alone.  All ranks start their members in the same order,
-    so the oldest always finds its peers in the same member: there is no deadlock, even on a transport
-    that cannot be asked whether a message is there.
+    The driver blocks only on the *oldest* member.  All ranks start their members in the same order, so
+    the oldest always finds its peers in the same member.  There is no deadlock, even on a transport that
+    cannot check whether a message has arrived.
 
-    An error that a member does not handle ends the flight: the other members are closed.
+    An error that a member does not handle ends the flight, and the other members are closed.
     """
 
     def __init__(self) -> None:
@@ -152,19 +152,19 @@ class Flight:
         self._move(member, member[0].resume)
 
     def advance(self, seconds: float = 0.0) -> None:
-        """Wait for the oldest, at most about ``seconds``; take every member as far as it can go."""
-        for member in list(self._members):  # a copy: members that end leave the list
+        """Wait for the oldest, at most about ``seconds``; advance every member as far as possible."""
+        for member in list(self._members):  # copied, because members that end are removed
             step = member[0].advance
-            # only the first wait of the oldest may take time.  The younger ones are polled: a wait for
-            # one of them could be for a peer that still waits for this rank in an older one
+            # Only the first wait of the oldest may block.  The younger ones are polled: a wait for one of
+            # them might need a peer that is still waiting for this rank in an older one
             while not member[0].ended and self._move(member, partial(step, seconds)):
                 seconds = 0.0
             seconds = 0.0
 
     async def turn(self) -> None:
-        """Await the operation that the oldest member awaits, then advance all.
+        """Await the operation that the oldest member is waiting for, then advance all.
 
-        So a flight can be driven by a coroutine, in the simulator as well, where nothing may block.
+        This lets a coroutine drive a flight, in the simulator as well, where nothing may block.
         """
         oldest = self._members[0]
         try:
@@ -210,39 +210,40 @@ async def together(programs: Sequence[Coroutine[Operation, None, T]]) -> list[T]
             await flight.turn()
     finally:
         flight.close()
-        # where one failed at its start, the later ones never ran, and Python warns of coroutines that
-        # nobody awaited
+        # if one failed at its start, later ones were never started, and Python warns of coroutines that
+        # are never awaited
         for program in programs:
             program.close()
     return [results[i] for i in range(len(programs))]
 
 
 class Abortable(Protocol):
-    """A communicator, or several, in which an engine's jobs may wait."""
+    """One or more communicators in which an engine's jobs may wait."""
 
     def abort(self) -> None:
         """End the waits of other threads with an error; only ``close`` is legal from now on."""
 
     def close(self) -> None:
-        """Release its resources; no thread waits in it any more."""
+        """Release resources; no thread may be waiting in it any more."""
 
 
 @final
 class Engine:
     """Runs jobs on a daemon thread: the communication of one model.
 
-    Coroutines run side by side, started in the order submitted, which is the same on all ranks; a
-    callable waits until everything before it has ended.  No job waits inside a callback of another's
-    future, which deadlocks gloo.
+    Coroutines run side by side, started in the order submitted, which must be the same on all ranks.  A
+    callable runs once everything before it has ended.  No job waits inside a callback of another job's
+    future, because that deadlocks gloo.
 
-    An engine that is dropped, or that still exists when the process ends, ends at once: nobody can look
-    at the results any more.  The thread must end before the interpreter does, which would stop it inside
-    native code: gloo's then calls ``std::terminate``, and libzmq aborts when sockets are closed under it.
+    An engine that is dropped, or still exists at process exit, ends at once, because nothing can use the
+    results any more.  The thread must end before the interpreter does, which would otherwise stop it
+    inside native code: gloo's then calls ``std::terminate``, and libzmq aborts when its sockets are
+    closed.
 
     Args:
         name: of the thread.
-        comms: communicators of its jobs.  They are aborted where jobs have to end, and then closed.  An
-            engine keeps them alive, so they must not keep the engine alive.
+        comms: communicators used by the jobs.  They are aborted if jobs have to end, and then closed.
+            The engine keeps them alive, so they must not keep the engine alive.
 
     Example:
         >>> engine = Engine("demo")
@@ -254,21 +255,21 @@ class Engine:
     def __init__(self, name: str, comms: Sequence[Abortable] = ()) -> None:
         self._jobs: _Jobs = SimpleQueue()
         over = threading.Event()
-        # a function, not a method: its thread would keep the engine alive, which could then never be
+        # a function, not a method, because its thread would keep the engine alive, so it could never be
         # dropped
         self._thread = threading.Thread(
             target=_work, args=(self._jobs, over), name=f"sparsync-{name}", daemon=True
         )
         self._thread.start()
-        # a finalizer runs once: when the engine is dropped, at exit, or when it is called, as a method
-        # would be.  None of its arguments may lead to the engine
+        # A finalizer runs once: when the engine is dropped, at exit, or when called like a method.  None
+        # of its arguments may refer to the engine
         self.end = weakref.finalize(
             self, _end, self._jobs, over, self._thread, tuple(comms), os.getpid()
         )
 
     @property
     def running(self) -> bool:
-        """Whether the thread still takes jobs."""
+        """Whether the thread still accepts jobs."""
         return self._thread.is_alive()
 
     @property
@@ -277,11 +278,12 @@ class Engine:
         return self._thread.is_alive() and threading.current_thread() is not self._thread
 
     def submit(self, job: Callable[[], T] | Coroutine[Operation, None, T]) -> Future[T]:
-        """Queue a job; the future has its result or its exception.
+        """Queue a job; the future gets its result or its exception.
 
-        When a coroutine fails, those in flight with it fail with the same exception.
+        If a coroutine fails, those in flight with it fail with the same exception.
         """
-        if not self._thread.is_alive():  # nobody would run it: its future would wait for ever
+        # the job would never run, and its future would wait forever
+        if not self._thread.is_alive():
             if isinstance(job, Coroutine):
                 job.close()
             raise ConfigurationError(
@@ -294,11 +296,11 @@ class Engine:
     def close(self, patience: float | None = None) -> None:
         """Finish the queued jobs, then end the thread.
 
-        After ``patience`` seconds ``end`` breaks off the jobs that are left.  Called on the thread
-        itself, by a job, this returns at once, and the thread ends after the queued jobs.
+        After ``patience`` seconds, ``end`` breaks off the remaining jobs.  When a job calls this on the
+        thread itself, it returns at once, and the thread ends after the queued jobs.
         """
         self._jobs.put(None)
-        # a thread cannot join itself: the collector may drop an engine's owner during one of its jobs
+        # a thread cannot join itself: an engine's owner may be garbage-collected during one of its jobs
         if threading.current_thread() is not self._thread:
             self._thread.join(patience)
             self.end()
@@ -313,15 +315,15 @@ class Engine:
             self.end()
 
 
-_Jobs = SimpleQueue[tuple[Any, Future[Any]] | None]  # None: the last one
+_Jobs = SimpleQueue[tuple[Any, Future[Any]] | None]  # None marks the end
 
 
 def _work(jobs: _Jobs, over: threading.Event) -> None:
-    """Do jobs until the last one, or until it is ``over``."""
+    """Do jobs until the end mark, or until ``over`` is set."""
     flight, flying = Flight(), list[Future[Any]]()
 
     def guarded(step: Callable[[], None]) -> None:
-        """Give an error, which ends the flight, to all futures that are still open."""
+        """Run a step; an error ends the flight and is given to all open futures."""
         try:
             if over.is_set():
                 flight.close()
@@ -337,16 +339,15 @@ def _work(jobs: _Jobs, over: threading.Event) -> None:
         flying[:] = [future for future in flying if not future.done()]
 
     while True:
-        # with coroutines in flight the queue is only looked at: the time is spent in the oldest one's
-        # wait
+        # with coroutines in flight the queue is only polled: the time is spent waiting for the oldest one
         try:
             item = jobs.get(block=not flight)
         except Empty:
             guarded(partial(flight.advance, _PATIENCE))
             continue
         coroutine = item is not None and isinstance(item[0], Coroutine)
-        # a callable, such as the commit of a step, comes after all before it; a coroutine waits for
-        # room alone
+        # a callable, such as the commit of a step, waits for everything before it; a coroutine only waits
+        # for room
         while flight and (not coroutine or len(flight) >= _MOST):
             guarded(partial(flight.advance, _LONG))
         if item is None:
@@ -364,7 +365,7 @@ def _work(jobs: _Jobs, over: threading.Event) -> None:
                 future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
-        del item, job, future  # while this waits, it must not keep a model alive
+        del item, job, future  # must not keep a model alive during the next wait
 
 
 def _end(
@@ -375,15 +376,15 @@ def _end(
     pid: int,
 ) -> None:
     """End an engine's thread, whatever it waits for.  Not a method: it runs when the engine is gone."""
-    # a forked child has the memory, but not the thread; the connections are its parent's
+    # a forked child inherits the memory but not the thread; the connections belong to its parent
     if not thread.is_alive() or os.getpid() != pid:
         return
-    # in this order.  The flag first: a thread that wakes looks at it before it goes on.  Then the waits
-    # are ended by ``abort``, the one call that another thread may make.  Sockets are closed last, when
-    # no thread can be inside libzmq any more
+    # The order matters.  The flag comes first, because a thread that wakes checks it before continuing.
+    # Then ``abort``, the one call that another thread may make, ends the waits.  Sockets are closed last,
+    # when no thread can be inside libzmq any more
     over.set()
     jobs.put(None)
-    if threading.current_thread() is thread:  # a job had the last reference; it ends first
+    if threading.current_thread() is thread:  # a job held the last reference; it ends first
         return
     thread.join(_IDLE)
     if not thread.is_alive():
@@ -391,18 +392,18 @@ def _end(
     for comm in comms:
         comm.abort()
     thread.join(_LAST)
-    if not thread.is_alive():  # else it is stuck in native code, and what that uses must stay
+    if not thread.is_alive():  # otherwise it is stuck in native code, whose resources must stay
         for comm in comms:
             comm.close()
 
 
 def close_at_exit(owner: Any) -> None:
-    """Call ``owner.close()`` at the end of the process, if the owner, which has a thread, is still alive.
+    """Call ``owner.close()`` at process exit, if the owner, which has a thread, is still alive.
 
-    The last one made is closed first, since it may use earlier ones.
+    The owner created last is closed first, because it may use earlier ones.
     """
-    # the argument is a weak reference: a strong one would keep the owner alive until the end.  When the
-    # owner is dropped earlier, the finalizer runs, finds nothing, and is done
+    # A strong reference as argument would keep the owner alive until the end.  If the owner is dropped
+    # earlier, the finalizer runs, finds nothing, and is done
     weakref.finalize(owner, _close, weakref.ref(owner), os.getpid())
 
 

@@ -1,4 +1,4 @@
-"""Groups over gloo whose ranks change: every change makes a new group, outside ``torch.distributed``."""
+"""Changing groups over gloo: every change creates a new group, outside of ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ from sparsync.transports.process_group import NEVER, break_off
 
 __all__ = ["GlooCommunicator"]
 
-_LENGTH: Final = 8  # bytes of the length before a message, where the receiver does not know it
+_LENGTH: Final = (
+    8  # bytes of the length prefix of a message, if the receiver does not know the length
+)
 
 
 @final
 class GlooCommunicator(Communicator):
-    """One rank of a changing group over gloo, as ``ZmqCommunicator(changing=True)`` is over ZeroMQ.
+    """One rank of a changing group over gloo, like ``ZmqCommunicator(changing=True)`` over ZeroMQ.
 
     Nothing is encrypted, and peers are trusted: a message longer than its receive ends the process.
-    Collectives are those of ``Communicator``, since gloo's own go on in threads after a rank is gone.
+    Collectives are those of ``Communicator``, because gloo's own continue in threads after a rank is
+    gone.
 
     Args:
         host: address of this rank, on whose interface it listens.
-        store: served by this process, for groups of which it is rank 0.
+        store: served by this process, for groups in which it is rank 0.
         timeout: seconds that any wait may take.
 
     Attributes:
-        endpoint: of this rank, for the lists that ``regroup`` takes.
+        endpoint: of this rank, for the lists given to ``regroup``.
     """
 
     tags = NEVER
@@ -49,29 +52,29 @@ class GlooCommunicator(Communicator):
         self.timeout = check_timeout(timeout)
         self.endpoint = f"{host}:{store.port}"
         self._gloo_device = ProcessGroupGloo.create_device(hostname=host.strip("[]"))
-        # the connection to the last rank 0's store is kept: torch looks up the name of an address
+        # the connection to the store of the last rank 0 is kept, because torch resolves an address
         # whenever it connects, which may take seconds
         self._own, self._last = store, dict[str, TCPStore]()
         self.group = _Group(partial(self._meet, 0, 0, [self.endpoint]))
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
-        """Be a rank of another group from now on; waits in the former one end with an error.
+        """Become a rank of another group; waits in the former one end with an error.
 
-        The new group meets in the store of its rank 0 when its first message is sent or received.  Make
-        channels again.
+        The new group meets in the store of its rank 0 when its first message is sent or received.
+        Channels must be created again.
         """
-        # the connections are closed before the new group meets: peers that still wait in the former one
-        # hear of it, and come
+        # connections are closed before the new group meets, which makes peers still waiting in the former
+        # one come as well
         self.give_up()
         self.rank, self.world_size = rank, len(endpoints)
         self.group = _Group(partial(self._meet, rank, job, endpoints))
 
     def give_up(self) -> None:
-        """End this rank's waits in its group, and the other ranks' waits for it."""
+        """End this rank's waits in its group, and the waits of other ranks for it."""
         self.group.close(self.world_size)
 
     def abort(self) -> None:
-        """End this rank's waits, and let it start no other."""
+        """End this rank's waits, and prevent new ones."""
         super().abort()
         self.give_up()
 
@@ -81,7 +84,7 @@ class GlooCommunicator(Communicator):
         self.give_up()
 
     def _meet(self, rank: int, job: int, endpoints: list[str]) -> Any:
-        """Make gloo's group, directly: ``new_group`` would need a default group of all its ranks."""
+        """Create gloo's group directly, because ``new_group`` would need a default group of all ranks."""
         place, seconds = endpoints[0], timedelta(seconds=self.timeout)
         store = self._own if place == self.endpoint else self._last.pop(place, None)
         self._last.clear()
@@ -90,19 +93,19 @@ class GlooCommunicator(Communicator):
             store = TCPStore(host.strip("[]"), int(port), None, False, seconds, False)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads, options._devices = seconds, 1, [self._gloo_device]
-        # the job is in the prefix: with the keys of an earlier group, ranks would connect to its
+        # the job is part of the prefix: with the keys of an earlier group, ranks would connect to old
         # addresses
         made = ProcessGroupGloo(
             PrefixStore(f"sparsync/{job}", store), rank, len(endpoints), options
         )
-        self._last[place] = store  # not before it has answered
+        self._last[place] = store  # only once it has answered
         return made
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
-        """Send the payload, after its length if the receiver does not know it."""
+        """Send the payload, prefixed by its length if the receiver does not know it."""
         payload = payload.contiguous()
-        # in one message with its length, as two would take a call more on either side.  gloo fills the
-        # start of a receive buffer that is too long, and does not say how much of it
+        # Sent as one message with its length, because two would need another call on either side.  gloo
+        # fills only the start of a receive buffer that is too long, and does not report how much
         if framing.variable:
             payload = torch.cat([torch.tensor([payload.numel()]).view(torch.uint8), payload])
         if payload.numel() == 0:
@@ -128,14 +131,14 @@ class GlooCommunicator(Communicator):
 
 @final
 class _Group:
-    """One of gloo's groups, which ``meet`` makes when it is first used."""
+    """One of gloo's groups, created by ``meet`` on first use."""
 
     def __init__(self, meet: Callable[[], Any]) -> None:
         self._meet, self._over = meet, False
         self._gloo: Any = None
 
     def met(self) -> Any:
-        """Return the group; make it on first use.
+        """Return the group; create it on first use.
 
         Raises:
             RuntimeError: not all ranks have come, or the group is closed.
@@ -143,8 +146,8 @@ class _Group:
         if self._over:
             raise RuntimeError("this rank has given the step up")
         if self._gloo is None:
-            # if the meeting fails it is over for good: the keys that it left in the store would mislead a
-            # second one in the same job
+            # a failed meeting is final: the keys that it left in the store would mislead a second one in
+            # the same job
             self._over = True
             self._gloo = self._meet()
             self._over = False
@@ -159,7 +162,7 @@ class _Group:
 
 @final
 class _Call(Operation):
-    """A message under way."""
+    """A message in flight."""
 
     def __init__(
         self,
@@ -182,8 +185,8 @@ class _Call(Operation):
         try:
             return call()
         except RuntimeError as error:
-            # gloo has no class for a timeout: its texts have "Timed out", "timed out" or "timeout" in
-            # them
+            # gloo has no error class for timeouts; its messages contain "Timed out", "timed out" or
+            # "timeout"
             line = first_line(error).partition(". This is ")[0]
             late = "imed out" in line or "timeout" in line
             raise (DeadlineError if late else PeerError)(

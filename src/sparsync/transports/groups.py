@@ -1,4 +1,4 @@
-"""Some ranks of a group as a group of their own, and the world of a single process."""
+"""A subset of a group's ranks as a group, and the world of a single process."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Subgroup(Communicator):
             )
         super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
         self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
-        # the parent's channel and its event: messages of the subgroup share the order of the parent's,
-        # and an abort of either ends the waits of both
+        # shares the parent's channel and event: messages of both are in one order, and an abort of either
+        # ends the waits of both
         self.tag, self.aborted = parent.tag, parent.aborted
 
     def abort(self) -> None:
-        """Abort the parent, whose links these are."""
+        """Abort the parent, which owns the links."""
         self.parent.abort()
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send through the parent."""
-        # by tag, at every call: ``Subgroup.channel`` copies this handle, and leaves ``parent`` as it is
+        # looked up by tag on every call: ``Subgroup.channel`` copies this handle but not ``parent``
         return self.parent.channel(self.tag).start_send(payload, self.ranks[dest], phase, framing)
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
@@ -48,7 +48,7 @@ class Subgroup(Communicator):
 
     @property
     def now(self) -> float:
-        """Ask the parent."""
+        """The parent's clock."""
         return self.parent.now
 
     def work(self, nbytes: int, *, dense: bool = False) -> Operation:
@@ -64,7 +64,7 @@ class SoloCommunicator(Communicator):
         super().__init__(rank=0, world_size=1, device=torch.device("cpu"))
 
     def host(self, actor: Actor) -> Host:
-        """Run an actor that gets no messages."""
+        """Run an actor that receives no messages."""
         return SoloHost(actor)
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
@@ -78,7 +78,7 @@ class SoloCommunicator(Communicator):
 
 @final
 class SoloHost(Host):
-    """Calls the actor of a world of one at once; it gets no messages."""
+    """Calls the actor of a world of one synchronously; it receives no messages."""
 
     rank, world_size = 0, 1
 
@@ -90,18 +90,18 @@ class SoloHost(Host):
         raise AssertionError("a world of one sends nothing")
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call at once."""
+        """Call the function at once."""
         function()
 
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
-        """Call at once, and expect the answer at once."""
+        """Call the function at once, and expect the reply at once."""
         answers: list[Any] = []
         function(answers.append)
-        # an actor answers when messages arrive or time passes; here neither happens, and a wait would
-        # have no end
+        # an actor replies when messages arrive or time passes; neither happens here, so a wait would
+        # never end
         if not answers:
             raise DeadlockError(f"{where()} waits for itself")
         return Finished(answers[0])
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing, because nothing runs."""

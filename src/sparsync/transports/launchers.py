@@ -1,4 +1,4 @@
-"""Detect which rank a process is, under torchrun, MPI (``mpiexec``) or Slurm (``srun``).
+"""Detect the rank of a process under torchrun, MPI (``mpiexec``) or Slurm (``srun``).
 
 ``init_process_group`` initialises ``torch.distributed`` under any of them.
 """
@@ -36,8 +36,8 @@ __all__ = [
 
 Launcher = Literal["torchrun", "mpi", "slurm"]
 
-# the variables by which launchers tell a process its rank, the world size, and its rank on this host.
-# The innermost launcher comes first: torchrun started by srun leaves the variables of both
+# The variables in which launchers pass a process its rank, the world size, and its rank on this host.
+# The innermost launcher comes first, because torchrun started by srun has the variables of both
 _LAUNCHERS: tuple[tuple[Launcher, str, str, str], ...] = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     # Open MPI; MVAPICH2; MPICH, Intel MPI and srun --mpi=pmi2; srun --mpi=pmix
@@ -54,26 +54,26 @@ _HOSTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 
 @dataclass(frozen=True)
 class Placement:
-    """One process among the ranks of its job."""
+    """The position of a process among the ranks of its job."""
 
     rank: int
     world_size: int
-    local_rank: int  # among the ranks of this host; 0 if the launcher does not tell
-    host: str | None  # rank 0's, if the environment tells (MASTER_ADDR, or Slurm's first host)
+    local_rank: int  # among the ranks of this host; 0 if the launcher does not provide it
+    host: str | None  # rank 0's host, if known (MASTER_ADDR, or Slurm's first host)
     launcher: Launcher
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
-    """Tell which rank this process is, by the variables that its launcher has set.
+    """Return the position of this process, from the variables that its launcher has set.
 
     The innermost launcher counts: torchrun's ranks may be started by srun or mpiexec, and mpiexec's
-    by srun.  Slurm's batch script is no rank; the processes that ``srun`` starts in it are.
+    by srun.  Slurm's batch script is not a rank, but the processes that it starts by ``srun`` are.
 
     Returns:
-        None when no launcher started it.
+        None if no launcher started this process.
 
     Raises:
-        ConfigurationError: the launcher's numbers are no rank of a world.
+        ConfigurationError: the launcher's numbers are not a valid rank and world size.
 
     Example:
         >>> here = detect({"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"})
@@ -81,7 +81,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
         (2, 4, 'mpi')
     """
     environ = os.environ if environ is None else environ
-    # sbatch sets SLURM_PROCID in its script as well, where there is no step yet
+    # sbatch also sets SLURM_PROCID in its script, where no step exists yet
     in_script = "SLURM_SUBMIT_DIR" in environ and "SLURM_STEP_ID" not in environ
     for launcher, *names in _LAUNCHERS:
         if names[0] in environ and names[1] in environ and not (launcher == "slurm" and in_script):
@@ -97,7 +97,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
     local_rank = _number(environ, names[2]) if names[2] in environ else 0
     host = environ.get("MASTER_ADDR")
     nodes = next((environ[name] for name in _HOSTS if environ.get(name)), None)
-    # torchrun sets MASTER_ADDR itself: its rank 0 need not be on Slurm's first host
+    # torchrun sets MASTER_ADDR itself, because its rank 0 need not be on Slurm's first host
     if not host and nodes is not None and launcher != "torchrun":
         host = first_host(nodes)
     return Placement(rank, world_size, local_rank, host, launcher)
@@ -113,7 +113,7 @@ def first_host(nodes: str) -> str:
         >>> first_host("node[003-005,9],login1"), first_host("a1,b2"), first_host("r[1-2]n[07,9]-ib")
         ('node003', 'a1', 'r1n07-ib')
     """
-    # the first comma outside of brackets ends the first item; of each bracket the first number counts
+    # the first comma outside of brackets ends the first item; the first number of each bracket counts
     part = re.match(r"(?:[^,\[\]\s]|\[\d+[\d,-]*\])+(?=,|$)", nodes)
     if part is None:
         raise ConfigurationError(
@@ -124,13 +124,13 @@ def first_host(nodes: str) -> str:
 
 
 def connect_mpi(timeout: float = 300.0) -> Communicator:
-    """Connect the ranks of an mpiexec (or of an srun that starts MPI), without ``torch.distributed``.
+    """Connect the ranks of an mpiexec (or of an srun that starts MPI) without ``torch.distributed``.
 
     Raises:
         ConfigurationError: mpi4py or MPI is missing, or MPI does not know the launcher's ranks.
     """
     here, comm = detect(), MpiCommunicator(timeout=timeout)
-    # under another MPI's mpiexec every process is alone in its world, and would train alone
+    # under another MPI's mpiexec, every process would be alone in its world, and train alone
     if here is not None and (here.rank, here.world_size) != (comm.rank, comm.world_size):
         comm.close()
         raise ConfigurationError(
@@ -143,19 +143,19 @@ def connect_mpi(timeout: float = 300.0) -> Communicator:
 def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Placement:
     """Initialise ``torch.distributed`` in every rank of a torchrun, mpiexec or srun.
 
-    Rank 0 listens at MASTER_ADDR and MASTER_PORT if they are set; else, under MPI, on its own host and a
-    free port, which mpi4py tells the others; else, under Slurm, on the job's first host, and on a port
-    that follows from the job's number.
+    Rank 0 listens at MASTER_ADDR and MASTER_PORT if both are set.  Otherwise, under MPI, it listens on
+    its own host and a free port, distributed by mpi4py; under Slurm, on the job's first host and a port
+    derived from the job's number.
 
     Args:
         backend: of the default group.
-        timeout: seconds that the ranks wait for each other, here and in the group's operations.
+        timeout: seconds that ranks wait for each other, now and in the group's operations.
 
     Returns:
-        The place of this process.
+        The position of this process.
 
     Raises:
-        ConfigurationError: no launcher started this process, or it does not tell where rank 0 is.
+        ConfigurationError: no launcher started this process, or rank 0's address is unknown.
         DeadlineError: not all ranks arrived in time.
     """
     here, timeout = detect(), check_timeout(timeout)
@@ -182,19 +182,19 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
 
 
 def destroy_process_group() -> None:
-    """Leave ``torch.distributed``, at the end of a program.
+    """Leave ``torch.distributed`` at the end of a program.
 
-    gloo's threads drop the tensors of the last call a moment after it has returned, for which they
-    need the interpreter: if that is about to exit, the process aborts ("terminate called without an
-    active exception").  The threads end with the last reference to their group, so this collects
-    references that are left in cycles; keep none of your own.
+    gloo's threads release the tensors of the last call a moment after it has returned, and need the
+    interpreter for that.  If it is about to exit, the process aborts ("terminate called without an
+    active exception").  The threads end with the last reference to their group, so this function collects
+    references left in cycles; do not keep any yourself.
     """
     dist.destroy_process_group()
     gc.collect()
 
 
 def _meet(here: Placement, timeout: float) -> TCPStore:
-    """Return the store of the job, which rank 0 serves."""
+    """Return the job's store, which rank 0 serves."""
 
     def store(host: str, port: int) -> TCPStore:
         return TCPStore(
@@ -209,9 +209,9 @@ def _meet(here: Placement, timeout: float) -> TCPStore:
     if here.host is not None and "MASTER_PORT" in os.environ:
         return store(here.host, _number(os.environ, "MASTER_PORT"))
     if here.launcher == "mpi" and "MASTER_ADDR" not in os.environ:
-        # if mpi4py is missing, or belongs to another MPI, a scheduler may still tell where rank 0 is
+        # if mpi4py is missing, or belongs to another MPI, a scheduler may still provide rank 0's address
         with suppress(ConfigurationError), connect_mpi(timeout) as comm:
-            # rank 0's system chooses a free port: a number that all ranks could compute might be taken
+            # rank 0's system chooses a free port; a port computed by all ranks might be taken
             host = host_of_rank_0(comm)
             served = store(host, 0) if here.rank == 0 else None
             mine = torch.tensor([served.port if served is not None else 0])
@@ -226,9 +226,9 @@ def _meet(here: Placement, timeout: float) -> TCPStore:
 
 
 def slurm_port(environ: Mapping[str, str]) -> int:
-    """Return the port of a job step: the same in all of its tasks, another one in the next job's.
+    """Return the port of a job step: the same in all of its tasks, but another one in the next job.
 
-    It is below 32,768, where Linux begins to give out ports by itself.
+    It is below 32,768, where Linux starts its ephemeral ports.
     """
     step = environ.get("SLURM_STEP_ID", "0")
     number = _number(environ, "SLURM_JOB_ID") + (int(step) if step.isdigit() else 0)

@@ -1,6 +1,6 @@
 """Count every byte that a rank sends or receives, by phase, by step and by purpose.
 
-The ledger counts the payloads handed to the transport, with the wire format's headers and without the
+The ledger counts the payloads handed to the transport, including the wire format's headers but not the
 transport's own framing (such as TCP's).  It never synchronises with a device or a peer.
 """
 
@@ -22,8 +22,8 @@ __all__ = ["STAGES", "Framing", "Ledger", "Parts", "Raw", "Several", "Traffic", 
 
 C = TypeVar("C", bound="_Counts")
 
-# of a step (RedSync, Figure 10, whose "mask" is the first two: momentum is corrected and gradients are
-# added; delivered entries leave the residual and the velocity)
+# of a step (RedSync, Figure 10; its "mask" is our first two: correcting momentum and adding gradients,
+# and removing delivered entries from residual and velocity)
 STAGES = ("accumulate", "mask", "select", "pack", "communicate", "unpack")
 
 
@@ -54,7 +54,7 @@ class Parts(_Counts):
 
 
 class Framing(ABC):
-    """How long payloads are, and of which parts.
+    """The length of payloads, and their parts.
 
     Attributes:
         variable: the receiver knows only an upper bound of the length in advance.
@@ -73,7 +73,7 @@ class Framing(ABC):
 
 @final
 class Raw(Framing):
-    """Bytes without structure, booked under ``kind``; both sides know how many, unless ``variable``."""
+    """Unstructured bytes, booked under ``kind``; both sides know their number, unless ``variable``."""
 
     def __init__(self, kind: Literal["value", "control"], *, variable: bool = False) -> None:
         self.kind, self.variable = kind, variable
@@ -90,18 +90,18 @@ class Raw(Framing):
 
 @final
 class Several(Framing):
-    """Messages in a row, each at most as long as its capacity, or exactly if lengths are fixed."""
+    """Consecutive messages, each at most as long as its capacity, or exactly if lengths are fixed."""
 
     def __init__(self, framing: Framing, capacities: Sequence[int]) -> None:
         self.framing, self.capacities, self.variable = framing, capacities, framing.variable
 
     def cut(self, buffer: Tensor) -> list[Tensor]:
-        """Cut the messages apart (views)."""
+        """Split into messages (views)."""
         blocks, at = [], 0
         for capacity in self.capacities:
             length = self.framing.length(buffer[at:]) if self.variable else capacity
-            # the length is the sender's word, and a slice would silently be shorter: a wrong one must not
-            # shift all the messages after it
+            # The sender states the length, and slicing would silently truncate; a wrong length must not
+            # shift all later messages
             if length > min(capacity, buffer.numel() - at):
                 raise WireFormatError(
                     f"a message claims {length} bytes where at most "
@@ -123,7 +123,7 @@ class Several(Framing):
 @final
 @dataclass
 class Traffic(_Counts):
-    """Bytes and messages of one rank over some span (a phase, a step, a run)."""
+    """Bytes and messages of one rank over a phase, a step or a run."""
 
     sent: int = 0
     received: int = 0
@@ -137,11 +137,11 @@ class Traffic(_Counts):
 
 
 def place(step: int, local_step: int | None = None) -> str:
-    """Return the place in training, in the words of errors.
+    """Return the place in training, worded for errors.
 
     Args:
-        step: the ledger's; where an optimizer takes local steps, the number of an exchange.
-        local_step: the last one before that exchange; None: every step is an exchange.
+        step: the ledger's step; if an optimizer takes local steps, the number of an exchange.
+        local_step: the last local step before that exchange; None: every step is an exchange.
 
     Example:
         >>> place(65), place(32, 65)
@@ -151,11 +151,11 @@ def place(step: int, local_step: int | None = None) -> str:
 
 
 class Ledger:
-    """Counts the traffic of one communicator, and knows the step to which it belongs.
+    """Counts the traffic of one communicator, and knows the current step.
 
     Attributes:
-        step: of the open books; where an optimizer takes local steps, the number of an exchange.
-        local_step: the last one before the present exchange; None: every step is an exchange.
+        step: the open step; if an optimizer takes local steps, the number of an exchange.
+        local_step: the last local step before the current exchange; None: every step is an exchange.
 
     Example:
         >>> ledger = Ledger()
@@ -170,19 +170,19 @@ class Ledger:
         self.phases: dict[str, Traffic] = {}  # of the current step
         self.stages: dict[str, float] = {}  # seconds of the whole run, by stage
         self._booked: dict[int, float] = {}  # seconds of all stages, by thread
-        # stages of autograd's and of the engine's thread overlap; traffic needs no lock, since only one
+        # stages of autograd's thread and the engine's overlap; traffic needs no lock, because only one
         # thread at a time communicates
         self._lock = threading.Lock()
         self.last_step = Traffic()
-        # bytes of the worst finished step: the papers bound a rank's traffic on every step, not the mean
+        # bytes of the worst finished step: the papers bound a rank's traffic in every step, not the mean
         self.sent_max = 0
         self.received_max = 0
-        self.outside = Traffic()  # of no step
+        self.outside = Traffic()  # outside of any step
         self._finished: dict[str, Traffic] = {}  # per phase, over finished steps
 
     def begin_step(self, step: int) -> None:
         """Close the books of the current step and open those of ``step`` (0-based)."""
-        # a step without traffic, such as one of accumulation, leaves ``last_step`` as it is
+        # a step without traffic, e.g. when gradients are accumulated, does not change ``last_step``
         if self.phases:
             self.last_step = self.current_step()
             self.sent_max = max(self.sent_max, self.last_step.sent)
@@ -191,16 +191,16 @@ class Ledger:
         self.step = step
 
     def within(self, local_step: int) -> None:
-        """Let errors and the headers of messages name this local step next to the exchange."""
+        """Set the local step that errors and message headers name next to the exchange."""
         self.local_step = local_step
 
     def place(self, step: int | None = None) -> str:
-        """Return the present place in training, or that of ``step``, for errors: see ``place``."""
+        """Return the current place in training, or that of ``step``, worded for errors."""
         return place(self.step if step is None else step, self.local_step)
 
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
-        """Within this context, book traffic to no step: only totals, phases and ``outside`` count it."""
+        """Return a context whose traffic is booked to no step, only to totals, phases and ``outside``."""
         before, opened, self.phases = self.total(), self.phases, {}
         try:
             yield
@@ -209,12 +209,12 @@ class Ledger:
             self.outside += self.total() - before
 
     def set_up(self) -> Traffic:
-        """Let no later step count the traffic so far; return it, without that outside of steps."""
+        """Exclude the traffic so far from any step; return it, without traffic outside of steps."""
         self._finished, self.phases = self.by_phase(), {}
         return self.of_steps()
 
     def of_steps(self) -> Traffic:
-        """Sum the whole run, except for the traffic outside of steps."""
+        """Sum the whole run, without traffic outside of steps."""
         return self.total() - self.outside
 
     def sent(self, phase: str, nbytes: int, parts: Parts, messages: int = 1) -> None:
@@ -227,8 +227,8 @@ class Ledger:
 
     def reduced(self, phase: str, tensor: Tensor, world_size: int) -> None:
         """Record a native allreduce: 2 n (P - 1) / P sent and received."""
-        # gloo, NCCL and MPI do not tell what they send: booked are the least bytes that any allreduce can
-        # have, and the messages of ``Communicator.allreduce``, 2 ceil(log2 P)
+        # gloo, NCCL and MPI do not report what they send.  Booked are the fewest bytes that any allreduce
+        # needs, and the messages of ``Communicator.allreduce``, 2 ceil(log2 P)
         nbytes = -(-2 * tensor.numel() * tensor.itemsize * (world_size - 1) // world_size)
         parts = Parts(value=nbytes) if tensor.is_floating_point() else Parts(control=nbytes)
         messages = 2 * (world_size - 1).bit_length()
@@ -241,7 +241,7 @@ class Ledger:
             self._add(phase, traffic)
 
     def spent(self, stage: str, seconds: float) -> None:
-        """Record seconds under a stage: the machine's, or virtual ones in the simulator."""
+        """Record seconds under a stage, real ones or virtual ones of the simulator."""
         thread = threading.get_ident()
         with self._lock:
             self.stages[stage] = self.stages.get(stage, 0.0) + seconds
@@ -249,7 +249,7 @@ class Ledger:
 
     @property
     def booked(self) -> float:
-        """Seconds that this thread has booked, under all stages; other threads run in parallel."""
+        """Seconds booked by this thread, under all stages; other threads run in parallel."""
         return self._booked.get(threading.get_ident(), 0.0)
 
     def current_step(self) -> Traffic:
@@ -257,14 +257,14 @@ class Ledger:
         return sum(self.phases.values(), Traffic())
 
     def by_phase(self) -> dict[str, Traffic]:
-        """Sum the whole run per phase, the current step included."""
+        """Sum the whole run per phase, including the current step."""
         whole = dict(self._finished)
         for phase, traffic in self.phases.items():
             whole[phase] = whole.get(phase, Traffic()) + traffic
         return whole
 
     def total(self) -> Traffic:
-        """Sum the whole run, the current step included."""
+        """Sum the whole run, including the current step."""
         return sum(self.by_phase().values(), Traffic())
 
     def _add(self, phase: str, traffic: Traffic) -> None:

@@ -1,4 +1,4 @@
-"""The ``Communicator`` over MPI, by mpi4py: messages from and to tensors' memory, native allreduce."""
+"""The ``Communicator`` over MPI, by mpi4py: messages directly to and from tensors, native allreduce."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from sparsync.transports.ledger import Framing
 
 __all__ = ["MpiCommunicator", "load_mpi"]
 
-_NAP: Final = 0.125  # of the time waited so far, slept between looks: a wait ends at most that late
+_NAP: Final = (
+    0.125  # sleep between checks, as a fraction of the time waited: bounds how late a wait ends
+)
 _LONGEST_NAP: Final = 0.0005  # seconds; MPI moves large messages only while it is called
-_LINGER: Final = 1.0  # seconds that ``close`` gives messages under way
-# dtypes that MPI reduces itself.  Of floats only sums: its max and min may lose a NaN
+_LINGER: Final = 1.0  # seconds that ``close`` gives messages in flight
+# dtypes that MPI itself reduces.  For floats only sums, because its max and min may lose a NaN
 _INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS: Final = (torch.float32, torch.float64)
 
@@ -32,7 +34,7 @@ def load_mpi() -> Any:
     """Import ``mpi4py.MPI``, which initialises MPI.
 
     Raises:
-        ConfigurationError: mpi4py or an MPI library is missing; says what to install.
+        ConfigurationError: mpi4py or an MPI library is missing; the error says what to install.
     """
     try:
         return importlib.import_module("mpi4py.MPI")
@@ -47,20 +49,20 @@ def load_mpi() -> Any:
 class MpiCommunicator(Communicator):
     """One rank of an MPI job.
 
-    Messages travel point to point, with the channel as tag, from and into the tensors' own memory.
-    MPI tells their length: none is padded, and no round announces sizes.  ``allreduce`` is MPI's own
-    for integers and float sums: it is the dense baseline of every comparison.  Waits sleep between
-    looks, since ranks may outnumber the cores.  One thread at a time may use a communicator and its
+    Messages are sent point to point, with the channel as tag, directly from and into tensors.  MPI
+    reports their length, so none is padded and no round is spent on sizes.  ``allreduce`` is MPI's own
+    for integers and float sums, as the dense baseline of every comparison.  Waits sleep between checks,
+    because ranks may outnumber the cores.  Only one thread at a time may use a communicator and its
     channels.
 
     Args:
         comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None for ``COMM_WORLD``.
         timeout: seconds that any wait may take before it fails with an error.
-        spin: seconds for which a wait looks without a pause, before it sleeps between looks.  The default
-            is about the time of a small message among more ranks than cores.
+        spin: seconds for which a wait polls without a pause before it sleeps between checks.  The default
+            is about the time of a small message if ranks outnumber the cores.
 
     Raises:
-        ConfigurationError: mpi4py or MPI is missing, MPI has no threads, or a wrong argument.
+        ConfigurationError: mpi4py or MPI is missing, MPI lacks thread support, or a wrong argument.
         DeadlineError: not all ranks arrived within ``timeout``.
 
     Example (``mpiexec -n 4 python this.py``)::
@@ -84,20 +86,20 @@ class MpiCommunicator(Communicator):
         super().__init__(comm.Get_rank(), comm.Get_size(), torch.device("cpu"))
         self.timeout = check_timeout(timeout)
         self.spin, self.mpi = spin, mpi
-        self.pending: dict[int, _Request] = {}  # MPI reads or writes their buffers until they end
+        self.pending: dict[int, _Request] = {}  # MPI accesses their buffers until they end
         self.tags = 1 + int(comm.Get_attr(mpi.TAG_UB))
-        # a duplicate, whose messages are never matched with the caller's; COMM_NULL once it is freed.
-        # Idup and not Dup, whose wait for ranks that never come has no deadline
+        # A duplicate, whose messages never match the caller's; COMM_NULL once freed.  Idup instead of
+        # Dup, which waits without a deadline for ranks that never come
         self.comm, request = comm.Idup()
         _Request(self, "wait for all ranks to connect", lambda: request).wait()
-        # errors are raised, and can name rank and phase; MPI's default handler ends the job
+        # errors are raised, so they can name rank and phase; MPI's default handler would end the job
         self.comm.Set_errhandler(mpi.ERRORS_RETURN)
 
     @classmethod
     def of(cls, comm: Any) -> MpiCommunicator:
-        """Return the communicator over one of mpi4py's: made once, and kept until that one is freed.
+        """Return the communicator that wraps one of mpi4py's: created once, and kept until that is freed.
 
-        All ranks make their first call together.
+        The first call is collective.
 
         Raises:
             ConfigurationError: as from the constructor.
@@ -112,7 +114,7 @@ class MpiCommunicator(Communicator):
 
     @classmethod
     def over(cls, comm: Communicator, *, timeout: float = 300.0) -> MpiCommunicator:
-        """Connect the ranks of another communicator, which ``mpiexec`` started; all of them call it.
+        """Connect the ranks of another communicator, started by ``mpiexec``; this is collective.
 
         Raises:
             ConfigurationError: MPI does not know these ranks.
@@ -136,14 +138,14 @@ class MpiCommunicator(Communicator):
         part = world.Create_group(group)
         try:
             return cls(part, timeout=timeout)
-        finally:  # the constructor has duplicated it
+        finally:  # the constructor has made a duplicate
             part.Free()
             group.Free()
             everyone.Free()
 
     def host(self, actor: Actor) -> Host:
-        """Run an actor over ZeroMQ, where it can sleep until any sender's message comes."""
-        # imported here, since most groups run no actor and need no pyzmq
+        """Run an actor over ZeroMQ, where it can sleep until a message from any sender arrives."""
+        # imported here, because most groups run no actor and do not need pyzmq
         from sparsync.transports.zmq import host_over
 
         return host_over(actor, self, self)
@@ -151,7 +153,7 @@ class MpiCommunicator(Communicator):
     # ---- point to point ------------------------------------------------------------------------
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
-        """Start ``Isend`` from the payload's own memory."""
+        """Start ``Isend`` directly from the payload."""
         if payload.numel() == 0 and not framing.variable:
             return Finished()  # both sides know that there is nothing to send
         buffer = [payload.contiguous().numpy(), self.mpi.BYTE]
@@ -159,7 +161,7 @@ class MpiCommunicator(Communicator):
         return _Request(self, where, lambda: self.comm.Isend(buffer, dest, self.tag))
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Start ``Irecv`` into a buffer of ``capacity`` bytes; MPI's status tells the length."""
+        """Start ``Irecv`` into a buffer of ``capacity`` bytes; MPI's status reports the length."""
         if capacity == 0 and not framing.variable:
             self.ledger.received(phase, 0)
             return Finished(torch.empty(0, dtype=torch.uint8))
@@ -193,10 +195,10 @@ class MpiCommunicator(Communicator):
 
         Booked as 2 n (P - 1) / P sent and received.  Native float sums are equal on all ranks, and equal
         to other transports' up to rounding.  Max and min of floats, in which MPI may lose a NaN, and
-        dtypes that MPI lacks go point to point.
+        dtypes that MPI lacks are reduced point to point.
         """
-        # alone among the collectives: only of allreduce it is certain that it is faster than point to
-        # point, in 0.4 to 0.9 of the time (``docs/mpi.md``)
+        # the only native collective, because only allreduce is certain to be faster than point-to-point
+        # messages, taking 0.4 to 0.9 of the time (``docs/mpi.md``)
         native = tensor.dtype in _INTEGERS or (op == "sum" and tensor.dtype in _FLOATS)
         if not native or self.world_size == 1 or tensor.numel() == 0:
             return await super().allreduce(tensor, phase, op, in_place=in_place)
@@ -223,15 +225,15 @@ class MpiCommunicator(Communicator):
         return bool(self.mpi.Is_finalized()) or self.comm == self.mpi.COMM_NULL
 
     def rest(self, waited: float, left: float) -> None:
-        """Let others run between looks; MPI itself would spin, which starves ranks that share cores."""
-        # naps grow with the wait, by an eighth of it: so a wait is late by an eighth at most
+        """Let other ranks run between checks; MPI itself would spin, starving ranks that share cores."""
+        # naps grow with the wait, by an eighth of it, so a wait is at most an eighth late
         nap = 0.0 if waited < self.spin else min(waited * _NAP, _LONGEST_NAP, left)
         time.sleep(max(nap, 0.0))
 
     def close(self) -> None:
         """Drop the receives, give sent messages a second to leave, and free the duplicate.
 
-        MPI itself goes on.
+        MPI itself keeps running.
         """
         super().close()
         if self.closed:
@@ -244,18 +246,18 @@ class MpiCommunicator(Communicator):
                 request.drain()
             self.rest(self.spin, until - time.monotonic())
         if self.pending:
-            # MPI may read or write their buffers until it ends: a reference at exit keeps the memory
-            # from being used for anything else
+            # MPI may access their buffers until it ends; a reference held until exit keeps the memory
+            # from being reused
             atexit.register(list, self.pending.values())
-        self.comm.Free()  # MPI frees it when the operations that are pending on it have ended
+        self.comm.Free()  # MPI frees it once all pending operations have ended
 
 
 @functools.cache
 def _key(mpi: Any) -> int:
-    """Return the key under which MPI keeps our communicators with the user's, and closes them with it."""
-    # attributes are MPI's own way for libraries to remember something of a communicator: a duplicate does
-    # not inherit them, and they are deleted when it is freed.  A weak reference would not do, since
-    # several of mpi4py's objects may stand for one communicator
+    """Return the key of the attribute by which our communicator is kept and closed with the user's."""
+    # Attributes are MPI's own way for libraries to attach data to a communicator: a duplicate does not
+    # inherit them, and they are deleted when it is freed.  A weak reference would not work, because
+    # several mpi4py objects may refer to one communicator
     key: int = mpi.Comm.Create_keyval(delete_fn=lambda _comm, _key, kept: kept.close())
     return key
 
@@ -265,12 +267,12 @@ class _Request(Operation):
     """A send, a receive or a collective of MPI.
 
     Args:
-        start: calls MPI; the request that it returns keeps the buffers.
-        finish: takes the status and returns the result; None: there is none.
+        start: calls MPI; the request that it returns keeps the buffers alive.
+        finish: takes the status and returns the result; None: there is no result.
         receiving: whether it may be cancelled.
-        late: start it at the first wait for it.  Collectives of one MPI communicator must start in one
-            order on all ranks; of several channels in flight only the oldest is waited for, which is the
-            same on all ranks.
+        late: start at the first wait.  Collectives of one MPI communicator must start in the same order
+            on all ranks; of several channels in flight, only the oldest is waited for, which is the same
+            one on all ranks.
     """
 
     def __init__(
@@ -296,7 +298,7 @@ class _Request(Operation):
             self.poll(0.0, begin=True)
 
     def poll(self, seconds: float, *, begin: bool = False) -> bool:
-        """Wait at most ``seconds``, or less if other channels are in flight: they may go on meanwhile."""
+        """Wait at most ``seconds``, or less if other channels are in flight, which may then progress."""
         if self.native is None and (begin or seconds > 0):
             self._begin()
         if self._ended() or seconds <= 0:
@@ -304,7 +306,7 @@ class _Request(Operation):
         comm, now = self.comm, time.monotonic()
         if self.waiting_since is None:
             self.waiting_since = now
-        # the deadline counts from the first wait: a message that was posted early may take its time
+        # the deadline counts from the first wait, because a receive may be posted long before its message
         deadline = self.waiting_since + comm.timeout
         if any(other.comm.tag != comm.tag for other in comm.pending.values()):
             seconds = min(seconds, _LONGEST_NAP)
@@ -329,13 +331,13 @@ class _Request(Operation):
             pass
 
     def cancel(self) -> None:
-        """Give a receive up.  A message that was sent cannot be taken back: it stays pending."""
+        """Abandon a receive.  A sent message cannot be withdrawn, so it stays pending."""
         if self.receiving and self.native is not None and not self.done:
             self.native.Cancel()
             self.drain()
 
     def drain(self) -> None:
-        """See whether MPI has finished with the buffers; their content is ignored."""
+        """Check whether MPI has finished with the buffers; their content is ignored."""
         try:
             ended = self.native.Test()
         except self.comm.mpi.Exception:
@@ -359,7 +361,7 @@ class _Request(Operation):
         except self.comm.mpi.Exception as error:
             self.comm.pending.pop(id(self), None)
             raise self._failure(error) from error
-        # not pending any more, before ``finish`` may raise: MPI has ended the request, and it must not be
+        # no longer pending, even if ``finish`` raises: MPI has ended the request, and it must not be
         # tested again
         self.comm.pending.pop(id(self), None)
         if self.finish is not None:

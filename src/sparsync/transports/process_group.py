@@ -34,9 +34,9 @@ __all__ = [
     "connect_group",
 ]
 
-_PATIENCE: Final = 1.0  # seconds for the others to report, after one rank's failure
-_LOOK: Final = 0.02  # seconds between looks into the store
-NEVER: Final = 2**30  # a tag that no channel of gloo has; ``break_off`` keeps it for itself
+_PATIENCE: Final = 1.0  # seconds for the others to report after one rank's failure
+_LOOK: Final = 0.02  # seconds between checks of the store
+NEVER: Final = 2**30  # a tag that no gloo channel uses; reserved for ``break_off``
 _AT_ONCE: Final = timedelta(milliseconds=1)
 TRANSPORTS = ("auto", "torch", "zmq", "mpi")
 
@@ -49,19 +49,19 @@ def connect_group(
     connect_timeout: float = 60.0,
     **sockets: Any,
 ) -> Communicator:
-    """Connect the ranks of a process group; all of them call it.
+    """Connect the ranks of a process group; this is collective.
 
     Args:
         group: its members are the ranks; None for the default group.
-        transport: "torch" (gloo), "zmq" (a mesh of its own), "mpi" (for ranks that mpiexec
-            started), or "auto": zmq, over which sparse exchanges took 5 to 10 % less time and
-            fewer bytes than over gloo, whose messages are padded (``benchmarks/lab_exchange.md``).
+        transport: "torch" (gloo), "zmq" (a separate mesh), "mpi" (for ranks started by mpiexec), or
+            "auto": zmq, over which sparse exchanges took 5 to 10 % less time and fewer bytes than over
+            gloo, whose messages are padded (``benchmarks/lab_exchange.md``).
         timeout: seconds that any wait may take.
         connect_timeout: seconds that opening zmq's connections may take.
-        sockets: of zmq: ``interface``, ``port_range``, ``advertise`` and ``curve_keys``.
+        sockets: for zmq: ``interface``, ``port_range``, ``advertise`` and ``curve_keys``.
 
     Raises:
-        ConfigurationError: an unknown transport, or one that has no sockets of its own to set.
+        ConfigurationError: an unknown transport, or settings of sockets for one that has none.
         DeadlineError: names the ranks that did not arrive in time.
     """
     check_transport(transport, sockets)
@@ -73,7 +73,7 @@ def connect_group(
         from sparsync.transports.mpi import MpiCommunicator  # most jobs have no MPI
 
         return MpiCommunicator.over(over_torch, timeout=timeout)
-    # imported here: groups over gloo and MPI need no pyzmq
+    # imported here, because groups over gloo and MPI do not need pyzmq
     from sparsync.transports.zmq import ZmqCommunicator
 
     return ZmqCommunicator(
@@ -87,7 +87,7 @@ def connect_group(
 
 
 def check_transport(transport: str, sockets: Mapping[str, object]) -> None:
-    """Refuse an unknown transport, or settings of zmq's sockets for another one."""
+    """Refuse an unknown transport, or settings of zmq's sockets for another transport."""
     if transport not in TRANSPORTS:
         raise ConfigurationError(
             f"unknown transport {transport!r}; choose one of {', '.join(TRANSPORTS)}"
@@ -105,8 +105,8 @@ def check_transport(transport: str, sockets: Mapping[str, object]) -> None:
 class TorchCommunicator(Communicator):
     """One rank of a process group; None for the default group.
 
-    CUDA tensors are staged through host memory when the backend is gloo.  NCCL has no channels, and both
-    sides of its messages must know their length, so it serves the native collectives alone.
+    CUDA tensors are staged through host memory if the backend is gloo.  NCCL has no channels, and both
+    sides of a message must know its length, so it only serves the native collectives.
     """
 
     pads = True
@@ -124,9 +124,8 @@ class TorchCommunicator(Communicator):
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         super().__init__(dist.get_rank(group), dist.get_world_size(group), torch.device(device))
         self.group, self.timeout = group, timeout
-        # private calls: torch has no public one that reads a group's timeout.  gloo ends a collective
-        # at that timeout, if it is shorter than this communicator's, and does not say that it was the
-        # reason
+        # Private calls, because torch has no public way to read a group's timeout.  If it is shorter than
+        # this communicator's, gloo ends a collective at the group's timeout, without giving that reason
         own = group or distributed_c10d._get_default_group()
         options = getattr(own._get_backend(self.device), "options", None)
         longest = options._timeout.total_seconds() if options is not None else timeout
@@ -134,8 +133,8 @@ class TorchCommunicator(Communicator):
         self.roll = RollCall(group, self.rank, self.world_size)
 
     def host(self, actor: Actor) -> Host:
-        """Run an actor over ZeroMQ; the ranks meet in the group's store, which names the missing."""
-        # imported here, since most groups run no actor and need no pyzmq
+        """Run an actor over ZeroMQ; the ranks meet in the group's store, which names missing ranks."""
+        # imported here, because most groups run no actor and do not need pyzmq
         from sparsync.transports.zmq import host_over
 
         return host_over(actor, self, store_of(self.group))
@@ -147,13 +146,13 @@ class TorchCommunicator(Communicator):
             return Finished()
         with _named(self, where):
             work = dist.isend(payload, group=self.group, group_dst=dest, tag=self.tag)
-        # ``keep`` holds the payload, whose memory gloo reads until the request is done
+        # ``keep`` holds a reference to the payload, which gloo reads until the request is done
         return _Call(self, where, lambda keep=payload: work)  # type: ignore[misc]
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Start ``irecv`` into a buffer of ``capacity`` bytes; the message's header tells its length.
+        """Start ``irecv`` into a buffer of ``capacity`` bytes; the message's header contains its length.
 
-        gloo accepts a shorter message than the buffer, and does not say how long it was.
+        gloo accepts a message shorter than the buffer, and does not report its length.
         """
         where = f"message from rank {source} in phase '{phase}'"
         if framing.variable and self.device.type == "cuda":
@@ -174,10 +173,10 @@ class TorchCommunicator(Communicator):
         return _Call(self, where, lambda: work, finish)
 
     def abort(self) -> None:
-        """End all waits in this group's messages and collectives."""
+        """End all waits for this group's messages and collectives."""
         super().abort()
         own = self.group
-        if own is None:  # the default group is the program's, which may go on using it
+        if own is None:  # the default group belongs to the program, which may continue to use it
             return
         if self.device.type == "cuda":
             own.abort()
@@ -185,7 +184,7 @@ class TorchCommunicator(Communicator):
             break_off(own, self.world_size)
 
     def under_way(self, phase: str, work: Any) -> Operation:
-        """Return a native collective that was started with ``async_op`` as an operation."""
+        """Wrap a native collective started with ``async_op`` in an operation."""
         return _Call(self, f"phase '{phase}'", lambda: work, among_all=True, started=True)
 
     async def allreduce(
@@ -210,14 +209,14 @@ class TorchCommunicator(Communicator):
     ) -> list[Tensor]:
         """Use the native call, with each message padded to its sender's capacity.
 
-        So a phase takes one call and a message to every rank; point to point, gloo takes 4 ms a round and
-        more.
+        This takes a single call and one message to every rank; gloo's point-to-point messages take 4 ms
+        per round and more.
         """
         rank, own = self.rank, capacities[self.rank]
         others = [r for r in range(self.world_size) if r != rank]
         if not others:
             return list(payloads)
-        # zeros: the padding travels as well, and must not show what this memory held before
+        # zeroed, because padding is sent as well, and must not reveal what this memory held before
         rows = torch.zeros(len(others), own, dtype=torch.uint8, device=self.device)
         parts, padding, known = Parts(), 0, dict[int, Parts]()
         for row, dest in zip(rows, others, strict=True):
@@ -229,7 +228,7 @@ class TorchCommunicator(Communicator):
                     f"capacity of {own} for each other rank"
                 )
             row[:length] = payload
-            if id(payload) not in known:  # often all ranks get the same payload
+            if id(payload) not in known:  # all ranks often get the same payload
                 known[id(payload)] = framing.parts(row[:length])
             parts, padding = parts + known[id(payload)], padding + own - length
         sizes = [capacities[r] if r != rank else 0 for r in range(self.world_size)]
@@ -243,7 +242,7 @@ class TorchCommunicator(Communicator):
             ),
             among_all=True,
         )
-        # the padding counts: the ledger has the bytes that the links carry
+        # padding counts, because the ledger records the bytes on the links
         self.ledger.sent(phase, rows.numel(), parts + Parts(control=padding), len(others))
         self.ledger.received(phase, received.numel(), len(others))
         blocks = list(torch.split(received, sizes))
@@ -259,8 +258,8 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
 
     Args:
         comm: of this rank.
-        where: the operation under way, and its peer.
-        among_all: its peers are all ranks.
+        where: the operation in progress, and its peer.
+        among_all: the peers are all other ranks.
     """
     started = time.monotonic()
     comm.check_open()
@@ -269,7 +268,7 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
     except CommunicationError:
         raise
     except RuntimeError as error:
-        comm.check_open()  # if this process has aborted the wait, no peer is to blame
+        comm.check_open()  # if this process aborted the wait, no peer is to blame
         seconds = time.monotonic() - started
         first_line = (str(error) or type(error).__name__).splitlines()[0].split(". This is ")[0]
         place = f"rank {comm.rank}, {comm.ledger.place()}: {where}"
@@ -278,9 +277,9 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
             gone = comm.roll.missing()
             alive = f"{gone}."
         else:
-            # only to report: ranks whose collective fails because this one ends ask who has reported
+            # only reports: ranks whose collective fails because this one ends ask who has reported
             comm.roll.missing(patience=0.0)
-        # gloo does not say that it ran into its deadline, so the clock has to
+        # gloo does not say that its deadline has passed, so the clock must tell
         if seconds > 0.95 * comm.patience:
             raise DeadlineError(
                 f"{place} did not complete within {comm.timeout:g} s; {alive} "
@@ -290,30 +289,30 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
 
 
 def break_off(gloo: Any, world_size: int) -> None:
-    """Close a gloo group's connections: waits of other threads, and those of peers, end with an error.
+    """Close a gloo group's connections, so waits of other threads, and of peers, end with an error.
 
-    gloo closes a connection when a wait on it runs out of time, and up to torch 2.7 in no other way.
+    gloo closes a connection when a wait on it times out; up to torch 2.7 there is no other way.
     """
     for peer in range(world_size):
-        # so a wait that must run out of time: for a message that no rank ever sends
-        with suppress(RuntimeError, ValueError):  # it is gone already, or it is this rank
+        # provoke a timeout by waiting for a message that no rank ever sends
+        with suppress(RuntimeError, ValueError):  # the peer is already gone, or is this rank
             gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, NEVER).wait(_AT_ONCE)
 
 
 @final
 class _Call(Operation):
-    """A native request: one under way, or a collective that starts at the first wait for it.
+    """A native request: one in flight, or a collective that starts at the first wait for it.
 
-    A group's collectives must start in one order on all ranks.  Of several channels in flight only
-    the oldest is waited for, which is the same on all ranks.
+    A group's collectives must start in the same order on all ranks.  Of several channels in flight, only
+    the oldest is waited for, which is the same one on all ranks.
 
     Args:
         comm: of this rank.
         where: as in ``_named``.
-        start: returns the request; None where there is nothing to wait for.
-        finish: returns the result when the request is done.
+        start: returns the request, or None if there is nothing to wait for.
+        finish: returns the result once the request is done.
         among_all: as in ``_named``.
-        started: the request is under way, so ``start`` may be called at any time, to look at it.
+        started: the request is in flight, so ``start`` may be called at any time to inspect it.
     """
 
     def __init__(
@@ -348,11 +347,10 @@ class _Call(Operation):
 
 @final
 class RollCall:
-    """Finds out which ranks are missing when a native collective has failed; gloo does not say.
+    """Finds out which ranks are missing after a native collective has failed, as gloo does not say.
 
-    Ranks whose exchange has failed report that in the group's store; those that are dead or stuck do not.
-    A rank that is alive may report late: so the ranks that are named include the one to blame, and
-    perhaps others.
+    Ranks whose exchange has failed report this in the group's store; dead or stuck ranks do not.  A live
+    rank may report late, so the named ranks include the one to blame, and possibly others.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
@@ -363,7 +361,7 @@ class RollCall:
         missing = set(range(self._world_size))
 
         def ask() -> None:
-            # the store is lost, or the group was destroyed
+            # errors mean that the store is lost, or the group was destroyed
             with suppress(RuntimeError, KeyError, ValueError):
                 store = PrefixStore("sparsync/failed", store_of(self._group))
                 store.set(str(self._rank), "failed")
@@ -372,8 +370,8 @@ class RollCall:
                     missing.difference_update([r for r in missing if store.check([str(r)])])
                     time.sleep(_LOOK)
 
-        # on a thread of its own, which may be left behind: the store's host may be stuck as well, and
-        # its calls would wait for the store's timeout
+        # on a separate thread that can be abandoned: the store's host may be stuck as well, and calls to
+        # it would wait for the store's timeout
         thread = threading.Thread(target=ask, name="sparsync-roll-call", daemon=True)
         thread.start()
         thread.join(2 * _PATIENCE)
@@ -386,9 +384,9 @@ class RollCall:
 
 @final
 class Groups:
-    """Makes process groups among the ranks that attach a model, and ends them.
+    """Creates process groups among the ranks that attach a model, and destroys them.
 
-    The ranks of ``world``, None for all, call each method together.
+    All methods are collective over ``world``; None stands for all ranks.
     """
 
     def __init__(
@@ -401,7 +399,7 @@ class Groups:
     def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of all ranks of the world, in rank order.
 
-        Ranks meet through the store: gloo would not say which one is missing.
+        Ranks meet through the store, because gloo would not say which rank is missing.
         """
         return [card["numbers"] for card in self._cards(lambda: {"numbers": list(numbers)})]
 
@@ -410,17 +408,17 @@ class Groups:
         return convene(store_of(self.world), rank, size, ready, self.timeout, "attach")
 
     def make(self, ranks: Sequence[int], backend: str | None = "gloo") -> dist.ProcessGroup:
-        """Return a group of global ranks, this one among them; all call it, for disjoint groups.
+        """Return a group of global ranks including this one; collective, with disjoint groups.
 
         Raises:
-            ConfigurationError: the interface that gloo is told to use is not there.
+            ConfigurationError: the interface configured for gloo does not exist.
             CommunicationError: a rank of the group is gone, late, or cannot be reached.
         """
         cards = self._cards(lambda: {"numbers": list(ranks), "at": place_of_gloo()})
         places = dict(zip(dist.get_process_group_ranks(self.world), cards, strict=True))
         every = sorted({tuple(card["numbers"]) for card in cards})
-        # by default all ranks of the job must call ``new_group``; with local synchronisation its
-        # members alone must, which is needed where ranks outside the world do not come here
+        # By default all ranks of the job must call ``new_group``.  With local synchronisation only the
+        # members must, which is needed if ranks outside the world do not get here
         options: Any = {} if self._all else {"use_local_synchronization": True}
         seconds = min(self.timeout, self._connect_timeout)
         for members in every if self._all else [tuple(ranks)]:
@@ -441,7 +439,7 @@ class Groups:
                     f"({reason})"
                 ) from error
             if dist.get_rank() in members:
-                # so far the timeout has bounded the connecting; from now on it bounds waits
+                # so far the timeout has limited connecting; from now on it limits waits
                 distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
                 self._made.append(group)
         return self._made[-1]
@@ -455,21 +453,21 @@ class Groups:
                 group.abort()
 
     def close(self) -> None:
-        """End the groups."""
+        """Destroy the groups."""
         made, self._made = self._made, []
         for group in made if dist.is_initialized() else ():
             names = distributed_c10d._world.pg_names
             name = names.get(group)
             dist.destroy_process_group(group)
             if not self._all and name is not None:
-                # torch names such groups by their ranks and by how many groups exist: a later group
-                # with the same name would find this one's addresses in the store.  So the name stays
+                # torch names such groups by their ranks and by the number of existing groups.  A later
+                # group with the same name would find this one's addresses in the store, so the name stays
                 # taken, by an object that does nothing
                 names[_Reserved()] = name  # type: ignore[index]
 
 
 class _Reserved:
-    """Keeps the name of a group that has ended, so that no other gets it."""
+    """Keeps the name of a destroyed group, so no other group gets it."""
 
     def shutdown(self) -> None:
-        """Do nothing: torch calls this on every group."""
+        """Do nothing; torch calls this on every group."""

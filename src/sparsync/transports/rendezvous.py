@@ -1,4 +1,4 @@
-"""Rendezvous: ranks that have no connection yet exchange a few bytes, or learn who is missing."""
+"""Rendezvous: ranks without connections exchange a few bytes, or learn which ranks are missing."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ __all__ = [
 ]
 
 _PREFIX: Final = "sparsync/meetings"
-_CARD_BYTES: Final = 256  # of a card that is sent over a communicator, such as a host's name
+_CARD_BYTES: Final = 256  # of a card sent over a communicator, e.g. a host name
 _WRONG: Final = "cannot take part"  # key of a card that gives the reason
 _COMPLAINT: Final = 180  # characters of the reason, over a communicator
-_BYE: Final = 20.0  # seconds for which a rank that cannot take part waits for the others
+_BYE: Final = 20.0  # seconds that a rank unable to take part waits for the others
 
 
 def store_of(group: dist.ProcessGroup | None) -> Store:
-    """Return a process group's store; None for the default group's."""
+    """Return the store of a process group; None stands for the default group."""
     group = group or dist.distributed_c10d._get_default_group()
     return dist.distributed_c10d._get_process_group_store(group)
 
@@ -58,12 +58,12 @@ def meet(
 ) -> list[str]:
     """Return every rank's card, in rank order; the n-th calls of all ranks with a store are one meeting.
 
-    A card is the text that a rank shows to the others; ``phase`` is named in errors.  Rank 0, which may
-    serve the store, returns when all have read.  Over a communicator of these ranks a card has at most
-    256 bytes.
+    A card is a text shown to the other ranks; ``phase`` is named in errors.  Rank 0, which may serve the
+    store, returns once all ranks have read the cards.  Over a communicator of these ranks, a card has at
+    most 256 bytes.
 
     Raises:
-        DeadlineError: names the ranks that are missing after ``timeout`` seconds.
+        DeadlineError: names the ranks still missing after ``timeout`` seconds.
         PeerError: the store does not answer.
     """
     if isinstance(store, Communicator):
@@ -77,8 +77,8 @@ def meet(
             try:
                 store.wait([key], timedelta(seconds=left))
             except RuntimeError as error:
-                # the ranks that never came are to blame, if there are any; else those that came, gave up
-                # and took their cards away
+                # blame the ranks that never came, if any; otherwise those that came, gave up and withdrew
+                # their cards
                 later = range(peer, len(keys))
                 missing = [p for p in later if not _has(store, f"{keys[p]} arrived")]
                 missing = missing or [p for p in later if not _has(store, keys[p])]
@@ -88,18 +88,18 @@ def meet(
                     "they use the same store? Raise the timeout if they are only slow"
                 ) from error
 
-    # each rank counts its own meetings, so no rank needs to know when any other began one
+    # each rank counts its own meetings, so no rank needs to know when another started one
     counter = f"{_PREFIX}/of {rank}"
     try:
         meeting = store.add(counter, 1)
         keys = [f"{_PREFIX}/{meeting}/{r}" for r in range(world_size)]
-        store.set(f"{keys[rank]} arrived", "1")  # this stays when the card is withdrawn
+        store.set(f"{keys[rank]} arrived", "1")  # not deleted when the card is withdrawn
         store.set(keys[rank], card)
         try:
             wait(keys)
         except DeadlineError:
-            # the count goes back, so that a second attempt joins the same meeting.  A complaint stays,
-            # for ranks that come later
+            # The count is restored, so a second attempt joins the same meeting.  A complaint is not
+            # withdrawn, for ranks that arrive later
             with suppress(RuntimeError):
                 if _WRONG not in card:
                     store.delete_key(keys[rank])
@@ -115,7 +115,7 @@ def meet(
             f"{where}: the store does not answer, and the process that serves it may be gone "
             f"({first_line(error)})"
         ) from error
-    if rank == 0:  # the store would end with this process, before others have read it
+    if rank == 0:  # otherwise the store could end with this process before the others have read it
         wait(read)
     return cards
 
@@ -128,9 +128,9 @@ def convene(
     timeout: float,
     phase: str = "rendezvous",
 ) -> list[dict[str, Any]]:
-    """Return the results of ``ready`` on all ranks, in rank order; if it fails on one, all hear why.
+    """Return the results of ``ready`` on all ranks, in rank order; if one fails, all learn why.
 
-    A rank on which it fails waits for the others no longer than they may need to come and hear of it.
+    A rank on which it fails waits for the others only as long as they may need to arrive and learn of it.
 
     Raises:
         ConfigurationError: ``ready`` raised it on this rank.
@@ -143,13 +143,13 @@ def convene(
     except ConfigurationError as error:
         wrong = error
         card = json.dumps({_WRONG: str(error)})
-        # a communicator cuts a card at 256 bytes, and JSON without its end cannot be read
+        # a communicator truncates a card at 256 bytes, and truncated JSON cannot be read
         if isinstance(store, Communicator):
             card = json.dumps({_WRONG: str(error).encode("ascii", "replace").decode()[:_COMPLAINT]})
     try:
         raw = meet(store, rank, world_size, card, min(timeout, _BYE) if wrong else timeout, phase)
     except (DeadlineError, PeerError):
-        # this rank's own error is the cause, and comes before the silence of others
+        # this rank's own error is the cause, so it takes precedence over missing ranks
         if wrong is not None:
             raise wrong from None
         raise
@@ -183,15 +183,15 @@ def _has(store: Store, key: str) -> bool:
 def choose_interface(interface: str | None, meeting: Store | str) -> str:
     """Return the interface to bind.
 
-    It is the given one; else the one that gloo was told to use (``GLOO_SOCKET_IFNAME``); else the
-    address that leads to the host of the store, of the default process group's store, or of rank 0.
+    It is the given one; or the one configured for gloo (``GLOO_SOCKET_IFNAME``); or the address on the
+    route to the host of the store, of the default process group's store, or of rank 0.
 
     Args:
-        interface: as given on this rank; None: it is to be found.
-        meeting: where the ranks meet: a store, or over a communicator the name of rank 0's host, which
-            all ranks have to ask for together (``host_of_rank_0``), also those that do not need it.
+        interface: as given on this rank; None: it must be found.
+        meeting: where the ranks meet: a store, or, over a communicator, the name of rank 0's host.
+            Finding that is collective (``host_of_rank_0``), even for ranks that do not need it.
     """
-    # a port on all interfaces would be open to networks that have nothing to do with the job
+    # a port on all interfaces would be exposed to networks unrelated to the job
     if interface in ("*", "0.0.0.0", "::", ""):
         raise ConfigurationError(
             f"interface is '{interface}', which is all of them; name the one that ranks use"
@@ -233,7 +233,7 @@ def place_of_gloo() -> str:
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
-        return f"{host}, which does not know its own address"  # torch takes the loopback interface
+        return f"{host}, which does not know its own address"  # torch falls back to loopback
 
 
 def way_to(host: str) -> str:
@@ -241,19 +241,18 @@ def way_to(host: str) -> str:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # a UDP connect sends nothing: it only looks up the route
+            probe.connect(address)  # a UDP connect sends nothing, it only looks up the route
             own = str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigurationError(
             f"there is no way to the rendezvous host '{host}' ({error}); give interface="
         ) from error
-    # hosts files map a host's own name to 127.0.1.1 as well: one loopback address for all ranks of a
-    # machine
+    # hosts files also map a host's own name to 127.0.1.1; all ranks of a machine need the same address
     return "127.0.0.1" if own.startswith("127.") else own
 
 
 def check_ports(port_range: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return a range of ports, or refuse it."""
+    """Return a range of ports as integers; refuse an invalid one."""
     if port_range is None:
         return None
     try:
@@ -268,15 +267,15 @@ def check_ports(port_range: tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 def _host_of(store: Store) -> str | None:
-    """Return the host that serves a store; None if the store does not tell."""
+    """Return the host that serves a store; None if the store does not reveal it."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, HashStore):
-        return "127.0.0.1"  # the memory of one process: all its ranks are on this machine
+        return "127.0.0.1"  # in the memory of one process, so all its ranks are on this machine
     return str(store.host) if isinstance(store, TCPStore) else None
 
 
 def host_of_rank_0(comm: Communicator) -> str:
-    """Return the name of rank 0's host, or the loopback address where all ranks share it."""
+    """Return the name of rank 0's host, or the loopback address if all ranks share that host."""
     names = run(tell(comm, socket.gethostname(), _CARD_BYTES, "hosts"))
     return "127.0.0.1" if len(set(names)) == 1 else names[0]

@@ -1,11 +1,11 @@
 """The life of an update: the outer step, its settings, and the handle that ``attach`` returns for AdamW.
 
-In the order in which an update passes through them: ``stepping`` hooks an optimizer's step; ``moments``
-and ``lengths`` lengthen it; ``sync`` is the handle, which counts local steps; ``outer_engine`` exchanges
-how far the weights have moved, as ``outer_step`` says, in ``fragments`` and at ``periods``;
-``contributions`` weighs it; ``weights`` writes the result into the model.  ``family`` has the settings of
-published methods and the default; ``changes`` notices weights that the program has written; ``own`` and
-``saved`` are about saved states.
+In the order in which an update passes through the modules: ``stepping`` hooks the optimizer's step;
+``gradient_noise`` and ``step_length`` lengthen the step; ``sync`` is the handle and counts local steps;
+``outer_engine`` exchanges how far the weights have moved, with the settings of ``outer_step``, in
+``fragments`` and at ``periods``; ``contributions`` weighs the moves; ``weights`` writes the result into
+the model.  ``family`` has the settings of the default and of published methods; ``changes`` detects
+weights that the program has written; ``rank_state`` and ``saved`` deal with saved states.
 """
 
 from collections.abc import Mapping

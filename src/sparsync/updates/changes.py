@@ -1,7 +1,7 @@
-"""Notice weights that something other than a step has changed, e.g. a checkpoint loaded after ``attach``.
+"""Detect weights changed by something other than a step, e.g. a checkpoint loaded after ``attach``.
 
-An update is the difference of weights: weights that were loaded on one rank would be delivered to the
-others as if they were an update.
+An update is a difference of weights, so weights loaded on one rank would be delivered to the others as
+if they were an update.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sparsync.units import local_of
 
 __all__ = ["Changes", "begin_together"]
 
-_SAMPLED: Final = 8  # parameters whose elements are sampled, the largest ones
-_ELEMENTS: Final = 64  # sampled of each of them
+_SAMPLED: Final = 8  # the largest parameters, whose elements are sampled
+_ELEMENTS: Final = 64  # number of samples from each
 _LOADED: Final = "the weights that were loaded after attach"
-# Weights count as replaced if they moved by more than this share of their norm, farther than any step,
-# and more than this share of elements changed sign: clipping, masks and projections may go as far, but
-# change hardly any sign.
+# Weights count as replaced if they moved by more than this fraction of their norm, farther than any step,
+# and more than this fraction of their elements changed sign.  Clipping, masks and projections may move
+# weights as far, but hardly change any sign.
 _FAR: Final = 0.1
 _TURNED: Final = 0.01
 
@@ -34,19 +34,19 @@ _TURNED: Final = 0.01
 class Changes:
     """Remembers the state of parameters by version counters and a few of their elements.
 
-    An operation in place raises a tensor's version counter; an operation on ``parameter.data`` does not.
+    An in-place operation raises a tensor's version counter; an operation on ``parameter.data`` does not.
 
     Args:
         parameters: of one model.
 
-    Cost: to remember, one small copy and a loop over the parameters, 20 us for a hundred of them; to
-    compare, a loop over them, unless all have changed.
+    Cost: remembering takes one small copy and a loop over the parameters, 20 us for a hundred of them;
+    comparing takes a loop over them, and more only if all have changed.
     """
 
     def __init__(self, parameters: Collection[Tensor]) -> None:
         self._parameters = list(parameters)
         found = sorted(self._parameters, key=torch.numel, reverse=True)
-        # of one dtype and device, so that the samples can be joined without a copy for each
+        # limited to one dtype and device, so the samples can be concatenated without further copies
         self._largest = [
             p for p in found if (p.dtype, p.device) == (found[0].dtype, found[0].device)
         ]
@@ -55,25 +55,25 @@ class Changes:
         self._sample = torch.zeros(0)
 
     def remember(self) -> None:
-        """Remember the parameters as they are now; they should be unchanged before the next step."""
+        """Remember the current parameters; they should not change before the next step."""
         self._versions = [parameter._version for parameter in self._parameters]
         self._sample = self._some()
 
     def written(self) -> bool:
-        """Tell whether any parameter was written to, as far as counters and samples show."""
+        """Return whether counters or samples show that a parameter was written to."""
         now = [parameter._version for parameter in self._parameters]
         return now != self._versions or self.differ()
 
     def differ(self) -> bool:
-        """Tell whether any of the sampled elements has changed."""
+        """Return whether any sampled element has changed."""
         now, before = self._some(), self._sample
-        # not torch.equal: NaN that was there before is no change
+        # torch.equal would report a NaN that was already there as a change
         return not torch.allclose(now, before, rtol=0, atol=0, equal_nan=True)
 
     def replaced(self) -> bool:
-        """Tell whether all parameters were written to, and hold weights that no step has led to."""
-        # the usual case costs no look at elements: one parameter that was not written to is enough, for a
-        # checkpoint is loaded into all
+        """Return whether all parameters were written to, and hold weights that no step could produce."""
+        # The usual case needs no look at elements: loading a checkpoint writes all parameters, so one
+        # that was not written to rules it out
         pairs = zip(self._parameters, self._versions, strict=False)
         if not self._versions or any(p._version == version for p, version in pairs):
             return False
@@ -88,18 +88,18 @@ class Changes:
 
 
 def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> bool:
-    """Tell whether ranks begin from weights that they have loaded; these must be equal on all replicas.
+    """Return whether ranks begin from weights loaded after ``attach``; all replicas must have the same.
 
     Args:
-        comms: the replicas of this part of the model and, if it is divided, the parts of this replica.
+        comms: the replicas of this part of the model and, if it is split, the parts of this replica.
         loaded: whether this rank's weights differ from those at ``attach``.
         own: this rank's weights.
 
     Raises:
-        PeerError: on all ranks: they have loaded different weights, or only some of them have loaded any.
+        PeerError: raised on all ranks: they have loaded different weights, or only some have loaded any.
 
-    Cost: an allgather of 8 bytes, that of ``worst`` where a replica is divided, and that of ``digest`` if
-    ``loaded``.
+    Cost: an allgather of 8 bytes, the cost of ``worst`` if a replica is split over ranks, and that of
+    ``digest`` if ``loaded``.
     """
     # Two rounds: replicas of this part compare weights, then all parts of this replica take the worst
     # outcome.  A part that raised after the first would leave the others waiting in the second.
@@ -117,8 +117,8 @@ def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> 
 
 
 def _some_of(part: Tensor) -> Tensor:
-    """Return a view of a few elements, spread over all of a tensor, in the order of memory."""
-    # a channels_last tensor is contiguous only in the order of its strides, and flatten() would copy it
+    """Return a view of a few elements, spread evenly over a tensor's memory."""
+    # a channels_last tensor is contiguous only in the order of its strides; flatten() would copy it
     order = sorted(range(part.dim()), key=part.stride, reverse=True)
     ordered = part.permute(order)
     flat = ordered.view(-1) if ordered.is_contiguous() else part.flatten()

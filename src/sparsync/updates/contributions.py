@@ -1,4 +1,4 @@
-"""Weigh the updates of ranks by the tokens or samples that each has seen since its last exchange."""
+"""Weigh the ranks' updates by the tokens or samples that each has seen since its last exchange."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sparsync.updates.fragments import Exchange
 __all__ = ["Contributions", "Weight", "contributions_kind", "shown_of"]
 
 _KINDS: Final = ("nothing", "numbers", "tokens", "samples")
-# a factor is one over a weight, and a weight is at most the number of ranks, if only one has seen
-# anything; a smaller factor in a saved state is damage
+# A factor is the inverse of a weight, and a weight is at most the number of ranks (if only one has seen
+# anything), so a smaller factor in a saved state is damage
 _LEAST_SHOWN: Final = 1e-9
 
 
@@ -28,9 +28,9 @@ class Weight:
     """The weight of one rank's update in an exchange.
 
     Attributes:
-        weight: a factor on the update; the mean over ranks is 1, or all are 0.
-        ranks: the number of equal ranks that would average away as much noise, ``(sum n)^2 / sum n^2``;
-            0: nobody has seen anything.
+        weight: a factor on the update; its mean over ranks is 1, unless all weights are 0.
+        ranks: the number of equally weighted ranks whose average would be as noisy,
+            ``(sum n)^2 / sum n^2``; 0 if no rank has seen anything.
     """
 
     weight: float
@@ -39,7 +39,7 @@ class Weight:
 
 @final
 class Contributions:
-    """Counts the samples that this rank has seen, and turns all ranks' counts n into weights of updates.
+    """Counts the samples that this rank has seen, and turns the counts n of all ranks into weights.
 
     ::
 
@@ -47,45 +47,45 @@ class Contributions:
         accumulated = residual + weight * (how far this rank has moved)
         sum over ranks(residual + weight * moved) == total + sum over ranks(residual)
 
-    Weights are known before anything is rounded, so mass that waits in a residual is weighted already,
-    whatever other ranks see later.  (Counts sent with the updates, to divide by afterwards, would cost no
-    round.  But then waiting mass would be divided by the counts of the period in which it is delivered:
-    after a short last batch, it would count ten times.)
+    Weights are known before anything is rounded, so undelivered mass in a residual is already weighted,
+    no matter what other ranks see later.  (Sending the counts along with the updates and dividing
+    afterwards would save a round.  But undelivered mass would then be divided by the counts of the period
+    in which it is delivered: after a short last batch, it could count ten times.)
 
-    Whether any rank counts is found out in the first exchange; if none does, nothing more is sent.
+    The first exchange determines whether any rank counts; if none does, no more counts are sent.
 
-    A weight above 1 makes a residual larger than the rank's own steps.  Where the rank's own weights show
-    the residual (``residual="weights"``), they show it divided by that weight, as the steps that the rank
-    has really made.
+    A weight above 1 makes a residual larger than the rank's own steps.  If the rank's own weights include
+    the residual (``residual="weights"``), it is divided there by the weight, so they include the steps
+    that the rank really made.
 
     Cost: 8 bytes per fragment and rank, one round before an exchange.
     State: ``state_dict()``, of this rank.
 
     Attributes:
         weighs: whether ranks count; None: not known yet.
-        ranks: see ``Weight``; of the last exchange in which any rank had seen something.
+        ranks: see ``Weight``; from the last exchange in which any rank had seen something.
         shown: by fragment, the factor on the residual in this rank's own weights.
     """
 
     def __init__(self, *, weighs: bool | None = False) -> None:
         self.weighs, self.ranks = weighs, 0.0
-        # one total and a mark per fragment: fragments are exchanged at different times, so each counts
+        # one total, and a mark per fragment: fragments are exchanged at different times, so each counts
         # from its own last exchange
         self._kind, self._total = 0, 0.0
-        self._sent: list[float] = []  # by fragment: the total at its last exchange
+        self._sent: list[float] = []  # by fragment, the total at its last exchange
         self.shown: list[float] = []
 
     def plan(self, fragments: int) -> None:
-        """Begin with this number of fragments, unless a state was loaded."""
+        """Start with this number of fragments, unless a state was loaded."""
         self._sent = self._sent or [0.0] * fragments
         self.shown = self.shown or [1.0] * fragments
 
     def add(self, seen: float | None, tokens: float | None, samples: float | None) -> None:
-        """Count the tokens or samples of this rank's next step, in one of the three arguments.
+        """Add the tokens or samples of this rank's next step, given in exactly one argument.
 
         Raises:
-            ConfigurationError: not one finite number >= 0, another kind than before, or the first call
-                comes after an exchange.
+            ConfigurationError: not exactly one finite number >= 0, a different kind than before, or the
+                first call comes after an exchange.
         """
         given = [(kind, n) for kind, n in enumerate((seen, tokens, samples), 1) if n is not None]
         require(
@@ -112,31 +112,31 @@ class Contributions:
         self._kind, self._total = kind, self._total + count
 
     def take(self, part: int) -> float:
-        """Return this rank's count since the last exchange of a fragment, and count from 0."""
+        """Return this rank's count since a fragment's last exchange, and restart it from 0."""
         seen, self._sent[part] = self._total - self._sent[part], self._total
         return seen
 
     def drop(self) -> None:
-        """Forget the counts of steps that are undone."""
+        """Forget the counts of steps that were undone."""
         self._sent = [self._total] * len(self._sent)
 
     async def weigh(self, seen: Sequence[float], reducer: Reducer) -> list[Weight]:
-        """Return the weights of fragments; all ranks call it, or none does.
+        """Return the weights of fragments; this is collective.
 
         Raises:
-            PeerError: ranks count different things.
+            PeerError: ranks count different units.
         """
         if self.weighs is False:
             return [Weight(1.0, reducer.comm.world_size)] * len(seen)
-        # float64 holds every count of tokens exactly, so all ranks compute equal weights
+        # float64 represents token counts exactly, so all ranks compute equal weights
         mine = torch.tensor([*seen, float(self._kind)], dtype=torch.float64)
         try:
             gathered = await reducer.channel("contributions").allgather(mine, "contributions")
         except BaseException:
-            reducer.fail()  # the other parts of this replica wait for its word
+            reducer.fail()  # otherwise the other parts of this replica would wait for its vote
             raise
         *columns, kinds = zip(*(one.tolist() for one in gathered), strict=True)
-        # kind 0: a rank that has seen nothing so far
+        # kind 0 means that a rank has not counted anything so far
         counted = sorted({int(kind) for kind in kinds} - {0})
         if len(counted) > 1:
             raise PeerError(
@@ -144,19 +144,19 @@ class Contributions:
                 "same on all of them"
             )
         if self.weighs is None:
-            self.weighs = bool(counted)  # all ranks see the same counts, and agree
+            self.weighs = bool(counted)  # all ranks see the same counts, so they decide alike
         if not self.weighs:
             return [Weight(1.0, reducer.comm.world_size)] * len(seen)
         own = reducer.comm.rank
         return [_weight(column, column[own]) for column in columns]
 
     async def weigh_(self, exchange: Exchange, reducer: Reducer) -> None:
-        """Give an exchange this rank's weight."""
+        """Set this rank's weight in an exchange."""
         (its,) = await self.weigh([exchange.seen], reducer)
         exchange.weigh(its.weight, its.ranks)
 
     async def weigh_all(self, reducer: Reducer) -> list[Weight]:
-        """Return the weights of all fragments, and count from 0."""
+        """Return the weights of all fragments, and restart their counts from 0."""
         return await self.weigh([self.take(part) for part in range(len(self._sent))], reducer)
 
     def applied(self, exchange: Exchange) -> bool:
@@ -168,12 +168,12 @@ class Contributions:
     # ---- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers."""
+        """Return the state as plain values."""
         named = {name.lstrip("_"): value for name, value in vars(self).items()}
         return {k: list(v) if isinstance(v, list) else v for k, v in named.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from saved counts."""
+        """Resume from saved counts."""
         self.weighs, self.ranks, self._kind = state["weighs"], state["ranks"], state["kind"]
         self._total = state["total"]
         self._sent, self.shown = list(state["sent"]), list(state["shown"])
@@ -181,14 +181,14 @@ class Contributions:
 
 def contributions_kind(fragments: int, state: Any) -> Kind:
     """Return the kind of every field of a saved state."""
-    # no fragment's mark lies beyond the total; a total that is damaged itself is named as such, and must
-    # not make the marks look wrong
+    # No fragment's mark exceeds the total.  If the total itself is damaged, the error must name it, and
+    # not blame the marks
     total: Any = state.get("total") if isinstance(state, Mapping) else None
     counted = Number(0, total if fits(total, float) else math.inf)
     return Fields(
         {
             "weighs": Common(Either((Exactly(None), bool))),
-            # not ``Common``: a rank that has not counted yet has kind 0
+            # not ``Common``, because a rank that has not counted yet has kind 0
             "kind": Number(0, len(_KINDS) - 1, whole=True),
             "total": Number(0),
             "sent": Each((counted,) * fragments),
@@ -199,7 +199,7 @@ def contributions_kind(fragments: int, state: Any) -> Kind:
 
 
 def shown_of(weight: float) -> float:
-    """Return the factor on the residual of an update of this weight in a rank's own weights."""
+    """Return the factor on the residual in a rank's own weights, for an update of this weight."""
     return 1 / max(weight, 1.0)
 
 
@@ -210,7 +210,7 @@ def _weight(everyones: Sequence[float], own: float) -> Weight:
         >>> _weight([1.0, 3.0], 3.0), _weight([0.0, 0.0], 0.0)
         (Weight(weight=1.5, ranks=1.6), Weight(weight=0.0, ranks=0.0))
     """
-    # fsum rounds once, so the result does not depend on the order of ranks
+    # fsum rounds only once, so the order of ranks does not matter
     whole, squares = math.fsum(everyones), math.fsum(n * n for n in everyones)
     if not whole:
         return Weight(0.0, 0.0)

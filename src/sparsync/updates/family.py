@@ -1,4 +1,4 @@
-"""Settings of ``OuterStep``: the default of ``attach``, and those of published methods."""
+"""Settings of ``OuterStep`` for the default of ``attach`` and for published methods."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sparsync.wire import SparseQsgd
 __all__ = ["OUTER_SETTINGS", "sparseloco"]
 
 _CHUNK: Final = 4096
-_ENTRIES: Final = 64  # per chunk of 64 x 64, as SparseLoCo has it: 1.6 %, of the paper's 1 to 3 %
+_ENTRIES: Final = 64  # per chunk of 64 x 64, as in SparseLoCo: 1.6 %, within the paper's 1 to 3 %
 
 
 def sparseloco() -> Algorithm:
-    """SparseLoCo's exchange: chunk-wise top-k, quantised, collected by all ranks.
+    """SparseLoCo's exchange: chunk-wise top-k, quantised, allgathered.
 
-    The paper's quantiser takes 2 bits and is not random.  ``SparseQsgd`` at 2 bits is not contractive
-    without shrinking values to 2 / 9, so this takes 4 bits; with Elias-Fano indices an entry then has
-    12.5 bits, where 2 bits and a position in the chunk are 14.
+    The paper's quantiser uses 2 bits without randomness.  ``SparseQsgd`` at 2 bits is contractive only if
+    values are shrunk to 2 / 9, so 4 bits are used here.  With Elias-Fano indices an entry then takes 12.5
+    bits, where 2 bits and a position in the chunk would take 14.
     """
     codec = SparseQsgd(4, block=_ENTRIES, scale="max")
     return Algorithm(
@@ -35,15 +35,15 @@ def sparseloco() -> Algorithm:
 
 
 def _chunkwise() -> Algorithm:
-    """DeMo's exchange: chunk-wise top-k, collected by all ranks."""
+    """DeMo's exchange: chunk-wise top-k, allgathered."""
     return Algorithm("chunkwise", lambda: Blockwise(block=_CHUNK), Allgather)
 
 
 OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # The default of ``attach``.  With the noise of second moments corrected, one bit costs no more
-        # loss than 32; nor does a period of 2, except in the first steps, where weights move fastest and
-        # the rounding error is as large as the moves: these are exchanged one by one
+        # loss than 32.  Neither does a period of 2, except in the first steps, where weights move fastest
+        # and the rounding error is as large as the moves; these are exchanged one by one
         # (benchmarks/schedules.md).  A delay would hide the exchange, but cost 1.5 to 5 % of loss in
         # trials (docs/design-notes.md).
         "updates": {
@@ -54,11 +54,11 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "noise_correction": True,
             "warmup_steps": 200,
         },
-        # its block learning rate is 1; nesterov=True: NBM rather than CBM; the period is a choice
+        # the block learning rate is 1; nesterov=True gives NBM instead of CBM; the period is our choice
         "bmuf": {"algorithm": "dense", "density": 1.0, "period": 8, "momentum": None},
-        # Algorithm 1 with Top_k; its experiments have H = 1, 4, 8; the density is a choice
+        # Algorithm 1 with Top_k; the experiments use H = 1, 4, 8; the density is our choice
         "qsparse-local": {"algorithm": "allgather", "density": 0.01, "period": 8},
-        # section 3: H = 500, Nesterov with 0.7 and 0.9
+        # section 3: H = 500, Nesterov momentum with outer rate 0.7 and momentum 0.9
         "diloco": {
             "algorithm": "dense",
             "density": 1.0,
@@ -67,7 +67,7 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "momentum": 0.9,
             "nesterov": True,
         },
-        # sections 2.2 to 2.4: fragments in 4 bits, applied a step later; the outer step is DiLoCo's
+        # sections 2.2 to 2.4: fragments in 4 bits, applied one step later; DiLoCo's outer step
         "streaming-diloco": {
             "algorithm": resolve("quantised", bits=4),
             "density": 1.0,
@@ -78,7 +78,7 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "momentum": 0.9,
             "nesterov": True,
         },
-        # with torch.optim.Muon inside; 2 bits, error feedback
+        # meant for torch.optim.Muon as the inner optimizer; 2 bits, error feedback
         "muloco": {
             "algorithm": "quantised",
             "density": 1.0,
@@ -87,17 +87,17 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "momentum": 0.9,
             "nesterov": True,
         },
-        # Algorithm 1; its experiments have H = 15 to 250; 0.95 is its beta, for an outer momentum
+        # Algorithm 1; the experiments use H = 15 to 250; 0.95 is the paper's beta for outer momentum
         "sparseloco": {
             "algorithm": sparseloco(),
             "density": _ENTRIES / _CHUNK,
             "period": 30,
             "residual_decay": 0.95,
         },
-        # section 3, with SGD without momentum inside: the residual is the momentum, and 0.999 its beta.
-        # Chunks are of 64 consecutive elements of a unit where the paper's are 64 x 64 of a matrix; of
-        # 64 of them together 32 coefficients are sent, with pairs' 32 + 32 bits.  The momentum is of
-        # steps, so of gradients times their learning rates, and weight decay is part of it
+        # Section 3, for SGD without momentum as the inner optimizer: the residual is the momentum, and
+        # 0.999 is its beta.  A chunk is 64 consecutive elements of a unit; the paper uses 64 x 64 blocks
+        # of a matrix.  Of 64 chunks together 32 coefficients are sent, as pairs of 32 + 32 bits.  The
+        # momentum accumulates steps, i.e. gradients times learning rates, and includes weight decay
         "demo": {
             "algorithm": _chunkwise(),
             "density": 32 / _CHUNK,
@@ -108,4 +108,4 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""Settings as published: ``OuterStep(**OUTER_SETTINGS["diloco"])`` for ``attach``."""
+"""Published settings, to be passed to ``attach`` as ``OuterStep(**OUTER_SETTINGS["diloco"])``."""

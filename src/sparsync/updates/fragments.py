@@ -1,4 +1,4 @@
-"""Divide a model's vector into fragments, and keep their exchanges while these are under way."""
+"""Split a model's vector into fragments, and hold their exchanges while in flight."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class Fragment(NamedTuple):
     """A run of parameters."""
 
     span: slice  # in the vector
-    units: range  # numbers of its units, which are the fragment's own
+    units: range  # numbers of its units, which it shares with no other fragment
 
 
 class _Piece(NamedTuple):
-    """A run of elements of a unit that lies together in the vector."""
+    """A run of elements of a unit that is contiguous in the vector."""
 
-    unit: int  # where it begins in the unit
-    vector: int  # and in the vector
+    unit: int  # start in the unit
+    vector: int  # start in the vector
     size: int
 
 
 @final
 class Layout:
-    """Divides the vector of parameters into fragments: runs of whole parameters, of about equal size.
+    """Splits the vector of parameters into fragments: runs of whole parameters, of about equal size.
 
-    The ``rest`` of the vector, buffers and moments, belongs to the last fragment.
+    The ``rest`` of the vector, i.e. buffers and moments, belongs to the last fragment.
 
     Attributes:
         end: where the parameters end in the vector, and the rest begins.
@@ -51,14 +51,12 @@ class Layout:
     def __init__(
         self, parameters: Mapping[str, Tensor], rest: Mapping[str, int], count: int
     ) -> None:
-        # runs of parameters of one dtype
+        # runs of parameters with one dtype
         self._narrow: list[tuple[torch.dtype, slice]] = []
         self._shapes = {name: local_of(parameter).shape for name, parameter in parameters.items()}
         self._spans, self.end = dict[str, slice](), 0
-        self._pieces: list[list[_Piece]] = []  # of every unit, in order
-        self._placed: list[
-            tuple[_Piece, int]
-        ] = []  # those of all units, in the order of the vector
+        self._pieces: list[list[_Piece]] = []  # by unit, in order
+        self._placed: list[tuple[_Piece, int]] = []  # of all units, in the order of the vector
         for name, shape in self._shapes.items():
             start, self.end = self.end, self.end + shape.numel()
             self._spans[name], dtype = slice(start, self.end), parameters[name].dtype
@@ -71,9 +69,9 @@ class Layout:
             start += size
         self.fragments: list[Fragment] = []
         self.units: list[Unit] = []
-        # By the sizes of whole parameters, not of shards: all parts of a replica divide alike, and
-        # exchange the same fragments at the same time.  A parameter belongs to the fragment in which its
-        # middle lies; twice the middle, and twice the total, are whole numbers, equal on all ranks.
+        # Computed from the sizes of whole parameters, not of shards, so all parts of a replica split
+        # alike and exchange the same fragments at the same time.  A parameter belongs to the fragment
+        # that contains its middle.  Everything is doubled to get integers, which are equal on all ranks.
         ends = list(itertools.accumulate(p.numel() for p in parameters.values()))
         total = 2 * max(ends[-1] if ends else 0, 1)
         middles = [2 * e - p.numel() for e, p in zip(ends, parameters.values(), strict=True)]
@@ -90,13 +88,13 @@ class Layout:
         output: Collection[str],
         kinds: Mapping[str, str],
     ) -> None:
-        """Plan the units of all fragments, see ``plan_units``.
+        """Plan the units of all fragments; see ``plan_units``.
 
-        Parameters of different ``kinds`` have different units: a parameter that other ranks of this
-        replica hold as well must be rounded alike there, whatever else a unit holds.
+        Parameters of different ``kinds`` get different units.  A parameter that other ranks of this
+        replica hold as well must be rounded alike there, independent of its neighbours in a unit.
         """
-        # a middle grows from one parameter to the next, so parameters of a fragment lie together; a
-        # fragment in which no middle lies is left out, and there are fewer than were asked for
+        # middles grow with the parameters, so the parameters of a fragment are contiguous.  A fragment
+        # that contains no middle is dropped, so there may be fewer than requested
         for _, group in itertools.groupby(self._spans, self._number.__getitem__):
             names, first = list(group), len(self.units)
             for kind in dict.fromkeys(kinds.get(name) for name in names):
@@ -111,13 +109,13 @@ class Layout:
         self._arrange()
 
     def extents(self) -> dict[str, Any]:
-        """Return the sizes of parameters, in order, and where fragments end, as plain numbers."""
+        """Return the sizes of parameters, in order, and the bounds of fragments, as plain numbers."""
         sizes = {name: span.stop - span.start for name, span in self._spans.items()}
         spans = [[fragment.span.start, fragment.span.stop] for fragment in self.fragments]
         return {"layout": sizes, "spans": spans}
 
     def _arrange(self) -> None:
-        """Note where runs of units lie in the vector, and which parts of it have other dtypes."""
+        """Record where the pieces of units lie in the vector."""
         self._pieces = []
         for unit in self.units:
             pieces: list[_Piece] = []
@@ -133,7 +131,7 @@ class Layout:
         self._placed = sorted(placed, key=lambda pair: pair[0].vector)
 
     def units_at(self, place: slice) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the units of a part of the vector: their numbers, elements, and where these lie in it."""
+        """Yield the units in a part of the vector: number, elements, and where these lie in the part."""
         first = bisect_right(self._placed, place.start, key=lambda pair: pair[0].vector) - 1
         for piece, unit in self._placed[max(first, 0) :]:
             low, high = max(piece.vector, place.start), min(piece.vector + piece.size, place.stop)
@@ -145,7 +143,7 @@ class Layout:
                 return
 
     def places(self, unit: int, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
-        """Yield where elements ``[start, stop)`` of a unit lie: in the vector, and from ``start`` on."""
+        """Yield where elements ``[start, stop)`` of a unit lie in the vector, and in the run."""
         pieces = self._pieces[unit]
         first = bisect_right(pieces, start, key=lambda piece: piece.unit) - 1
         for piece in pieces[max(first, 0) :]:
@@ -156,8 +154,8 @@ class Layout:
             yield slice(low + shift, high + shift), slice(low - start, high - start)
 
     def rounded(self, place: slice, values: Tensor) -> Tensor:
-        """Round a part of the vector in place to the dtypes of its parameters."""
-        # buffers and moments are not rounded: only parameters have a dtype here
+        """Round a part of the vector, in place, to the dtypes of its parameters."""
+        # buffers and moments are not rounded: only parameters have an entry in ``_narrow``
         for dtype, span in self._narrow:
             low, high = max(span.start, place.start), min(span.stop, place.stop)
             if low < high and dtype != values.dtype:
@@ -168,23 +166,23 @@ class Layout:
 
 @dataclass(eq=False)
 class Exchange:
-    """The exchange of a fragment, under way.
+    """The exchange of a fragment, in flight.
 
     Attributes:
         lands: the local step after which it is applied.
-        late: whether other local steps are done meanwhile.
-        weights: of a late exchange, first this rank's weights at its begin, later the change that is
-            added to them.
+        late: whether local steps continue in the meantime.
+        weights: for a late exchange, first this rank's weights at its start, later the change to add to
+            this rank's weights.
         shared: the new shared weights of a late exchange.
-        lr: the size of a step by signs.
+        lr: the learning rate of a step by signs.
         drift: how far ranks had moved, with an ``AdaptivePeriod``.
-        scratch: `[3, size or more]`, memory for these vectors and for whole moves, which another exchange
-            uses afterwards; None while it has needed none.
+        scratch: `[3, size or more]`, memory for these vectors and for whole moves, reused by a later
+            exchange; None until it is needed.
         done: whether the exchange has ended.
-        refused: whether NaN or Inf was in the sum.
-        last: whether it delivers all that is left.
+        refused: whether the sum contained NaN or Inf.
+        last: whether it delivers everything left.
         seen: this rank's count for it; see ``Contributions`` and ``Weight``.
-        carried: the exchange to await, once.
+        carried: an awaitable of its end, to be awaited once.
     """
 
     part: int
@@ -204,32 +202,32 @@ class Exchange:
     ranks: float = 1.0
 
     def replace(self) -> None:
-        """Let the new shared weights replace this rank's, whose local steps were from other ones."""
+        """Let the new shared weights replace this rank's, whose local steps began from other weights."""
         self.late, self.weights = False, None
 
     def carry(self, carried: Awaitable[None] | None) -> Awaitable[None] | None:
-        """Keep the exchange to await, or None; return the one that was kept."""
+        """Store the awaitable of the exchange, or None; return the previous one."""
         before, self.carried = self.carried, carried
         return before
 
     def weigh(self, weight: float, ranks: float) -> None:
-        """Take the weight of this rank's update, before it is exchanged."""
+        """Set the weight of this rank's update, before it is exchanged."""
         self.weight, self.ranks = weight, ranks
 
     def hold(self, scratch: Tensor) -> None:
-        """Keep memory until the exchange lands."""
+        """Keep scratch memory until the exchange lands."""
         self.scratch = scratch
 
     def begin_with(self, weights: Tensor) -> None:
-        """Take this rank's weights at the begin of a late exchange."""
+        """Set this rank's weights at the start of a late exchange."""
         self.weights = weights
 
     def step_to(self, shared: Tensor) -> None:
-        """Keep the new shared weights apart, in memory yet to be written, until the exchange lands."""
+        """Set the memory into which the new shared weights are written, until the exchange lands."""
         self.shared = shared
 
     def end(self, change: Tensor | None, drift: float) -> None:
-        """Take the change of this rank's weights, which waits until a late exchange lands."""
+        """End with a change of this rank's weights; that of a late exchange waits until it lands."""
         self.weights, self.drift, self.done = change, drift, True
 
     def refuse(self) -> None:
@@ -238,8 +236,8 @@ class Exchange:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields that a loaded exchange needs to be applied."""
-        # states are taken when exchanges are settled: nothing is carried any more, and memory is the
-        # process's own
+        # states are taken when all exchanges have settled, so nothing is carried any more; scratch memory
+        # is not worth saving
         passing = ("carried", "scratch", "last")
         kept = {name: value for name, value in vars(self).items() if name not in passing}
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
@@ -247,28 +245,28 @@ class Exchange:
 
 @final
 class Scratch:
-    """Memory of exchanges that have landed, for the next ones.
+    """Memory of exchanges that have landed, for reuse by the next ones.
 
-    Kept on the CPU only, where memory comes from the system: a page that is touched for the first time is
-    cleared, which takes longer than everything that is done with it here.  A row that is never touched
-    takes no memory.  (A GPU's memory is kept by torch's own allocator.)
+    Only CPU memory is kept.  The kernel clears a fresh page on first touch, which takes longer than all
+    the work done with it here.  A row that is never touched takes no memory.  (GPU memory is already
+    cached by torch's allocator.)
     """
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, like: Tensor, size: int) -> Tensor:
-        """Return three rows."""
+        """Return three rows of scratch memory."""
         return self._free.pop() if self._free else like.new_empty(3, size)
 
     def keep(self, scratch: Tensor | None) -> None:
-        """Keep the memory of an exchange, if it had any."""
+        """Keep the memory of an exchange for reuse, if it had any."""
         if scratch is not None and scratch.is_cpu:
             self._free.append(scratch)
 
 
 def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
-    """Replace every ``chunk`` elements, and the shorter rest, by their orthonormal DCT-II, or go back.
+    """Replace every ``chunk`` elements, and a shorter rest, by their orthonormal DCT-II, or invert it.
 
     Norms and sums over ranks are preserved.  Cost: 2 n chunk operations; none if ``chunk`` is None.
 
@@ -279,9 +277,9 @@ def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
     whole = flat.numel() // (chunk or 1) * (chunk or 1)
     for part, size in ((flat[:whole], chunk), (flat[whole:], flat.numel() - whole)):
         if size and part.numel():
-            # basis[i, j] = sqrt(2 / N) cos(pi / N * i * (j + 1/2)), with the first row over sqrt(2): so
-            # its inverse is its transpose.  Computed in float64, so that cosines of different machines
-            # round to the same numbers.
+            # basis[i, j] = sqrt(2 / N) cos(pi / N * i * (j + 1/2)), with the first row over sqrt(2),
+            # which makes the inverse equal to the transpose.  Computed in float64, so the cosines of
+            # different machines round to the same numbers.
             at = torch.arange(size, dtype=torch.float64, device=flat.device)
             basis = torch.cos(math.pi / size * at[:, None] * (at + 0.5)).mul_(math.sqrt(2 / size))
             basis[0] /= math.sqrt(2)
@@ -291,13 +289,13 @@ def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
 
 
 class Weights:
-    """Weights as a vector, of which fragments are read and written.
+    """Weights as a vector that is read and written in parts.
 
-    This class holds a tensor, which is copied when it is first written to; ``ModelWeights`` overrides all
-    of it.
+    This class wraps a tensor, which is copied before the first write.  ``ModelWeights`` overrides all of
+    it.
 
     Attributes:
-        cure: further advice for an error where NaN or Inf was exchanged twice.
+        cure: additional advice in the error after NaN or Inf was exchanged twice.
     """
 
     cure = "; give optimizer= if you have not: then its broken moments are dropped"
@@ -306,32 +304,32 @@ class Weights:
         self.hold(torch.zeros(0) if vector is None else vector)
 
     def hold(self, vector: Tensor) -> None:
-        """Be this vector from now on."""
+        """Wrap this vector from now on."""
         self.vector, self._own = vector, False
 
     def read(self, place: slice) -> Tensor:
-        """Return a copy of a part."""
+        """Return a copy of a part of the vector."""
         return self.vector[place].clone()
 
     def write(self, place: slice, values: Tensor, *, add: bool = False) -> None:
-        """Replace a part, or add to it."""
+        """Replace a part of the vector, or add to it."""
         if not self._own:
             self.vector, self._own = self.vector.clone(), True
         self.vector[place] = self.vector[place] + values if add else values
 
     def reshard(self) -> None:
-        """Prepare to be written to."""
+        """Prepare for being written to."""
 
     def finite(self) -> bool:
-        """Tell whether no element is NaN or Inf."""
+        """Return whether all elements are finite."""
         return is_finite(self.vector)
 
     def broken(self) -> str:
-        """Name a part of this rank's weights that is not finite; empty: none is known."""
+        """Return the name of a part of this rank's weights that is not finite, or "" if none is known."""
         return ""
 
     def refused(self, step: int | None) -> NonFiniteGradientError:
-        """Return the error of a second exchange in a row that held NaN or Inf."""
+        """Return the error for a second exchange in a row that contained NaN or Inf."""
         name = self.broken()
         here = f", here in {name}" if name else ""
         return NonFiniteGradientError(

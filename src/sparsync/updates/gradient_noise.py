@@ -1,4 +1,4 @@
-"""Lengthen Adam's steps on one rank of several, whose gradients are noisier than their average."""
+"""Lengthen Adam's steps on each of several ranks, whose gradients are noisier than their average."""
 
 from __future__ import annotations
 
@@ -28,64 +28,65 @@ __all__ = [
 ]
 
 
-_SIDE: Final = (
-    8  # a parameter's gradient is summed into the square of this: 64 numbers per exchange
-)
-_RUN: Final = 1 << 18  # elements: a few runs stay in a cache, and memory for them is reused
-_SMALL: Final = 1 << 13  # elements: to join this many takes no longer than Python for one tensor
-_JOINED: Final = 64  # small tensors that are joined at a time
+_SIDE: Final = 8  # each gradient is projected to 8 x 8 sums, so 64 numbers are exchanged
+_RUN: Final = 1 << 18  # elements; a few runs fit into a cache, and their memory is reused
+# elements; joining this many costs no more than Python's overhead per tensor
+_SMALL: Final = 1 << 13
+_JOINED: Final = 64  # how many small tensors are joined at a time
 _PAIRS: Final = 25  # pairs of measurements until ``agreement`` is known
-_FORGETS: Final = 0.98  # the share that is kept of older pairs, per pair
-_STEPS_KEPT: Final = 0.98  # the share that is kept of older measurements of steps, per local step
-# Ranks count as pulling apart only if the lasting part of their differences exceeds this share of all
-# differences; chance alone makes it less than 0.02.
+_FORGETS: Final = 0.98  # factor on older pairs, per pair
+_STEPS_KEPT: Final = 0.98  # factor on older measurements of steps, per local step
+# Ranks count as pulling apart only if the lasting part of their differences exceeds this fraction of all
+# differences; by chance alone it stays below 0.02.
 _SURE: Final = 0.1
 
-# first and second moment of a parameter, its weights, and the numbers of the pass over them
+# first and second moment of a parameter, its weights, and the constants of the pass over them
 _Job = tuple[Tensor, Tensor, Tensor, native.Moments]
 
 
 class GradientNoise:
     """Measures by how much averaging over ranks would shrink the second moment of each parameter.
 
-    A gradient is a signal s, which all ranks have in common, and noise n of their own batches.  The
-    average over P ranks has squares ``s^2 + n^2 / P`` where a single rank's has ``s^2 + n^2``; their
-    quotient, from 1 / P (nothing but noise) to 1, is the parameter's ``share``.  It is found by actually
-    averaging a few numbers per parameter, which travel with the model's buffers and cost no round of
-    their own: sums p of the gradient's elements with random signs, for which ``E |p|^2 = |g|^2``
-    whatever their distribution is.  (Of single elements, a few hold most of the squares.)  A rank's own
-    squares are taken from its sums as well, so that chance affects both sides of the quotient alike.
-    Squares are remembered as long as Adam's v remembers them.  At first v consists of a few gradients
-    that all ranks had in common, and steps lengthened before v has forgotten these are too long.
+    A gradient is a signal s, common to all ranks, plus noise n from the rank's own batch.  The average
+    over P ranks has squares ``s^2 + n^2 / P``, a single rank's gradient ``s^2 + n^2``.  The quotient,
+    from 1 / P (pure noise) to 1, is the parameter's ``share``.  It is measured by actually averaging a
+    few numbers per parameter, which are sent along with the model's buffers and cost no extra round.
+    These numbers are sums p of the gradient's elements with random signs, for which ``E |p|^2 = |g|^2``
+    regardless of the distribution of the elements.  (Sampling elements would not do: a few of them hold
+    most of the squares.)  A rank's own squares are also taken from its sums, so chance affects both sides
+    of the quotient alike.  Squares are remembered for as long as Adam's v remembers them.  Initially v
+    consists of a few gradients that all ranks had in common, and steps lengthened before v has forgotten
+    these are too long.
 
-    One rank alone cannot measure it.  Its first moment shows which part of the gradient *lasts*, but not
-    which part all ranks have in common although its sign changes from step to step, as along the steepest
-    directions at every rate that is worth using.  Taken for noise, such a part is lengthened as well,
+    A single rank cannot measure this.  Its first moment reveals which part of the gradient *lasts*, but
+    not a part that all ranks share although its sign changes from step to step; such a part exists along
+    the steepest directions at every useful rate.  Mistaken for noise, it would be lengthened as well,
     which costs 15 % of the loss at dense Adam's best rate.
 
-    Two measurements in a row have the same signs.  Noise is new in each, so the product of the two shows
-    the part of gradients that *lasts*: ``E p p' = s^2`` for the average, and ``s^2 + d^2`` for single
-    ranks, where d is the lasting difference of a rank's gradients from those of all, due to its data.
+    Two consecutive measurements use the same signs.  Their noise is independent, so the product of the
+    two reveals the part of gradients that *lasts*: ``E p p' = s^2`` for the average, and ``s^2 + d^2``
+    for single ranks, where d is the lasting difference between a rank's gradients and the average, caused
+    by its data.
 
-    For optimizers whose steps have a length of their own (``lengths.lengthen``), the steps are measured
-    in the same way in place of gradients.
+    For optimizers whose step length does not depend on the gradient's (``step_length.lengthen``), steps
+    are measured in the same way instead of gradients.
 
     Args:
-        memory: Adam's second beta by parameter, in the same order on all ranks; a shard counts with the
-            elements that it holds.
-        by_steps: the parameters whose steps are measured.
+        memory: Adam's second beta by parameter, in the same order on all ranks; of a shard, only the
+            elements on this rank are measured.
+        by_steps: the parameters whose steps are measured instead of gradients.
 
     Attributes:
-        values: `[parameters, 66]`, float32: sums of gradients, the sum of their squares, and every second
-            time the sum of products with the last sums; on the first parameter's device.
-        shares: by parameter, from 0 to 1; empty until something was measured.
+        values: `[parameters, 66]`, float32: sums of gradients, the sum of their squares, and in every
+            second measurement the sum of products with the last sums; on the first parameter's device.
+        shares: by parameter, from 0 to 1; empty until the first measurement.
         steps: the last steps of the parameters in ``by_steps``.
 
-    Cost: 66 numbers per parameter and exchange, which the host reads once; one reading of the gradients.
+    Cost: 66 numbers per parameter and exchange, copied to the host once; one pass over the gradients.
     State: ``state_dict()``, equal on all ranks.
 
     References: McCandlish et al., `An Empirical Model of Large-Batch Training
-    <https://arxiv.org/abs/1812.06162>`_, 2018, section 2.2: the noise scale, there of all parameters.
+    <https://arxiv.org/abs/1812.06162>`_, 2018, section 2.2: the noise scale, there over all parameters.
     """
 
     def __init__(self, memory: Mapping[Tensor, float], by_steps: Iterable[Tensor] = ()) -> None:
@@ -96,12 +97,12 @@ class GradientNoise:
         like = next(map(local_of, memory), torch.zeros(0))
         shape = len(self._parameters), _SIDE * _SIDE + 2
         self.values = torch.zeros(shape, dtype=torch.float32, device=like.device)
-        self._last = torch.zeros_like(self.values)  # this rank's last sums, with the same signs
+        self._last = torch.zeros_like(self.values)  # this rank's previous sums, with the same signs
         self._common = torch.zeros(len(self._parameters), _SIDE * _SIDE, dtype=torch.float64)
-        # sums of squares: the lasting part that ranks have in common, the lasting part of single ranks
-        # beyond that, and all differences between ranks
+        # sums of squares: the lasting part common to all ranks, the lasting part particular to single
+        # ranks, and all differences between ranks
         self._lasting, self._pairs = torch.zeros(3, dtype=torch.float64), 0
-        # by parameter: of the average, and the mean of single ranks'
+        # by parameter: squares of the average, and the mean of the single ranks' squares
         self._squares = torch.zeros(2, len(self._parameters), dtype=torch.float64)
         self._measured, self._step, self.shares = 0, 0, dict[Tensor, float]()
 
@@ -109,18 +110,18 @@ class GradientNoise:
     def sample(self, step: int, skipped: Collection[Tensor] = ()) -> None:
         """Sum the gradients of a local step with random signs, which are equal on all ranks.
 
-        Parameters that a GradScaler has ``skipped`` take no part: their gradients hold Inf here, or are
-        still scaled.
+        Parameters that a GradScaler has ``skipped`` are left out: their gradients contain Inf on this
+        rank, or are still scaled.
         """
-        # by local steps, not by exchanges: v decays by beta2 in each of them
+        # by local steps, not by exchanges, because v decays by beta2 in every local step
         self._squares.mul_(self._memory ** (step - self._step))
         self._step = step
         left_out = set(skipped)
-        draw = torch.Generator()  # on the CPU: the same on every device
+        draw = torch.Generator()  # on the CPU, so the signs do not depend on the device
         self.values.zero_()
         for at, (row, parameter) in enumerate(zip(self.values, self._parameters, strict=True)):
-            # A seed for each parameter: tensor-parallel ranks hold shards of other sizes between
-            # parameters that are whole on all of them, and these need the same signs everywhere, for
+            # One seed per parameter.  Tensor-parallel ranks hold shards of different sizes between
+            # parameters that are whole on all of them; these need the same signs everywhere, because
             # their copies must make equal steps.  // 2: pairs of measurements share their signs.
             draw.manual_seed(self._measured // 2 * len(self._parameters) + at)
             gradient = None
@@ -133,37 +134,38 @@ class GradientNoise:
         self.values[:, -2] = self.values.square().sum(1)
         if self._measured % 2:
             self.values[:, -1] = (self.values * self._last)[:, :-2].sum(1)
-        # A gradient may hold Inf where something other than a GradScaler has skipped the step.  Its sums
-        # travel with the weights, and must not make ranks refuse an exchange of weights that are finite.
+        # A gradient may contain Inf if something other than a GradScaler skipped the step.  Its sums are
+        # sent with the weights, and must not make ranks refuse an exchange of finite weights.
         finite = torch.isfinite(self.values).all(1, keepdim=True)
         self.values.copy_(torch.where(finite, self.values, 0.0))
         self._last.copy_(self.values)
 
     def measure(self) -> None:
-        """Take in ``values`` after the exchange, when they hold the average over ranks."""
-        values = self.values.double().cpu()  # the one reading by the host
+        """Update the shares from ``values`` after the exchange, when they hold the average over ranks."""
+        values = self.values.double().cpu()  # the only copy to the host
         sums, of_ranks, products = values[:, :-2], values[:, -2], values[:, -1]
         of_average = sums.square().sum(1)
         if self._measured % 2:
-            # not of steps: they have memory, and the part that lasts in them may be noise of one batch
+            # not for steps: they have memory, so their lasting part may be the noise of one batch
             common, known = (sums * self._common).sum(1), (of_ranks > 0) & ~self._by_steps
             found = torch.stack([common, products - common, of_ranks - of_average])
-            # relative to each parameter's squares: all parameters count alike, as in Adam's steps
+            # relative to each parameter's squares, so all parameters weigh the same, as in Adam's steps
             self._lasting.mul_(_FORGETS).add_((found / of_ranks.clamp(min=1e-300))[:, known].sum(1))
             self._pairs += int(known.any())
         self._common = sums.clone()
         self._measured += 1
-        # Steps shrink with the rate, so their squares are taken relative to each measurement: all count
-        # alike.  Gradients' squares are not: v sums them as they are.
+        # Steps shrink with the rate, so their squares are normalised per measurement, and all
+        # measurements weigh the same.  Squares of gradients are not normalised, because v sums them as
+        # they are.
         unit = torch.where(self._by_steps & (of_ranks > 0), of_ranks, 1.0)
         self._squares.add_(torch.stack([of_average, of_ranks]) / unit)
         self._find_shares()
 
     @property
     def agreement(self) -> float | None:
-        """The part of ranks' lasting gradients that is common to all, from 0 to 1; None: not yet known.
+        """The fraction of lasting gradients that is common to all ranks, in [0, 1]; None: not yet known.
 
-        1 where ranks draw from the same data, however noisy it is; 0 where they pull in directions that
+        It is 1 if ranks draw from the same data, however noisy, and 0 if they pull in directions that
         cancel out.
         """
         if self._pairs < _PAIRS:
@@ -174,15 +176,15 @@ class GradientNoise:
     def _find_shares(self) -> None:
         of_average, of_ranks = self._squares
         shares = torch.where(of_ranks > 0, of_average / of_ranks.clamp(min=1e-300), 1.0)
-        # Transports differ in the order of a sum, and so in its last bit, which must not reach the steps.
-        # Rounded to 64 values per octave, training over MPI equals training over gloo bit for bit, unless
-        # a share falls right between two of these values.
+        # Transports differ in the order of a sum, and so in its last bit, which must not affect the
+        # steps. Rounded to 64 values per octave, training over MPI is bit-identical to training over gloo
+        # unless a share falls right between two of these values.
         shares = (shares.log2() * 64).round().div(64).exp2()
         named = zip(self._parameters, shares.clamp(max=1.0).tolist(), strict=True)
         self.shares = dict(named) if self._measured else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the measurements, and this rank's samples, which an exchange under way may need."""
+        """Return the measurements, and this rank's samples, which an exchange in flight may need."""
         named = ("squares", "last", "common", "lasting")
         kept = {name: getattr(self, f"_{name}").clone() for name in named}
         counts = {"measured": self._measured, "step": self._step, "pairs": self._pairs}
@@ -207,7 +209,7 @@ class GradientNoise:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from saved measurements."""
+        """Resume from saved measurements."""
         self._squares, self._common = state["squares"].clone(), state["common"].clone()
         self._lasting, self._pairs = state["lasting"].clone(), int(state["pairs"])
         self._measured, self._step = int(state["measured"]), int(state["step"])
@@ -217,22 +219,22 @@ class GradientNoise:
 
 
 def _gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return this rank's part of a dense gradient, as Adam sees it."""
+    """Return this rank's part of a dense gradient, as Adam sees it, or None."""
     gradient: Any = parameter.grad
     if gradient is None or gradient.is_sparse:
         return None
     placements = getattr(parameter, "placements", None)
     if getattr(gradient, "placements", None) != placements:
-        # torch 2.13 leaves the sum over tensor-parallel ranks to the reader: ``Partial``.  A sum of
-        # squares must be of the gradient, not of one rank's addend.
+        # torch 2.13 leaves the sum over tensor-parallel ranks to the consumer (``Partial``).  The squares
+        # must be those of the gradient, not of one rank's addend.
         gradient = gradient.redistribute(placements=placements)
     return local_of(gradient.detach())
 
 
 def _projected(gradient: Tensor, draw: torch.Generator) -> Tensor:
-    """Return sums of elements with random signs: of a matrix's rows, and then of every 8th column."""
-    # Signs are products, one per row (drawn 8 times) by one per column: two small draws and one product
-    # of matrices.  Signs drawn once per row were too noisy for gradients of low rank (design notes).
+    """Return sums of elements with random signs, over a matrix's rows and then over every 8th column."""
+    # A sign is the product of one per row (drawn 8 times) and one per column: two small draws and one
+    # matrix product.  With a single draw per row, low-rank gradients were too noisy (design notes).
     matrix = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
     height, width = matrix.shape
     rows, columns = (
@@ -245,7 +247,7 @@ def _projected(gradient: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def corrects(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether ``correct`` knows the steps of an optimizer: torch's Adam and AdamW, not amsgrad."""
+    """Return whether ``correct`` handles an optimizer: torch's Adam and AdamW, without amsgrad."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not all(
         group["amsgrad"] for group in optimizer.param_groups
     )
@@ -254,7 +256,7 @@ def corrects(optimizer: torch.optim.Optimizer) -> bool:
 def noise_of(
     optimizers: Iterable[torch.optim.Optimizer], trained: Mapping[str, Tensor]
 ) -> GradientNoise | None:
-    """Return a measurement of noise, if ``correct`` or ``lengthen`` knows the steps of an optimizer."""
+    """Return a noise measurement; None if neither ``correct`` nor ``lengthen`` fits an optimizer."""
     several = list(optimizers)
     memory = {
         parameter: group["betas"][1]
@@ -265,7 +267,7 @@ def noise_of(
     }
     steps = {parameter for one in several for parameter, *_ in of_own_length(one)}
     memory.update(dict.fromkeys(steps, _STEPS_KEPT))
-    # as the model orders them: optimizers may be given theirs in other orders
+    # in the order of the model, because ranks may give optimizers their parameters in other orders
     found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
     return GradientNoise(found, [one for one in found if one in steps]) if found else None
 
@@ -273,7 +275,7 @@ def noise_of(
 def with_moments(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """Yield the parameters that Adam or AdamW has stepped without ``amsgrad``, their state and group."""
+    """Yield the parameters that Adam or AdamW has stepped without ``amsgrad``, with state and group."""
     for group in optimizer.param_groups if corrects(optimizer) else ():
         for parameter in group["params"] if not group["amsgrad"] else ():
             if state := optimizer.state.get(parameter):
@@ -282,28 +284,28 @@ def with_moments(
 
 @torch.no_grad()
 def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ranks: float) -> None:
-    """Make the last step as long as with the second moment of averaged gradients.
+    """Lengthen the last step to its length with the second moment of averaged gradients.
 
     Averaged over P ``ranks``, the gradients of a parameter have k times the squares of a single rank's
-    (``shares``, see ``GradientNoise``).  So dense training divides by the root of ``k v``, where a rank
-    divides by the root of its own v and makes steps up to sqrt(P) times shorter:
+    (``shares``, see ``GradientNoise``).  Dense training divides by the root of ``k v``, but a rank
+    divides by the root of its own v, and makes steps up to sqrt(P) times shorter:
 
         w -= lr m (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)),    1 / P <= k <= 1
 
-    where both moments are corrected for bias.  Adam's own moments are not changed, and nothing is divided
-    by the rate: any schedule will do.
+    where both moments have the bias correction.  Adam's own moments are not changed, and nothing is
+    divided by the rate, so any schedule works.
 
     A step that the optimizer was told to skip is not corrected.
 
-    Cost: one pass, which reads three tensors and writes one; where steps are counted on a device
-    (``fused``, ``capturable``), the host waits for them once.
+    Cost: one pass, which reads three tensors and writes one.  If steps are counted on a device
+    (``fused``, ``capturable``), the host waits for the counts once.
     """
     found = with_moments(optimizer) if shares and ranks > 1 and not found_inf(optimizer) else ()
     stepped = [its for its in found if its[0].grad is not None and shares.get(its[0], 1.0) < 1]
     jobs: list[_Job] = []
     for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
         (beta1, beta2), share = group["betas"], max(shares[parameter], 1 / ranks)
-        # the corrections for bias, as factors: v / (1 - beta2^t) and lr m / (1 - beta1^t)
+        # the bias corrections, as factors: v / (1 - beta2^t) and lr m / (1 - beta1^t)
         own = 1 / (1 - beta2**step)
         rate = -float(group["lr"]) / (1 - beta1**step)
         moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
@@ -312,13 +314,13 @@ def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ra
 
 
 def found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether a GradScaler has told a fused optimizer, whose step this is, to do nothing."""
+    """Return whether a GradScaler has told a fused optimizer to skip the current step."""
     return bool(getattr(optimizer, "found_inf", False))
 
 
 def common_rate(optimizers: Iterable[torch.optim.Optimizer]) -> float:
-    """Return the learning rate that all groups have in common, for a step by signs."""
-    # the signs of an average know nothing of groups: one rate serves the whole vector
+    """Return the learning rate shared by all groups, for a step by signs."""
+    # one rate serves the whole vector, because the outer step does not distinguish groups
     rates = {float(group["lr"]) for one in optimizers for group in one.param_groups}
     require(len(rates) == 1, f"sign: groups have learning rates {sorted(rates)}; give all the same")
     return rates.pop()
@@ -327,12 +329,12 @@ def common_rate(optimizers: Iterable[torch.optim.Optimizer]) -> float:
 def drop_broken(
     optimizers: Iterable[torch.optim.Optimizer], on_any_part: Callable[[bool], bool]
 ) -> None:
-    """Drop optimizers' states that are not finite; on a divided replica all states, on all parts."""
+    """Drop optimizer states that are not finite; if any part of a replica has one, all drop all."""
     states = [state for one in optimizers for state in one.state.values()]
     tensors = [[v for v in s.values() if isinstance(v, Tensor)] for s in states]
     broken = [not all(map(is_finite, values)) for values in tensors]
-    # A parameter may lie on several parts, which must step it alike; parts do not know which of each
-    # other's states are broken, so all drop all of them.
+    # A parameter may lie on several parts, which must step it alike.  A part does not know which states
+    # are broken on other parts, so all parts drop all of them.
     everything = on_any_part(any(broken))
     for state, here in zip(states, broken, strict=True):
         if here or everything:
@@ -340,16 +342,16 @@ def drop_broken(
 
 
 def _steps(stepped: Sequence[tuple[Tensor, dict[str, Any], dict[str, Any]]]) -> list[float]:
-    """Return the number of steps that each parameter has made."""
+    """Return the number of steps made by each parameter."""
     counts = [state["step"] for _, state, _ in stepped]
     if any(isinstance(count, Tensor) and not count.is_cpu for count in counts):
-        return list(map(float, torch.stack(counts).tolist()))  # one wait for all of them
+        return list(map(float, torch.stack(counts).tolist()))  # a single wait for all counts
     return list(map(float, counts))
 
 
 def _pass_over(jobs: Iterable[_Job]) -> None:
-    """Lengthen the step of every job; jobs of small tensors are joined."""
-    # only jobs with the same numbers, dtypes and devices can be one pass
+    """Lengthen the step of every job; small tensors are joined first."""
+    # only jobs with the same constants, dtypes and devices can share a pass
     waiting: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
 
     def join(numbers: native.Moments, several: list[tuple[Tensor, Tensor, Tensor]]) -> None:
@@ -373,14 +375,14 @@ def _pass_over(jobs: Iterable[_Job]) -> None:
 
 
 def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Moments) -> None:
-    """Lengthen a step in C++, or in PyTorch, in runs."""
+    """Lengthen a step in C++, or in PyTorch in runs."""
     tensors = first, second, weights
     dense = all(tensor.is_contiguous() for tensor in tensors)
     if dense and backend_of(*tensors) is native:
         native.lengthen_(first, second, weights, numbers)
     elif dense:
-        # in runs: on a CPU the temporaries of a whole large tensor would be fresh memory, whose pages the
-        # system clears, which takes longer than the arithmetic; on a device they may not fit
+        # In runs: on a CPU, temporaries of the size of a large tensor would be fresh memory, and clearing
+        # its pages takes longer than the arithmetic.  On a device, they might not fit.
         most = _RUN if weights.is_cpu else run_length(weights)
         parts = (torch.split(tensor.view(-1), most) for tensor in tensors)
         for one, other, run in zip(*parts, strict=True):
@@ -389,14 +391,14 @@ def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Mo
         _lengthen_plainly(first, second, weights, numbers)
 
 
-# ---- the specification, which ``native/moments_body.h`` follows: without fused multiply-adds ----------
+# ---- the specification of ``native/moments_body.h``: without fused multiply-adds ----------------------
 
 
 def _lengthen_plainly(
     first: Tensor, second: Tensor, weights: Tensor, numbers: native.Moments
 ) -> None:
     lengthened, own, eps, rate = numbers
-    # m lr (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)); of 16-bit moments in float32
+    # m lr (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)), in float32 if moments have 16 bits
     dtype = torch.promote_types(second.dtype, torch.float32)
     square = second.to(dtype)
     missing = _sqrt(square * lengthened).add_(eps).reciprocal_()
@@ -405,5 +407,5 @@ def _lengthen_plainly(
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Return correctly rounded square roots: torch's are not for float32 on a CPU."""
+    """Return correctly rounded square roots; torch's are not for float32 on a CPU."""
     return x.double().sqrt_().to(x.dtype) if x.is_cpu else x.sqrt_()

@@ -1,4 +1,4 @@
-"""The outer step as a scheme of averaging: applied to a model by hand, and to vectors in simulations."""
+"""The outer step as an averaging scheme: applied to a model by hand, and to vectors in simulations."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _SETTINGS: Final = tuple(field.name for field in fields(OuterStep))
 
 @final
 class OuterAverager(Averager):
-    """Averages models by an outer step: ``OuterStep`` has the settings, which are given by name.
+    """Averages models by an outer step; its settings are those of ``OuterStep``, given by name.
 
-    ``attach`` runs the same engine, with hooks, on a thread of its own.
+    ``attach`` runs the same engine with hooks, on a separate thread.
 
     Args:
-        model: its parameters are the units' names; without it there is one unit.
+        model: its parameters name the units; without a model there is a single unit.
         given: the settings of ``OuterStep``, and the arguments of every ``Averager``.
 
     Attributes:
         settings: of the outer step.
-        optimizers: their broken moments are dropped, and a step by signs has their learning rate.
+        optimizers: their broken moments are dropped; a step by signs uses their learning rate.
 
     Cost: as ``OuterStep``.
     State: that of ``OuterEngine``, once it runs.
@@ -63,7 +63,7 @@ class OuterAverager(Averager):
     References: as ``OuterStep``.
     """
 
-    # for tables of schemes, which show settings and their defaults
+    # for tables of schemes, which list settings and their defaults
     __signature__ = inspect.Signature(
         [
             inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
@@ -79,15 +79,16 @@ class OuterAverager(Averager):
         self.settings = OuterStep(**own)
         self._engine: OuterEngine | None = None
         self._loaded: Mapping[str, Any] | None = None
-        # one object for life: the engine refers to it weakly, and ``hold`` gives it each step's vector
+        # created once: the engine holds a weak reference, and ``hold`` gives it the vector of each step
         self._weights = Weights()
-        super().__init__(model, nonfinite="spread", **given)  # the exchange finds it on all ranks
+        # the exchange detects NaN on all ranks
+        super().__init__(model, nonfinite="spread", **given)
         bound = self._binding and self._binding.optimizer
         self.optimizers: list[torch.optim.Optimizer] = [bound] if bound else []
 
     @property
     def engine(self) -> OuterEngine:
-        """The engine; with a model, the first access begins it, together with all ranks.
+        """The engine; with a model, the first access creates it, which is collective.
 
         Raises:
             ConfigurationError: there is no model, and ``begin`` was not awaited.
@@ -100,36 +101,36 @@ class OuterAverager(Averager):
 
     @property
     def state(self) -> OuterState:  # the engine's, once it runs
-        """Exchanges in a row that were refused."""
+        """The number of consecutive refused exchanges, as ``OuterState``."""
         return OuterState() if self._engine is None else self._engine.state
 
     @property
     def reducer(self) -> Reducer:
-        """The exchange's state."""
+        """The reducer of the exchange."""
         return self.engine.reducer
 
     @property
     def staleness(self) -> Staleness:
-        """None; bounded by the delay, if there is one."""
+        """The kind of staleness: "none", or "bounded" if there is a delay."""
         return "bounded" if self.settings.delay else "none"
 
     @property
     def global_period(self) -> int:
-        """Its period, at present."""
+        """The current period."""
         return self.settings.first_period if self._engine is None else self._engine.period
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return 1 where there are steps between two exchanges: ranks train alone."""
+        """Return 1 if there are steps between exchanges, during which ranks train alone."""
         return world_size if self.global_period == 1 else 1
 
     # ---- the algorithm -----------------------------------------------------------------------------
 
     def parts(self, vector: Tensor) -> Mapping[str, Tensor]:
-        """Return the parameters that a vector consists of, by name: the model's, or one."""
+        """Return the parameters in a vector by name: the model's, or a single one."""
         return {"model": vector} if self._binding is None else self._binding.trained
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
-        """Plan the units; take over a loaded state, or share the weights from which all ranks begin."""
+        """Plan the units; adopt a loaded state, or take the vector as the common starting point."""
         bound, settings = self._binding, self.settings
         trained = self.parts(vector)
         output = output_parameters(bound.model) if settings.chosen.output and bound else ()
@@ -156,30 +157,30 @@ class OuterAverager(Averager):
             )
             engine.restore(loaded, None)
             await restore_reducer(reducer, loaded["reducer"])
-        # a state is only let go of once all ranks have taken theirs over: ``begin`` may be tried again
+        # the loaded state is kept until all ranks have adopted theirs, so ``begin`` can be retried
         self._engine, self._loaded = engine, None
         self.memory = engine.memory
         self._weights.hold(torch.zeros(0))
 
     def is_due(self, step: int) -> bool:
-        """Tell whether something is sent or applied after local step ``step``."""
+        """Return whether anything is sent or applied after local step ``step``."""
         return self._engine is None or self._engine.is_due(step)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return this rank's model after the exchanges that begin or end with this step."""
+        """Return this rank's model after the exchanges that start or end with this step."""
         with self._holding(vector):
             await self.engine.advance(step)
             return self._weights.vector
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the shared weights plus all that was not delivered, or without it, if it holds NaN."""
+        """Return the shared weights plus everything undelivered, which is left out if it has NaN."""
         with self._holding(vector):
             await self.engine.deliver(step)
             return self._weights.vector
 
     @contextmanager
     def _holding(self, vector: Tensor) -> Iterator[None]:
-        """Let the engine read and write a vector; nothing keeps one of the model's size afterwards."""
+        """Let the engine read and write a vector; afterwards no reference to it remains."""
         self._weights.hold(vector)
         try:
             yield
@@ -189,11 +190,11 @@ class OuterAverager(Averager):
     # ---- applied to a model ------------------------------------------------------------------------
 
     def _close_books(self, comm: Communicator) -> None:
-        """Do nothing: the reducer closes the ledger's books after every exchange."""
+        """Do nothing, because the reducer closes the ledger's books after every exchange."""
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Put the shared weights into the model, to evaluate or save them; restore this rank's after."""
+        """Put the shared weights into the model, to evaluate or save them; then restore this rank's."""
         binding, engine = self._bound(), self.engine
         own = binding.read()
         binding.write_(engine.memory["shared"])
@@ -205,19 +206,19 @@ class OuterAverager(Averager):
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: those of every averager, of the exchanges, and residual norms."""
         here = {"period": self.engine.period, "drift": self.engine.drift}
-        # applied to vectors, as in a simulation, it has no steps of its own
+        # without a model, e.g. in a simulation, it does not count steps itself
         own = {} if self._binding is None else super().stats()
         return {**reducer_stats(self.reducer, self.steps), **here, **own}
 
     def _count(self, comm: Communicator) -> None:
-        """Count the exchanges that this step has ended; with a delay they began ``delay`` steps ago."""
+        """Count the exchanges that this step has ended; with a delay they started ``delay`` steps ago."""
         while self.participation.averages < self.reducer.step:
             self.participation.note(self.settings.delay, comm.world_size)
 
     # ---- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to be saved per rank with its own model and optimizer."""
+        """Return this rank's state, to be saved per rank along with its own model and optimizer."""
         if self._loaded is not None:
             return sealed("averager", self._loaded)
         if self._engine is not None:
@@ -230,7 +231,7 @@ class OuterAverager(Averager):
         return sealed("averager", {**self._place(), **start, **begins, **period})
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check on this rank alone that a saved state fits; nothing is changed."""
+        """Check on this rank alone that a saved state fits; change nothing."""
         return parse_state(self.reducer, self.check(state)["reducer"])
 
     def kinds(self, content: Mapping[str, Any]) -> dict[str, Kind]:
@@ -242,12 +243,12 @@ class OuterAverager(Averager):
         return kinds_of(self.settings, content, layout, memory)
 
     def restore(self, content: Mapping[str, Any]) -> None:
-        """Take over a saved state: all of it when the first step begins."""
-        # the engine needs a communicator to begin; until then the state waits here as it was given
+        """Adopt a saved state; the engine's part of it when the first step begins."""
+        # the engine needs a communicator to start; until then the state is kept as it was given
         self.steps = int(content["steps"])
         memory = {name: vector.clone() for name, vector in content["memory"].items()}
         self._loaded = None if content["reducer"] is None else {**content, "memory": memory}
-        # a former engine stays, for numbers and bytes, until the next step begins one with all ranks
+        # an existing engine is kept, for its numbers, until all ranks create a new one in the next step
         if self._engine is not None and self._loaded is not None:
             self._engine.restore(self._loaded, None)
             self.memory = self._engine.memory

@@ -1,6 +1,6 @@
-"""The outer step as it runs: it exchanges the moves of a rank's weights, and applies their average.
+"""The engine of the outer step: it exchanges the moves of a rank's weights and applies their average.
 
-``OuterStep`` has the settings; ``attach`` and ``OuterAverager`` run an engine with them.
+``OuterStep`` holds the settings; ``attach`` and ``OuterAverager`` run an engine with them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sparsync.updates.saved import outer_kinds
 
 __all__ = ["Carry", "Moves", "OuterEngine", "OuterState", "Reduce", "alone", "kinds_of"]
 
-_FINISHED: Final = 1 << 22  # elements of an allreduce of ``deliver``
+_FINISHED: Final = 1 << 22  # elements per allreduce in ``deliver``
 
 Carry = Callable[[Begin], Awaitable[None] | None]
 Reduce = Callable[[Exchange, list["Moves"], range], Awaitable[list[Vector] | None]]
@@ -44,47 +44,47 @@ Reduce = Callable[[Exchange, list["Moves"], range], Awaitable[list[Vector] | Non
 
 @dataclass(frozen=True)
 class OuterState:
-    """Exchanges in a row that were refused because of NaN or Inf."""
+    """The number of consecutive exchanges refused because of NaN or Inf."""
 
     refused: int = 0
 
 
 def _nobody(_exchange: Begin) -> None:
-    """Carry no exchange: it runs when its result is needed."""
+    """Start nothing: the exchange runs when its result is needed."""
 
 
 def alone(_here: bool) -> bool:
-    """Return False: a replica of one rank has no other part on which something could be so."""
+    """Return False: a replica on a single rank has no other parts."""
     return False
 
 
 @final
 class OuterEngine(Stateful):
-    """Runs an ``OuterStep`` on one rank: counts local steps, begins exchanges, applies those that arrive.
+    """Runs an ``OuterStep`` on one rank: counts local steps, starts exchanges, applies those that arrive.
 
     Args:
         settings: of the outer step.
-        layout: of the vector of weights, as ``settings.plan`` has made it.
+        layout: the layout of the vector of weights, made by ``settings.plan``.
         reducer: with the layout's units.
-        weights: this rank's, which are read and written; the caller keeps a reference to them.
-        optimizers: their broken moments are dropped, and a step by signs has their learning rate.
-        carry: begins an exchange, after those before, and returns an awaitable of its end; None: it runs
-            when its result is needed.
-        reduce: exchanges the moves of units, and returns their averages, whose memory may be used up;
-            None: all ranks refuse them.  By default the reducer does.
-        on_any_part: tells whether something is so on another part of this replica.
-        weighs: whether ranks weigh their updates; None: it turns out in the first exchange.
-        ledgers: further ones whose errors name the local step.
-        on_host: ``memory`` and late exchanges are in host memory, and runs are copied to the weights'
-            device and back.
+        weights: this rank's weights, to be read and written; the caller must keep a reference to them.
+        optimizers: their broken moments are dropped; a step by signs uses their learning rate.
+        carry: starts an exchange, after earlier ones, and returns an awaitable of its end; None: the
+            exchange runs when its result is needed.
+        reduce: exchanges the moves of units and returns their averages, whose memory may be overwritten;
+            None: all ranks refuse them.  By default the reducer does this.
+        on_any_part: returns whether a condition holds on any part of this replica.
+        weighs: whether ranks weigh their updates; None: the first exchange determines it.
+        ledgers: additional ledgers whose errors name the local step.
+        on_host: ``memory`` and the vectors of late exchanges live in host memory; runs are copied to the
+            weights' device and back.
 
     Attributes:
-        steps: local steps done.
+        steps: the number of finished local steps.
         memory: vectors, saved with the state: "shared", equal on all ranks, and "momentum".
-        state: of refused exchanges.
-        period: the present one.
-        drift: measured last, with an ``AdaptivePeriod``.
-        contributions: the numbers of samples that ranks have seen.
+        state: counts refused exchanges.
+        period: the current period.
+        drift: the last measured drift, with an ``AdaptivePeriod``.
+        contributions: the number of samples that each rank has seen.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class OuterEngine(Stateful):
         self.state = OuterState()
         self.contributions = Contributions(weighs=weighs)
         self.contributions.plan(len(layout.fragments))
-        self._sent = [-1] * len(layout.fragments)  # the last step after which each was exchanged
+        # by fragment, the step after which it was last sent
+        self._sent = [-1] * len(layout.fragments)
         self._under_way: list[Exchange] = []
         self._scratch = Scratch()
         self._part_of = {
@@ -127,8 +128,8 @@ class OuterEngine(Stateful):
             ledger.within(step)
 
     def go_on_with(self, weights: Weights, carry: Carry) -> None:
-        """Go on with other weights, as with a copy when a rank leaves while its program has the model."""
-        # an exchange under way keeps this engine alive, and must not keep a model that was dropped
+        """Switch to other weights, e.g. to a copy when a rank leaves and its program keeps the model."""
+        # weak, because an exchange in flight keeps this engine alive and must not keep a dropped model
         self._kept, self._carry = weakref.ref(weights), carry
 
     @property
@@ -138,7 +139,7 @@ class OuterEngine(Stateful):
         return weights
 
     def begin_again(self, shared: Tensor) -> None:
-        """Begin from other weights, equal on all ranks: nothing waits, and nothing is under way."""
+        """Restart from other weights, equal on all ranks, without residuals or exchanges in flight."""
         self.memory, self.state = {"shared": shared.to(self._memory_like.device)}, OuterState()
         self._under_way.clear()
         for residual in self.reducer.residuals:
@@ -162,47 +163,47 @@ class OuterEngine(Stateful):
             self._weights.write(place, values[place])
 
     def begins_last(self, step: int) -> bool:
-        """Tell whether the last fragment, which has the buffers, is sent after local step ``step``."""
+        """Return whether the last fragment, which has the buffers, is sent after local step ``step``."""
         return (len(self.layout.fragments) or 1) - 1 in self._due(step)
 
     def is_due(self, step: int) -> bool:
-        """Tell whether something is sent or applied after local step ``step``."""
+        """Return whether anything is sent or applied after local step ``step``."""
         return bool(self._due(step)) or any(one.lands <= step for one in self._under_way)
 
     def _due(self, step: int) -> list[int]:
-        """Return the fragments whose period closes with local step ``step``."""
-        # A function of the step alone (and of the last exchange, which all ranks had together), so all
-        # ranks begin the same exchanges after the same step without a message.
+        """Return the fragments whose period ends with local step ``step``."""
+        # This depends only on the step, and on the last exchange, which all ranks had together.  So all
+        # ranks start the same exchanges after the same step without a message.
         if step < self.settings.warmup_steps:
             return (
                 list(range(len(self.layout.fragments) or 1)) if step in self.settings.warm else []
             )
         if self.settings.rule is not None:
             return [0] if step - self._sent[0] >= self.period else []
-        # periods are counted from the warm-up's last exchange; fragments take turns within a period
+        # periods count from the last exchange of the warm-up; fragments take turns within a period
         since = step - max(self.settings.warm, default=-1)
         count = len(self.layout.fragments) or 1
         offsets = [part * self.period // count for part in range(count)]
         return [part for part, at in enumerate(offsets) if (since - at) % self.period == 0]
 
     async def advance(self, step: int) -> None:
-        """Apply the exchanges that end after local step ``step``, and begin those that are due.
+        """Apply the exchanges that end after local step ``step``, and start those that are due.
 
         Raises:
             NonFiniteGradientError: NaN or Inf was exchanged twice in a row.
         """
-        # Late exchanges land first: the next ones begin from weights that contain them.  The second call
-        # applies the exchanges without delay that have just begun.
+        # Late exchanges land first, because the next ones must start from weights that contain them.  The
+        # second call applies the exchanges without delay that have just started.
         await self.land(step)
         for part in self._due(step):
             self._begin(part, step, 0 if step < self.settings.warmup_steps else self.settings.delay)
         await self.land(step)
 
     def _begin(self, part: int, step: int, delay: int = 0, *, last: bool = False) -> None:
-        """Begin the exchange of a fragment."""
+        """Start the exchange of a fragment."""
         lr, seen, self._sent[part] = self.lr(), self.contributions.take(part), step
         exchange = Exchange(part, step + delay, delay > 0, lr=lr, last=last, seen=seen)
-        if exchange.late:  # the rank's steps go on
+        if exchange.late:  # copied, because this rank's steps continue
             began, span = self._row(exchange, 0), self.layout.fragments[part].span
             for place in self._runs(span):
                 began[_within(span, place)] = self._weights.read(place)
@@ -211,21 +212,21 @@ class OuterEngine(Stateful):
         self._under_way.append(exchange)
 
     async def conclude_with(self) -> None:
-        """Exchange the one fragment by the reducer, as that has planned it, and without momentum."""
+        """Exchange the only fragment with the units that the reducer has planned, without momentum."""
         await self.land()
         self._begin(0, self.steps, last=True)
         await self.land()
 
     def go_on_from(self, step: int) -> None:
-        """Count on from the others' local step, before which they have exchanged."""
+        """Continue from the step count of the other ranks, which have just exchanged."""
         self.steps, self._sent = step, [step - 1] * len(self._sent)
 
     def catch_up(
         self, memory: Mapping[str, Tensor], applied: Iterable[tuple[Sequence[Tensor], float]] = ()
     ) -> None:
-        """Take over another rank's memory; apply averages to it, with their momentum, as others have.
+        """Adopt another rank's memory, and apply averages to it with their momentum, as the others did.
 
-        There is one fragment.
+        Only for a single fragment.
         """
         self.memory, units = dict(memory), self.layout.fragments[0].units
         for averages, momentum in applied:
@@ -238,19 +239,19 @@ class OuterEngine(Stateful):
         self.steps += 1
 
     async def land(self, step: float = math.inf) -> None:
-        """Apply the exchanges under way that end by local step ``step``, in order."""
+        """Apply the exchanges in flight that end by local step ``step``, in order."""
         refused = False
         while self._under_way and (refused or self._under_way[0].lands <= step):
             exchange = self._under_way.pop(0)
             await self._settle(exchange)
-            # a refusal ends all others under way: they began from weights that are about to be undone
+            # a refusal also ends all later exchanges: they started from weights that will be undone
             refused |= exchange.refused
             if not exchange.refused:
                 self.state, span = OuterState(), self.layout.fragments[exchange.part].span
                 seen = self.contributions.applied(exchange)
                 self._weights.reshard()
-                # A late exchange is applied when it lands and not when it ends, which differs between
-                # ranks.  The steps made meanwhile stay: its change is added to the weights.
+                # A late exchange is applied when it lands, not when it ends, which differs between ranks.
+                # Its change is added to the weights, so the local steps made meanwhile are kept.
                 if exchange.shared is not None and exchange.weights is not None:
                     self.memory["shared"][span] = exchange.shared
                     for place in self._runs(span):
@@ -265,8 +266,8 @@ class OuterEngine(Stateful):
             self._scratch.keep(exchange.scratch)
         if not refused:
             return
-        # The first time, all go back to their weights after the last exchange, without broken moments.
-        # If the next exchange is broken as well, that did not help, and would be repeated for ever.
+        # After the first refusal, all ranks return to their weights after the last exchange, without
+        # broken moments.  If the next exchange is broken too, that did not help and would repeat forever.
         self.state = OuterState(self.state.refused + 1)
         drop_broken(self.optimizers, self._on_any_part)
         if self.state.refused > 1:
@@ -274,33 +275,34 @@ class OuterEngine(Stateful):
         self.restart()
 
     def _follow_drift(self, rule: AdaptivePeriod, exchange: Exchange) -> None:
-        """Choose the next period, on all ranks and all parts of a replica alike."""
+        """Choose the next period, equal on all ranks and all parts of a replica."""
         self.drift = exchange.drift
         period = followed(rule, self.period, self.drift, self._on_any_part)
         if exchange.lands >= self.settings.warmup_steps:
             self.period = period
 
     def restart(self) -> None:
-        """Set the weights back to this rank's weights after its last exchange."""
+        """Reset the weights to this rank's weights after its last exchange."""
         self.contributions.drop()
         self._weights.reshard()
         for part in range(len(self.layout.fragments)):
             self._return(part)
 
     def _return(self, part: int) -> None:
-        """Set the weights of a fragment to those after its last exchange."""
+        """Reset the weights of a fragment to those after its last exchange."""
         for place in self._runs(self.layout.fragments[part].span):
             self._weights.write(place, self._base(place))
 
     async def deliver(self, step: int | None = None) -> None:
-        """Finish the exchanges under way, then deliver all that is left, uncompressed.
+        """Finish the exchanges in flight, then deliver everything left, uncompressed.
 
         Args:
-            step: local steps that this rank has done; None: ``steps``.
+            step: number of this rank's finished local steps; None: ``steps``.
 
         Raises:
-            PeerError: ranks have not done the same number of local steps; nothing more was exchanged.
-                Or another part of this replica failed; this part's changes are delivered.
+            PeerError: ranks have finished different numbers of local steps, and nothing more was
+                exchanged.  Or another part of this replica failed, and this part's changes were
+                delivered.
         """
         await self.land()
         finite = await self._meet(self.steps if step is None else step)
@@ -310,10 +312,10 @@ class OuterEngine(Stateful):
         except BaseException:
             reducer.fail()
             raise
-        # Where NaN or Inf is in the weights of any rank, or of another part of this replica, nothing is
+        # If the weights of any rank, or of another part of this replica, contain NaN or Inf, nothing is
         # delivered, and residuals stay.
         finite = not self._on_any_part(not finite)
-        # cosine coefficients are of whole units
+        # the cosine transform needs whole units
         most = shared.numel() if self.settings.dct else _FINISHED
         for place in self._runs(slice(0, shared.numel()), most) if finite else ():
             missing = self._missing(place, weights)
@@ -322,22 +324,23 @@ class OuterEngine(Stateful):
             except BaseException:
                 reducer.fail()
                 raise
-            if is_finite(average):  # else finite parts have overflowed, on all ranks alike
+            if is_finite(average):  # otherwise finite addends have overflowed, on all ranks alike
                 shared[place] = self._stepped(average, place, 0.0, self.lr())
                 for unit, at, _ in self.layout.units_at(place):
                     reducer.residuals[unit].clear(at)
         self._weights.reshard()
         for place in self._runs(slice(0, shared.numel())):
             self._weights.write(place, shared[place])
-        # A part that failed half way says so here.  What it has delivered is cleared from its residuals,
-        # so it may deliver again, and this part's changes stay.
+        # A part that failed half way reports it in this vote.  Its delivered changes are cleared from its
+        # residuals, so it may deliver again, and this part keeps its changes.
         if finite:
             self._on_any_part(False)
 
     def _missing(self, place: slice, weights: Sequence[Weight]) -> Tensor:
-        """Return what the shared weights lack of this rank's, on a part of the vector."""
-        # with the residual in the weights it is their difference, else the moves since the last exchange
-        # plus the residual.  The two differ once updates are weighed, for only the moves are to be.
+        """Return the difference between the shared and this rank's weights, on a part of the vector."""
+        # If the weights include the residual, this is a plain subtraction; otherwise it is the moves
+        # since the last exchange plus the residual.  With weighed updates both need the second form,
+        # because only the moves get a weight.
         if self.settings.residual == "weights" and not self.contributions.weighs:
             return self._shared(place).sub_(self._weights.read(place))
         moved = self._began(place).sub_(self._weights.read(place))
@@ -346,17 +349,17 @@ class OuterEngine(Stateful):
         return moved.add_(self._withheld(place))
 
     async def _meet(self, step: int) -> bool:
-        """Refuse to finish after different numbers of local steps; tell whether all weights are finite.
+        """Refuse to finish if local step counts differ; return whether all weights are finite.
 
-        Asked on every channel on which a rank that is in an exchange instead may wait, so that such a
-        rank is told at once.
+        The question goes out on every channel on which a rank might be waiting in an exchange instead, so
+        that rank gets its error at once.
         """
         self._note(step)
         reducer = self.reducer
         uses: list[int | Use] = [part.units[0] for part in self.layout.fragments if part.units]
         if self.contributions.weighs is not False:
             uses.append("contributions")
-        # the sign tells of NaN and Inf, so that this takes no further message
+        # the sign encodes whether there is NaN or Inf, to save another message
         done = torch.tensor([step if self._weights.finite() else -1 - step])
         try:
             asked = [reducer.channel(use).allgather(done, "finish") for use in uses]
@@ -374,11 +377,11 @@ class OuterEngine(Stateful):
     # ---- numbers and state -------------------------------------------------------------------------
 
     def described(self) -> dict[str, Any]:
-        """Return the settings as plain values, with the present period."""
+        """Return the settings as plain values, with the current period."""
         return {**self.settings.described(), "period": self.period}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to be saved per rank with its own model and optimizer."""
+        """Return this rank's state, to be saved per rank along with its own model and optimizer."""
         memory = {name: vector.clone() for name, vector in self.memory.items()}
         saved = {
             **self.settings.place(self.period),
@@ -393,7 +396,7 @@ class OuterEngine(Stateful):
         return saved if self.settings.rule is None else {**saved, "present_period": self.period}
 
     def place(self) -> dict[str, Kind]:
-        """Return the kinds of the fields with the settings on which a saved state depends."""
+        """Return the kinds of the fields that hold the settings on which a saved state depends."""
         place = self.settings.place(self.period)
         return {name: Exactly(value) for name, value in place.items()}
 
@@ -402,7 +405,7 @@ class OuterEngine(Stateful):
         return {**self.place(), **kinds_of(self.settings, state, self.layout, self.memory)}
 
     def restore(self, state: Mapping[str, Any], parsed: ParsedState | None) -> None:
-        """Take over a saved state, with its reducer's, ``parsed`` by ``validate``, if it has one."""
+        """Adopt a saved state, and its reducer's state, ``parsed`` by ``validate``, if there is one."""
         super().load_state_dict(state["state"])
         if parsed is not None:
             take_state(self.reducer, parsed)
@@ -418,7 +421,7 @@ class OuterEngine(Stateful):
     # ---- the exchange -----------------------------------------------------------------------------
 
     async def settle(self) -> None:
-        """Wait for the exchanges under way, and apply nothing."""
+        """Wait for the exchanges in flight without applying them."""
         for exchange in self._under_way:
             await self._settle(exchange)
 
@@ -429,11 +432,11 @@ class OuterEngine(Stateful):
             await self._exchange(exchange)
 
     async def _exchange(self, exchange: Exchange) -> None:
-        """Exchange how far a fragment has moved; the model itself is not changed yet."""
+        """Exchange how far a fragment has moved; the model is not changed yet."""
         part, reducer = exchange.part, self.reducer
         fragment = self.layout.fragments[part]
         self._note(exchange.lands - self.settings.delay if exchange.late else exchange.lands)
-        # before it is weighed: the drift is a distance of real steps
+        # measured before weighing, because the drift is a distance of real steps
         distance = None
         if self.settings.rule is not None:
             moved = self._began(fragment.span).sub_(self._weights.read(fragment.span))
@@ -457,10 +460,10 @@ class OuterEngine(Stateful):
         exchange.end(self._change(exchange) if exchange.late else None, drift)
 
     def moved(self, exchange: Exchange, unit: int, start: int, stop: int) -> Tensor:
-        """Return how far this rank has moved, as the exchange weighs it, on a run of a unit.
+        """Return this rank's move on a run of a unit, multiplied by the weight of the exchange.
 
-        ``moved = shared - residual - weights``, or ``shared - weights``: positive where weights have
-        fallen, as a gradient is.  The reducer adds its residual: ``accumulated = residual + moved``.
+        ``moved = shared - residual - weights``, or ``shared - weights``: like a gradient, it is positive
+        where weights have decreased.  The reducer adds its residual: ``accumulated = residual + moved``.
         """
         span = self.layout.fragments[exchange.part].span
         made = self._weights_like.new_empty(stop - start)
@@ -471,23 +474,24 @@ class OuterEngine(Stateful):
                 if late is None
                 else late[_within(span, place)].to(began.device)
             )
-        if exchange.weight != 1:  # saves the pass, in the usual case that nobody counts
+        if exchange.weight != 1:  # saves a pass in the usual case that no rank counts samples
             made.mul_(exchange.weight)
         rotate_(made, self.settings.dct)
         kept = self.reducer.residuals[unit].value
         if kept is not None and self.settings.residual_decay < 1:
-            # accumulated = residual + moved is to be decay residual + moved, so the move gives up
-            # (1 - decay) residual.  The residual itself a refused exchange must leave as it is.
+            # The goal is accumulated = decay residual + moved, but the reducer computes residual + moved,
+            # so (1 - decay) residual is subtracted here.  The residual itself must not change, because
+            # the exchange may be refused.
             made.sub_(kept[start:stop].to(made.device), alpha=1 - self.settings.residual_decay)
         return made
 
     async def _by_reducer(
         self, exchange: Exchange, moves: list[Moves], units: range
     ) -> list[Vector] | None:
-        """Exchange and apply changes, by runs where that is possible."""
+        """Exchange the moves, in runs where possible."""
         reducer, whole = self.reducer, dict[int, Tensor]()
         for unit, its in zip(units, moves, strict=True):
-            # cosine coefficients are of whole units
+            # the cosine transform needs whole units
             if reducer.accumulates_later(unit) and not self.settings.dct:
                 reducer.accumulate_later(unit, its.run)
             else:
@@ -506,7 +510,7 @@ class OuterEngine(Stateful):
         return averages
 
     def _apply(self, exchange: Exchange, unit: int, average: Vector, momentum: float) -> None:
-        """Apply the average of a unit to the shared weights; a late exchange keeps them apart."""
+        """Apply the average of a unit to the shared weights; a late exchange stores the result apart."""
         assert isinstance(average, DenseVector)
         span, like = self.layout.fragments[exchange.part].span, average.run(0, 0)
         if self.settings.dct:
@@ -535,7 +539,7 @@ class OuterEngine(Stateful):
         return change
 
     def momentum_of(self, exchange: Exchange) -> float:
-        """Return the outer momentum of an exchange."""
+        """Return the outer momentum for an exchange."""
         if exchange.last:
             return 0.0
         return (
@@ -547,12 +551,12 @@ class OuterEngine(Stateful):
     # ---- parts of the vector, on the device of the weights ------------------------------------------
 
     def _runs(self, span: slice, most: int | None = None) -> Iterator[slice]:
-        """Yield the parts of a span to work on at a time."""
+        """Split a span into parts to process one at a time."""
         for start, stop in runs(span.stop - span.start, self._weights_like, most):
             yield slice(span.start + start, span.start + stop)
 
     def _row(self, exchange: Exchange, number: int) -> Tensor:
-        """Return memory of a fragment's size, which other exchanges use later."""
+        """Return scratch memory of a fragment's size, which later exchanges reuse."""
         sizes = [fragment.span.stop - fragment.span.start for fragment in self.layout.fragments]
         if exchange.scratch is None:
             exchange.hold(self._scratch.take(self._memory_like, max(sizes)))
@@ -564,7 +568,7 @@ class OuterEngine(Stateful):
         return self.memory["shared"][place].to(self._weights_like.device, copy=True)
 
     def _base(self, place: slice) -> Tensor:
-        """Return this rank's weights after the last exchange."""
+        """Return a copy of this rank's weights after the last exchange."""
         base = self._shared(place)
         if self.settings.residual == "weights":
             withheld = self._withheld(place)
@@ -574,15 +578,15 @@ class OuterEngine(Stateful):
         return base
 
     def _began(self, place: slice) -> Tensor:
-        """Return the base as the model holds it.
+        """Return the base as the model stores it.
 
-        A model of 16 bits begins with those weights rounded.  Rounding is no move: fed back, it would be
+        A 16-bit model starts from rounded weights.  Rounding is not a move; without this, it would be
         added to the residual at every exchange.
         """
         return self.layout.rounded(place, self._base(place))
 
     def _withheld(self, place: slice) -> Tensor:
-        """Return the residuals."""
+        """Return the residuals on a part of the vector."""
         made = self._weights_like.new_empty(place.stop - place.start)
         for unit, at, here in self.layout.units_at(place):
             value = self.reducer.residuals[unit].value
@@ -592,13 +596,13 @@ class OuterEngine(Stateful):
         return made
 
     def lr(self) -> float:
-        """Return the size of a step by signs."""
+        """Return the learning rate of a step by signs; 1 for other steps."""
         return common_rate(self.optimizers) if self.settings.sign and self.optimizers else 1.0
 
     def _stepped(self, average: Tensor, place: slice, momentum: float, lr: float) -> Tensor:
-        """Return the shared weights after an outer step; the average is used up.
+        """Return the shared weights after an outer step; the average is overwritten.
 
-        Buffers and moments take it as it is.
+        Buffers and moments are averaged without momentum or rate.
         """
         # torch.optim.SGD on shared weights, with the average as its gradient:
         #   v = momentum v + g;  g = g + momentum v (Nesterov) or v;  shared -= outer_lr g
@@ -623,7 +627,7 @@ class OuterEngine(Stateful):
 
 @final
 class Moves:
-    """How far a rank has moved on one unit, computed when it is read."""
+    """How far a rank has moved on one unit, computed on access."""
 
     def __init__(self, engine: OuterEngine, exchange: Exchange, unit: int) -> None:
         self._engine, self._exchange, self._unit = engine, exchange, unit
@@ -638,7 +642,7 @@ class Moves:
 
 
 def _within(span: slice, place: slice) -> slice:
-    """Return where a part of the vector lies in a span."""
+    """Return the place of a part of the vector relative to a span."""
     return slice(place.start - span.start, place.stop - span.start)
 
 
@@ -648,7 +652,7 @@ def kinds_of(
     layout: Layout,
     memory: Mapping[str, Tensor],
 ) -> dict[str, Kind]:
-    """Return the kind of every field of a saved state but those of its place."""
+    """Return the kind of every field of a saved state, except the settings (``place``)."""
     own = outer_kinds(
         state,
         layout,

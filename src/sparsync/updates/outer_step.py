@@ -1,4 +1,4 @@
-"""The settings of an outer step, as ``attach`` takes them; ``family`` has those of published methods."""
+"""The settings of an outer step, for ``attach``; ``family`` has the settings of published methods."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from sparsync.updates.periods import AdaptivePeriod, warm_exchanges
 
 __all__ = ["OuterStep"]
 
-_PAIR_BITS = 64  # of an index and a value
-_MOST_WARM = 10**6  # steps of a warm-up, whose exchanges are listed
+_PAIR_BITS = 64  # of an index and a value together
+_MOST_WARM = 10**6  # limit on warm-up steps, because their exchanges are listed
 
 
 @final
@@ -38,50 +38,50 @@ class OuterStep:
         weights = shared
 
     With ``residual="weights"`` the residual stays in the rank's own weights, ``weights = shared -
-    residual``, where the next gradients see it: mass that waits is not stale to its own rank.  With Adam
-    this setting keeps up with dense training (``benchmarks/adam.md``).
+    residual``, where the next gradients see it, so undelivered mass is not stale on its own rank.  With
+    Adam this setting keeps up with dense training (``benchmarks/adam.md``).
 
-    Buffers and moments that travel are averaged whole, without outer learning rate and momentum.
+    Buffers and moments in the vector are averaged in full, without outer learning rate and momentum.
 
-    When NaN or Inf is in the sum, no rank applies it: all return to their weights after the last
-    exchange, residuals stay as they were, and the state of ``optimizer`` is dropped where it is broken.
-    A second time in a row raises ``NonFiniteGradientError``.
+    If the sum contains NaN or Inf, no rank applies it: all return to their weights after the last
+    exchange, residuals keep their values, and broken state of ``optimizer`` is dropped.  A second time in
+    a row raises ``NonFiniteGradientError``.
 
     With ``fragments``, a part of the model is exchanged every ``period / fragments`` steps.  With
-    ``delay`` an exchange is under way while the next local steps are done; they are added to its result.
+    ``delay``, local steps continue during an exchange and are added to its result.
 
     Args:
         algorithm: a preset's name or an ``Algorithm``; sums are divided by world_size, even
             if it has ``average=False``.
-        density: k / n of the index-value pairs that an exchange sends.
-        period: local steps between exchanges, H.  None: 1 for sparse algorithms; for those that send
-            every element, the number at which the bytes per step are those of pairs at this density.
+        density: k / n of the index-value pairs sent in an exchange.
+        period: local steps between exchanges, H.  None: 1 for sparse algorithms; for algorithms that send
+            every element, the period at which the bytes per step equal those of pairs at this density.
             An ``AdaptivePeriod`` follows the measured drift.
-        fragments: runs of parameters of about equal size, exchanged in turn within a period.
-        delay: local steps from the begin of an exchange until it is applied, below the period.
-        warmup_steps: over these first steps the period doubles from 1 to H in equal parts: local steps
-            cost most while weights move fast.
-        residual: "apart": all ranks continue from equal weights, as the papers have it; or "weights".
-        outer_lr: the outer learning rate, > 0; 1 is averaging.
-        momentum: of the outer optimizer, in [0, 1); None: 1 - 1 / world_size, as BMUF has it.
-        nesterov: the outer momentum looks ahead, as ``torch.optim.SGD``'s.
-        residual_decay: of the residual at every exchange, in [0, 1].
-        noise_correction: Adam's steps are as long as with the second moment of averaged gradients, see
-            ``moments.correct``, and the average of steps that have a length of their own has that length,
-            see ``lengths.lengthen``.  This is for ``attach``, which knows the optimizer.
-        dct: exchange and keep the changes as cosine coefficients of runs of this many elements, see
-            ``rotate_``; None: as they are.  Ranks must compute alike, to the last bit.
-        sign: the outer step is ``outer_lr`` times the optimizer's learning rate, which all ranks and
-            groups have alike, in the direction of the average's signs (without optimizer: rate 1).
+        fragments: number of runs of parameters, of about equal size, exchanged in turn within a period.
+        delay: local steps from the start of an exchange until it is applied; less than the period.
+        warmup_steps: over these first steps the period doubles from 1 to H in equal parts, because local
+            steps cost most while weights move fast.
+        residual: "apart": all ranks continue from equal weights, as in the papers; or "weights".
+        outer_lr: the outer learning rate, > 0; 1 means averaging.
+        momentum: of the outer optimizer, in [0, 1); None: 1 - 1 / world_size, as in BMUF.
+        nesterov: use Nesterov's outer momentum, as in ``torch.optim.SGD``.
+        residual_decay: factor on the residual at every exchange, in [0, 1].
+        noise_correction: lengthen Adam's steps to their length with the second moment of averaged
+            gradients (``gradient_noise.correct``), and lengthen steps whose length does not depend on the
+            gradient's, so their average is as long as one (``step_length.lengthen``).  Only for
+            ``attach``, which knows the optimizer.
+        dct: exchange and keep the changes as cosine coefficients of runs of this many elements
+            (``rotate_``); None: untransformed.  Ranks must compute bit-identical transforms.
+        sign: step in the direction of the signs of the average, by ``outer_lr`` times the optimizer's
+            learning rate, which all ranks and groups must share (without optimizer: rate 1).
 
-    Cost: one exchange of the algorithm every ``period`` steps; memory: residual and shared weights, 2 n
+    Cost: one exchange of the algorithm every ``period`` steps.  Memory: residual and shared weights, 2 n
     elements, and n with momentum.  An exchange by ``quantised`` works in runs of 1 MB (64 on an
     accelerator) and holds its messages, 3 n elements of the bits that it sends; other algorithms, and
-    ``dct``, take n elements more, and ``delay`` three times the largest fragment.
-    State: ``memory``: the vectors ``shared`` and ``momentum``; ``OuterState``; that of the reducer.
-    Differs from the paper: ``finish`` exchanges all that is not delivered, dense and without momentum:
-    the residuals, and the moves of a period that has not ended; with ``sign``, one more step in their
-    direction.
+    ``dct``, take n elements more, and ``delay`` takes three times the largest fragment.
+    State: ``memory`` with the vectors ``shared`` and ``momentum``; ``OuterState``; the reducer's state.
+    Differs from the paper: ``finish`` delivers everything left, dense and without momentum: the residuals
+    and the moves of an unfinished period.  With ``sign``, this is one more step in their direction.
 
     Example:
         >>> OuterStep(algorithm="quantised", density=0.1).described()["period"]
@@ -128,7 +128,7 @@ class OuterStep:
             ("sign", type(self.sign) is bool, "True or False"),
         ):
             require(fits, f"OuterStep: {name} is {given[name]!r}; give {cure}")
-        object.__setattr__(self, "density", check_density(self.density))  # a whole number as well
+        object.__setattr__(self, "density", check_density(self.density))  # converts an int to float
         steps = Warmup(self.warmup_steps).steps
         few = steps <= _MOST_WARM
         require(few, f"OuterStep: warmup_steps is {steps}; give at most {_MOST_WARM}")
@@ -145,25 +145,25 @@ class OuterStep:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the settings alone: what was worked out from them may hold functions without a name."""
+        """Return only the settings: cached values derived from them may hold functions without a name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
     def chosen(self) -> Algorithm:
-        """The algorithm that exchanges, with the options that an outer step needs."""
-        # sums that are not divided, as SparCML's, would be an outer_lr of world_size
+        """The algorithm of the exchange, with the options that an outer step needs."""
+        # undivided sums, as in SparCML, would act as an outer_lr of world_size
         chosen = replace(resolve(self.algorithm), average=True, make_dense=Changing)
-        # units of different fragments are selected from at different times
+        # units of different fragments are selected at different times, so they cannot share one k
         return chosen if self.fragments == 1 else replace(chosen, shared=False)
 
     @property
     def rule(self) -> AdaptivePeriod | None:
-        """The rule that the period follows, if it changes."""
+        """The rule that adapts the period, or None if it is fixed."""
         return self.period if isinstance(self.period, AdaptivePeriod) else None
 
     @cached_property
     def first_period(self) -> int:
-        """Local steps between exchanges, at first."""
+        """The initial number of local steps between exchanges."""
         if isinstance(self.period, AdaptivePeriod):
             return self.period.least
         if self.period is not None:
@@ -184,7 +184,7 @@ class OuterStep:
         unit_bytes: int | None = None,
         warmup_steps: int = 0,
     ) -> OuterStep:
-        """Return these settings with those that ``attach`` was given in other arguments, if any."""
+        """Return these settings, updated with any given to ``attach`` in other arguments."""
         algorithm = replace(
             self.chosen,
             compress=compress or self.chosen.compress,
@@ -203,9 +203,9 @@ class OuterStep:
         kinds: Mapping[str, str] | None = None,
         rest: Mapping[str, int] | None = None,
     ) -> Layout:
-        """Divide a vector into fragments, and these into units: see ``Layout``.
+        """Split a vector into fragments, and these into units; see ``Layout``.
 
-        It holds these parameters, and then the ``rest``, by name and size.
+        The vector holds these parameters, followed by the ``rest``, given by name and size.
         """
         layout, chosen = Layout(parameters, rest or {}, self.fragments), self.chosen
 
@@ -218,7 +218,7 @@ class OuterStep:
         return layout
 
     def described(self) -> dict[str, Any]:
-        """Return the settings that make this member of the family, as plain values."""
+        """Return the settings that distinguish this method from others of the family, as plain values."""
         names = ("fragments", "delay", "warmup_steps", "residual", "outer_lr", "momentum")
         more = ("nesterov", "residual_decay", "noise_correction", "dct", "sign")
         return {
@@ -228,7 +228,7 @@ class OuterStep:
         }
 
     def place(self, period: int) -> dict[str, Any]:
-        """Return the settings on which a saved residual depends, with the present period."""
+        """Return the settings on which a saved residual depends, with the current period."""
         return {
             "scheme": "OuterStep",
             "algorithm": f"{self.chosen.name} {self.chosen.options}",

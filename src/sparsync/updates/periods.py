@@ -1,4 +1,4 @@
-"""Periods between exchanges: one that grows during a warm-up, and one that follows the drift."""
+"""Periods between exchanges: growing during a warm-up, or adapted to the drift."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ __all__ = ["AdaptivePeriod", "drift_of", "followed", "share_of", "warm_exchanges
 
 @dataclass(frozen=True)
 class AdaptivePeriod:
-    """A period that keeps the drift near a limit: how far ranks move alone, relative to their weights.
+    """Keeps the drift near a limit, i.e. the distance by which ranks move apart, relative to the weights.
 
     ::
 
         measured = sqrt(mean over ranks of |moved|^2 / |shared weights|^2)     at every exchange
 
-    Above ``drift`` the period is halved; below half of it, doubled: so a doubling causes no halving.
+    The period is halved if the drift exceeds ``drift``, and doubled if it is below half of that, so that
+    doubling does not cause halving.
 
-    Drift is a distance, not a fraction of how far the average has moved: that fraction *falls* as the
-    period grows, because common steps add up faster than noise, so a rule that bounds it runs away to
-    either end.  A step is as long as its rate, and noise adds up as the root of the number of steps: a
-    constant distance keeps ``lr^2 H`` constant, so the period grows as the rate is lowered.
+    The drift is a distance, not a fraction of how far the average has moved.  That fraction *falls* as
+    the period grows, because common steps add up faster than noise, so a rule that bounds it runs away to
+    one end.  A step is as long as its rate, and noise grows with the root of the number of steps, so a
+    constant distance keeps ``lr^2 H`` constant: the period grows as the rate is lowered.
 
     Args:
-        drift: the limit, > 0, e.g. 0.02; ``stats()["drift"]`` has the drift that was measured last.
-        least: the first period, and the shortest.
-        most: the longest.
+        drift: the limit, > 0, e.g. 0.02; ``stats()["drift"]`` has the last measured drift.
+        least: the first and shortest period.
+        most: the longest period.
 
     Example:
         >>> rule = AdaptivePeriod(0.1, most=8)
@@ -62,8 +63,8 @@ class AdaptivePeriod:
         )
 
     def next(self, period: int, *, far: bool, near: bool) -> int:
-        """Return the period after one whose drift was above the limit, or below half of it."""
-        # far first: with parts, one may be far and the rest near, and the largest drift decides
+        """Return the next period, given whether the drift was above the limit, or below half of it."""
+        # ``far`` is tested first: some parts may be far and others near, and the largest drift decides
         if far:
             return max(period // 2, self.least)
         return min(2 * period, self.most) if near else period
@@ -72,19 +73,19 @@ class AdaptivePeriod:
 def followed(
     rule: AdaptivePeriod, period: int, drift: float, on_any_part: Callable[[bool], bool]
 ) -> int:
-    """Return the period after one of this drift, alike on all parts of a replica."""
+    """Return the period that follows an exchange with this drift, equal on all parts of a replica."""
     far, near = drift > rule.drift, drift < rule.drift / 2
-    # far if any part is, near if all are.  Each call of ``on_any_part`` sends a message, so it comes
-    # first in an ``or``: no part may skip one that others make.
+    # far if any part is, near if all are.  Each call of ``on_any_part`` sends a message, so it is the
+    # first operand of ``or``: no part may skip a message that others send.
     far, near = on_any_part(far) or far, not (on_any_part(not near) or not near)
     return rule.next(period, far=far, near=near)
 
 
 def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
-    """Return the steps of a warm-up after which there is an exchange: the period doubles from 1 on."""
+    """Return the warm-up steps after which there is an exchange; the period starts at 1 and doubles."""
     doublings, last, ends = math.ceil(math.log2(period)), -1, []
     for step in range(steps):
-        # the warm-up has equal parts, of periods 1, 2, 4, ...
+        # the warm-up is split into equal parts with periods 1, 2, 4, ...
         part = step * (doublings + 1) // steps
         if step - last >= min(2**part, period):
             last = step
@@ -94,16 +95,16 @@ def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
 
 def share_of(moved: Tensor, shared: Tensor, end: int) -> float:
     """Return ``|moved|^2 / |shared|^2`` of a rank, over the parameters, which end at ``end``."""
-    # only the parameters: buffers and moments are of other sizes, and are averaged in any case
+    # parameters only: buffers and moments have other magnitudes, and are averaged anyway
     far, whole = (float(torch.linalg.vector_norm(vector[:end])) for vector in (moved, shared))
     share = far / max(whole, sys.float_info.min) if far else 0.0
-    return share * share  # of weights near zero it is Inf, which is above any limit
+    return share * share  # Inf if the weights are near zero, which exceeds any limit
 
 
 async def drift_of(square: float, reducer: Reducer) -> float:
-    """Return the root of the mean of all ranks' squares, the same on all of them."""
-    # gathered and summed in rank order by each rank itself: the period that follows from it must be
-    # equal on all, and a native allreduce promises equal sums only up to rounding
+    """Return the root mean square over ranks, the same on all of them."""
+    # Gathered, then summed by each rank in rank order: the period derived from it must be equal on all
+    # ranks, and a native allreduce promises equal sums only up to rounding
     mine = torch.tensor([square], dtype=torch.float64)
     try:
         everyone = await reducer.channel("drift").allgather(mine, "drift")

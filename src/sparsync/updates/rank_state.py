@@ -1,4 +1,4 @@
-"""Save and load the weights and moments of a rank, by parameter name, where ranks differ in them."""
+"""Save and load a rank's own weights and moments, by parameter name, where ranks differ in them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from sparsync.units import is_finite, local_of
 
 __all__ = ["SCALER_KIND", "is_broken", "load_optimizers", "load_weights", "own_kinds", "own_state"]
 
-# Fields of torch's optimizers that are counts of steps, squares or magnitudes: a negative value is
-# damage, and its root would be NaN.
+# Fields of torch's optimizers that hold step counts, squares or magnitudes.  A negative value is damage,
+# and its root would be NaN.
 _NEVER_NEGATIVE: Final = (
     *("step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"),
     *("variance", "row_var", "col_var", "step_size"),
 )
-# None: there is no GradScaler; {}: it is disabled
+# None: there is no GradScaler; {}: it is disabled.
 SCALER_KIND: Final = Either(
     (
         Exactly(None),
@@ -41,8 +41,8 @@ SCALER_KIND: Final = Either(
         ),
     )
 )
-# Settings that groups of a saved state may have in another form than here: switches as None or bool,
-# rates never below 0, and numbers that torch's schedulers have added.
+# Group settings that a saved state may have in another form than the live optimizer: switches as None or
+# bool, rates, which are never negative, and numbers that torch's schedulers have added.
 _SWITCHES: Final = ("foreach", "fused", "capturable", "differentiable", "maximize")
 _RATES: Final = ("lr", "eps", "weight_decay")
 _SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
@@ -51,10 +51,10 @@ _SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_mo
 def own_state(
     module: nn.Module, names: Collection[str], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """Return copies of this rank's parts of these parameters, of buffers, and of optimizers' states."""
+    """Return copies of this rank's parts of these parameters, of buffers, and of optimizer states."""
     tensors = {name: local_of(t).clone() for name, t in _tensors(module, names).items()}
     moments = {
-        # {} for a parameter that has had no gradient: all are named, so that a missing one is noticed
+        # {} for a parameter without a gradient so far: every name is saved, so a missing one is noticed
         name: {key: _copy(value) for key, value in one.state.get(parameter, {}).items()}
         for one in optimizers
         for name, parameter in _named(module, one)
@@ -70,7 +70,7 @@ def own_state(
 
 
 def is_broken(state: Mapping[str, Any], exchanged: Collection[str]) -> bool:
-    """Tell whether NaN or Inf is in moments, or in the exchanged part of the model."""
+    """Return whether moments, or the exchanged part of the model, contain NaN or Inf."""
     weights = [state["parameters"][name] for name in exchanged]
     moments = [value for kept in state["moments"].values() for value in kept.values()]
     tensors = [one for one in (*weights, *moments) if isinstance(one, Tensor)]
@@ -88,12 +88,12 @@ def own_kinds(
 ) -> dict[str, Kind]:
     """Describe the result of ``own_state`` for this model and these optimizers.
 
-    A state that was ``resharded`` has no weights.  Moments, and the ``exchanged`` part of the model, are
-    ``finite``, unless the state was saved before the exchange that sets them right.
+    A ``resharded`` state has no weights.  Moments and the ``exchanged`` part of the model are ``finite``,
+    unless the state was saved before the exchange that would have repaired them.
     """
     return {
-        # A resharded state has None, from which all ranks begin at the shared weights.  In any other
-        # state, None would set this rank alone back to them.
+        # A resharded state has None here, and all ranks then start from the shared weights.  In any other
+        # state, None would reset only this rank to them.
         "parameters": Exactly(None)
         if resharded
         else _weights_kind(module, names, exchanged if finite else ()),
@@ -123,10 +123,10 @@ def _weights_kind(module: nn.Module, names: Collection[str], finite: Collection[
 def _kept_after_a_step(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Mapping[str, Any] | None]:
-    """Return an optimizer's state of each parameter, now or after a step; None: that is not known.
+    """Return an optimizer's state of each parameter, now or after a step; None if that is unknown.
 
     For torch's own optimizers it is found by a step on tensors without memory, which costs nothing.
-    Others may do anything in their steps, and even exchange messages.
+    Other optimizers may do anything in a step, even exchange messages.
     """
     kept: dict[Tensor, Mapping[str, Any]] = {}
     if type(optimizer).__module__.startswith("torch.optim"):
@@ -138,8 +138,8 @@ def _kept_after_a_step(
 
 
 def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
-    """Let a copy of the optimizer step parameters on the meta device; return the state that it builds."""
-    # not deepcopy, which would copy moments; nor the constructor, whose arguments a subclass may change
+    """Step a copy of the optimizer with parameters on the meta device; return the state it builds."""
+    # not by deepcopy, which would copy moments, nor by the constructor, which a subclass may change
     double, real = object.__new__(type(optimizer)), dict[Tensor, Tensor]()
     double.__dict__ = dict(optimizer.__dict__)
     double.state, double.param_groups = defaultdict(dict), []
@@ -150,22 +150,22 @@ def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mappi
             twin.grad = torch.empty_like(twin)
             real[twin] = parameter
             without.append(twin)
-        # these need a real device
+        # these switches need a real device
         plain: dict[str, Any] = {
             key: False for key in ("foreach", "fused", "capturable") if key in group
         }
         double.param_groups.append({**group, **plain, "params": without})
     step: Any = type(optimizer).step
-    # ASGD and Adafactor raise when they read a number, which a tensor without memory does not have; their
-    # state is there by then
+    # ASGD and Adafactor raise when they read a number from a tensor without memory; by then their state
+    # exists
     with suppress(Exception):
-        # the function within torch's wrapper (``profile_hook_step``): no hook may see this step
+        # the function inside torch's wrapper (``profile_hook_step``), because no hook may see this step
         getattr(step, "__wrapped__", step)(double)
     return {real[twin]: kept for twin, kept in double.state.items()}
 
 
 def _moments_kind(kept: Mapping[str, Any] | None, finite: bool) -> Kind:
-    """Describe a parameter's moments: either none, if it has had no gradient yet, or all of them."""
+    """Describe a parameter's moments: none if it has had no gradient yet, otherwise all of them."""
     if kept is None:
         return Plain(named=True, finite=finite)
     every = {key: _moment_kind(key, value, finite) for key, value in kept.items()}
@@ -177,40 +177,40 @@ def _moment_kind(key: str, value: Any, finite: bool) -> Kind:
     if not isinstance(value, Tensor):
         return like(value)
     part = local_of(value)
-    # SGD's momentum is sparse where an embedding's gradients are
+    # SGD's momentum is sparse if an embedding's gradients are
     return Values(tuple(part.shape), part.dtype, least, finite, sparse=key == "momentum_buffer")
 
 
 def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
-    """Describe the settings of a group: all of the optimizer's, and perhaps a scheduler's.
+    """Describe the settings of a group: all of the optimizer's, and optionally a scheduler's.
 
-    Switches that torch got after the state was saved are missing in it; they stay as they are here.
+    Switches that torch added after the state was saved may be missing; they keep their live values.
     """
     kinds: dict[str, Kind] = dict.fromkeys(_SCHEDULERS, _number_kind(0.0))
     kinds |= {name: _setting_kind(name, its) for name, its in group.items() if name != "params"}
-    # numbers change the training, so they must be there; switches only change how it is computed
+    # numbers change the training, so they are required; switches only change how it is computed
     numbers = {
         name
         for name, default in getattr(optimizer, "defaults", {}).items()
         if default is not None and not isinstance(default, bool)
     }
     required = {name: kinds.pop(name) for name in [*kinds] if name in numbers}
-    # other libraries' optimizers count steps and the like in their groups, from the first step on
+    # optimizers of other libraries may keep step counts and the like in their groups
     own = type(optimizer).__module__.startswith("torch.optim")
     return Fields(required, kinds, None if own else Plain(finite=False))
 
 
 def _number_kind(least: float, value: Any = 0.0) -> Kind:
-    """Describe a number or a tensor of one number: a rate may be either, here or in the saved run."""
+    """Describe a number or a tensor of one number: a rate may be either, in this run or the saved one."""
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     tensors = [Values(shape, dtype, least) for dtype in (torch.float64, torch.float32)]
-    # Inf is refused as damage, unless it is the setting here, e.g. a clip that is off
+    # Inf is refused as damage unless it is the live setting, e.g. a clip that is off
     unbounded = [Exactly(value)] if isinstance(value, float) and math.isinf(value) else []
     return Either((*tensors, *unbounded, Number(least)))
 
 
 def _setting_kind(name: str, value: Any) -> Kind:
-    if name == "betas":  # in [0, 1): at 1 the correction for bias would divide by 0
+    if name == "betas":  # in [0, 1): at 1 the bias correction would divide by 0
         beta = Either((Values((), torch.float32, 0.0), Number(0, math.nextafter(1.0, 0.0))))
         return Each((beta,) * len(value))
     least = 0.0 if name in _RATES else -math.inf
@@ -224,7 +224,7 @@ def _setting_kind(name: str, value: Any) -> Kind:
 @torch.no_grad()
 def load_weights(module: nn.Module, names: Collection[str], state: Mapping[str, Any]) -> None:
     """Load the weights of a state from ``own_state``, unless it was resharded and has none."""
-    # into the same tensors: optimizers and hooks hold these
+    # copied in place, because optimizers and hooks hold these tensors
     for name, tensor in _tensors(module, names).items() if state["parameters"] is not None else ():
         local_of(tensor).copy_(state["parameters"][name])
 
@@ -232,10 +232,10 @@ def load_weights(module: nn.Module, names: Collection[str], state: Mapping[str, 
 def load_optimizers(
     module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]
 ) -> None:
-    """Load the optimizers' states of a state from ``own_state``."""
+    """Load the optimizer states of a state from ``own_state``."""
     for one, groups in zip(optimizers, state["groups"], strict=True):
-        # torch's own form, in which parameters are numbered; through ``load_state_dict``, for its hooks
-        # and casts
+        # converted to torch's own form, with numbered parameters, and loaded by ``load_state_dict``, to
+        # run its hooks and casts
         fresh = one.state_dict()
         fresh["state"] = {
             at: {key: _like(value, parameter) for key, value in state["moments"][name].items()}
@@ -252,13 +252,13 @@ def load_optimizers(
 
 
 def _tensors(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    """Return these parameters, and the buffers that are saved."""
+    """Return these parameters and the persistent buffers."""
     found: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if n in names}
     return found | saved_buffers(module)
 
 
 def _named(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield an optimizer's parameters in its order, with names."""
+    """Yield an optimizer's parameters, in its order, with their names."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for at, parameter in enumerate(every):
@@ -270,8 +270,8 @@ def _copy(value: Any) -> Any:
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
-    """Return a moment as a DTensor that is divided as its parameter is, if it has that shape."""
-    # a count of steps has another shape, and stays a plain tensor
+    """Return a moment as a DTensor with the placements of its parameter, if it has that shape."""
+    # a step count has another shape, and stays a plain tensor
     if (
         not hasattr(parameter, "to_local")
         or getattr(value, "shape", None) != local_of(parameter).shape

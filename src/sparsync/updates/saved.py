@@ -1,4 +1,4 @@
-"""Descriptions of the saved states of outer steps."""
+"""Schemas of the saved states of outer steps."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def outer_kinds(
 ) -> dict[str, Kind]:
     """Return the kinds of the fields that an ``OuterStep`` saves in addition to those of any averager.
 
-    Sizes are those of the live vectors.  Before the first step there are none, and sizes are those of the
-    saved vector, which ``start`` compares with the model.
+    Sizes are taken from the live vectors.  Before the first step there are none; sizes are then taken
+    from the saved vector, which is compared with the model when the first step begins.
 
     Args:
         state: the saved state; only counts are taken from it, and whether an exchange was refused.
-        layout: the layout of the live vectors; without fragments before the first step.
+        layout: the layout of the live vectors; it has no fragments before the first step.
         known: the live vectors.
-        fragments: the number of fragments that was asked for.
+        fragments: the configured number of fragments.
         momentum: whether there may be a velocity.
         rule: the rule of an adaptive period.
     """
-    # The state may be damaged anywhere: nothing in it is used before its own kind is known, and a field
-    # of a wrong kind is taken for an empty one, so that the error names the field itself.
+    # Any part of the state may be damaged, so no field is used before its kind is known.  A field of the
+    # wrong kind is treated as empty, so the error names that field.
     shared = known.get("shared", _shared_in(state))
     like = None if shared is None else (tuple(shared.shape), shared.dtype)
     vector: Kind = Plain() if like is None else Values(*like)
@@ -47,7 +47,7 @@ def outer_kinds(
     velocity: Kind = Values((layout.end,), like[1]) if like and planned else Plain()
     vectors: dict[str, Kind] = {"shared": Common(vector)}
     moving: dict[str, Kind] = {"momentum": Common(velocity)} if momentum else {}
-    # saved before the first step: the vectors, of which there may be some already, are all optional
+    # a state saved before the first step may already have some vectors, so all are optional
     if state.get("reducer") is None:
         vectors, moving = {}, {**vectors, **moving}
     sent = state.get("sent")
@@ -74,19 +74,19 @@ def _shared_in(state: Mapping[str, Any]) -> Tensor | None:
 
 
 def _exchanges(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the exchanges under way; anything else counts as an exchange without any fields."""
+    """Return the exchanges in flight; anything malformed counts as an exchange without fields."""
     found = state.get("under_way")
     listed = found if isinstance(found, list | tuple) else ()
     return [one if isinstance(one, Mapping) else {} for one in listed]
 
 
 def _exchange_kind(layout: Layout, dtype: Any, most: int, exchange: Mapping[str, Any]) -> Kind:
-    """Describe an exchange: its fragment's new vectors, or none if it was refused, or is still open."""
+    """Describe an exchange: it has new vectors for its fragment, unless it was refused or is open."""
     fragments = layout.fragments
     part: Any = exchange.get("part")
     refused = exchange.get("refused") is True
     nothing = refused or exchange.get("done") is False
-    # a refused exchange still has this rank's weights at its begin, in which NaN or Inf may be
+    # a refused exchange still has this rank's weights from its start, which may contain NaN or Inf
     own: Kind = Plain(finite=not refused)
     shared: Kind = Plain()
     if fragments:

@@ -1,8 +1,8 @@
 """Lengthen the steps of optimizers whose length depends on the rate, not on the size of gradients.
 
-Ranks' steps differ by the noise of their gradients, which shortens the average: that of P steps of pure
-noise has 1 / sqrt(P) of their length.  Dense training, whose optimizer sees averaged gradients, makes
-steps of the full length.
+Steps of different ranks differ by the noise of their gradients, which makes their average shorter: P
+steps of pure noise average to 1 / sqrt(P) of their length.  Dense training, whose optimizer sees averaged
+gradients, makes steps of full length.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from sparsync.units import local_of
 __all__ = ["lengthen", "of_own_length", "remember"]
 
 # The optimizers that were measured (``benchmarks/optimizers.py``), by the name of their class or of a
-# base class; and whether their weight decay is decoupled from the gradient, unless groups say so.  By
-# name, for a step proportional to gradients (SGD's) must not be lengthened, and no formula tells which
-# kind an unknown optimizer is.
+# base class, and whether their weight decay is decoupled from the gradient unless a group says otherwise.
+# A list of names is needed because steps proportional to the gradient (SGD) must not be lengthened, and
+# nothing reveals which kind an unknown optimizer is.
 _OWN_LENGTH: Final[Mapping[str, bool]] = MappingProxyType(
     {
         "Adadelta": False,
         "Adafactor": True,
         "Adagrad": False,
-        "Adam": False,  # with amsgrad; without, ``moments.correct`` does it without a copy of weights
+        "Adam": False,  # with amsgrad; without it, ``correct`` does this without a copy of the weights
         "Adamax": False,
         "AdamW": True,
         "Muon": True,
         "NAdam": False,
         "RAdam": False,
         "RMSprop": False,
-        # from the package pytorch-optimizer, and any others with these names
+        # from the package pytorch-optimizer, and any others of the same name
         "AdEMAMix": True,
         "ADOPT": False,
         "Lamb": False,
@@ -47,8 +47,8 @@ _OWN_LENGTH: Final[Mapping[str, bool]] = MappingProxyType(
 def of_own_length(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[Tensor, Mapping[str, Any], bool]]:
-    """Yield the parameters whose steps ``lengthen`` knows, their group, and if decay is decoupled."""
-    # the most derived class with a known name: AdamW derives from Adam (torch 2.13)
+    """Yield the parameters whose steps ``lengthen`` handles, their group, and if decay is decoupled."""
+    # the most derived class with a known name, because AdamW derives from Adam (torch 2.13)
     names = [base.__name__ for base in type(optimizer).__mro__]
     name = next((name for name in names if name in _OWN_LENGTH), None)
     for group in optimizer.param_groups if name is not None else ():
@@ -63,7 +63,7 @@ def of_own_length(
 
 @torch.no_grad()
 def remember(optimizer: torch.optim.Optimizer, steps: Mapping[Tensor, Tensor]) -> None:
-    """Copy the weights before a step into ``steps``, where ``lengthen`` turns them into the step."""
+    """Copy the weights before a step into ``steps``, for ``lengthen`` to compute the step from."""
     for parameter, _, _ in of_own_length(optimizer):
         if parameter in steps:
             steps[parameter].copy_(local_of(parameter))
@@ -76,17 +76,17 @@ def lengthen(
     shares: Mapping[Tensor, float],
     ranks: float,
 ) -> None:
-    """Lengthen the last step so that the average over ranks is as long as a single rank's step.
+    """Lengthen the last step, so that the average over ranks is as long as a single rank's step.
 
     Averaged over P ``ranks``, steps of a parameter have k times the squares of a single rank's (its
     share, see ``GradientNoise``):
 
         w += step (1 / sqrt(k) - 1),    1 / P <= k <= 1
 
-    where the step excludes weight decay.  The step is left in ``steps``, which ``remember`` has filled.
-    The optimizer's state stays as it is.
+    where the step excludes weight decay.  ``remember`` must have filled ``steps`` before; afterwards it
+    holds the step.  The optimizer's state is not changed.
 
-    Cost: ``remember`` reads the weights and writes as much; this reads both and writes both.  Memory:
+    Cost: ``remember`` reads the weights and writes a copy; this function reads and writes both.  Memory:
     a copy of the weights.
     """
     for parameter, group, decays in of_own_length(optimizer):
@@ -94,13 +94,13 @@ def lengthen(
             continue
         weights, step = local_of(parameter), steps[parameter]
         torch.sub(weights, step, out=step)
-        # transformers' Adafactor may choose its rate itself (lr=None): then the decay is unknown
+        # transformers' Adafactor may choose its own rate (lr=None); the decay is then unknown
         rates = [float(group.get(key) or 0.0) for key in ("lr", "weight_decay")]
-        # w' = (1 - decay) w + step, and only w' and w' - w are at hand:
+        # w' = (1 - decay) w + step, but only w' and w' - w are known:
         # step = (1 - decay) (w' - w) + decay w'
         if decays and (decay := rates[0] * rates[1]):
             step.mul_(1 - decay).add_(weights, alpha=decay)
-        # a share is measured and may fall below 1 / P by chance; no average is shorter than that of noise
+        # shares are measured and may fall below 1 / P by chance, the least possible: that of pure noise
         share = max(shares.get(parameter, 1.0), 1 / ranks)
         if share < 1:
             weights.add_(step, alpha=share**-0.5 - 1)

@@ -1,6 +1,7 @@
 """Follow an optimizer's steps: every outermost call counts once, even if a GradScaler skips it.
 
-Ranks must count alike, and a GradScaler's scale is local: one rank may skip a step that others make.
+All ranks must have the same count.  A GradScaler's scale is local, so one rank may skip a step that
+others make.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from sparsync.updates.gradient_noise import found_inf
 
 __all__ = ["follow", "follow_scalers"]
 
-# The code of torch's wrapper around ``step``, which calls the hooks: by it, ``_nested`` finds calls on
-# the stack.  It has no public name; wrapping any function shows it.
+# The code object of torch's wrapper around ``step``, which calls the hooks; ``_nested`` looks for it on
+# the stack.  It has no public name, but wrapping any function reveals it.
 _CALL: Final = Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
 def follow(optimizer: Optimizer, before: Hook, after: Hook) -> list[Any]:
     """Call ``before(optimizer)`` and ``after(optimizer, skipped)`` around every call of ``step``.
 
-    A step is ``skipped`` where a GradScaler has found Inf: it then calls a fused optimizer, which does
-    nothing, and others not at all.
+    A step is ``skipped`` if a GradScaler has found Inf.  It then calls a fused optimizer, which does
+    nothing; other optimizers it does not call at all.
 
     Returns:
         Handles with ``remove()``.
@@ -41,13 +42,13 @@ def follow(optimizer: Optimizer, before: Hook, after: Hook) -> list[Any]:
 
 @final
 class _After:
-    """The hook after an optimizer's steps; by its count ``follow_scalers`` sees if torch called it."""
+    """The hook after an optimizer's steps; its count shows ``follow_scalers`` whether torch called it."""
 
     def __init__(self, call: Hook) -> None:
         self._call, self.calls = call, 0
 
     def __call__(self, optimizer: Optimizer, *_given: Any) -> None:
-        """Report a step, also one that a fused optimizer was told to skip."""
+        """Report a step, including one that a fused optimizer was told to skip."""
         if not _nested(optimizer):
             self.tell(optimizer, skipped=found_inf(optimizer))
 
@@ -58,11 +59,11 @@ class _After:
 
 
 def _nested(optimizer: Optimizer) -> bool:
-    """Tell whether a hook is called within another step of its optimizer.
+    """Return whether a hook is called within another step of its optimizer.
 
-    This happens where the ``step`` of a subclass calls its base's: torch puts a wrapper around both.
+    This happens if the ``step`` of a subclass calls the base class: torch wraps both methods.
     """
-    # looked for on the stack, not counted in and out: an exception may end a step without its second hook
+    # found on the stack, not by counting calls: an exception may end a step before its second hook
     frame, calls = sys._getframe(), 0
     while frame.f_back is not None:
         frame = frame.f_back
@@ -71,11 +72,11 @@ def _nested(optimizer: Optimizer) -> bool:
 
 
 def follow_scalers() -> None:
-    """Let torch's GradScalers report the steps that they skip, once in a process.
+    """Make torch's GradScalers report the steps that they skip, once per process.
 
-    A scaler that finds Inf does not call the optimizer at all, so no hook of the optimizer runs, and
-    torch (2.13) has no hook of scalers: the method itself is wrapped, for the class, since a scaler may
-    be made after ``attach``.
+    A scaler that finds Inf does not call the optimizer, so no hook of the optimizer runs, and torch
+    (2.13) has no hooks for scalers.  So the method itself is wrapped, on the class, because a scaler may
+    be created after ``attach``.
     """
     step: Callable[..., Any] = torch.amp.GradScaler.step
     if hasattr(step, "tells"):  # a second wrapper would report every skipped step twice
@@ -83,8 +84,8 @@ def follow_scalers() -> None:
 
     @functools.wraps(step)
     def telling(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        # The scaler may hold a wrapper, e.g. SAM, around the optimizer that was attached.  Counts are
-        # compared because a fused optimizer is called all the same, and reports the step itself.
+        # The scaler may hold a wrapper, e.g. SAM, around the attached optimizer.  The counts show whether
+        # a hook has run: a fused optimizer is called even when skipped, and reports the step itself.
         hooks = [
             (one, hook, hook.calls)
             for one, _ in chain_of(optimizer)

@@ -1,8 +1,8 @@
 """Exchange the optimizer's updates: ``sync = sparsync.attach(model, optimizer)``.
 
-Gradients stay on their rank, and each rank's optimizer takes its own steps.  After each step a hook on
-the optimizer starts the exchanges that are due (``OuterEngine``) on the engine's thread and applies those
-that have finished.  DDP, if it wraps the model, exchanges nothing.
+Gradients stay on their rank, and each rank's optimizer takes its own steps.  After each step, a hook on
+the optimizer starts the exchanges that are due (``OuterEngine``) on the engine's thread and applies the
+finished ones.  If DDP wraps the model, DDP exchanges nothing.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ from sparsync.updates.step_length import lengthen, remember
 from sparsync.updates.stepping import follow
 from sparsync.updates.weights import ModelWeights, trained_of
 
-_ADVISED = 30  # steps after which their mean duration is believed
-_NEGLIGIBLE = 0.1  # an allreduce that takes less than this part of a step is not worth avoiding
-# the common part of lasting gradients; below it, single ranks' own parts outweigh it
+_ADVISED = 30  # steps whose mean duration is considered reliable
+_NEGLIGIBLE = 0.1  # an allreduce below this fraction of a step is not worth avoiding
+# minimum common fraction of lasting gradients; below it, the parts particular to single ranks outweigh it
 _AGREEING = 0.5
 _PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _EVERYTHING = slice(0, None)
@@ -94,7 +94,7 @@ __all__ = ["UpdateSync", "attach_updates", "make_outer"]
 def make_outer(
     algorithm: str | Algorithm | OuterStep | None, density: Any, compression: Compression
 ) -> OuterStep:
-    """Return the outer step that ``attach`` was asked for."""
+    """Return the outer step that matches the arguments of ``attach``."""
     named = isinstance(algorithm, str) and algorithm in OUTER_SETTINGS
     whole = algorithm is None or isinstance(algorithm, OuterStep) or named
     if density is not None and whole:
@@ -127,7 +127,7 @@ def attach_updates(
     *,
     advises: bool = False,
 ) -> UpdateSync:
-    """Exchange updates; see ``attach``.  With ``advises``, say so where plain DDP is faster."""
+    """Exchange updates; see ``attach``.  With ``advises``, tell the user if plain DDP would be faster."""
     ddp = model if isinstance(model, DistributedDataParallel) else None
     if ddp is not None:
         check_ddp(ddp)
@@ -142,7 +142,7 @@ def attach_updates(
     group = None if ddp is None else ddp.process_group
     groups = Groups(options.transport.world or group, **options.transport.waits)
     try:
-        # Groups are made by all ranks together, so in one order on all of them: node, parts, replicas.
+        # Creating groups is collective, so all ranks use one order: node, parts, replicas.
         pieces, consensus, node, kinds = {}, None, None, dict[str, str]()
         if replicate is None:
             ranks = dist.get_process_group_ranks(groups.world)
@@ -154,8 +154,8 @@ def attach_updates(
         noise = noise_of(optimizers if outer.noise_correction else (), trained)
         weights = ModelWeights(module, trained, ddp is None or ddp.broadcast_buffers, node, noise)
         output = output_parameters(module) if outer.chosen.output else ()
-        # Inside a node a rank plans the runs of parameters that it exchanges; ``compress`` of the user
-        # is still asked about the parameters themselves.
+        # Inside a node, a rank plans the runs of parameters that it exchanges, but the user's
+        # ``compress`` is still asked about the parameters themselves.
         parameters: Mapping[str, Tensor] = trained
         if node is not None:
             parameters = {name: node.run_of(local_of(p)) for name, p in trained.items()}
@@ -199,9 +199,9 @@ def attach_updates(
     except BaseException:
         groups.close()
         raise
-    # from here on the handle owns thread and groups: an error closes it, on this rank
+    # from here on the handle owns thread and groups, so an error on this rank must close the handle
     try:
-        # ranks of a node must be equal as well: they average gradients, not weights
+        # ranks of a node must start equal as well: they average gradients, not weights
         named = [(name, local_of(parameter)) for name, parameter in trained.items()]
         for comm in sync.communicators if node is not None else [reducer.comm]:
             run(check_equal_parameters(comm, named))
@@ -213,7 +213,7 @@ def attach_updates(
 
 
 def _parts(module: nn.Module, replicate: Any, groups: Groups, options: Options) -> Any:
-    """Return how this replica is divided: pieces and kinds by name, replicas, and who decides with it."""
+    """Return how this replica is split over ranks: pieces, kinds by name, replica ranks, consensus."""
     from sparsync.gradients.consensus import PartsConsensus  # DTensor takes 0.4 s to import
     from sparsync.gradients.shards import Fsdp, ranks_of, shards_of
 
@@ -252,16 +252,17 @@ class UpdateSync(Handle):
         self._weights = weights
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._seen: list[int] = []  # the parameters that trained when the model was last checked
-        # this rank's own weights, while the model has the shared ones
+        # this rank's own weights, set aside while the model holds the shared ones
         self._own: Tensor | None = None
-        self._swap = threading.RLock()  # a handler of a signal may ask for the shared ones within
-        self._skipped = set[Tensor]()  # parameters of which a GradScaler skips the present step
+        # reentrant: a signal handler may call ``shared`` during a swap
+        self._swap = threading.RLock()
+        self._skipped = set[Tensor]()  # parameters whose current step a GradScaler skips
         self._changes = Changes(weights.trained.values())
-        self._begins, self._resumed = True, False  # before the first step here; after a load
-        self._busy = self._waited = 0.0  # seconds of exchanges, and of the training thread for them
+        self._begins, self._resumed = True, False  # before this handle's first step; after a load
+        self._busy = self._waited = 0.0  # seconds of exchanges; seconds the training thread waited
         self._advises, self._started = advises, time.perf_counter()
-        self._warned = False  # that ranks hardly agree
-        # a replica of several ranks would have to agree on one count before it is weighed
+        self._warned = False  # of ranks that hardly agree
+        # a replica of several ranks would have to agree on one count before being weighed
         parts = 1 if consensus is None else consensus.parts.world_size
         self._countable = weights.node is None and parts == 1
         me = weakref.ref(self)
@@ -287,7 +288,7 @@ class UpdateSync(Handle):
 
     @property
     def steps(self) -> int:
-        """Local steps that are done; a rank that joins others goes on with their number."""
+        """The number of finished local steps; a rank that joins starts from the number of its peers."""
         return self.outer.steps
 
     @property
@@ -297,44 +298,44 @@ class UpdateSync(Handle):
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """The optimizers whose steps are followed by exchanges; none: the user calls ``step``."""
+        """The optimizers whose steps are followed by exchanges; if empty, the user calls ``step``."""
         return self.outer.optimizers
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:
         """Queue an exchange on the engine's thread.
 
-        On a GPU it uses this thread's stream, which has read the weights and will write them.
+        On a GPU the job uses this thread's stream, which has read the weights and will write them.
         """
         device = self._weights.device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
         def job() -> float:
             begin = time.perf_counter()
-            with torch.cuda.stream(stream):  # None: nothing happens
+            with torch.cuda.stream(stream):  # a no-op if None
                 run(exchange())
             return time.perf_counter() - begin
 
         return _Carried(self._engine.submit(job), self)
 
     def book(self, busy: float, waited: float) -> None:
-        """Count the seconds of an exchange, and those that the training thread waited for it."""
+        """Add the seconds of an exchange, and the seconds that the training thread waited for it."""
         self._busy += busy
         self._waited += waited
 
     def watch(self, ddp: DistributedDataParallel | None) -> None:
-        """Let DDP exchange nothing, and follow the optimizers' steps, until ``close``."""
+        """Stop DDP's own exchange and follow the optimizers' steps, until ``close``."""
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
             # the hook replaces DDP's allreduce, which no setting turns off for a whole training
             hook = CommHook.taken(ddp, self, self.on_bucket)
             self.on_close.callback(hook.release)
             self.on_close.callback(_restore, weakref.ref(ddp), ddp.broadcast_buffers)
-            ddp.broadcast_buffers = False  # they are averaged with the weights
+            ddp.broadcast_buffers = False  # buffers are averaged with the weights
 
         module = self._plain()
         assert module is not None
-        # Not weakly: by this hook the model keeps the handle, as a DDP model does by its communication
-        # hook.  Prepended, so that it sees the weights before any other hook changes them.
+        # A strong reference: through this hook the model keeps the handle alive, as a DDP model does
+        # through its communication hook.  Prepended, to see the weights before other hooks change them.
         before = Hook(self._forward)
         handles: list[Any] = [(ddp or module).register_forward_pre_hook(before, prepend=True)]
         self._weights.average_over(self.reducer.comm.world_size)
@@ -347,10 +348,10 @@ class UpdateSync(Handle):
     # ---- DDP, on autograd's thread -----------------------------------------------------------------
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Hand a bucket back as it is, or averaged over the node."""
+        """Return a bucket unchanged, or averaged over the node."""
         node, buffer = self._weights.node, bucket.buffer()
         if node is not None:
-            # at the end of the backward pass, out of which an error of the node is raised
+            # queued for the end of the backward pass, which raises an error of the node
             if bucket.is_last():
                 call_after_backward(node.check)
             return node.average_(buffer)
@@ -368,15 +369,15 @@ class UpdateSync(Handle):
             "checkpoint; load it by sparsync.load or sync.load_state_dict(), as all ranks do, or close() "
             "the handle on all ranks, load, and attach again",
         )
-        # after the checks, and before the optimizer writes: the step is the difference
+        # after the checks, and before the optimizer writes: the step is computed as a difference
         if (noise := self._weights.noise) is not None:
             remember(optimizer, noise.steps)
 
     def _check_start(self) -> None:
-        """Before the first step: if weights were loaded after ``attach``, all ranks begin from them.
+        """Before the first step, begin from weights loaded after ``attach``, if all ranks loaded them.
 
-        Else the difference to them would be delivered as if it were an update.  All ranks ask once, for a
-        rank cannot know whether others have loaded weights.
+        Otherwise their difference to the old weights would be delivered as if it were an update.  All
+        ranks ask once, because a rank cannot know whether others have loaded weights.
         """
         if not self._begins:
             return
@@ -385,13 +386,13 @@ class UpdateSync(Handle):
         end = outer.layout.end
         if not self._begin_together(self._loaded(own), own[:end]):
             return
-        # buffers beyond the end have seen a batch since, and are averaged in any case
+        # buffers, which lie beyond the end, have seen a batch since, and are averaged anyway
         outer.begin_again(torch.cat([own[:end], shared[end:]]))
         self._changes.remember()
 
     def _loaded(self, own: Tensor) -> bool:
-        """Tell whether this rank's weights have changed since ``attach`` or the handle's last load."""
-        if self._resumed:  # every rank has its own
+        """Return whether this rank's weights have changed since ``attach`` or the handle's last load."""
+        if self._resumed:  # the ranks' weights differ from the shared ones by design
             return self._changes.differ()
         end = self.outer.layout.end
         return not own[:end].equal(self.outer.memory["shared"][:end])
@@ -400,13 +401,13 @@ class UpdateSync(Handle):
         return begin_together(self.communicators, loaded, own)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        # a skipped step has no gradients worth measuring, but counts: other ranks have made theirs
+        # a skipped step has no gradients worth measuring, but counts: other ranks may have made it
         if skipped:
             self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
         elif (noise := self._weights.noise) is not None:
             correct(optimizer, noise.shares, self._weights.ranks)
             lengthen(optimizer, noise.steps, noise.shares, self._weights.ranks)
-        # the last of several ends an iteration: ranks count these, not optimizers' steps
+        # the last optimizer ends an iteration: ranks count iterations, not optimizer steps
         if optimizer is self.outer.optimizers[-1]:
             self.step()
         else:
@@ -430,12 +431,13 @@ class UpdateSync(Handle):
             check_outside_ddp(module)
         self._weights.reshard()
         if self.outer.optimizers:
-            # before a batch is seen: SAM, and layers that begin with it, change weights themselves; but
-            # a graph cannot send messages, and stages of a pipeline wait for each other in their
-            # forward passes: then it is asked before the step
+            # Asked before the batch is seen, because SAM, and layers that initialise on the first batch,
+            # change weights themselves.  But a compiled graph cannot send messages, and pipeline stages
+            # wait for each other in their forward passes; there it is asked before the step
             if self._inner is None and not torch.compiler.is_compiling():
                 self._check_start()
-        elif self._begins:  # ``step`` is too late: it comes after theirs
+        elif self._begins:
+            # ``step`` would be too late: the user calls it after the optimizer's step
             self._begins = False
             require(
                 not self._loaded(self.outer.read()),
@@ -459,13 +461,13 @@ class UpdateSync(Handle):
     ) -> None:
         """Weigh this rank's updates by the number of samples in its steps since the last exchange.
 
-        Call it on all ranks before every ``optimizer.step()``, from the first one on, with one number
-        >= 0: of tokens, samples, or the other units over which the loss is a mean.  A rank that has seen
-        nothing may leave the call out.  Without any call ranks weigh the same.
+        Call it on all ranks before every ``optimizer.step()``, starting with the first, and pass one
+        number >= 0: tokens, samples, or other units over which the loss is a mean.  A rank that has seen
+        nothing may skip the call.  If no rank ever calls it, all weigh the same.
 
         Raises:
-            ConfigurationError: not one such number, the first call after an exchange, or this replica is
-                divided among ranks.
+            ConfigurationError: not exactly one valid number, the first call comes after an exchange, or
+                this replica is split over ranks.
 
         Cost: one round of 16 bytes before every exchange.
 
@@ -484,20 +486,20 @@ class UpdateSync(Handle):
         self.outer.contributions.add(seen, tokens, samples)
 
     def _count_for_node(self) -> None:
-        """Count the local steps of a node's ranks, which average gradients in every one."""
+        """Note the local step in the ledger of the node, whose ranks average gradients in every step."""
         if (node := self._weights.node) is not None:
             node.comm.ledger.begin_step(self.outer.steps)
 
     def _count_ranks(self) -> None:
-        """Let steps be corrected for as many ranks as average noise away."""
+        """Set the number of ranks over which noise is averaged, by which steps are corrected."""
         counted = self.outer.contributions
         if counted.weighs and counted.ranks:
             self._weights.average_over(counted.ranks)
 
     def step(self) -> None:
-        """Count a local step; begin and end exchanges.  The optimizer's hook calls it, if one was given.
+        """Count a local step; begin and end exchanges.  The optimizer's hook calls it, if there is one.
 
-        Call it yourself in place of an iteration that this rank leaves out and others do not.
+        Call it yourself in place of an iteration that this rank skips and others do not.
 
         Raises:
             NonFiniteGradientError: NaN or Inf on some rank, twice in a row.
@@ -505,14 +507,14 @@ class UpdateSync(Handle):
         """
         outer = self.outer
         self._check_own("an optimizer's step")
-        if outer.optimizers:  # else this is after the step
+        if outer.optimizers:  # otherwise the user's step has already happened
             self._check_start()
         if self._before is None:
             self._before = outer.steps, self.reducer.comm.ledger.set_up()
             self._started = time.perf_counter()
         # The order matters: samples and buffers are part of the vector that ``advance`` reads, and
-        # ``remember`` takes the weights as the exchange has left them.  Steps count even if it raises:
-        # the other ranks have made this one.
+        # ``remember`` records the weights as the exchange has left them.  The step counts even if this
+        # raises, because the other ranks have made it.
         try:
             if self._weights.noise is not None and outer.begins_last(outer.steps):
                 self._weights.noise.sample(outer.steps, self._skipped)
@@ -533,8 +535,8 @@ class UpdateSync(Handle):
             )
         if self.reducer.monitor is not None:
             self.reducer.monitor.write()
-        # the shared weights are compared, for ranks' own weights differ by design; inside a node they
-        # must be equal as well
+        # the shared weights are compared, because the ranks' own weights differ by design; inside a node
+        # the ranks' own weights must be equal as well
         sentinel = self._sentinel
         if sentinel is not None and sentinel.due(outer.steps - 1):
             run(outer.settle())
@@ -548,7 +550,7 @@ class UpdateSync(Handle):
             self._advise()
 
     def _look_at_agreement(self) -> None:
-        """Say once that ranks' data seem to differ."""
+        """Warn once if the ranks' data seem to differ."""
         noise = None if self._warned else self._weights.noise
         agreement = None if noise is None else noise.agreement
         if agreement is None or agreement >= _AGREEING:
@@ -562,7 +564,7 @@ class UpdateSync(Handle):
             )
 
     def _advise(self) -> None:
-        """Say so if plain DDP would wait no longer, or hardly longer: it loses no accuracy."""
+        """Tell the user if plain DDP would be about as fast, because it loses no accuracy."""
         seconds = (time.perf_counter() - self._started) / _ADVISED
         waited, dense = self._waited / _ADVISED, self._dense_seconds()
         if dense < max(_NEGLIGIBLE * seconds, waited) and dist.get_rank() == 0:
@@ -573,11 +575,11 @@ class UpdateSync(Handle):
             )
 
     def _dense_seconds(self) -> float:
-        """Estimate the seconds of an allreduce of all gradients from two small ones."""
+        """Estimate the seconds of an allreduce of all gradients from two small allreduces."""
         run(self.outer.settle())
         size, channel = self.outer.layout.end, self.reducer.channel("weights").apart()
-        # alpha from one element, beta from the difference; the least of three each, for anything else on
-        # the machine only adds time
+        # alpha from one element, beta from the difference; the minimum of three each, because other load
+        # on the machine only adds time
         best = []
         for count in (1, min(size, _PROBE)):
             spent = []
@@ -590,14 +592,14 @@ class UpdateSync(Handle):
         return best[0] + max(best[1] - best[0], 0.0) * size / min(size, _PROBE)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return DDP's own context; gradients add up on this rank in any case."""
+        """Return DDP's own context; gradients accumulate on this rank in any case."""
         ddp = self._ddp()
         return nullcontext() if ddp is None else ddp.no_sync()
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Put the shared weights into the model, to evaluate or save them; restore this rank's after."""
-        # restored even if the block raises: a step on the shared weights would lose this rank's own
+        """Put the shared weights into the model, to evaluate or save them; then restore this rank's."""
+        # restored even if the block raises: training on from the shared weights would lose this rank's
         with self._swap:
             outside, before = self._own, self.outer.read()
             self._weights.reshard()
@@ -613,16 +615,16 @@ class UpdateSync(Handle):
                 self._changes.remember()
 
     def _check_own(self, what: str) -> None:
-        """Refuse an action on this rank's own weights while the shared ones are in the model."""
+        """Refuse an action that needs this rank's own weights while the model holds the shared ones."""
         require(
             self._own is None,
             f"{what} within shared(), which hides this rank's own weights; leave that block first",
         )
 
     def finish(self) -> None:
-        """Exchange all that is left and make replicas equal.  All ranks call it; training may go on."""
+        """Exchange everything left and make replicas equal.  All ranks call it; training may continue."""
         self._check_own("finish()")
-        run(self.outer.settle())  # exchanges under way belong to steps, and are booked there
+        run(self.outer.settle())  # exchanges in flight are booked on the steps that began them
         with self.reducer.comm.ledger.outside_steps():
             run(self.outer.deliver())
         self._changes.remember()
@@ -630,7 +632,7 @@ class UpdateSync(Handle):
     # ---- state -------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms."""
+        """Return plain numbers: local steps, exchanges, bytes in total and by phase, residual norms."""
         outer, node = self.outer, self._weights.node
         inner = [self._inner, node and node.comm]
         phases = [comm.ledger.by_phase() for comm in inner if comm is not None]
@@ -646,12 +648,12 @@ class UpdateSync(Handle):
         }
 
     def holds(self, value: object) -> bool:
-        """Tell whether this rank's state has that of a model or optimizer in it."""
+        """Return whether this rank's state already contains that of a given model or optimizer."""
         ddp, module = self._ddp(), self._plain()
         return any(value is own for own in (ddp, module, *self.outer.optimizers) if own is not None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, with its own weights, and its optimizers' moments."""
+        """Return this rank's state, including its own weights and its optimizers' moments."""
         self._check_own("saving of this rank's weights")
         run(self.outer.settle())
         module, noise = self._plain(), self._weights.noise
@@ -661,8 +663,8 @@ class UpdateSync(Handle):
             **self.outer.state_dict(),
             **self.outer.layout.extents(),
             **own,
-            # NaN that this rank's own steps have made: the next exchange sets it right.  Without this
-            # mark ``validate`` takes NaN in a state for damage.
+            # Marks NaN made by this rank's own steps, which the next exchange repairs.  Without the mark,
+            # ``validate`` would take NaN in a state for damage.
             "broken": is_broken(own, self._weights.exchanged()),
             "left_out": {name: name in self._weights.left_out for name in self._weights.buffers},
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -672,7 +674,7 @@ class UpdateSync(Handle):
         return sealed("updates", content)
 
     def kinds(self, content: Mapping[str, Any]) -> dict[str, Kind]:
-        """Return the kind of every field of a saved state's content: as this handle would save it now."""
+        """Return the kind of every field of a saved state, as this handle would save it now."""
         outer, module, noise = self.outer, self._plain(), self._weights.noise
         assert module is not None
         saved, left_out = content.get("reducer"), _left_out(content)
@@ -684,7 +686,7 @@ class UpdateSync(Handle):
                 self._weights.trained,
                 outer.optimizers,
                 exchanged=self._weights.exchanged(left_out),
-                # thresholds and boundaries start again
+                # a resharded state has no thresholds and boundaries; they start afresh
                 resharded=isinstance(saved, Mapping) and saved.get("selectors", ()) is None,
                 finite=content.get("broken") is not True,
             ),
@@ -696,30 +698,31 @@ class UpdateSync(Handle):
         }
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check on this rank alone that a saved state fits; nothing is changed.
+        """Check on this rank alone that a saved state fits; change nothing.
 
         Raises:
-            ConfigurationError: names the first field that does not.
+            ConfigurationError: names the first field that does not fit.
         """
         content = opened(state, "updates")
-        # The settings come first, so that a state of others is refused as such, and not for the first
-        # field that it lacks.
+        # The settings are checked first, so a state saved with other settings is refused for that reason,
+        # not for the first field that it lacks.
         check_saved(content, Fields(self.outer.place(), more=object), "state", _CURE)
         check_saved(content, Fields(self.kinds(content)), "state", _CURE)
         return parse_state(self.reducer, content["reducer"])
 
     def common(self, content: Mapping[str, Any]) -> dict[str, str]:
-        """Return the parts of a fitting state's content that are equal on all ranks, by name."""
+        """Return the parts of a valid state that must be equal on all ranks, by name."""
         facts = common_facts(content, Fields(self.kinds(content)), digest)
         there = [content[key] is not None for key in ("parameters", "scaler")]
         return {**facts, "whether it has weights and a scaler": str(there)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
+        """Resume where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
 
         Raises:
-            ConfigurationError: see ``validate``; other ranks raise a ``CheckpointError`` that names this.
-            PeerError: the ranks' states are not of one save.
+            ConfigurationError: see ``validate``; other ranks raise a ``CheckpointError`` that names this
+                rank.
+            PeerError: the ranks' states are from different saves.
 
         If it raises, nothing was changed on any rank.
         """
@@ -729,16 +732,16 @@ class UpdateSync(Handle):
         parsed = run(on_all_or_none(comms, lambda: self.validate(state), "load its saved state"))
         content = state["content"]
         run(agree_state(self.reducer.comm, parsed, self.common(content), parts=self._inner))
-        # Optimizers come first: any library may have written one, and its load may still fail.
+        # Optimizers come first: they may come from any library, so their load may still fail.
         self._load_optimizers(comms, content)
         self._take(content, parsed)
         self.reducer.comm.ledger.begin_step(self.reducer.step)
 
     def _load_optimizers(self, comms: Sequence[Communicator], state: Mapping[str, Any]) -> None:
-        """Let optimizers and scaler take their states; if one does not, on any rank, all go back."""
+        """Load the states of optimizers and scaler; if one fails on any rank, all are rolled back."""
         module, scaler = self._plain(), self._scaler if state["scaler"] else None
         assert module is not None
-        # the objects themselves: a load replaces them, and one that raises may raise again
+        # references suffice: a load replaces these objects; and restoring by a second load might raise
         former = [(one, one.state, one.param_groups) for one in self.outer.optimizers]
         scale = None if scaler is None else scaler.state_dict()
 
@@ -757,7 +760,7 @@ class UpdateSync(Handle):
             raise
 
     def _take(self, state: Mapping[str, Any], parsed: ParsedState) -> None:
-        """Take over a state that was found to fit, on this rank alone."""
+        """Install a validated state on this rank."""
         module = self._plain()
         assert module is not None
         self.outer.restore(state, parsed)
@@ -776,17 +779,17 @@ class UpdateSync(Handle):
 
 @final
 class _Carried(Operation):
-    """An exchange under way on the engine's thread.
+    """An exchange in flight on the engine's thread.
 
-    It is no coroutine, since Python warns of a coroutine that nobody awaits, as happens when a process
-    ends before the exchange has landed.
+    This is not a coroutine, because Python warns of a coroutine that is never awaited, and that happens
+    if the process ends before the exchange has landed.
     """
 
     def __init__(self, future: Future[float], sync: UpdateSync) -> None:
         self._future, self._sync = future, weakref.ref(sync)
 
     def wait(self) -> None:
-        """Block until it has ended; book the seconds that it took, and that this wait took."""
+        """Block until the exchange has ended; book its duration and the duration of this wait."""
         begin = time.perf_counter()
         busy = self._future.result()
         if (sync := self._sync()) is not None:
@@ -795,12 +798,12 @@ class _Carried(Operation):
 
 
 def _left_out(state: Mapping[str, Any]) -> list[str]:
-    """Return the buffers that a saved state's ranks have left out; a state without the field has none."""
+    """Return the buffers that were left out when a state was saved; none if the field is missing."""
     saved = state.get("left_out")
     return [n for n, out in saved.items() if out is True] if isinstance(saved, Mapping) else []
 
 
 def _restore(ddp: weakref.ref[DistributedDataParallel], broadcasts: bool) -> None:
-    """Let DDP send buffers again, if it did."""
+    """Let DDP broadcast buffers again, if it did before."""
     if (model := ddp()) is not None:
         model.broadcast_buffers = broadcasts

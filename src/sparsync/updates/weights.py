@@ -19,7 +19,7 @@ from sparsync.updates.gradient_noise import GradientNoise
 
 __all__ = ["ModelWeights", "trained_of"]
 
-_UNSEEN: Final = (0, -1)  # the mark of a buffer that was not looked at
+_UNSEEN: Final = (0, -1)  # the mark of a buffer that was not inspected yet
 _SAMPLES: Final = "(samples of gradients)"  # parentheses: no buffer has this name
 
 
@@ -27,7 +27,7 @@ def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn
     """Return the parameters whose updates are exchanged, by name.
 
     Raises:
-        ConfigurationError: one is complex, or has no values yet.
+        ConfigurationError: a parameter is complex, or has no values yet.
     """
     trained = {
         name: parameter
@@ -56,15 +56,15 @@ def _mark(buffer: Tensor) -> tuple[int, int]:
 class ModelWeights(Weights):
     """A model as one vector: its trained parameters, its floating-point buffers, samples of gradients.
 
-    The vector is float64 if any of them is, else float32.  Inside a node, a rank reads only its own runs
-    of the vector; to write, all ranks of the node call together and gather each other's runs.
+    The vector is float64 if any of them is, otherwise float32.  Inside a node, a rank reads only its own
+    runs of the vector; writing is collective in the node, and gathers the runs of all its ranks.
 
-    Buffers that hold NaN or Inf at first are constants, it is hoped.  They are read as zeros and never
-    written to, and have their place in the vector all the same: whether a saved state fits does not
-    depend on what they hold.
+    Buffers that initially contain NaN or Inf are presumed constant.  They are read as zeros and never
+    written, but keep their place in the vector, so whether a saved state fits does not depend on their
+    values.
 
     Attributes:
-        left_out: their names.
+        left_out: the names of these buffers.
     """
 
     cure = ""  # ``attach`` was given the optimizers
@@ -83,10 +83,11 @@ class ModelWeights(Weights):
         self._rank = 0 if node is None else node.comm.rank
         floating = {n: b for n, b in saved_buffers(module).items() if b.is_floating_point()}
         self.buffers = list(floating) if buffers else []
-        # exchanged, NaN or Inf would make every exchange be refused.  ``strayed`` reports a buffer that
-        # turns out to change
+        # If they were exchanged, NaN or Inf would make ranks refuse every exchange.  ``strayed`` reports
+        # a buffer that turns out not to be constant
         self.left_out = frozenset(self.buffers) - frozenset(averaged_buffers(module))
-        self._marks = {name: _mark(floating[name]) for name in self.left_out}  # of those to look at
+        # buffers to be watched
+        self._marks = {name: _mark(floating[name]) for name in self.left_out}
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained.values())
         tensors = self._tensors()
         self._names = [name for name, _ in tensors]
@@ -97,22 +98,22 @@ class ModelWeights(Weights):
         self.ranks = 1.0  # see ``average_over``
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors of which the vector consists, in order, with their names."""
+        """Return the tensors that form the vector, in order, with their names."""
         samples = [] if self.noise is None else [_SAMPLES]
         return [(name, self._tensor(name)) for name in (*self.trained, *self.buffers, *samples)]
 
     def _tensor(self, name: str) -> Tensor:
-        """Return a tensor of which the vector consists."""
+        """Return one of the tensors that form the vector."""
         if (parameter := self.trained.get(name)) is not None:
             return local_of(parameter)
         if name == _SAMPLES and self.noise is not None:
             return self.noise.values
-        # looked up every time: a module may replace a buffer by another tensor
+        # looked up every time, because a module may replace a buffer with another tensor
         return local_of(self._module.get_buffer(name))
 
     @property
     def rest(self) -> dict[str, int]:
-        """The sizes of buffers and samples, which follow the trained parameters."""
+        """The sizes of buffers and samples, which follow the parameters in the vector."""
         named = self._tensors()[len(self.trained) :]
         return {name: -(-t.numel() // self._divisor) for name, t in named if t.numel()}
 
@@ -127,27 +128,27 @@ class ModelWeights(Weights):
         return self._like.itemsize
 
     def exchanged(self, left_out: Collection[str] | None = None) -> list[str]:
-        """Return the names of what is exchanged, if these buffers are left out, not those of now."""
+        """Return the names of all exchanged tensors, assuming these buffers to be left out, if given."""
         left_out = self.left_out if left_out is None else left_out
         return [*self.trained, *(name for name in self.buffers if name not in left_out)]
 
     def average_over(self, ranks: float) -> None:
-        """Let noise be averaged away by this number of ranks, see ``Weight``."""
+        """Set the number of ranks that average noise away; see ``Weight``."""
         self.ranks = ranks
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Leave these buffers out from now on, and no others."""
+        """Leave out these buffers from now on, and no others."""
         self.left_out = frozenset(names)
         self._marks = dict.fromkeys(self.left_out, _UNSEEN)
 
     def reshard(self) -> None:
-        """Let FSDP2 free whole parameters that an evaluation has left: these copies are now stale."""
+        """Make FSDP2 free unsharded parameters left by an evaluation, because these copies are stale."""
         for owner in self._module.modules() if self._sharded else ():
             if hasattr(owner, "unshard"):
                 owner.reshard()  # type: ignore[operator]
 
     def _within(self, place: slice) -> Iterator[tuple[str, Tensor, slice, slice]]:
-        """Yield the tensors of a part, their names, the elements of each in it, and where these lie."""
+        """Yield the tensors in a part: name, tensor, elements of it, and where these lie in the part."""
         start, stop = place.start or 0, self._ends[-1] if place.stop is None else place.stop
         for number in range(bisect_right(self._ends, start), len(self._ends)):
             begin = self._ends[number - 1] if number else 0
@@ -161,14 +162,14 @@ class ModelWeights(Weights):
 
     @torch.no_grad()
     def read(self, place: slice) -> Tensor:
-        """Return a copy of a part."""
+        """Return a copy of a part of the vector."""
         stop = self._ends[-1] if place.stop is None else place.stop
         made = self._like.new_empty(stop - (place.start or 0), dtype=self.dtype)
         for name, tensor, inside, here in self._within(place):
             if name in self.left_out:
                 made[here] = 0
             else:
-                # inside a node, a tensor takes the length of one run, a part of its size rounded up
+                # inside a node, a tensor occupies the length of one run: its size over ranks, rounded up
                 first = self._rank * -(-tensor.numel() // self._divisor)
                 found = tensor.flatten()[first + inside.start : first + inside.stop]
                 made[here][: len(found)] = found
@@ -177,8 +178,8 @@ class ModelWeights(Weights):
 
     @torch.no_grad()
     def write(self, place: slice, values: Tensor, *, add: bool = False) -> None:
-        """Replace a part, in the same tensors, or add to it; inside a node all ranks call together."""
-        # row r has rank r's runs of all tensors; values come to the device of the weights first
+        """Replace a part, in place, or add to it; inside a node this is collective."""
+        # row r holds rank r's runs of all tensors; values are first moved to the device of the weights
         values = values.to(self._like.device)
         rows = values[None] if self.node is None else self.node.gathered(values)
         for name, tensor, inside, here in self._within(place):
@@ -200,8 +201,8 @@ class ModelWeights(Weights):
     @torch.no_grad()
     def average_buffers(self) -> None:
         """Average buffers inside the node, whose ranks see different batches."""
-        # weights of a node's ranks are equal, by averaged gradients; a rank sends only its run of each
-        # buffer, so these must be equal as well
+        # Averaged gradients keep the weights equal within a node.  A rank sends only its own run of each
+        # buffer, so buffers must be equal as well
         if self.node is not None:
             for name, tensor in self._tensors()[len(self.trained) :]:
                 if name in self.buffers and name not in self.left_out:
@@ -209,11 +210,11 @@ class ModelWeights(Weights):
             self.node.check()
 
     def finite(self) -> bool:
-        """Tell whether no parameter and no exchanged buffer of this rank holds NaN or Inf."""
+        """Return whether all parameters and exchanged buffers of this rank are finite."""
         return not self.broken()
 
     def broken(self) -> str:
-        """Name a parameter or buffer of this rank that is not finite; empty: there is none."""
+        """Return the name of a parameter or buffer of this rank that is not finite, or ""."""
         exchanged = set(self.exchanged())
         for name, tensor in self._tensors():
             if name in exchanged and not is_finite(tensor):
@@ -222,9 +223,9 @@ class ModelWeights(Weights):
         return ""
 
     def strayed(self) -> str:
-        """Name a buffer that was left out because it held NaN or Inf, and is finite now; empty: none.
+        """Return the name of a buffer left out for its NaN or Inf that is finite now, or "".
 
-        Each is named once.  Cost: a pass over the left-out buffers that were written to.
+        Each buffer is reported once.  Cost: a pass over those that were written to.
         """
         now = dict(self._module.named_buffers()) if self._marks else {}
         for name, mark in list(self._marks.items()):
@@ -236,10 +237,10 @@ class ModelWeights(Weights):
         return ""
 
     def landed(self, span: slice, shared: Tensor) -> None:
-        """Take in the averages of gradients' samples, which are the end of the vector.
+        """Receive the averages of the gradient samples, which are at the end of the vector.
 
-        They are read from the ``shared`` vector: a late exchange is added to a rank's own vector, which
-        rounds differently on each rank, and shares must be equal on all.
+        They are read from the ``shared`` vector.  A rank's own vector gets a late exchange by addition,
+        which rounds differently on each rank, and the shares must be equal on all.
         """
         if self.noise is not None and any(name == _SAMPLES for name, *_ in self._within(span)):
             values = self.noise.values

@@ -1,12 +1,12 @@
 """The simulated network: virtual ranks as coroutines on one event queue, under a virtual clock.
 
-A message of L bytes from s to d:  leaves when the port of s is free and occupies it for ``beta L``;
-reaches d ``alpha`` later;  enters when the receiving port of d is free and occupies it for
-``beta L``.  Ports serve in order of arrival.  The send is done when the message is in.  Everything
-is deterministic: events at equal times are served in the order of scheduling.
+A message of L bytes from s to d leaves when the port of s is free, and occupies it for ``beta L``.  It
+reaches d ``alpha`` later, enters when the receiving port of d is free, and occupies that for ``beta L``.
+Ports serve in order of arrival.  The send is done when the message has entered.  Everything is
+deterministic: events at equal times are served in the order of scheduling.
 
-A rank has one processor.  Work that is charged to it begins at once, and the rank goes on when it is
-done.  Messages that come meanwhile use its ports.
+A rank has one processor.  Work charged to it begins at once, and the rank continues when it is done.
+Messages arriving in the meantime use its ports.
 """
 
 from __future__ import annotations
@@ -42,38 +42,38 @@ Link = tuple[int, int, int]  # source, dest, tag
 class Weight(NamedTuple):
     """The size of a message, for the network and for the work of packing it."""
 
-    nbytes: float  # that the ports carry: the payload's length, unless the payload stands for more
-    entries: float = 0.0  # that are packed before and unpacked after it
+    nbytes: float  # on the ports: the payload's length, unless the payload represents more
+    entries: float = 0.0  # packed before sending and unpacked after receiving
 
 
 class SimOperation(Operation):
-    """An operation that the event queue completes."""
+    """An operation completed by the event queue."""
 
     def __init__(self, verb: str, peer: int | None = None, phase: str = "") -> None:
         self.verb, self.peer, self.phase = verb, peer, phase
-        self.waiter: RankTask | None = None  # goes on when this is done
+        self.waiter: RankTask | None = None  # resumes when this is done
         self.entries = 0.0
         self.error: Exception | None = None
 
     def end(self, result: Any) -> None:
-        """Be done, with a result."""
+        """Mark as done, with a result."""
         self.done, self.result = True, result
 
     def poll(self, seconds: float) -> bool:
-        """Look without waiting: virtual time passes only while no coroutine runs."""
+        """Check without waiting, because virtual time passes only while no coroutine runs."""
         if self.error is not None:
             raise self.error
         return self.done
 
     @property
     def what(self) -> str:
-        """The operation in words, for the error of a deadlock."""
+        """A description of the operation, for the error of a deadlock."""
         return (
             self.verb if self.peer is None else f"{self.verb} {self.peer} in phase '{self.phase}'"
         )
 
     def wait(self) -> None:
-        """Refuse: inside the simulator coroutines await, and nothing may block."""
+        """Refuse: in the simulator coroutines await, and nothing may block."""
         raise ConfigurationError(
             "a simulated communicator cannot block: write an async function and pass it to "
             "sparsync.simulate(function, world_size=...)"
@@ -82,7 +82,7 @@ class SimOperation(Operation):
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """A message under way."""
+    """A message in flight."""
 
     link: Link
     payload: Tensor
@@ -94,7 +94,7 @@ class Message:
 
 
 class RankTask(Task[Any]):
-    """A coroutine of a rank; ``end`` is done when it has ended."""
+    """A coroutine of a rank; the operation ``end`` is done when it has ended."""
 
     waits_for: SimOperation
 
@@ -120,11 +120,11 @@ class Usage:
 class Port:
     """One direction of a rank's link, or of a node's, and its traffic by phase."""
 
-    free: float = 0.0  # virtual time from which on it is free
+    free: float = 0.0  # virtual time from which it is free
     phases: defaultdict[str, Usage] = field(default_factory=lambda: defaultdict(Usage))
 
     def occupy(self, since: float, seconds: float, phase: str, nbytes: float) -> None:
-        """Be busy for some time with one message."""
+        """Be occupied by one message for some time."""
         self.free = since + seconds
         usage = self.phases[phase]
         usage.messages += 1
@@ -144,7 +144,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Fault:
-    """A rank that stands still: it neither computes nor answers, and messages to it wait.
+    """A rank that stalls: it neither computes nor answers, and messages to it wait.
 
     If ``end``, in virtual seconds, is infinite, the rank is dead: messages to it are lost, and its result
     is None.
@@ -179,11 +179,11 @@ class Network(Generic[T]):
     # ---- the calls of a SimCommunicator ----------------------------------------------------------
 
     def now_of(self, rank: int) -> float:
-        """Return the time at which a rank has done its work."""
+        """Return the time at which a rank has finished its work."""
         return max(self.now, self._busy_until[rank])
 
     def charge(self, rank: int, seconds: float) -> None:
-        """Let a rank work for some time: all that it does next comes later."""
+        """Charge a rank with work for some time, which delays everything it does next."""
         self._busy_until[rank] = self.now_of(rank) + seconds
         self.worked[rank] += seconds
 
@@ -196,10 +196,10 @@ class Network(Generic[T]):
         tag: int = 0,
         weight: Weight | None = None,
     ) -> SimOperation:
-        """Put a copy of ``payload`` on its way, once the source's work is done."""
+        """Send a copy of ``payload`` once the source's work is done."""
         operation = SimOperation("send to rank", dest, phase)
         weight = weight or Weight(payload.numel())
-        # a copy: the sender may change its buffer once the operation is done
+        # copied, because the sender may change its buffer once the operation is done
         message = Message((source, dest, tag), payload.clone(), phase, weight, operation)
         ready = self._busy_until[source]
         if ready > self.now:
@@ -215,17 +215,17 @@ class Network(Generic[T]):
             self._match(link)
 
     def until(self, time: float, what: str) -> SimOperation:
-        """Complete at a virtual time."""
+        """Return an operation that completes at a virtual time."""
         operation = SimOperation(what)
         self._at(time, self.complete, operation)
         return operation
 
     def serve(self, rank: int, tag: int, callback: Callable[[int, Tensor], None]) -> None:
-        """Call back with source and payload for every message to a rank on a channel."""
+        """Register a callback of source and payload for all messages to a rank on a channel."""
         self._served[rank, tag] = callback
 
     def at(self, rank: int, time: float, event: Callable[[], None]) -> None:
-        """Run a callback on a rank at a given time, or after the fault that stops the rank then."""
+        """Run a callback on a rank at a given time, or once a fault that stalls the rank then is over."""
         self._at(time, self._happen, (rank, event))
 
     # ---- the event loop --------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class Network(Generic[T]):
         ready, events = self._ready, self._events
         try:
             while self._open:
-                # time stands still until every coroutine waits; then the next event moves it
+                # time stands still until every coroutine waits; then the next event advances it
                 while ready:
                     self._resume(ready.popleft())
                 if not self._open:
@@ -250,8 +250,8 @@ class Network(Generic[T]):
                 self.now, _, event, argument = heapq.heappop(events)
                 event(argument)
         finally:
-            # also after a deadlock: the ``finally`` blocks of coroutines left open would run whenever the
-            # collector finds them
+            # closed even after a deadlock: otherwise the ``finally`` blocks of open coroutines would run
+            # at some garbage collection
             for task in self._tasks.values():
                 task.program.close()
         return [task.result for task in mains]
@@ -259,7 +259,7 @@ class Network(Generic[T]):
     def start(
         self, rank: int, program: Coroutine[Operation, None, Any], *, main: bool = False
     ) -> RankTask:
-        """Run a coroutine of a rank next to its others; its ``end`` is an operation."""
+        """Run another coroutine of a rank concurrently; its ``end`` is an operation."""
         task = RankTask(rank, program, main=main)
         self._tasks[id(task)] = task
         self._ready.append(task)
@@ -292,7 +292,7 @@ class Network(Generic[T]):
                 "awaits nothing but calls of its communicator"
             )
         operation.waiter = task
-        # an operation may fail before anybody waits for it, when there was no waiter to wake
+        # an operation may have failed before it had a waiter to wake
         if operation.error is not None:
             self._ready.append(task)
 
@@ -323,8 +323,8 @@ class Network(Generic[T]):
             self._at(until, self._happen, what)
 
     def _at(self, time: float, event: Callable[[Any], object], argument: Any) -> None:
-        # the sequence number orders events at the same time, so that a run repeats exactly, and the
-        # heap never has to compare callables
+        # The sequence number orders events at the same time.  Runs thus repeat exactly, and the heap
+        # never has to compare callables
         self._sequence += 1
         heapq.heappush(self._events, (time, self._sequence, event, argument))
 
@@ -334,12 +334,12 @@ class Network(Generic[T]):
         source, dest, _ = message.link
         alpha, beta, out, message.into = self.links.route(source, dest)
         message.seconds = seconds = beta * message.weight.nbytes
-        # with unlimited ports a message starts at once, and ports only count
+        # with unlimited ports a message starts at once, and ports only count traffic
         port = self.sending[out]
         leave = max(self.now, port.free) if self._queued else self.now
         port.occupy(leave, seconds, message.phase, message.weight.nbytes)
-        # cut-through: it reaches the other port alpha after its first byte left, so an idle pair of
-        # ports takes alpha + beta L and not alpha + 2 beta L
+        # cut-through: the message reaches the other port alpha after its first byte left, so an idle pair
+        # of ports takes alpha + beta L, not alpha + 2 beta L
         self._at(leave + alpha, self._arrive, message)
 
     def _arrive(self, message: Message) -> None:
@@ -347,7 +347,7 @@ class Network(Generic[T]):
         enter = max(self.now, port.free) if self._queued else self.now
         port.occupy(enter, message.seconds, message.phase, message.weight.nbytes)
         done = enter + message.seconds
-        if not self._queued:  # a short message does not overtake a long one of its channel
+        if not self._queued:  # a short message must not overtake a long one on its channel
             done = max(done, self._last_in.get(message.link, 0.0))
             self._last_in[message.link] = done
         self._at(done, self._deliver, message)
@@ -358,7 +358,7 @@ class Network(Generic[T]):
         if until is not None and until < math.inf:
             self._at(until, self._deliver, message)
             return
-        # the send to a dead rank is done as well: its sender does not learn of the death
+        # a send to a dead rank completes as well, because its sender does not learn of the death
         self.complete(message.sent)
         if until is not None:
             return
@@ -373,7 +373,7 @@ class Network(Generic[T]):
         mail, posts = self._mail[link], self._posts.get(link)
         while mail and posts:
             message, (operation, capacity) = mail.popleft(), posts.popleft()
-            # an error of the receiver, at its await, as on sockets
+            # an error of the receiver, raised at its await, as with sockets
             if message.payload.numel() > capacity:
                 operation.error = ConfigurationError(
                     f"rank {link[1]} posted {capacity} bytes for a {operation.what}, "
@@ -387,7 +387,7 @@ class Network(Generic[T]):
             del self._mail[link]
 
     def complete(self, operation: SimOperation, result: Any = None) -> None:
-        """End an operation; the coroutine that awaits it goes on."""
+        """End an operation and resume the coroutine that awaits it."""
         operation.end(result)
         self._wake(operation)
 
@@ -397,7 +397,7 @@ class Network(Generic[T]):
 
 
 def _who_waits(tasks: Iterable[RankTask]) -> str:
-    """Say which rank waits for which operation (at most eight of them)."""
+    """List which rank waits for which operation (at most eight of them)."""
     waiting = sorted(((t.rank, t.waits_for.what) for t in tasks), key=lambda w: w[0])
     lines = [f"rank {rank} waits for {what}" for rank, what in waiting[:8]]
     more = len(waiting) - len(lines)

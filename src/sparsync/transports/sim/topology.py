@@ -1,7 +1,7 @@
-"""Describe simulated networks: how long a message takes, and through which ports it goes.
+"""Describe simulated networks: how long a message takes, and which ports it uses.
 
-A *port* carries one message after the other.  Every rank has one to send and one to receive; the ranks
-of a node share those of its network card.  With ``ports="unlimited"`` no message waits for a port.
+A *port* carries one message after the other.  Every rank has one for sending and one for receiving; the
+ranks of a node share those of its network card.  With ``ports="unlimited"`` no message waits for a port.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Topology(ABC):
 @final
 @dataclass(frozen=True)
 class Links(Topology):
-    """A network in which all ranks are alike, each on a link of its own."""
+    """A network in which all ranks are alike, each with a separate link."""
 
     alpha: float = (
         50e-6  # latency in s per message: a switched Ethernet hop with the kernel's stack
@@ -72,10 +72,10 @@ class TwoLevel(Topology):
     """Nodes of several ranks: fast links inside a node, and one shared network card to other nodes.
 
     Attributes:
-        ranks_per_node: number of consecutive ranks that a node has.
-        inner: links between ranks of a node, each with ports of its own.
-        outer: links between nodes; all messages that leave a node share one port, all that enter it
-            another.  Its gamma and its ``ports`` hold for the whole network.
+        ranks_per_node: number of consecutive ranks on a node.
+        inner: links between ranks of a node, each with separate ports.
+        outer: links between nodes; all messages that leave a node share one port, and all that enter it
+            another.  Its gamma and ``ports`` apply to the whole network.
 
     Example:
         >>> two = TwoLevel(4, inner=Links(2e-6, 1e-11), outer=Links(20e-6, 8e-10))
@@ -96,7 +96,7 @@ class TwoLevel(Topology):
         object.__setattr__(self, "ports", self.outer.ports)
 
     def route(self, source: int, dest: int) -> Route:
-        """Return the inner link within a node, else the outer one between two cards."""
+        """Return the inner link within a node, otherwise the outer one between two network cards."""
         home, away = source // self.ranks_per_node, dest // self.ranks_per_node
         if home == away:
             return Route(self.inner.alpha, self.inner.beta, source, dest)

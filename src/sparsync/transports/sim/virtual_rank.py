@@ -25,18 +25,18 @@ __all__ = ["Prices", "SimCommunicator", "Simulation", "simulate"]
 
 T = TypeVar("T")
 
-_ACTOR_TAG = 2**31  # a channel that no unit of a model has
-# new objects between two collections: there are many messages under way, and none of them is garbage
+_ACTOR_TAG = 2**31  # a channel that no unit of a model uses
+# new objects between two collections: many messages are in flight, and none of them is garbage
 _YOUNG = 100_000
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Costs of messages besides the network: the work of packing and unpacking them."""
+    """Costs of messages besides the network: packing and unpacking."""
 
-    weigh: Callable[[Tensor, Framing], Weight]  # the size for which a message counts
+    weigh: Callable[[Tensor, Framing], Weight]  # returns the size charged for a message
     encode: float = (
-        0.0  # s per entry, for the rank that makes a message (not for one that passes it on)
+        0.0  # s per entry, for the rank that creates a message (not for one that forwards it)
     )
     decode: float = 0.0  # s per entry, for every rank that receives it: to unpack and to sum
     gamma: float = 0.0  # s per byte of dense sums, instead of the network's
@@ -49,7 +49,7 @@ class SimCommunicator(Communicator):
     def __init__(self, rank: int, network: Network[Any], prices: Prices | None = None) -> None:
         super().__init__(rank, network.world_size, torch.device("cpu"))
         self.network, self.prices = network, prices
-        # the payload that was packed last: it may go to several ranks, and is charged once
+        # the last packed payload, because it may go to several ranks but is charged once
         self._packed: Tensor | None = None
         self._passes_on = False
 
@@ -59,22 +59,22 @@ class SimCommunicator(Communicator):
         return self.network.now_of(self.rank)
 
     async def compute(self, seconds: float) -> None:
-        """Let this rank compute for ``seconds`` of virtual time.
+        """Compute for ``seconds`` of virtual time.
 
-        Work that the rank's other coroutines are charged meanwhile comes first: this ends later by it.
+        Work charged meanwhile by this rank's other coroutines comes first, and delays the end.
         """
         if not seconds >= 0:
             raise ConfigurationError(f"compute: {seconds} s cannot pass; give seconds >= 0")
         end, worked = self.now + seconds, self.network.worked
-        # a rank has one processor: the end moves by all work charged while this waited, and again by
-        # the work charged during that
+        # a rank has one processor, so the end moves by all work charged during this wait, and then by the
+        # work charged during that extension
         while end > self.now:
             before = worked[self.rank]
             await self.network.until(end, f"{seconds} s of computation")
             end += worked[self.rank] - before
 
     def charge(self, stage: str, seconds: float) -> None:
-        """Let this rank work for some time, booked under a stage: all that it does next comes later."""
+        """Charge this rank with work, booked under a stage, which delays everything it does next."""
         if seconds > 0:
             self.network.charge(self.rank, seconds)
             self.ledger.spent(stage, seconds)
@@ -82,7 +82,8 @@ class SimCommunicator(Communicator):
     def work(self, nbytes: int, *, dense: bool = False) -> Operation:
         """Charge ``gamma`` seconds per byte reduced.
 
-        With ``prices`` only dense sums are charged here: the price of unpacking includes summing.
+        With ``prices``, only dense sums are charged here, because the price of unpacking includes
+        summing.
         """
         if self.prices is None:
             self.charge("unpack", self.network.links.gamma * nbytes)
@@ -91,7 +92,7 @@ class SimCommunicator(Communicator):
         return Finished()
 
     def spawn(self, program: Coroutine[Operation, None, Any]) -> Operation:
-        """Run a coroutine of this rank next to the present one; await the operation for its end."""
+        """Run another coroutine of this rank concurrently; await the operation for its end."""
         return self.network.start(self.rank, program).end
 
     def host(self, actor: Actor) -> Host:
@@ -108,7 +109,7 @@ class SimCommunicator(Communicator):
         return self.network.send(self.rank, dest, payload, phase, self.tag, weight)
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Post a receive; booked in the ledger when it is awaited."""
+        """Post a receive; it is booked in the ledger when awaited."""
         receive = _Receive("message from rank", source, phase)
         receive.comm = self
         self.network.receive(receive, (source, self.rank, self.tag), capacity)
@@ -123,9 +124,9 @@ class SimCommunicator(Communicator):
         *,
         ring: bool = False,
     ) -> list[Tensor]:
-        """Collect one message per rank; this rank packs only its own, and passes the others on."""
+        """Collect one message per rank; this rank packs only its own, and forwards the others."""
         handle = self
-        # on a copy of the handle: other coroutines of this rank may send messages of their own meanwhile
+        # on a copy of the handle, because other coroutines of this rank may send their own messages
         if self.prices is not None and self.world_size > 1:
             self._pack(payload, self.prices.weigh(payload, framing))
             handle = copy.copy(self)
@@ -149,8 +150,8 @@ class _Receive(SimOperation):
         yield from super().__await__()
         if not self.booked:
             self.booked = True
-            # at the await and not at the arrival: unpacking is work of the rank, which takes a message
-            # when it has got that far
+            # booked at the await, not on arrival: unpacking is work of the rank, done when the rank gets
+            # to the message
             comm = self.comm
             comm.ledger.received(self.phase, self.result.numel())
             if comm.prices is not None:
@@ -179,7 +180,7 @@ class _SimHost(Host):
         self._network.send(self.rank, dest, payload, "average", self._tag)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call at once: a simulation is one thread."""
+        """Call at once, because a simulation has a single thread."""
         function()
         self._plan()
 
@@ -190,14 +191,14 @@ class _SimHost(Host):
         return operation
 
     def close(self) -> None:
-        """Do nothing: the network ends with the simulation."""
+        """Do nothing, because the network ends with the simulation."""
 
     def _receive(self, source: int, payload: Tensor) -> None:
         self._actor.receive(source, payload)
         self._plan()
 
     def _plan(self) -> None:
-        # ``due`` may have moved to a later time since a tick was planned: a tick that comes too early
+        # ``due`` may have moved to a later time since a tick was planned; a tick that comes too early
         # plans another one
         due = self._actor.due
         if due is not None and due != self._planned:
@@ -220,8 +221,8 @@ class Simulation(Generic[T]):
         results: the value that each rank returned, in rank order.
         seconds: virtual time from the start to the last rank's end.
         ledgers: of all ranks, in rank order.
-        sending: bytes and seconds of each port that sends, by phase.
-        receiving: the same of each port that receives.
+        sending: bytes and seconds of each sending port, by phase.
+        receiving: the same for each receiving port.
     """
 
     results: list[T]
@@ -242,14 +243,14 @@ def simulate(
     """Run ``program(comm)`` on ``world_size`` virtual ranks, in one thread, under a virtual clock.
 
     Args:
-        program: an ``async def`` that takes a communicator; awaits nothing but its operations.
+        program: an ``async def`` that takes a communicator and awaits only its operations.
         world_size: number of virtual ranks, >= 1.
         links: latency, bandwidth and reduction speed of the simulated network; see ``topology``.
-        faults: ranks that stand still, or die.
-        prices: of packing and unpacking messages; None: they are free.
+        faults: ranks that stall, or die.
+        prices: costs of packing and unpacking messages; None: free.
 
     Raises:
-        DeadlockError: ranks wait for each other; says who waits for whom, in which phase.
+        DeadlockError: ranks wait for each other; says which rank waits for which, in which phase.
 
     Cost: 20 to 40 microseconds per message.
 
@@ -276,9 +277,9 @@ def simulate(
 
 @contextmanager
 def _fewer_collections() -> Iterator[None]:
-    """Look for garbage in cycles less often: it took a third of the time."""
+    """Collect garbage in cycles less often, because that took a third of the time."""
     young, *older = gc.get_threshold()
-    # a threshold of 0 means that the caller has switched collection off
+    # a threshold of 0 means that the caller has disabled collection
     gc.set_threshold(max(young, _YOUNG) if young else 0, *older)
     try:
         yield

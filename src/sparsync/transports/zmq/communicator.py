@@ -1,4 +1,4 @@
-"""The ``Communicator`` over ZeroMQ: messages carry their length, step and phase, encrypted if asked."""
+"""The ``Communicator`` over ZeroMQ: messages with length, step and phase, optionally encrypted."""
 
 from __future__ import annotations
 
@@ -29,45 +29,48 @@ from sparsync.transports.zmq.peers import Link, Parcel, resolved
 
 __all__ = ["Receive", "ZmqCommunicator", "host_over"]
 
-_MEMORY_TICK: Final = 0.002  # seconds between looks at arrivals, while a payload is still read
+_MEMORY_TICK: Final = (
+    0.002  # seconds between checks for arrivals while a payload is still being read
+)
 
 
 @final
 class ZmqCommunicator(Communicator):
-    """One rank of a group that talks over ZeroMQ.
+    """One rank of a group that communicates over ZeroMQ.
 
-    Every rank binds one incoming socket and opens a link to every other rank.  One thread at a time may
-    use a communicator and its channels (hand it over with a lock or a queue, not in the middle of a
-    call); ZeroMQ's own threads move the bytes meanwhile.  It does not survive a fork.  Close it, or
-    leave its ``with`` block, so that the last messages are delivered.
+    Every rank binds one incoming socket and opens a link to every other rank.  Only one thread at a time
+    may use a communicator and its channels (hand it over with a lock or a queue, never during a call);
+    ZeroMQ's own threads move the bytes in the meantime.  It does not survive a fork.  Close it, or leave
+    its ``with`` block, to have the last messages delivered.
 
     Args:
         rank: this rank, in ``[0, world_size)``.
         world_size: number of ranks P.
-        store: where the ranks leave their addresses: any ``torch.distributed`` store, or another
+        store: where the ranks publish their addresses: any ``torch.distributed`` store, or another
             communicator of the same ranks.
-        interface: the IP address or the name of the interface to bind, and no other.  Default:
+        interface: the IP address or the name of the only interface to bind.  Default:
             ``GLOO_SOCKET_IFNAME``, or the one that leads to the store's host or to rank 0's.
-        port_range: first and last port that may be bound, for firewalls: a rank takes one, and one more
+        port_range: first and last port that may be bound, for firewalls: a rank takes one, and another
             for actors.  Default: any free port.
-        advertise: the address at which the others find this rank, if it is not the interface's: that of a
-            static NAT that forwards ``port_range`` to this machine.
-        timeout: seconds that any wait may take before it fails with an error; a rank may stand still for
-            as long.
+        advertise: the address by which the others reach this rank, if it is not the interface's, e.g. of
+            a static NAT that forwards ``port_range`` to this machine.
+        timeout: seconds that any wait may take before it fails with an error; a rank may stall for as
+            long.
         connect_timeout: seconds that opening the connections between ranks may take.
         curve_keys: directory of ``make_curve_keys``.  Messages are encrypted, and only ranks with a
-            listed key are let in, each as itself.  None: no encryption, and a password that ranks make
-            up; anybody who listens on the network can read both, so use it on networks that you trust.
+            listed key may connect, each under its own number.  None: no encryption, and a random password
+            per rank; anybody who listens on the network can read both, so only use trusted networks.
         changing: the group may change: see ``regroup``.  ``curve_keys`` then has only one secret key,
+            this rank's, or is the file of that key.
             this rank's, or is that file.
 
     Attributes:
-        dropped: messages that were refused, by reason (malformed, of another job, ...).
-        lost: ranks that are gone, and why.
+        dropped: refused messages, counted by reason (malformed, of another job, ...).
+        lost: ranks that are gone, with the reasons.
 
     Raises:
         ConfigurationError: an argument cannot work.
-        DeadlineError: not all ranks arrived within ``timeout``; names those that are missing.
+        DeadlineError: not all ranks arrived within ``timeout``; names the missing ones.
 
     Example:
         >>> from torch.distributed import HashStore
@@ -107,11 +110,11 @@ class ZmqCommunicator(Communicator):
         }
 
         opened = list[Mesh]()
-        # a collective, and not in ``ready``, which ends early on a rank that has an error
+        # collective, and therefore not in ``ready``, which ends early on a rank with an error
         meeting = host_of_rank_0(store) if isinstance(store, Communicator) else store
 
         def ready() -> dict[str, Any]:
-            """Listen; an error here is told to all ranks when they meet."""
+            """Listen; an error here is reported to all ranks when they meet."""
             keys = None
             if curve_keys:
                 every = (curve_keys, rank, world_size)
@@ -128,13 +131,13 @@ class ZmqCommunicator(Communicator):
                 changing=changing,
             )
             opened.append(mesh)
-            # every rank draws a number, and all take rank 0's: messages of a former job on the same
-            # ports, whose number differs, are refused
+            # Every rank draws a number, and all use rank 0's.  Messages of a former job on the same ports
+            # have a different number, and are refused
             job = secrets.randbits(63)
             return {"endpoint": mesh.endpoint, "encrypted": keys is not None, "job": job}
 
         try:
-            # all listen before anybody connects: links do not try again
+            # all listen before any rank connects, because links do not retry
             cards = convene(store, rank, world_size, ready, timeout)
             opened[0].connect(*_agreed(rank, cards))
         except BaseException:
@@ -145,23 +148,23 @@ class ZmqCommunicator(Communicator):
         self.dropped, self.lost = self.mesh.dropped, self.mesh.lost
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
-        """Be a rank of another group from now on; receives in the former one end with an error.
+        """Become a rank of another group; receives in the former one end with an error.
 
-        So do sends to ranks that are gone; others that wait for room end at their deadline.  Sockets live
-        on: only links to new ranks are opened, and those to ranks that are gone are closed.  Messages of
-        the new group that came early are kept.  Make channels again.  An endpoint is that rank's
-        ``mesh.endpoint``: its address, a blank and its password; with keys, its address, a blank and its
-        public key.
+        Sends to ranks that are gone also fail; others that wait for room end at their deadline.  Sockets
+        are kept: only links to new ranks are opened, and links to former ranks are closed.  Messages of
+        the new group that arrived early are kept.  Channels must be created again.  An endpoint is the
+        ``mesh.endpoint`` of a rank: its address, a blank and its password; with keys, its address, a
+        blank and its public key.
         """
         self.mesh.regroup(rank, job, endpoints)
         self.rank, self.world_size = rank, len(endpoints)
 
     def give_up(self) -> None:
-        """End all waits of the other ranks of this group with an error."""
+        """Make all waits of the other ranks of this group end with an error."""
         self.mesh.give_up()
 
     def host(self, actor: Actor) -> Host:
-        """Run an actor on a thread of its own, over a mesh of its own with the same keys."""
+        """Run an actor on a separate thread, over a separate mesh with the same keys."""
         return host_over(actor, self, self, **self._sockets)
 
     def isend(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
@@ -177,7 +180,7 @@ class ZmqCommunicator(Communicator):
         return operation
 
     def _send_all(self, payloads: Mapping[int, Tensor], phase: str) -> list[Operation]:
-        """Send each rank its payload; return the operations that are not done at once."""
+        """Send each rank its payload; return the operations that are not done immediately."""
         mesh, ledger, sending = self.mesh, self.ledger, list[Operation]()
         local = NO_LOCAL_STEP if ledger.local_step is None else ledger.local_step
         number = mesh.mailboxes.phase_number(phase)
@@ -190,14 +193,14 @@ class ZmqCommunicator(Communicator):
                     "send it in parts, a model in more units"
                 )
             link = mesh.links[dest]
-            # the receiver checks the numbers of a link and channel: a gap is a lost message, which
-            # ZeroMQ would not report
+            # the receiver checks the sequence numbers of a link and channel: a gap means a lost message,
+            # which ZeroMQ would not report
             flags = APART if length > limits.INLINE else 0
             sequence = link.next_sequence(self.tag)
             facts = self.rank, mesh.job, self.tag, number, ledger.step, local, sequence, length
             header = Header(flags, *facts).pack()
-            # often all ranks get the same payload: header and payload are joined once, in the frames
-            # that the copies share.  Whether ZeroMQ has taken it is a copy's own
+            # Often all ranks get the same payload.  Header and payload are then joined once, in frames
+            # shared by the copies; each copy has its own state
             if last is None or payload is not last[1] or header != last[0]:
                 last = header, payload, Parcel(header, payload)
             parcel = copy.copy(last[2])
@@ -208,7 +211,7 @@ class ZmqCommunicator(Communicator):
         return sending
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Take the message if it is here, or post a receive for it."""
+        """Take the message if it has already arrived, or post a receive for it."""
         if capacity == 0 and not framing.variable:
             return Finished(torch.empty(0, dtype=torch.uint8))
         return self._receive({source: capacity}, phase, framing)
@@ -216,8 +219,8 @@ class ZmqCommunicator(Communicator):
     def irecv_any(self, capacity: int, phase: str, framing: Framing) -> Receive:
         """Receive the first message on this channel, from any rank and of any step.
 
-        Once the operation is done, its ``source`` is the sender's rank.  Give such messages a channel of
-        their own.
+        Once the operation is done, its ``source`` is the sender's rank.  Use a separate channel for these
+        messages.
         """
         if self.world_size == 1:
             raise ConfigurationError(
@@ -240,9 +243,9 @@ class ZmqCommunicator(Communicator):
     ) -> list[Tensor]:
         """Send to all, with rotated destinations, then receive in any order, as one operation.
 
-        Messages of one operation are looked at together, which costs less than a turn for each (see
-        ``Mesh.advance``).  On the wire this equals ``Communicator.alltoallv``: a rank may call the one
-        and its peers the other.
+        Messages of one operation are polled together, which costs less than a turn for each (see
+        ``Mesh.advance``).  The messages equal those of ``Communicator.alltoallv``, so a rank may call one
+        of the two and its peers the other.
         """
         rank, world_size = self.rank, self.world_size
         around = [(rank + shift) % world_size for shift in range(1, world_size)]
@@ -252,7 +255,7 @@ class ZmqCommunicator(Communicator):
         outgoing = {dest: hosts[id(payloads[dest])] for dest in around}
         given = {dest: p for dest, p in outgoing.items() if p.numel() or framing.variable}
         sending = self._send_all(given, phase)
-        if outgoing:  # booked only now: the bytes are on their way meanwhile
+        if outgoing:  # booked only now, while the bytes are already on their way
             booked = {id(payload): framing.parts(payload) for payload in outgoing.values()}
             parts = sum((booked[id(payload)] for payload in outgoing.values()), Parts())
             nbytes = sum(payload.numel() for payload in outgoing.values())
@@ -268,26 +271,26 @@ class ZmqCommunicator(Communicator):
         return received
 
     def abort(self) -> None:
-        """End all waits within two looks at the connections; ``close`` then ends 4.5 s after this."""
+        """End all waits within two ticks; a ``close`` then ends 4.5 s after this call at the latest."""
         super().abort()
         self.mesh.abort()
 
     def close(self) -> None:
-        """Deliver the last messages (see ``linger``), then close all sockets, of all channels."""
+        """Deliver the last messages (see ``linger``), then close all sockets of all channels."""
         super().close()
         self.mesh.close()
 
 
 class _Wait(Operation):
-    """An operation that makes everything advance while it waits.
+    """An operation whose wait drives the progress of all others.
 
-    Its deadline counts from the first wait, and is a second later for each MiB of a payload whose length
-    is known.
+    Its deadline counts from the first wait, and is extended by a second per MiB of a payload of known
+    length.
     """
 
     def __init__(self, mesh: Mesh, timeout: float, nbytes: int) -> None:
         self.mesh = mesh
-        # 1 MiB/s is the least that a link is expected to carry: a long payload is no reason to give up
+        # every link is expected to carry at least 1 MiB/s: a long payload is no reason to give up
         self.timeout = timeout + nbytes // limits.PIECE
         self.deadline: float | None = None
 
@@ -297,10 +300,10 @@ class _Wait(Operation):
             pass
 
     def begin(self, seconds: float) -> float:
-        """Return the time at which a poll that may wait ``seconds`` has to return."""
+        """Return the time at which a poll that may wait ``seconds`` must return."""
         now = time.monotonic()
-        # an operation that is only looked at has no deadline yet: several are in flight, and the wait
-        # is for the oldest
+        # an operation that is only polled has no deadline yet: with several in flight, only the oldest is
+        # waited for
         if seconds > 0 and self.deadline is None:
             self.deadline = now + self.timeout
         return now + seconds
@@ -308,13 +311,13 @@ class _Wait(Operation):
     def check(self, now: float, where: object, peer: int | None) -> None:
         """Raise an error after the deadline.
 
-        It says whether the peer was reached at all, and which messages and connections were refused: with
-        a wrong key or version, the reason shows there.
+        The error says whether the peer was reached at all, and which messages and connections were
+        refused: a wrong key or version shows up there.
 
         Args:
             now: on the monotonic clock.
-            where: the operation, in words.
-            peer: the rank that is waited for; None: any.
+            where: describes the operation.
+            peer: the awaited rank; None: any rank.
         """
         if self.deadline is None or now < self.deadline:
             return
@@ -329,14 +332,14 @@ class _Wait(Operation):
 
 @final
 class _Send(_Wait):
-    """A message that ZeroMQ has not taken yet, or whose memory it still reads."""
+    """A message that ZeroMQ has not accepted yet, or whose memory it is still reading."""
 
     def __init__(self, mesh: Mesh, link: Link, parcel: Parcel, where: str, timeout: float) -> None:
         super().__init__(mesh, timeout, parcel.length)
         self.link, self.parcel, self.where = link, parcel, f"rank {mesh.rank}, {where}"
 
     def poll(self, seconds: float) -> bool:
-        """Wait at most ``seconds``; messages that arrive meanwhile are taken in."""
+        """Wait at most ``seconds``; messages arriving meanwhile are received."""
         until = self.begin(seconds)
         while not self._settled():
             now = time.monotonic()
@@ -345,9 +348,9 @@ class _Send(_Wait):
             if self.parcel.tracker is None:
                 self.mesh.advance(until - now)
             else:
-                # ZeroMQ has taken the message and reads the payload's memory; its tracker cannot be
-                # polled along with sockets, so this wait is short, and incoming messages are taken in
-                # between
+                # ZeroMQ has accepted the message and is reading the payload's memory.  Its tracker cannot
+                # be polled together with sockets, so this wait is short, and incoming messages are
+                # received in between
                 try:
                     self.parcel.tracker.wait(max(min(until - now, _MEMORY_TICK), 0.0))
                 except zmq.NotDone:
@@ -365,7 +368,7 @@ class _Send(_Wait):
 
 @final
 class Receive(_Wait):
-    """Receives, one or several in any order; the result is the payload of the first."""
+    """One or several receives, in any order; the result is the payload of the first."""
 
     def __init__(self, claims: Sequence[Claim], mesh: Mesh, ledger: Ledger, timeout: float) -> None:
         super().__init__(mesh, timeout, sum(claim.capacity for claim in claims if claim.exact))
@@ -378,17 +381,18 @@ class Receive(_Wait):
 
     @property
     def source(self) -> int | None:
-        """The first sender's rank, once done."""
+        """The rank of the first sender, once done."""
         return self.claims[0].sender
 
     def poll(self, seconds: float) -> bool:
-        """Wait at most ``seconds``; return earlier when another operation got its message.
+        """Wait at most ``seconds``; return early if another operation got its message.
 
-        So the driver of several operations can go on with the other one.
+        This lets the driver of several operations continue with the other one.
         """
         if not self._settled():
             mailboxes = self.mesh.mailboxes
-            others = mailboxes.handed + len(self._waiting)  # constant while only own ones arrive
+            # constant while only own messages arrive
+            others = mailboxes.handed + len(self._waiting)
             until = self.begin(seconds)
             now = until - seconds
             while True:
@@ -405,7 +409,7 @@ class Receive(_Wait):
         return self.done
 
     def _settled(self) -> bool:
-        """Look which claims have their messages; tell whether the wait has ended."""
+        """Check which claims have their messages; return whether the wait has ended."""
         if self.done or self._error is not None:
             return True
         failed = [claim.error for claim in self._waiting if claim.error is not None]
@@ -425,20 +429,20 @@ class Receive(_Wait):
 def _staged(payload: Tensor) -> Tensor:
     """Return the payload in host memory; from CUDA through pinned memory, which torch reuses.
 
-    Waits for this payload's stream alone, not for the device.
+    Only this payload's stream is synchronised, not the device.
     """
     if payload.device.type == "cpu":
         return payload
     pinned = torch.empty_like(payload, device="cpu", pin_memory=payload.is_cuda)
     pinned.copy_(payload, non_blocking=True)
-    # the copy is only queued, and ZeroMQ would read the memory before it is there
+    # the copy is only queued, and ZeroMQ would otherwise read the memory too early
     if payload.is_cuda:
         torch.cuda.current_stream(payload.device).synchronize()
     return pinned
 
 
 def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[str]]:
-    """Return the job's number, which rank 0 drew, and all endpoints; check that ranks fit together."""
+    """Return the job number, drawn by rank 0, and all endpoints; check that the ranks are compatible."""
     try:
         facts = [(card["job"], str(card["endpoint"]), card["encrypted"]) for card in cards]
     except KeyError as error:
@@ -457,8 +461,8 @@ def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[st
                 f"({error.strerror}); give rank {peer} an advertise= that all ranks can resolve, or an "
                 "IP address"
             ) from error
-    # a host name that the hosts file maps to 127.0.1.1 leads one rank to the loopback interface, where
-    # ranks of other machines would wait for it in vain
+    # if the hosts file maps a host name to 127.0.1.1, one rank would bind the loopback interface, where
+    # ranks of other machines could not reach it
     places = ["loopback" if local else "reachable" for local in near]
     told = ", ".join(f"rank {peer} {address}" for peer, address in enumerate(addresses))
     for what, values, cure in (
@@ -477,13 +481,13 @@ def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[st
 def host_over(
     actor: Actor, comm: Communicator, store: Store | Communicator, **options: Any
 ) -> Host:
-    """Run an actor over a mesh of the ranks of ``comm``, of any transport; all call it together.
+    """Run an actor over a mesh of the ranks of ``comm``, of any transport; this is collective.
 
-    They meet in ``store``; the timeout is that of ``comm``, ``options`` those of ``ZmqCommunicator``.
+    The ranks meet in ``store``; the timeout is that of ``comm``, ``options`` are for ``ZmqCommunicator``.
     """
     if comm.world_size == 1:
         return SoloHost(actor)
-    # imported here: most groups run no actor
+    # imported here, because most groups run no actor
     from sparsync.transports.zmq.host import ZmqHost
 
     mesh = ZmqCommunicator(comm.rank, comm.world_size, store=store, timeout=comm.timeout, **options)

@@ -1,4 +1,4 @@
-"""Decide who may connect, and as which rank: by keys, or by a password (ZeroMQ's RFCs 24 to 27)."""
+"""Decide who may connect, and as which rank, by keys or a password (ZeroMQ's RFCs 24 to 27)."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by RFC 27
 @final
 @dataclass(frozen=True)
 class CurveKeys:
-    """The keys that one rank holds: its own pair, and public keys of others."""
+    """The keys held by one rank: its own pair, and the public keys of others."""
 
     public: bytes
     secret: bytes = field(repr=False)
     publics: Sequence[bytes]  # of the ranks of the group
-    listed: Sequence[bytes]  # of all that may connect
+    listed: Sequence[bytes]  # of all who may connect
 
     def guard(self, socket: zmq.Socket[Any]) -> Doorkeeper:
-        """Make a socket that is not bound yet accept listed keys alone."""
+        """Make a socket, not bound yet, accept only listed keys."""
         socket.curve_server, socket.curve_secretkey = True, self.secret
         return Doorkeeper(socket.context, lambda request: curve_user(request, self.listed))
 
     def show(self, socket: zmq.Socket[Any], server: bytes) -> None:
-        """Make a socket that has not connected yet show this rank's key and demand the server's."""
+        """Make a socket, not connected yet, present this rank's key and require the server's."""
         socket.curve_serverkey, socket.curve_secretkey = server, self.secret
         socket.curve_publickey = self.public
 
@@ -55,22 +55,22 @@ class CurveKeys:
 @final
 @dataclass(frozen=True)
 class Password:
-    """The guard without keys: a word that a rank makes up, and tells its group along with its address.
+    """The guard without keys: a random word of a rank, given to its group together with its address.
 
-    It keeps strangers out before ZeroMQ takes in a message of theirs: ZeroMQ collects all parts of a
-    message, however many there are, before this process can look at the first.  The word is not
-    encrypted, so it does not keep out those who listen on the network.
+    It keeps strangers out before ZeroMQ accepts a message from them: ZeroMQ collects all parts of a
+    message, however many there are, before this process sees the first.  The word is not encrypted, so it
+    does not stop anybody who listens on the network.
     """
 
     word: bytes = field(default_factory=lambda: secrets.token_hex(16).encode(), repr=False)
 
     def guard(self, socket: zmq.Socket[Any]) -> Doorkeeper:
-        """Make a socket that is not bound yet accept only those that know the word."""
+        """Make a socket, not bound yet, accept only peers that know the word."""
         socket.plain_server = True
         return Doorkeeper(socket.context, lambda request: plain_user(request, self.word))
 
     def show(self, socket: zmq.Socket[Any]) -> None:
-        """Make a socket that has not connected yet say the word."""
+        """Make a socket, not connected yet, present the word."""
         # ZeroMQ refuses an empty password, which an endpoint without a word would give
         socket.plain_username, socket.plain_password = b"rank", self.word or b"none"
 
@@ -81,15 +81,15 @@ def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
     Give every rank all ``.key`` files and its own ``.key_secret``, which nobody else may read.
 
     Args:
-        directory: made if missing, readable by its owner only; "." is the current folder.
+        directory: created if missing, readable by its owner only; "." is the current folder.
         ranks: number of ranks of the job.
 
     Returns:
         The public files, in rank order.
 
     Raises:
-        ConfigurationError: keys are there already, ``ranks`` is less than 1, or ``directory`` has no name
-            or cannot be made.
+        ConfigurationError: keys already exist, ``ranks`` is less than 1, or ``directory`` has no name or
+            cannot be created.
 
     Example:
         >>> import tempfile
@@ -114,7 +114,7 @@ def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
         )
     made = []
     for rank in range(ranks):
-        # pyzmq makes files as the umask says, often readable by all; one that is there keeps its mode
+        # pyzmq creates files by the umask, often readable by all; an existing file keeps its mode
         (directory / f"rank-{rank}.key_secret").touch(0o600, exist_ok=False)
         public, _ = zmq.auth.create_certificates(directory, f"rank-{rank}")
         made.append(Path(public))
@@ -125,10 +125,10 @@ def load_curve_keys(directory: Path | str, rank: int, world_size: int) -> CurveK
     """Read the public keys of all ranks and the secret one of this rank.
 
     Raises:
-        ConfigurationError: a file is missing or is no certificate, or two ranks share a key.
+        ConfigurationError: a file is missing or not a certificate, or two ranks share a key.
     """
-    # one key per rank: the key tells which rank a message is from, so two ranks with one key could pose
-    # as each other
+    # one key per rank, because the key identifies the sender: two ranks with the same key could
+    # impersonate each other
     publics = [_load(Path(directory) / f"rank-{r}.key")[0] for r in range(world_size)]
     public, secret = _load(Path(directory) / f"rank-{rank}.key_secret")
     if secret is None or public != publics[rank] or len(set(publics)) != world_size:
@@ -140,10 +140,11 @@ def load_curve_keys(directory: Path | str, rank: int, world_size: int) -> CurveK
 
 
 def own_curve_keys(place: Path | str) -> CurveKeys:
-    """Read the keys of a rank whose number changes: its own pair, and the public ones of all members.
+    """Read the keys of a rank whose number changes: its own pair, and the public keys of all members.
 
     Args:
-        place: a folder with the public keys and one secret key, or the file of a secret key next to them.
+        place: a folder with the public keys and one secret key, or the file of a secret key in such a
+            folder.
 
     Raises:
         ConfigurationError: it is not clear which key is this rank's, or no public key belongs to it.
@@ -165,7 +166,7 @@ def own_curve_keys(place: Path | str) -> CurveKeys:
 
 
 def _load(path: Path) -> tuple[bytes, bytes | None]:
-    """Read a certificate: its public key, and its secret one."""
+    """Read a certificate; return its public key and its secret key, if any."""
     try:
         return zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
@@ -177,15 +178,15 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
 
 @final
 class Doorkeeper:
-    """Answers ZeroMQ, on a thread of its own, who may connect; ``user`` returns a name or None.
+    """Tells ZeroMQ, on a separate thread, who may connect; ``user`` returns a name or None.
 
-    It has a thread because connections are made while the rank computes.  It ends with the context.
+    The thread is needed because connections are made while the rank computes.  It ends with the context.
     """
 
     def __init__(
         self, context: zmq.Context[Any], user: Callable[[list[bytes]], bytes | None]
     ) -> None:
-        # bound before the socket that it guards: while nobody answers at this endpoint, CURVE lets
+        # bound before the socket that it guards: as long as nothing answers at this endpoint, CURVE lets
         # every key in
         socket = context.socket(zmq.REP)
         socket.bind(ZAP_ENDPOINT)
@@ -205,7 +206,7 @@ class Doorkeeper:
         except zmq.ContextTerminated:
             pass
         finally:
-            socket.close()  # by its own thread, while ``Context.term`` waits for it
+            socket.close()  # on its own thread, while ``Context.term`` waits for it
 
 
 def zap_reply(request: list[bytes], user: bytes | None) -> list[bytes]:
@@ -217,7 +218,7 @@ def zap_reply(request: list[bytes], user: bytes | None) -> list[bytes]:
 
 
 def curve_user(request: list[bytes], listed: Sequence[bytes]) -> bytes | None:
-    """Return the key that a ZAP request proves, as its user's name, if it is listed."""
+    """Return the key proven by a ZAP request, as the user's name, if it is listed."""
     if len(request) == 7 and request[5] == b"CURVE" and len(request[6]) == 32:
         key = z85.encode(request[6])
         return key if key in listed else None
@@ -225,8 +226,8 @@ def curve_user(request: list[bytes], listed: Sequence[bytes]) -> bytes | None:
 
 
 def plain_user(request: list[bytes], word: bytes) -> bytes | None:
-    """Return the name in a ZAP request that has the password."""
-    # compared in constant time: the delay of an answer must not tell how much of a guess is right
+    """Return the name in a ZAP request with the right password."""
+    # compared in constant time, so the delay of an answer does not reveal how much of a guess is right
     if len(request) == 8 and request[5] == b"PLAIN" and hmac.compare_digest(request[7], word):
         return request[6]
     return None

@@ -1,4 +1,4 @@
-"""How many file descriptors a mesh takes, and whether this process may have them."""
+"""The number of file descriptors that a mesh takes, and whether this process may open them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from sparsync.errors import ConfigurationError
 
 __all__ = ["OWN", "PER_PEER", "require_descriptors"]
 
-# of a context, its threads, the incoming socket and the one that decides who may connect
+# descriptors of a context, its threads, the incoming socket and the one that authenticates peers
 OWN: Final = 12
-# the link, the two ends of its monitor, the outgoing connection and the incoming one
+# descriptors per peer: the link, both ends of its monitor, the outgoing and the incoming connection
 PER_PEER: Final = 5
-SPARE: Final = 16  # for files, and for connections that torch opens meanwhile
+SPARE: Final = 16  # for files, and for connections opened meanwhile by torch
 
 
 def require_descriptors(rank: int, peers: int, own: int = 0) -> None:
-    """Refuse to open sockets for ``peers`` more ranks, and ``own`` descriptors, if they would not fit.
+    """Refuse to open sockets for ``peers`` more ranks, and ``own`` descriptors, beyond the limit.
 
-    When ZeroMQ gets no descriptor in the middle of its work, it ends the process.
+    If ZeroMQ fails to get a descriptor while working, it ends the process.
 
     Raises:
         ConfigurationError: says how many are needed, and the limit.

@@ -1,4 +1,4 @@
-"""Run an actor on a thread of its own, over a mesh of its own."""
+"""Run an actor on a separate thread, over a separate mesh."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from sparsync.transports.zmq.peers import MAX_MESSAGE
 
 __all__ = ["ZmqHost"]
 
-_WAKE: Final = "inproc://wake"  # in an actor's own context, so all actors may use the same name
-_NAP: Final = 0.5  # seconds between looks at deaths while nothing comes and nothing is due
-_NAMED: Final = 4  # ranks that an error names, those first that have been silent for longest
+_WAKE: Final = "inproc://wake"  # private to an actor's context, so all actors may use the same name
+_NAP: Final = 0.5  # seconds between checks for deaths while nothing arrives and nothing is due
+_NAMED: Final = 4  # number of ranks named in an error, the longest silent first
 _WHOLE: Final = Raw("value", variable=True)
 
 
 class ZmqHost(Host):
     """Runs an actor on a daemon thread.
 
-    The rank hands work over through a queue and waits on an event: it never holds a lock that the
-    actor needs, nor the other way round.  A peer whose connection ends is dead; one that is silent is
-    not.  ``comm`` is the host's alone, which closes it at the end.
+    The rank passes work through a queue and waits for an event.  Neither side holds a lock that the other
+    needs.  A peer whose connection ends is dead; a silent peer is not.  ``comm`` is private to the host,
+    which closes it at the end.
     """
 
     def __init__(self, actor: Actor, comm: Any) -> None:  # a ``ZmqCommunicator``
@@ -43,11 +43,11 @@ class ZmqHost(Host):
         self._closing = False
         self._gone: dict[int, str] = {}
         self._heard = {r: self.now for r in range(comm.world_size) if r != comm.rank}
-        self._receive: Any = None  # under way
+        self._receive: Any = None  # the receive in flight
         self._mesh.incoming.bind(_WAKE)
         self._waker = self._mesh.context.socket(zmq.PUSH)
         self._waker.connect(_WAKE)
-        self._lock = threading.Lock()  # of the waker: a ZeroMQ socket is for one thread at a time
+        self._lock = threading.Lock()  # for the waker: a ZeroMQ socket allows one thread at a time
         actor.meet(self)
         self._thread = threading.Thread(target=self._work, name="sparsync-actor", daemon=True)
         self._thread.start()
@@ -58,16 +58,16 @@ class ZmqHost(Host):
     def call(self, function: Callable[[], None]) -> None:
         """Queue a function, and wake the thread."""
         self._calls.append(function)
-        # queued first: the thread may wake at once.  If the line is full, enough wakes are under way;
-        # if it is closed, nothing is left to wake
+        # Queued first, because the thread may wake at once.  If the pipe is full, enough wake-ups are in
+        # flight; if it is closed, nothing is left to wake
         with self._lock, suppress(zmq.ZMQError):
             self._waker.send(self._mesh.wake_word, zmq.NOBLOCK)
 
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
-        """Queue a function; the wait ends in an error if the actor fails or the timeout passes."""
+        """Queue a function; the wait ends with an error if the actor fails or the timeout expires."""
         asked = _Asked(where, self._comm.timeout, self._silent)
-        # listed for the thread first, then its error is looked at: so a failure between the two ends
-        # the wait as well
+        # first listed for the thread, then the error is checked, so a failure between the two also ends
+        # the wait
         self._asked = [*(one for one in self._asked if not one.done), asked]
         if self._error is not None:
             asked.end(error=self._error)
@@ -82,7 +82,7 @@ class ZmqHost(Host):
             self._thread.join()
 
     def _silent(self) -> str:
-        """Say which ranks are gone, or how long each has been silent."""
+        """Report which ranks are gone, or how long each has been silent."""
         gone = [f"rank {peer} is gone ({reason})" for peer, reason in list(self._gone.items())]
         since = sorted((heard, peer) for peer, heard in list(self._heard.items()))
         ages = [f"rank {peer} for {self.now - heard:.1f} s" for heard, peer in since]
@@ -100,8 +100,8 @@ class ZmqHost(Host):
             while not self._closing:
                 self._turn()
         except BaseException as error:
-            # the error first, then the list: the reverse order of ``ask``, so that one of the two sees
-            # the other
+            # first the error, then the list: the reverse order of ``ask``, so at least one of the two
+            # sees the other
             self._error = error
             for asked in self._asked:
                 asked.end(error=error)
@@ -118,7 +118,7 @@ class ZmqHost(Host):
         self._take(_NAP if due is None else min(max(due - self.now, 0.0), _NAP))
         deaths = self._deaths()
         self._gone.update(deaths)
-        # an actor hears the last messages of a dead peer before it hears of the death
+        # an actor receives the last messages of a dead peer before the news of its death
         while deaths and self._take(0.0):
             pass
         for peer, reason in deaths.items():
@@ -128,13 +128,13 @@ class ZmqHost(Host):
             self._actor.tick()
 
     def _take(self, seconds: float) -> bool:
-        """Give the actor the next message, if one comes within ``seconds`` and before the next call."""
+        """Give the actor the next message, if one arrives within ``seconds`` and before the next call."""
         mesh = self._mesh
         try:
             if self._receive is None:
                 self._receive = self._comm.irecv_any(MAX_MESSAGE, "actor", _WHOLE)
-            # looked at and never waited for, as a wait would have a deadline: peers may be silent for
-            # ever.  The time passes in ``advance``, which a call ends early
+            # Polled, never waited for, because a wait would have a deadline, and peers may be silent
+            # forever.  The time is spent in ``advance``, which a call ends early
             receive = self._receive
             if not receive.poll(0.0):
                 mesh.advance(seconds)
@@ -150,14 +150,14 @@ class ZmqHost(Host):
         return True
 
     def _deaths(self) -> dict[int, str]:
-        """Return the peers whose connection has ended since the last call, and why."""
+        """Return the peers whose connection has ended since the last call, with the reasons."""
         mesh = self._mesh
         ended = {peer: link.lost for peer, link in mesh.links.items() if link.lost}
         return {p: why for p, why in {**ended, **mesh.lost}.items() if p not in self._gone}
 
 
 class _Asked(Operation):
-    """A wait for an actor on its thread; ``silent`` says which ranks have not been heard of."""
+    """A wait for an actor on its thread; ``silent`` reports which ranks have been silent."""
 
     def __init__(self, where: Callable[[], str], timeout: float, silent: Callable[[], str]) -> None:
         self.where, self.timeout, self.silent = where, timeout, silent

@@ -1,4 +1,4 @@
-"""Messages between ranks: their 56-byte header, and the mailboxes in which they meet their receives."""
+"""Messages between ranks: their 56-byte header, and the mailboxes that match them with receives."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ VERSION: Final = 2
 LAYOUT: Final = struct.Struct("<2sBBIQIIqqQQ")
 HEADER_BYTES: Final = LAYOUT.size
 
-HELLO: Final = 1  # flag: a link was opened; nothing follows
-APART: Final = 2  # flag: the payload is a frame of its own
-GIVE_UP: Final = 4  # flag: the sender waits for nobody any more; nothing follows
+HELLO: Final = 1  # flag: a link was opened; no payload
+APART: Final = 2  # flag: the payload is in a separate frame
+GIVE_UP: Final = 4  # flag: the sender has stopped waiting; no payload
 NO_LOCAL_STEP: Final = -1
 
-# phases in which ranks may be while others are in an exchange.  Messages carry numbers, and an error
-# can name only phases that this rank knows
+# phases in which ranks may be while others are in an exchange.  Messages carry numbers, and an error can
+# only name the phases that this rank knows
 _ELSEWHERE: Final = (
     *("agreement", "average", "barrier", "checkpoint", "contributions", "finish", "sentinel"),
     *("max", "min", "settle"),
@@ -88,7 +88,7 @@ class Claim:
     step: int
     phase: str
     capacity: int  # bytes
-    exact: bool  # a message must have as many bytes, not fewer
+    exact: bool  # a message must have exactly this many bytes, not fewer
     local_step: int | None = None  # for errors
     sender: int | None = None
     payload: Tensor | None = None
@@ -102,12 +102,12 @@ class Claim:
 
 @final
 class Mailboxes:
-    """All messages that have arrived unasked, up to ``limit`` bytes, and all receives that wait."""
+    """All unclaimed messages that have arrived, up to ``limit`` bytes, and all waiting receives."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.unclaimed = 0  # bytes
-        self.handed = 0  # messages that met a receive that waited
+        self.handed = 0  # number of messages given to a waiting receive
         self.broken = ""  # why no wait can succeed any more, whatever its source
         self._phases: dict[int, str] = {}  # number on the wire -> name, for errors
         for name in _ELSEWHERE:
@@ -118,7 +118,7 @@ class Mailboxes:
         self._count = 0
 
     def phase_number(self, name: str) -> int:
-        """Return the 32 bits that stand for a phase on the wire."""
+        """Return the 32 bits that represent a phase in a header."""
         number = zlib.crc32(name.encode())
         self._phases[number] = name
         return number
@@ -128,8 +128,8 @@ class Mailboxes:
         return self._expected.get((source, tag), 0)
 
     def deliver(self, header: Header, payload: Tensor) -> bool:
-        """Hand a message to the receive that waits for it, or keep it; False: there is no room."""
-        # a receive that names the source comes before one that takes any
+        """Hand a message to the receive waiting for it, or keep it; False if there is no room."""
+        # a receive that names the source takes precedence over one from any source
         key, nbytes = (header.source, header.tag), payload.numel()
         waiting = self._waiting.get(key) or self._waiting.get((None, header.tag))
         if not waiting and self.unclaimed + nbytes > self.limit:
@@ -145,9 +145,9 @@ class Mailboxes:
         return True
 
     def post(self, claim: Claim) -> None:
-        """Give a receive the message that arrived first for it, or let it wait.
+        """Give a receive the first message that arrived for it, or let it wait.
 
-        A message goes to a receive that names its source before one that takes any.
+        A message goes to a receive that names its source before one from any source.
         """
         if claim.source is None:
             boxes = [box for (_, tag), box in self._arrived.items() if tag == claim.tag and box]
@@ -164,23 +164,23 @@ class Mailboxes:
             self._waiting.setdefault((claim.source, claim.tag), deque()).append(claim)
 
     def fail(self, source: int | None, reason: str) -> None:
-        """End every receive that names this source (None: those that take any) with an error."""
+        """End every receive from this source (None: those from any source) with an error."""
         for (waited, _), waiting in self._waiting.items():
             while waited == source and waiting:
                 claim = waiting.popleft()
                 claim.error = PeerError(f"{claim} will not come: {reason}")
 
     def break_off(self, reason: str) -> None:
-        """End every receive with an error, and later ones whose message is not here yet."""
+        """End every receive with an error, and later ones whose message has not arrived yet."""
         self.broken = self.broken or reason
         for source in {source for source, _ in self._waiting}:
             self.fail(source, self.broken)
 
     def _give(self, header: Header, payload: Tensor, claim: Claim) -> None:
-        """End a receive with this message, or with the error that it does not fit."""
+        """End a receive with this message, or with an error if it does not fit."""
         nbytes = payload.numel()
-        # a message of another call is an error and never kept for later: ranks that disagree on the
-        # call would otherwise sum values that do not belong together
+        # a message of another call is an error, never kept for later: ranks that disagree on the call
+        # would otherwise sum unrelated values
         same_step = header.step == claim.step or claim.source is None
         if header.phase != self.phase_number(claim.phase) or not same_step:
             name = self._phases.get(header.phase)

@@ -41,43 +41,42 @@ from sparsync.transports.zmq.peers import (
 
 __all__ = ["Mesh", "bind", "tcp"]
 
-LINGER: Final = 5.0  # seconds that ``close`` gives the last messages to leave
-# the same after ``abort``, from which they count: the thread whose waits end takes its part of them, and
-# a process that ends is to do so within 5 s
+LINGER: Final = 5.0  # seconds that ``close`` gives the last messages
+# The same, counted from ``abort``.  It is shorter, because the thread whose waits end also takes time,
+# and the process must end within 5 s
 LINGER_ABORTED: Final = 4.5
-LEAST_LINGER: Final = 1.0  # that there is in any case
-TICK: Final = 0.05  # seconds between looks at connections while a wait is on
-BUSY: Final = 10  # ticks between looks at connections while messages come
-# seconds between the loss of the link to a rank that was never heard of and giving up on that rank: its
-# first message may be under way
+LEAST_LINGER: Final = 1.0  # the minimum in any case
+TICK: Final = 0.05  # seconds between checks of connections during a wait
+BUSY: Final = 10  # ticks between checks of connections while messages arrive
+# seconds between losing the link to a rank that was never heard of and giving up on it, because its first
+# message may be in flight
 GRACE: Final = 0.5
-# the same for a rank that was heard of but never reached: that may be one which closed at once, whose
-# last messages are still under way
+# the same for a rank that was heard of but never reached: it may have closed at once, with its last
+# messages still in flight
 LATE: Final = 3.0
 ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
-SHARED: Final = 8192  # bytes that ZeroMQ reads at once: a shorter frame may lie among others
-MAX_UNCLAIMED: Final = 2**31  # bytes of messages that arrived before anybody asked for them
-MAX_EARLY: Final = 2**26  # bytes of messages of a group that this rank is not in yet
-PER_MESSAGE: Final = (
-    2**9
-)  # bytes of memory that a message takes in addition to its own: many are short
-MOST_FRAMES: Final = 1 + MAX_MESSAGE // PIECE  # of one message
-HANDSHAKE: Final = 10.0  # seconds in which those that connect must say who they are
-STRANGERS: Final = (
-    16  # connections that may be silent, in addition to those of ranks not heard of yet
+SHARED: Final = (
+    8192  # bytes that ZeroMQ reads at once; a shorter frame may share its buffer with others
 )
+MAX_UNCLAIMED: Final = 2**31  # limit on bytes of messages that no receive has asked for yet
+MAX_EARLY: Final = 2**26  # limit on bytes of messages of a group that this rank has not joined yet
+# bytes of overhead in memory per message, which matters because many are short
+PER_MESSAGE: Final = 2**9
+MOST_FRAMES: Final = 1 + MAX_MESSAGE // PIECE  # of one message
+HANDSHAKE: Final = 10.0  # seconds in which a connecting peer must identify itself
+STRANGERS: Final = 16  # allowed silent connections, in addition to those of ranks not yet heard of
 MOST_MEMBERS: Final = 1024  # of a group that changes
 
 
 @final
 class _Patience:
-    """How long the last messages may take to leave.  Not the mesh's: at exit, that is gone."""
+    """How long the last messages may take.  Separate from the mesh, which at exit no longer exists."""
 
     def __init__(self) -> None:
         self.aborted: float | None = None  # on the monotonic clock
 
     def until(self) -> float:
-        """Return when what has not left by then is dropped."""
+        """Return the time at which unsent messages are dropped."""
         now = time.monotonic()
         if self.aborted is None:
             return now + LINGER
@@ -104,39 +103,39 @@ class Mesh:
         self.rank, self.world_size, self.keys = rank, world_size, keys
         self._timeouts = timeout, connect_timeout
         self.job, self.endpoints = 0, list[str]()
-        # messages of a group that this rank is not in yet; None: its group never changes
+        # messages of a group that this rank has not joined yet; None: the group never changes
         self._early: deque[tuple[int, list[zmq.Frame]]] | None = deque() if changing else None
         self._early_bytes = 0  # of all of them
-        self._past: set[int] = set()  # jobs of groups that it has left
+        self._past: set[int] = set()  # jobs of groups that this rank has left
         self.links: dict[int, Link] = {}
         self.wake_word = secrets.token_bytes(16)  # no peer can guess it
         self.mailboxes = Mailboxes(MAX_UNCLAIMED)
-        self.dropped: Counter[str] = Counter()  # messages that were refused, by reason
+        self.dropped: Counter[str] = Counter()  # refused messages, by reason
         self.lost: dict[int, str] = {}  # ranks that are gone, and why
         self._connected: dict[int, float] = {}  # file descriptor -> time of the connection
-        self._spoke: set[int] = set()  # descriptors over which a message has come
-        self._ranks: dict[int, int] = {}  # file descriptor -> rank, once it has said who it is
-        self._heard: set[int] = set()  # ranks from which a message has come
-        self._ended: set[int] = set()  # ranks whose connection has ended, until the next look
-        self._foreign = 0  # connections of another protocol
+        self._spoke: set[int] = set()  # descriptors over which a message has arrived
+        self._ranks: dict[int, int] = {}  # file descriptor -> rank, once it has identified itself
+        self._heard: set[int] = set()  # ranks from which a message has arrived
+        self._ended: set[int] = set()  # ranks whose connection has ended, until the next check
+        self._foreign = 0  # number of connections of another protocol
         self._altered = False  # a rank's connection was broken off because its bytes were changed
         self._aborted = False
-        self._busy = False  # a message has come since the last look at the clock
+        self._busy = False  # whether a message has arrived since the last check
         self._looked = self._next_look = 0.0
 
         require_descriptors(rank, world_size - 1, OWN)
-        # a context of its own: no other user of pyzmq in this process can exhaust or end it
+        # a private context, which no other user of pyzmq in this process can exhaust or terminate
         context: zmq.Context[Any] = zmq.Context()
         sockets = list[zmq.Socket[Any]]()
         guards = list[Doorkeeper]()
-        # the finalizer is made before there is a socket: a context with an open socket never ends, nor
-        # does its process.  It gets the containers, which fill later, since ``self`` would keep the
-        # mesh alive
+        # The finalizer is created before any socket: a context with an open socket never terminates, nor
+        # does its process.  It gets the containers, which are filled later, because ``self`` would keep
+        # the mesh alive
         self._patience = _Patience()
         self.close = weakref.finalize(
             self, _close, context, sockets, self.links, guards, self._patience, os.getpid()
         )
-        # a link has three: its socket and the two ends of its monitor
+        # a link has three sockets: its own and the two ends of its monitor
         context.max_sockets = 8 + 3 * (MOST_MEMBERS if changing else world_size)
         context.linger = 0
         context.rcvhwm = 0  # a full queue of events would block the thread that moves the bytes
@@ -158,13 +157,13 @@ class Mesh:
         sockets: list[zmq.Socket[Any]],
         guards: list[Doorkeeper],
     ) -> None:
-        """Bind the incoming socket, behind a guard: ranks must prove who they are before they send."""
+        """Bind the incoming socket behind a guard: ranks must authenticate before they can send."""
         address = tcp(interface)
         self.incoming, self._events = watched(
             self.context, zmq.PULL, f"{address}:*", self._timeouts[0], HANDSHAKE
         )
         sockets += self.incoming, self._events
-        # the guard answers before the socket is bound: a connection in between would be let in unasked
+        # the guard must answer before the socket is bound, or a connection in between would be let in
         guard: CurveKeys | Password = Password() if self.keys is None else self.keys
         self.doorkeeper = guard.guard(self.incoming)
         guards.append(self.doorkeeper)
@@ -185,21 +184,21 @@ class Mesh:
         self.address = str(self.incoming.get_string(zmq.LAST_ENDPOINT))
         if advertise is not None:
             self.address = f"{tcp(advertise)}:{self.address.rpartition(':')[2]}"
-        # all that the others need to connect, except for this rank's public key
+        # everything that the others need to connect, except this rank's public key
         self.endpoint = self.address
         if isinstance(guard, Password):
             self.endpoint = f"{self.address} {guard.word.decode()}"
 
     def connect(self, job: int, endpoints: list[str]) -> None:
-        """Open the links that are not open, and greet the other ends, so that they know this rank."""
+        """Open the missing links, and greet the other ends, so they know this rank."""
         self.job, self.endpoints = job, endpoints
         known = {link.endpoint: link for link in self.links.values() if not link.lost}
         closing = [link for link in self.links.values() if link.lost]
         new = [e for rank, e in enumerate(endpoints) if rank != self.rank and e not in known]
         require_descriptors(self.rank, len(new))
-        self.links.clear()  # the dictionary stays the same: the finalizer closes the links in it
+        self.links.clear()  # the same dictionary is kept, because the finalizer closes the links in it
         try:
-            # rotated: not all ranks connect to rank 0 first
+            # rotated, so that not all ranks connect to rank 0 first
             for shift in range(1, self.world_size):
                 peer = (self.rank + shift) % self.world_size
                 link = known.pop(endpoints[peer], None) or Link(
@@ -210,10 +209,10 @@ class Mesh:
         finally:
             for link in (*closing, *known.values()):
                 link.leave()
-        self._tell_all(HELLO)  # a peer may be gone again already
+        self._tell_all(HELLO)  # sends may fail, as a peer may already be gone again
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
-        """Be a rank of another group, over the same incoming socket; drop the former group's messages."""
+        """Become a rank of another group, on the same socket; drop the former group's messages."""
         if self.keys is not None:
             publics = [endpoint.partition(" ")[2].encode() for endpoint in endpoints]
             unlisted = [rank for rank, key in enumerate(publics) if key not in self.keys.listed]
@@ -231,14 +230,14 @@ class Mesh:
         for known in (self.lost, self._ranks, self._heard, self._ended):
             known.clear()
         self.connect(job, endpoints)
-        # members of the new group may have sent before this rank joined: their messages were kept, and
-        # those of yet another group are kept on
+        # Members of the new group may have sent before this rank joined, so their messages were kept;
+        # those of yet another group are kept further
         early, self._early, self._early_bytes = self._early or (), deque(), 0
         for _, frames in early:
             self._take(frames)
 
     def give_up(self) -> None:
-        """Tell the others that this rank waits for nobody any more, so that they stop waiting as well."""
+        """Tell the others that this rank has stopped waiting, so they stop as well."""
         self._tell_all(GIVE_UP)
 
     def _tell_all(self, flag: int) -> None:
@@ -248,10 +247,10 @@ class Mesh:
             link.send(Parcel(header, nothing))
 
     def abort(self) -> None:
-        """End the waits of another thread; the caller closes the sockets once they have ended."""
+        """End the waits of another thread; the caller closes the sockets once these have ended."""
         self._aborted = True
         self._patience.aborted = time.monotonic()
-        # not at exit by itself: where the other thread does not end, libzmq would abort the process
+        # not closed at exit: if the other thread does not end, libzmq would abort the process
         self.close.atexit = False
 
     def check_open(self) -> None:
@@ -262,7 +261,7 @@ class Mesh:
             )
 
     def refusals(self) -> dict[str, int]:
-        """Count the messages and the connections that were refused, by reason."""
+        """Count refused messages and connections, by reason."""
         connections = {
             "wrong passwords" if self.keys is None else "unlisted keys": self.doorkeeper.refused,
             "connections of another protocol": self._foreign,
@@ -270,9 +269,9 @@ class Mesh:
         return {**self.dropped, **{why: count for why, count in connections.items() if count}}
 
     def state_of(self, rank: int) -> str:
-        """Say what has been seen of a rank that is not reached, or that has not reached this one."""
+        """Describe what is known of a rank that is not reached, or that has not reached this one."""
         link = self.links.get(rank)
-        if link is None:  # a channel of a former group is in use
+        if link is None:  # a channel of a former group is being used
             return f"this group of {self.world_size} has no such rank; make channels again"
         if link.state or rank in self._heard:
             return link.state
@@ -283,8 +282,8 @@ class Mesh:
     def advance(self, seconds: float, expected: int = 1) -> None:
         """Wait at most ``seconds`` (and at most two ticks) for anything to happen, and handle it.
 
-        A long wait looks at the ``expected`` messages together: for a rank that shares its core, the work
-        between two naps costs most.
+        A long wait handles the ``expected`` messages together, because for a rank that shares its core
+        the work between two naps costs most.
         """
         if seconds <= 0:
             self.drain()
@@ -295,7 +294,7 @@ class Mesh:
         elif self.incoming.poll(max(round(seconds * 1000), 1)):
             self.drain()
         now = time.monotonic()
-        if self._busy:  # as long as messages come, looks are rarer: they ask every socket
+        if self._busy:  # while messages arrive, checks are rarer, because they poll every socket
             self._busy = False
             self._next_look = min(now + TICK, self._looked + BUSY * TICK)
         if now >= self._next_look:
@@ -303,7 +302,7 @@ class Mesh:
             self._look(now)
 
     def drain(self) -> None:
-        """Take in all messages that have arrived, and send those that wait, without waiting."""
+        """Receive all messages that have arrived, and send queued ones, without waiting."""
         try:
             while True:
                 self._take(self._receive(zmq.NOBLOCK))
@@ -323,11 +322,11 @@ class Mesh:
         self.drain()
 
     def _look(self, now: float) -> None:
-        """Notice deaths: ended connections, and ranks that cannot be reached or never spoke."""
+        """Detect deaths: ended connections, and ranks that cannot be reached or never spoke."""
         self._look_at_incoming()
         for link in self.links.values():
             link.look()
-        # an end is reported after the last message has arrived: so all messages are taken in first, and
+        # an end is reported after the last message has arrived, so all messages are received first, and
         # receives that they satisfy do not fail
         if self._ended or self._altered or self._unreached(now):
             self.drain()
@@ -349,10 +348,10 @@ class Mesh:
         self._turn_away(now)
 
     def _unreached(self, now: float) -> dict[int, str]:
-        """Return the ranks that are to be given up because a connection was not made, and why.
+        """Return the ranks to give up on because a connection was not made, with the reasons.
 
-        The end of a connection that was made is left to the incoming one, which reports it in order,
-        after the rank's messages.
+        If a connection was made, its end is left to the incoming socket, which reports it in order, after
+        the rank's messages.
         """
         found, here = dict[int, str](), set(self._ranks.values())
         for rank, link in self.links.items():
@@ -382,21 +381,23 @@ class Mesh:
                 if value in self._ranks:
                     self._ended.add(self._ranks.pop(value))
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                # the event does not say whose connection it was.  It counts as a stranger's while there
-                # is a connection that has not spoken, so that no stranger can end the job in this way
+                # The event does not say whose connection it was.  It is attributed to a stranger as long
+                # as some connection has not spoken, so no stranger can end the job in this way
                 if self._ranks and self._connected.keys() <= self._spoke:
                     self._altered = True
                 else:
                     self._foreign += 1
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                self._foreign += 1  # the other end saw first that the protocols differ, and hung up
+                self._foreign += (
+                    1  # the other end noticed first that the protocols differ, and hung up
+                )
 
     def _break_off_altered(self) -> None:
-        """End all waits: a message to this rank is lost, and ZeroMQ does not say from whom.
+        """End all waits, because a message to this rank is lost, and ZeroMQ does not say whose.
 
-        ZeroMQ 4.3.5 stops reading such a connection and leaves it open (its event overwrites the error
-        number that would close it).  In a group that changes, connections are therefore closed here,
-        which tells their other ends; they connect again in the next group.
+        ZeroMQ 4.3.5 stops reading such a connection but leaves it open (its event overwrites the error
+        number that would close it).  In a changing group, connections are therefore closed here, which
+        informs the other ends; they reconnect in the next group.
         """
         self._altered = False
         self.mailboxes.break_off(
@@ -407,7 +408,7 @@ class Mesh:
             self._cut(descriptor)
 
     def _turn_away(self, now: float) -> None:
-        """Close the oldest of the connections that have said nothing, if there are many."""
+        """If there are many silent connections, close the oldest of them."""
         most = STRANGERS + self.world_size - 1 - len(self._heard)
         if len(self._connected) - len(self._spoke) > most:
             silent = [
@@ -421,40 +422,40 @@ class Mesh:
     def _cut(self, descriptor: int) -> None:
         """End an incoming connection.
 
-        ZeroMQ has no call for that.  It closes a connection that has ended, so this ends it in the
-        kernel, by a second descriptor of the same socket.
+        ZeroMQ has no call for that, but closes a connection that has ended.  So this function ends it in
+        the kernel, through a second descriptor of the same socket.
         """
         try:
             twin = network.socket(fileno=os.dup(descriptor))
         except OSError:
-            return  # it has ended already
+            return  # it has already ended
         with twin, suppress(OSError):
-            # ZeroMQ reports the end of a connection before it closes it, and only then can another file
-            # get the same number: if no end is reported by now, the twin belongs to that connection
+            # ZeroMQ reports the end of a connection before closing it, and only then can its descriptor
+            # number be reused: if no end has been reported by now, the twin belongs to that connection
             self._look_at_incoming()
             if descriptor in self._connected:
                 twin.shutdown(network.SHUT_RDWR)
 
     def lose(self, rank: int, reason: str) -> None:
-        """Give up on a rank: receives that name it fail, now and later."""
+        """Give up on a rank; receives from it fail, now and later."""
         self.lost.setdefault(rank, f"rank {rank}: {reason}")
         self.mailboxes.fail(rank, self.lost[rank])
 
     # ---- receiving -----------------------------------------------------------------------------
 
     def _take_several(self, count: int) -> None:
-        """Take in ``count`` messages, or those that come within a tick."""
+        """Receive ``count`` messages, or those that arrive within a tick."""
         arrived, until = list[list[zmq.Frame]](), time.monotonic() + TICK
         try:
             while len(arrived) < count and time.monotonic() < until:
                 arrived.append(self._receive(0))
         except zmq.Again:
-            pass  # a tick without one
+            pass  # no message for a tick
         for frames in arrived:
             self._take(frames)
 
     def _receive(self, flags: int) -> list[zmq.Frame]:
-        """Receive one message of any kind; an empty frame stands for one that is too long."""
+        """Receive one message of any kind; an empty frame stands for an oversized one."""
         frames = [self.incoming.recv(flags, copy=False)]
         nbytes = len(frames[0].buffer)
         while frames[-1].more:
@@ -465,7 +466,7 @@ class Mesh:
         return frames
 
     def _too_long(self, first: zmq.Frame) -> list[zmq.Frame]:
-        """Drop a message, and its sender's connection; nothing else can be received before its end."""
+        """Drop a message and its sender's connection; nothing else can be received before its end."""
         self._look_at_incoming()
         self._cut(first.get(zmq.SRCFD))
         while self.incoming.rcvmore:
@@ -473,9 +474,9 @@ class Mesh:
         return [zmq.Frame(b"")]
 
     def _take(self, frames: list[zmq.Frame]) -> None:
-        """Look at a message, and give it to the receive that it is for."""
+        """Check a message, and give it to its receive."""
         if len(frames) == 1 and frames[0].buffer == self.wake_word:
-            return  # not a message: another thread of this rank ends this one's wait
+            return  # not a message: another thread of this rank ends this thread's wait
         self._busy = True
         try:
             self._judge(frames)
@@ -486,8 +487,8 @@ class Mesh:
         frame = frames[0]
         raw = frame.buffer
         header = Header.parse(raw)
-        # all that a header claims is checked, in this order, before the payload is touched; with keys,
-        # the rank that it names must be the one whose key opened the connection
+        # all claims of a header are checked, in this order, before the payload is touched; with keys, the
+        # named rank must be the one whose key opened the connection
         if header.job != self.job and self._early is not None and header.job not in self._past:
             self._spoken(frame)
             size = sum(PER_MESSAGE + len(part.buffer) for part in frames)
@@ -519,8 +520,8 @@ class Mesh:
                 self._deliver(header, _taken(pieces[0]) if len(pieces) == 1 else _joined(pieces))
 
     def _deliver(self, header: Header, payload: Tensor) -> None:
-        # ZeroMQ delivers the messages of a connection in order.  A number that is too high means that
-        # one was lost; one that is too low repeats a message, or is of a rank that was given up
+        # ZeroMQ delivers the messages of a connection in order.  A number that is too high means that a
+        # message was lost; a number that is too low repeats one, or comes from a rank already given up
         source = header.source
         due = self.mailboxes.next_sequence(source, header.tag)
         if header.sequence < due or source in self.lost:
@@ -537,16 +538,16 @@ class Mesh:
             )
 
     def _hear(self, source: int, frame: zmq.Frame) -> None:
-        """Note which connection is a rank's: its end, reported after its messages, is the rank's end."""
+        """Record a rank's connection, whose end, reported after its messages, is the rank's end."""
         self._heard.add(source)
         descriptor = self._spoken(frame)
         if descriptor is not None:
             self._ranks[descriptor] = source
         else:
-            self._ended.add(source)  # it connected, spoke, and left
+            self._ended.add(source)  # it has connected, spoken, and left
 
     def _spoken(self, frame: zmq.Frame) -> int | None:
-        """Note that a connection is not a stranger's; return its file descriptor if it still exists."""
+        """Mark a connection as no stranger's; return its file descriptor if it still exists."""
         descriptor: int = frame.get(zmq.SRCFD)
         self._look_at_incoming()
         if descriptor not in self._connected:
@@ -556,12 +557,12 @@ class Mesh:
 
 
 def tcp(host: str) -> str:
-    """Return ZeroMQ's address of a host, without a port."""
+    """Return a host's ZeroMQ address, without a port."""
     return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
 
 
 def bind(socket: zmq.Socket[Any], address: str, port_range: tuple[int, int] | None) -> None:
-    """Bind the first port that is free."""
+    """Bind the first free port."""
     if port_range is None:
         socket.bind(f"{address}:*")
         return
@@ -576,9 +577,9 @@ def bind(socket: zmq.Socket[Any], address: str, port_range: tuple[int, int] | No
 
 
 def _taken(raw: memoryview) -> Tensor:
-    """Make a tensor of a frame's own memory, which the tensor keeps alive, or of a copy.
+    """Return a tensor that uses a frame's memory and keeps it alive, or a copy.
 
-    A short frame is copied: ZeroMQ keeps it in a buffer with others, all of which would stay alive.
+    A short frame is copied, because ZeroMQ keeps it in a buffer with others that would all stay alive.
     """
     if len(raw) == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -589,7 +590,7 @@ def _taken(raw: memoryview) -> Tensor:
 
 
 def _joined(pieces: Sequence[memoryview]) -> Tensor:
-    """Make one tensor of a long payload's frames."""
+    """Concatenate the frames of a long payload into one tensor."""
     whole, at = torch.empty(sum(map(len, pieces)), dtype=torch.uint8), 0
     into = whole.numpy()
     for piece in pieces:
@@ -606,8 +607,8 @@ def _close(
     patience: _Patience,
     pid: int,
 ) -> None:
-    """Let the last messages leave, then close everything.  Not a method: it runs at exit as well."""
-    if context.closed or os.getpid() != pid:  # a forked child has no part in its parent's sockets
+    """Send the last messages, then close everything.  Not a method, because it also runs at exit."""
+    if context.closed or os.getpid() != pid:  # a forked child must not touch its parent's sockets
         return
     deadline = patience.until()
     for link in links.values():

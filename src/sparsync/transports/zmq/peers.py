@@ -1,4 +1,4 @@
-"""The outgoing side of a mesh: a socket to each peer, its state, and messages on their way."""
+"""The outgoing side of a mesh: a socket to each peer, its state, and messages in flight."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from sparsync.transports.zmq.curve import CurveKeys, Password
 
 __all__ = ["Link", "Parcel", "happened", "host_and_port", "longest_silence", "resolved", "watched"]
 
-# seconds without a sign of life, though asked for one, after which the other end of a connection counts
-# as dead; never less, since ZeroMQ's thread may have to wait for a core
+# Seconds without a sign of life, despite asking for one, after which the other end of a connection counts
+# as dead.  Never less, because ZeroMQ's thread may have to wait for a core
 HEARTBEAT: Final = 20.0
-# or this many times ``timeout``, if that is longer: when a rank stands still, the deadline of the wait
-# for it must pass first, although the last sign of life came before that wait began
+# or this many times ``timeout``, if that is longer: when a rank stalls, the deadline of the wait for it
+# must pass first, although the last sign of life came before that wait began
 PATIENCE: Final = 2.0
-# seconds between signs of life: routers and firewalls forget connections that are silent for minutes
+# seconds between signs of life, because routers and firewalls drop connections that are idle for minutes
 BEAT: Final = 5.0
-MOST_SECONDS: Final = 2e6  # libzmq counts milliseconds in an int of 32 bits
+MOST_SECONDS: Final = 2e6  # libzmq stores milliseconds in a 32-bit int
 HIGH_WATER: Final = (
-    64  # messages per link that ZeroMQ queues on either side; above, the sender waits
+    64  # messages per link that ZeroMQ queues on either side; beyond that, the sender waits
 )
-# payloads up to this many bytes travel in the header's frame: that is one more copy, but one frame less
-# to pass to ZeroMQ's thread and back (``benchmarks/transports.py``: of 57 kB to each of 7 ranks, a
+# Payloads up to this many bytes are sent in the header's frame.  This costs a copy but saves a frame that
+# must pass to ZeroMQ's thread and back (``benchmarks/transports.py``: for 57 kB to each of 7 ranks, a
 # second frame took 13 us of the caller and 7 us of that thread; the copy 10 us)
 INLINE: Final = 2**17
-# payloads from this many bytes on are sent from the tensor's own memory, which costs a thread's
-# wake-up (a memcpy of 1 MiB takes as long)
+# payloads of at least this many bytes are sent directly from the tensor, which costs waking a thread (as
+# long as a memcpy of 1 MiB)
 ZERO_COPY: Final = 2**20
-# longer payloads travel in frames of this size: every frame is a sign of life, so that a payload that
-# takes longer than a heartbeat over a slow link does not look like a death
+# Longer payloads are sent in frames of this size.  Every frame is a sign of life, so a payload that takes
+# longer than a heartbeat over a slow link does not look like a death
 PIECE: Final = 2**20
-MAX_MESSAGE: Final = 2**31  # bytes of one payload; a peer that sends more is cut off
-OVERHEAD: Final = 2**10  # bytes of a frame besides its piece: our header, and encryption's
-# seconds for a second attempt at a connection, made only to learn the error: ZeroMQ does not tell it
+MAX_MESSAGE: Final = 2**31  # bytes of one payload; a peer that sends more is disconnected
+OVERHEAD: Final = 2**10  # bytes of a frame besides its piece: our header, and that of encryption
+# seconds for a second attempt to connect, made only to learn the error, which ZeroMQ does not report
 PROBE: Final = 0.5
-# ZeroMQ may report the end of a connection alone where a peer has refused what came over it
+# ZeroMQ may report only the end of a connection if a peer refused what it received
 TAMPERED: Final = ", or bytes were changed on the way, which ends a connection with keys"
 WATCHED: Final = (
     zmq.EVENT_ACCEPTED
@@ -63,7 +63,7 @@ ADVICE: Final = (
 
 @final
 class Parcel:
-    """A message to be sent: one frame with a short payload after its header, or a header and frames."""
+    """A message to send: one frame with header and short payload, or a header followed by frames."""
 
     def __init__(self, header: bytes, payload: Tensor) -> None:
         length, view = payload.numel(), payload.contiguous().numpy().data
@@ -74,8 +74,10 @@ class Parcel:
         elif length > PIECE:
             self.frames = [header, *(view[at : at + PIECE] for at in range(0, length, PIECE))]
         self.zero_copy = length >= ZERO_COPY
-        self.tracker: zmq.MessageTracker | None = None  # ZeroMQ reads the payload until it is done
-        self.accepted = False  # by ZeroMQ
+        self.tracker: zmq.MessageTracker | None = (
+            None  # ZeroMQ reads the payload until this is done
+        )
+        self.accepted = False  # whether ZeroMQ has accepted the message
 
     @property
     def done(self) -> bool:
@@ -83,9 +85,10 @@ class Parcel:
         return self.accepted and (self.tracker is None or self.tracker.done)
 
     def send(self, socket: zmq.Socket[Any]) -> bool:
-        """Give the message to ZeroMQ without waiting; False: the queue is full.
+        """Give the message to ZeroMQ without waiting; return False if the queue is full.
 
-        Once ZeroMQ has accepted the header it accepts the payload's frames: its limit counts messages.
+        Once ZeroMQ has accepted the header, it accepts the payload's frames, because its limit counts
+        messages.
         """
         try:
             if len(self.frames) == 1:
@@ -102,19 +105,19 @@ class Parcel:
 
 @final
 class Link:
-    """The outgoing socket to one peer, on which nobody else is accepted.
+    """The outgoing socket to one peer; only that peer is accepted at the other end.
 
     Args:
         peer: its rank.
         endpoint: its address; without keys, followed by a blank and its password.
-        keys: this rank's, with the peer's public key; None: no encryption.
+        keys: this rank's keys, with the peer's public key; None: no encryption.
         timeout: seconds that a wait may take.
         connect_timeout: seconds that opening may take.
 
     Attributes:
-        opened: the other end has let this rank in; a later end is that of a connection that existed.
-        lost: why nothing can be sent any more; empty while it can.
-        lost_at: when that was noticed, on the monotonic clock.
+        opened: the other end has accepted this rank, so a later end is that of an established connection.
+        lost: why nothing can be sent any more; empty while sending is possible.
+        lost_at: when that was detected, on the monotonic clock.
     """
 
     def __init__(
@@ -129,13 +132,13 @@ class Link:
         self.peer, self.endpoint, self._patience = peer, endpoint, connect_timeout
         self.address, _, word = endpoint.partition(" ")
         self.opened, self.lost, self.lost_at = False, "", 0.0
-        self._reached = False  # something has accepted the connection
+        self._reached = False  # whether anything has accepted the connection
         self._encrypted = keys is not None
         self.by = time.monotonic() + connect_timeout  # the time by which it must be open
-        self.queue: deque[Parcel] = deque()  # messages that ZeroMQ has not taken yet, in order
+        self.queue: deque[Parcel] = deque()  # messages that ZeroMQ has not accepted yet, in order
         self.sequences: Counter[int] = Counter()  # messages sent, by channel
-        # the name is looked up here: ZeroMQ would not tell that there is no such name, and all its
-        # traffic would wait during its own look-up
+        # the name is resolved here, because ZeroMQ would not report an unknown name, and all its traffic
+        # would wait during its own lookup
         try:
             address = resolved(self.address)
         except OSError as error:
@@ -150,24 +153,24 @@ class Link:
             if not self.lost:
                 self.socket.connect(address)
         except BaseException:
-            self.close()  # a context with an open socket never ends
+            self.close()  # a context with an open socket never terminates
             raise
 
     def begin(self, peer: int) -> None:
-        """Be the link to this rank of a new group."""
-        # one that lives on begins as a new one: the numbers of its messages start at 0 in each group
+        """Become the link to this rank of a new group."""
+        # an old link starts afresh, because message numbers start at 0 in each group
         self.peer = peer
         self.queue.clear()
         self.sequences.clear()
 
     def close(self, linger: int = 0) -> None:
-        """Close; in the background, drop messages that still wait after ``linger`` milliseconds."""
+        """Close; messages still queued are dropped after ``linger`` milliseconds, in the background."""
         self.socket.disable_monitor()
         self.events.close()
         self.socket.close(linger=linger)
 
     def leave(self) -> None:
-        """Close, and end the waits of those that send: the peer is not in this rank's group any more."""
+        """Close, and end the waits of senders, because the peer has left this rank's group."""
         if not self.lost:
             self._lose(f"rank {self.peer} is not in this rank's group any more")
         self.close()
@@ -178,27 +181,27 @@ class Link:
         return self.sequences[tag] - 1
 
     def send(self, parcel: Parcel) -> None:
-        """Send now, or queue behind the messages that wait."""
+        """Send now, or queue behind waiting messages."""
         if self.queue or not parcel.send(self.socket):
             self.queue.append(parcel)
 
     def flush(self) -> None:
-        """Send the messages that wait, as far as there is room."""
+        """Send queued messages, as far as there is room."""
         while self.queue and self.queue[0].send(self.socket):
             self.queue.popleft()
 
     @property
     def state(self) -> str:
-        """The progress of a link that is not open, in words; empty if it is open."""
+        """A description of a link that is not open; empty if it is open."""
         if self.lost or self.opened:
             return self.lost
         seen = "the port answers, but lets nobody in" if self._reached else "no answer"
         return f"there is no connection to {self.address} yet ({seen})"
 
     def look(self) -> None:
-        """Notice that the connection has been opened, that it has ended, or that it is late."""
+        """Detect that the connection was opened, that it has ended, or that it is late."""
         for event, value in happened(self.events):
-            if self.lost:  # the first reason stays: later events follow from it
+            if self.lost:  # the first reason is kept, because later events follow from it
                 continue
             if event == zmq.EVENT_CONNECTED:
                 self._reached = True
@@ -230,7 +233,7 @@ class Link:
         self.lost, self.lost_at = why, time.monotonic()
 
     def _probed(self) -> OSError | None:
-        """Return the error of a second attempt to connect; ZeroMQ does not tell that of the first."""
+        """Return the error of a second attempt to connect, because ZeroMQ does not report the first."""
         if self._reached:
             return None
         try:
@@ -240,7 +243,7 @@ class Link:
         return None
 
     def _unreached(self, error: OSError | None) -> str:
-        """Say why the link was never opened."""
+        """Explain why the link was never opened."""
         cure = ADVICE
         if isinstance(error, network.gaierror):
             seen = f"no such name: {error.strerror}"
@@ -266,26 +269,26 @@ class Link:
 def watched(
     context: zmq.Context[Any], kind: int, address: str, timeout: float, handshake: float
 ) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
-    """Return a socket for one end of connections, and the one that reports their events.
+    """Return a socket for one end of connections, and the socket that reports their events.
 
-    Connections are not made again: a new one after a death would hide it, and the loss of messages that
-    were queued.
+    Connections are never reopened: a new one after a death would hide it, and the loss of queued
+    messages.
 
     Args:
-        context: of both.
+        context: of both sockets.
         kind: ``zmq.PUSH`` or ``zmq.PULL``.
-        address: tells IPv6 from IPv4.
-        timeout: seconds that a wait may take; a rank may stand still for as long.
-        handshake: seconds after which a connection is closed if its other end has not said who it is.
+        address: determines IPv6 or IPv4.
+        timeout: seconds that a wait may take; a rank may stall for as long.
+        handshake: seconds after which a connection is closed if its other end has not identified itself.
     """
     socket = context.socket(kind)
     socket.ipv6 = ":" in address.removeprefix("tcp://").rpartition(":")[0]  # colons before the port
     socket.sndhwm = socket.rcvhwm = HIGH_WATER
-    # of a frame, checked before its memory is allocated: a frame that claims gigabytes takes none
+    # limit on a frame, checked before memory is allocated: a frame that claims gigabytes takes none
     socket.maxmsgsize = max(PIECE, INLINE) + OVERHEAD
     socket.reconnect_ivl = -1
     socket.handshake_ivl = _milliseconds(handshake)
-    # each end asks for itself, so none tells the other one when to give up (heartbeat_ttl)
+    # each end decides for itself, so neither tells the other when to give up (heartbeat_ttl)
     socket.heartbeat_timeout = _milliseconds(longest_silence(timeout))
     socket.heartbeat_ivl = _milliseconds(BEAT)
     try:
@@ -296,7 +299,7 @@ def watched(
 
 
 def longest_silence(timeout: float) -> float:
-    """Return the seconds after which a connection without a sign of life is taken for dead."""
+    """Return the seconds after which a connection without a sign of life counts as dead."""
     return max(HEARTBEAT, PATIENCE * timeout)
 
 
@@ -312,7 +315,7 @@ def happened(events: zmq.Socket[Any]) -> Iterator[tuple[int, int]]:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Take one of ZeroMQ's addresses apart.
+    """Split one of ZeroMQ's addresses.
 
     Example:
         >>> host_and_port("tcp://[::1]:29600")
@@ -323,13 +326,13 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def resolved(address: str) -> str:
-    """Return one of ZeroMQ's addresses with its host's IP address: the first IPv4 one, if it has any.
+    """Return a ZeroMQ address with its host's IP address: the first IPv4 one, if there is any.
 
     Raises:
         socket.gaierror: there is no such name.
     """
     host, port = host_and_port(address)
-    with suppress(UnicodeError):  # a name that no resolver accepts does not exist
+    with suppress(UnicodeError):  # a name that no resolver accepts counts as unknown
         found = network.getaddrinfo(host, port, type=network.SOCK_STREAM)
         family, *_, place = min(found, key=lambda one: one[0] != network.AF_INET)
         return f"tcp://{f'[{place[0]}]' if family == network.AF_INET6 else place[0]}:{port}"

@@ -14,6 +14,7 @@ updates 2.0 to 2.1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Literal, get_args
 
 from sparsync.collectives.costs import WORD_BYTES
@@ -24,7 +25,7 @@ __all__ = ["Footprint", "Optimizer", "footprints"]
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
 
 # words per parameter of the optimizer's state; Muon keeps a momentum of its matrices
-_STATES: Final = {"sgd": 0, "sgd-momentum": 1, "adamw": 2, "muon": 1}
+_STATES: Final = MappingProxyType({"sgd": 0, "sgd-momentum": 1, "adamw": 2, "muon": 1})
 _REPLICA: Final = 3  # weights, gradients, DDP's buckets
 _ENTRY: Final = 12  # bytes of a selected entry: its index, its value, its place in a message
 _BITS: Final = 1 + 16 / 256  # of an update, with its block's share of a scale, and each way

@@ -1,0 +1,73 @@
+"""Which memory of exchanged updates lives on the host, and what is refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sparsync
+from sparsync.errors import ConfigurationError
+from sparsync.updates import offload
+
+from .far_device import FAR, far, far_device
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def attached(free=None, **given):
+    """Attach a model on the device; return where its memory is."""
+    net = nn.Linear(64, 8)
+    for name, p in list(net.named_parameters()):
+        setattr(net, name, nn.Parameter(far(p)))
+    optimizer = torch.optim.AdamW(net.parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "free_bytes", lambda device: free)
+        with sparsync.attach(net, optimizer, **given) as sync:
+            largest = max(sync.reducer.residuals, key=lambda one: len(one.accumulated))
+            return largest.accumulated.device.type, sync.outer.memory["shared"].device.type
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [(None, ("cpu", "cuda")), (True, ("cpu", "cpu")), (False, ("cuda", "cuda"))],
+)
+def test_memory_is_where_it_was_asked_for(asked, expected):
+    with far_device():
+        assert attached(compression=sparsync.Compression(offload=asked)) == expected
+
+
+def test_without_room_on_the_device_all_of_it_is_on_the_host_and_that_is_said(capsys):
+    n = 64 * 8 + 8
+    with far_device():
+        # shared weights, gradients, and Adam's two moments, of 4 bytes each, are yet to come
+        assert attached(free=16 * n) == ("cpu", "cuda")
+        assert "kept in host memory" not in capsys.readouterr().err
+        assert attached(free=16 * n - 1) == ("cpu", "cpu")
+    said = capsys.readouterr().err
+    assert f"{FAR} has" in said and "the shared weights of 520 parameters" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"algorithm": "allgather", "density": 0.5, "exchange": "updates"}, "is not for allgather"),
+        ({"exchange": "gradients", "replicate": "world"}, "is for exchanges of updates"),
+    ],
+)
+def test_what_reads_the_whole_residual_cannot_be_offloaded(given, message):
+    if given.get("replicate") == "world":
+        given = {**given, "replicate": dist.group.WORLD}
+    net = nn.Linear(64, 8)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with pytest.raises(ConfigurationError, match=message):
+        sparsync.attach(net, optimizer, compression=sparsync.Compression(offload=True), **given)
+
+
+def test_offload_is_a_switch():
+    with pytest.raises(ConfigurationError, match="offload is 'host'; give True, False, or None"):
+        sparsync.Compression(offload="host")

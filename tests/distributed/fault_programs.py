@@ -256,12 +256,12 @@ def killed_while_exchanging(member):
         member.break_down()
 
     comm.start_send = last if member.is_victim else send
-    before = sync.state_dict()
+    before = sync.state_dict()["content"]
     try:
         train(net, range(2 * AT + 1, 2 * AT + 2), optimizer)
         return {"error": None}
     except SparsyncError as error:
-        after = sync.state_dict()
+        after = sync.state_dict()["content"]
         own = {"steps", "sent", "parameters", "moments", "noise"}  # the last step's are new
         kept = before.keys() - own
         sync.close()

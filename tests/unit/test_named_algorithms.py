@@ -189,7 +189,7 @@ def test_a_bad_number_of_a_scheme_is_refused_before_ranks_start(name):
         ("allgather:cap=inf", "cap is inf; give a factor > 0"),
         ("bmuf:density=1e-320", "density is 1e-320; give the fraction"),
         ("bmuf:warmup_steps=4294967296", "warmup_steps is 4294967296; give at most 1000000"),
-        ("auto:budget=nan", "budget is nan; give bytes > 0"),
+        ("auto:budget=nan", "budget is nan; give a number"),
         ("quantised:block=0", "block=0 entries cannot share a scale"),
         ("sparcml:block=99999999999999999999", "give at least 1 element, at most 2147483647"),
     ],

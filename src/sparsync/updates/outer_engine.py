@@ -145,22 +145,23 @@ class OuterEngine(Stateful):
         for residual in self.reducer.residuals:
             residual.load(None)
 
-    def read(self) -> Tensor:
-        """Return this rank's weights, copied run by run to where the memory is."""
+    def read(self, weights: Weights | None = None) -> Tensor:
+        """Return weights, by default the engine's, copied run by run to where the memory is."""
+        weights = weights or self._weights
         size = max((one.span.stop for one in self.layout.fragments), default=0)
         if self._memory_like.device == self._weights_like.device or not size:
-            return self._weights.read(slice(0, None)).to(self._memory_like.device)
+            return weights.read(slice(0, None)).to(self._memory_like.device)
         made = host_memory(size, self._weights_like.dtype, self._weights_like.device)
         for place in self._runs(slice(0, size)):
-            made[place] = self._weights.read(place)
+            made[place] = weights.read(place)
         return made
 
-    def write(self, values: Tensor) -> None:
-        """Replace this rank's weights by values that are where the memory is."""
+    def write(self, weights: Weights, values: Tensor) -> None:
+        """Replace weights by values that are where the memory is."""
         # at once where nothing is copied: inside a node each call gathers
         most = values.numel() if values.device == self._weights_like.device else None
         for place in self._runs(slice(0, values.numel()), most):
-            self._weights.write(place, values[place])
+            weights.write(place, values[place])
 
     def begins_last(self, step: int) -> bool:
         """Return whether the last fragment, which has the buffers, is sent after local step ``step``."""

@@ -382,7 +382,7 @@ class UpdateSync(Handle):
         if not self._begins:
             return
         self._begins, outer = False, self.outer
-        own, shared = outer.read(), outer.memory["shared"]
+        own, shared = outer.read(self._weights), outer.memory["shared"]
         end = outer.layout.end
         if not self._begin_together(self._loaded(own), own[:end]):
             return
@@ -440,7 +440,7 @@ class UpdateSync(Handle):
             # ``step`` would be too late: the user calls it after the optimizer's step
             self._begins = False
             require(
-                not self._loaded(self.outer.read()),
+                not self._loaded(self.outer.read(self._weights)),
                 "weights were loaded after attach; load them before, or give attach the optimizer",
             )
         trained = self._weights.trained.values()
@@ -601,16 +601,17 @@ class UpdateSync(Handle):
         """Put the shared weights into the model, to evaluate or save them; then restore this rank's."""
         # restored even if the block raises: training on from the shared weights would lose this rank's
         with self._swap:
-            outside, before = self._own, self.outer.read()
+            # the model's: an engine that trains apart has a copy of its own
+            outside, before = self._own, self.outer.read(self._weights)
             self._weights.reshard()
-            self.outer.write(self.outer.memory["shared"])
+            self.outer.write(self._weights, self.outer.memory["shared"])
             self._own = before if outside is None else outside
         try:
             yield
         finally:
             with self._swap:
                 self._weights.reshard()  # an evaluation has left whole parameters, which are stale
-                self.outer.write(before)
+                self.outer.write(self._weights, before)
                 self._own = outside
                 self._changes.remember()
 

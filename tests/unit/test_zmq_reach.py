@@ -21,7 +21,7 @@ from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys, mesh
 from sparsync.transports.zmq.mailbox import Header
 from sparsync.transports.zmq.peers import host_and_port
 
-from .zmq_group import RAW, exchange, forwarded, meet, together
+from .zmq_group import RAW, exchange, forwarded, meet, message, together
 
 PORT = 30_000 + os.getpid() % 2_000  # below those that the system gives out
 ELSEWHERE = "127.0.0.9"
@@ -232,8 +232,12 @@ def test_early_messages_are_counted_once_and_bounded(monkeypatch):
         assert comm.dropped["of a group that did not come"] == 1999 - most
 
 
-def test_bytes_that_were_changed_on_the_way_end_the_wait(tmp_path):
-    """CURVE refuses them; ZeroMQ does not say whose they were, and may close the connection first."""
+@pytest.mark.parametrize("reads", ["at once", "late"])
+def test_bytes_that_were_changed_on_the_way_end_the_wait(tmp_path, reads):
+    """CURVE refuses them; ZeroMQ does not say whose they were, and may close the connection first.
+
+    A rank that reads late learns of the connection, of its first message and of its failure at once.
+    """
     make_curve_keys(tmp_path, 2)
     change, changed = threading.Event(), threading.Event()
 
@@ -247,13 +251,20 @@ def test_bytes_that_were_changed_on_the_way_end_the_wait(tmp_path):
         return data
 
     def program(comm):
-        exchange(comm)
+        if reads == "at once" or comm.rank == 1:
+            well = comm.isend(message(comm.rank), 1 - comm.rank, "well", RAW)
+            well.wait()
+        if reads == "at once":
+            comm.irecv(1 - comm.rank, 1, "well", RAW).wait()
         if comm.rank == 1:
             change.set()
             comm.isend(torch.ones(2000, dtype=torch.uint8), 0, "p", RAW).wait()
             changed.wait(10)
             return meet_all.wait(30)
         change.wait(10)
+        if reads == "late":
+            changed.wait(10)
+            time.sleep(0.2)  # until ZeroMQ's thread has refused it
         began = time.monotonic()
         with pytest.raises(CommunicationError, match=r"message from rank 1 .* were changed"):
             comm.irecv(1, 2000, "p", RAW).wait()
@@ -262,5 +273,6 @@ def test_bytes_that_were_changed_on_the_way_end_the_wait(tmp_path):
 
     meet_all = threading.Barrier(2)
     options = {"interface": "127.0.0.1", "advertise": ELSEWHERE, "curve_keys": tmp_path}
-    with forwarded(ELSEWHERE, "127.0.0.1", (PORT, PORT + 1), tampered):
-        together(program, 2, port_range=(PORT, PORT + 1), timeout=60.0, **options)
+    first = PORT + 10 + 2 * (reads == "late")  # a port that was just closed cannot be bound again
+    with forwarded(ELSEWHERE, "127.0.0.1", (first, first + 1), tampered):
+        together(program, 2, port_range=(first, first + 1), timeout=60.0, **options)

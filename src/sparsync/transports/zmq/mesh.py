@@ -371,19 +371,25 @@ class Mesh:
             "through the firewall here"
         )
 
-    def _look_at_incoming(self) -> None:
+    def _look_at_incoming(self, heard: int | None = None) -> None:
+        """Take in what has happened to connections; over ``heard``, a rank's message has just arrived."""
+        # A rank's first message, and the failure of its second one, may be read at once: when the failure
+        # is judged, the connection has spoken, though it is only recorded afterwards
+        spoke = {*self._spoke, *(() if heard is None else (heard,))}
         for event, value in happened(self._events):
             if event == zmq.EVENT_ACCEPTED:
                 self._connected[value] = time.monotonic()
             elif event == zmq.EVENT_DISCONNECTED:
                 self._connected.pop(value, None)
                 self._spoke.discard(value)
+                spoke.discard(value)
                 if value in self._ranks:
                     self._ended.add(self._ranks.pop(value))
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 # The event does not say whose connection it was.  It is attributed to a stranger as long
                 # as some connection has not spoken, so no stranger can end the job in this way
-                if self._ranks and self._connected.keys() <= self._spoke:
+                ranks = self._ranks or heard is not None
+                if ranks and self._connected.keys() <= spoke:
                     self._altered = True
                 else:
                     self._foreign += 1
@@ -540,16 +546,16 @@ class Mesh:
     def _hear(self, source: int, frame: zmq.Frame) -> None:
         """Record a rank's connection, whose end, reported after its messages, is the rank's end."""
         self._heard.add(source)
-        descriptor = self._spoken(frame)
+        descriptor = self._spoken(frame, rank=True)
         if descriptor is not None:
             self._ranks[descriptor] = source
         else:
             self._ended.add(source)  # it has connected, spoken, and left
 
-    def _spoken(self, frame: zmq.Frame) -> int | None:
+    def _spoken(self, frame: zmq.Frame, *, rank: bool = False) -> int | None:
         """Mark a connection as no stranger's; return its file descriptor if it still exists."""
         descriptor: int = frame.get(zmq.SRCFD)
-        self._look_at_incoming()
+        self._look_at_incoming(descriptor if rank else None)
         if descriptor not in self._connected:
             return None
         self._spoke.add(descriptor)

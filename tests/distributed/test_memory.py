@@ -1,5 +1,6 @@
 """Memory of ``attach`` besides the residual, counted by the kernel; see ``benchmarks/memory.py``."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ VIEW = {"gradient_as_bucket_view": True}
 def test_peak_memory_over_dense_is_the_residual_and_little_more():
     n = memory.elements(memory.WIDTH)
     k = memory.DENSITY * n
-    plain = memory.measure(P, None, VIEW, {}, memory.FIXED)
-    words = (memory.measure(P, "budgeted", VIEW, {}, memory.FIXED) - plain) / memory.WORD_BYTES
+    plain = memory.Case(ddp=VIEW, malloc=memory.FIXED)
+    attached = replace(plain, attached={"algorithm": "budgeted", "density": memory.DENSITY})
+    more = memory.measure(P, attached) - memory.measure(P, plain)
+    words = more / memory.WORD_BYTES
     assert words > 0.9 * n, f"the residual alone is {n} words; the measurement misses it"
     # a second copy of n would stand out: it is twice n / P
     assert words <= n + n / P + WORDS_PER_ENTRY * k, f"{words / n:.2f} n"

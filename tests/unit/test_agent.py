@@ -33,11 +33,12 @@ class Hand(Host):
     ask = close = call
 
 
-def make(world_size, **options):
+def make(world_size, group_size=None, grouping="wait-avoiding", **options):
     agents = []
     for rank in range(world_size):
         model = torch.zeros(4)
-        agents.append(Agent(ModelRounds(model, world_size, None), world_size, 0, model, **options))
+        rounds = ModelRounds(model, group_size or world_size, None, grouping)
+        agents.append(Agent(rounds, world_size, 0, model, **options))
         agents[-1].meet(Hand(rank, world_size))
     return agents
 
@@ -107,6 +108,27 @@ def test_who_comes_back_is_given_the_last_model_that_all_had():
     agents[1].post(0, Header(Kind.PING, 0, round_of(1)).pack())
     deliver(agents)
     (welcome,) = arrive(agents[1], 1, 7)
+    assert welcome.resumes and welcome.result.total.tolist() == [0.0] * 4
+
+
+def test_the_average_of_a_group_that_waits_is_no_model_of_all():
+    """Without a global average since, who comes back is given the initial model."""
+    agents = make(4, 2, "synchronous", deadline=1.0)
+    for rank, agent in enumerate(agents):
+        arrive(agent, 0, rank)
+    deliver(agents)
+    assert {agent.version for agent in agents} == {round_of(1)}
+    agents[0].post(3, Header(Kind.PING, 0, round_of(1)).pack())
+    for agent in agents[:3]:
+        arrive(agent, 1, 5)
+    for now in (0.5, 1.0, 1.5, 2.0, 2.5):
+        for agent in agents[:3]:
+            agent.host.now = now
+            agent.tick()
+        deliver(agents, lost=lambda source, dest, kind: 3 in (source, dest))
+    agents[3].post(0, Header(Kind.PING, 0, round_of(1)).pack())
+    deliver(agents)
+    (welcome,) = arrive(agents[3], 1, 7)
     assert welcome.resumes and welcome.result.total.tolist() == [0.0] * 4
 
 

@@ -403,7 +403,8 @@ class Agent(Companion):
         age = -(-(result.version - result.contributed) // 2)
         self.participation.note(age, result.models)
         self.rounds.end(result)
-        if self._waits_for_all(result.version):
+        # the average of a group that waits for its own ranks is no model that all have
+        if self._waits_for_all(result.version) and result.models == len(self.present):
             self._common = result
         self._last = result
         self.version = round_of(step_of(result.version + 1))

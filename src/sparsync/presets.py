@@ -20,6 +20,8 @@ from sparsync.names import no_option
 from sparsync.selection import Everything, Exact
 from sparsync.tables import Table, unknown
 from sparsync.transports.communicator import Communicator
+from sparsync.wire import CODECS
+from sparsync.wire.codec import Codec
 
 __all__ = ["PRESETS", "auto", "candidates", "preset", "quantised", "resolve"]
 
@@ -59,6 +61,8 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
         raise no_option(algorithm, others, found.options, found.text)
     kinds = {name: parameter.annotation for name, parameter in found.options.items()}
     check_numbers(str(algorithm), kinds, options)
+    if "codec" in options:
+        options["codec"] = _codec(str(algorithm), options["codec"])
     try:
         made = found.make(**options)
         made.make_selector(), made.make_collective()  # bad values fail here, not in the first step
@@ -67,6 +71,18 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
             f"{algorithm}: an option has the wrong type ({error}); given were {options}"
         ) from error
     return replace(made, options=tuple(sorted(options.items())), source=found.source)
+
+
+def _codec(owner: str, given: Any) -> Any:
+    """Return a codec from an object or the name of a row of ``CODECS``."""
+    if isinstance(given, str):
+        if given not in CODECS:
+            raise unknown("codec", given, sorted(CODECS))
+        return CODECS[given]
+    of_class = isinstance(given, type)
+    cure = f"give an object, {given.__name__}()" if of_class else "give a codec or the name of one"
+    require(given is None or isinstance(given, Codec), f"{owner}: codec is {given!r}; {cure}")
+    return given
 
 
 # ---- with settings of their own ---------------------------------------------------------------------

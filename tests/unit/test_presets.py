@@ -5,6 +5,7 @@ from sparsync.algorithm import Algorithm, check_density
 from sparsync.presets import PRESETS, resolve
 from sparsync.published.oktopk import OkTopk
 from sparsync.selection import Exact
+from sparsync.wire import CODECS, Coo
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -86,3 +87,15 @@ def test_an_algorithm_is_taken_as_it_is_and_has_its_own_options():
 def test_other_densities_are_refused(density):
     with pytest.raises(ConfigurationError, match=r"give the fraction k / n.*\(0, 1\]"):
         check_density(density)
+
+
+def test_a_codec_is_an_object_or_its_name():
+    named = resolve("allgather", codec="packed")
+    assert named.make_collective().codec is CODECS["packed"]
+    for given, says in (
+        ("pakced", r"unknown codec 'pakced' \(did you mean packed"),
+        (Coo, r"allgather: codec is .*Coo.*; give an object, Coo\(\)"),
+        (3, "allgather: codec is 3; give a codec or the name of one"),
+    ):
+        with pytest.raises(ConfigurationError, match=says):
+            resolve("allgather", codec=given)

@@ -27,16 +27,27 @@ def check_codec(
         contractive: whether the error must not exceed the vector, as error feedback requires.
         spreading: whether NaN or Inf may make other entries nonfinite; by default it must not.
 
+    Raises:
+        AssertionError: names the case, and the demand that is not met.
+
     Example:
         >>> from sparsync.wire import Coo
         >>> check_codec(Coo())
     """
+    number = getattr(codec, "format", None)
+    fits = type(number) is int and 1 <= number <= 255
+    assert fits, f"{codec!r}: format is {number!r}; choose a number from 128 to 255"
     for case in cases():
         for dtype in _DTYPES:
             vector = SparseVector.from_dense(case.make(0, 2, 1).to(dtype))
             _check(codec, vector, f"{codec!r}, case '{case.name}', {dtype}", contractive)
     for dtype in _DTYPES:
         _check_extremes(codec, dtype, spreading)
+        # entries far apart, and many at the end: the length must not depend on where they are
+        indices = torch.cat([torch.tensor([0, 70_000, 140_001]), torch.arange(299_000, 299_997)])
+        values = torch.ones(len(indices), dtype=dtype)
+        far = SparseVector(indices, values, 300_000)
+        _check(codec, far, f"{codec!r}, entries far apart, {dtype}", contractive)
     _check_budgets(codec, size=1000)
 
 

@@ -112,10 +112,13 @@ class Codec(ABC, Generic[V]):
     """Turns vectors into bytes and back.  Stateless.
 
     ``V`` is the kind of vectors: ``SparseVector``, ``DenseVector``, or ``Vector`` for both.  Messages are
-    self-describing, through their headers, and never get shorter with more entries.
+    self-describing, through their headers, and never get shorter with more entries.  Their length
+    follows from the header alone, never from values or positions: pad to the longest case.
+
+    ``docs/extending.md`` writes a codec; ``sparsync.testing.check_codec`` checks one.
     """
 
-    format: ClassVar[int]  # the codec's number in the header
+    format: ClassVar[int]  # the codec's number in the header; 128 to 255 are for other packages
     exact: bool = (
         False  # no value is ever rounded; a codec that rounds only takes floating-point values
     )

@@ -8,6 +8,8 @@
               residual <------------retain---------- delivered
 
 The law, in every step:  sum over ranks(accumulated) == total + sum over ranks(residual).
+
+Where updates are exchanged, the move of the weights takes the place of the gradient.
 """
 
 from __future__ import annotations

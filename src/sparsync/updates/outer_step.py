@@ -35,13 +35,16 @@ class OuterStep:
         delivered, total = exchange(accumulated)               select, encode, sum
         residual = accumulated - delivered
         shared = SGD(shared, gradient = total / P)             bit-identical on all ranks
-        weights = shared
+        weights = shared                                       ``residual="apart"``
+        weights = shared - residual                            ``residual="weights"``, attach's default
 
-    With ``residual="weights"`` the residual stays in the rank's own weights, ``weights = shared -
-    residual``, where the next gradients see it, so undelivered mass is not stale on its own rank.  With
-    Adam this setting keeps up with dense training (``benchmarks/adam.md``).
+    A move has the sign of a gradient: it is positive where weights have fallen.  With
+    ``residual="weights"``, the residual stays in the rank's own weights, where the next gradients see it,
+    so undelivered mass is not stale on its own rank.  With Adam this setting keeps up with dense training
+    (``benchmarks/adam.md``).
 
-    Buffers and moments in the vector are averaged in full, without outer learning rate and momentum.
+    Buffers in the vector, and moments with ``OuterAverager(moments="average")``, are averaged in full,
+    without outer learning rate and momentum.
 
     If the sum contains NaN or Inf, no rank applies it: all return to their weights after the last
     exchange, residuals keep their values, and broken state of ``optimizer`` is dropped.  A second time in

@@ -2,7 +2,8 @@
 
 Steps of different ranks differ by the noise of their gradients, which makes their average shorter: P
 steps of pure noise average to 1 / sqrt(P) of their length.  Dense training, whose optimizer sees averaged
-gradients, makes steps of full length.
+gradients, makes steps of full length.  (Those of Adam and AdamW without ``amsgrad``, whose second moment
+tells more, are lengthened by ``gradient_noise.correct``.)
 """
 
 from __future__ import annotations

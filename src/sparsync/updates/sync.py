@@ -1,8 +1,10 @@
 """Exchange the optimizer's updates: ``sync = sparsync.attach(model, optimizer)``.
 
 Gradients stay on their rank, and each rank's optimizer takes its own steps.  After each step, a hook on
-the optimizer starts the exchanges that are due (``OuterEngine``) on the engine's thread and applies the
-finished ones.  If DDP wraps the model, DDP exchanges nothing.
+the optimizer starts the exchanges that are due (``OuterEngine``) on the handle's thread
+(``transports.driver.Engine``) and applies the finished ones.  By default there is no delay: the
+``optimizer.step()`` that starts an exchange waits until its result is in the weights.  If DDP wraps the
+model, DDP exchanges nothing.
 """
 
 from __future__ import annotations

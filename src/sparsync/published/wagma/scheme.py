@@ -81,7 +81,7 @@ class Wagma(Accompanied):
         (t + 1) % tau == 0:   W = mean over all ranks, which wait for each other
 
     A rank that is late by several averages publishes once and takes only the newest result.  No model is
-    older than the last global average, so none is tau steps old.
+    older than what its rank contributed to the last global average, so none is tau steps old.
 
     Args:
         group_size: S; default: the divisor of P nearest sqrt(P).  If S does not divide P, group sizes

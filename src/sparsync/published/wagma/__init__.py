@@ -30,9 +30,9 @@ G, gradient; b, local batch size              local to the rank's training loop
 Algorithm 2, WAGMA-SGD                        ``Wagma``, the scheme "wagma"
 wait-avoiding_group_allreduce (line 9)        ``grouping="wait-avoiding"``; ``ModelRounds``, ``Agent``
 allreduce within a group                      ``group_allreduce``; with rounding ``coded_allreduce``
-sync_allreduce (line 16)                      a global round: ``ModelRounds._is_global``, ``members``
+sync_allreduce (line 16)                      a global round: ``ModelRounds.members``, ``reduce``
 stale, line 10                                ``Round.contributed < version``, or a newer round's result
-1/S, 1/(S + 1) (lines 11, 13)                 ``Wagma._arrive``: ``total / models``, or with W' added
+1/S, 1/(S + 1) (lines 11, 13)                 ``Wagma.average``: ``total / models``, or with W' added
 collective activation, activator (3.1.1)      ``Agent.arrive``
 activation messages, binomial tree            messages of ``Kind.ACTIVATE``, ``tree_children``
 version number of a collective                ``round_of(step)``, ``Round.version``
@@ -159,8 +159,8 @@ Differs from the paper
 * **A late rank that finds no newer result keeps its model.**  It takes each result only once, because
   the result would otherwise count twice.  A rank that is late by several averages publishes once and
   takes only the newest result; Algorithm 2 has one average per step.
-* **A group's sum** uses recursive doubling or reduce-scatter plus allgather, whichever is cheaper at 50 us
-  per message and 1 Gbit/s.  The paper's butterfly is the former.
+* **A group's sum** uses recursive doubling or reduce-scatter plus allgather, whichever is cheaper at 50
+  us per message and 1 Gbit/s.  The paper's butterfly is the former.
 * **Activation** uses a binomial tree rotated to the activator, which works for any P, instead of Figure
   1's exclusive or; data that arrive early activate as well.
 * **Before its first step** a rank contributes its initial model; the paper does not say.  After a global

@@ -30,7 +30,7 @@ G, gradient; b, local batch size              local to the rank's training loop
 Algorithm 2, WAGMA-SGD                        ``Wagma``, the scheme "wagma"
 wait-avoiding_group_allreduce (line 9)        ``grouping="wait-avoiding"``; ``ModelRounds``, ``Agent``
 allreduce within a group                      ``group_allreduce``; with rounding ``coded_allreduce``
-sync_allreduce (line 16)                      a global round: ``ModelRounds.members``, ``reduce``
+sync_allreduce (line 16)                      a global round: ``ModelRounds.members`` are all ranks
 stale, line 10                                ``Round.contributed < version``, or a newer round's result
 1/S, 1/(S + 1) (lines 11, 13)                 ``Wagma.average``: ``total / models``, or with W' added
 collective activation, activator (3.1.1)      ``Agent.arrive``

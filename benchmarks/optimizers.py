@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from schedules import TorchTask, rate_at
-from virtual_updates import DEFAULT, train_dense, train_updates
+from virtual_updates import ONE_BIT, train_dense, train_updates
 
 from sparsync.presets import resolve
 
@@ -136,7 +136,7 @@ def trained(
     if run["method"] == "dense":
         model = train_dense(*arguments, ranks=ranks, clip=task.clip)
     else:
-        settings = {**DEFAULT, **SETTINGS.get(run["method"], {})}
+        settings = {**ONE_BIT, **SETTINGS.get(run["method"], {})}
         model, _ = train_updates(
             *arguments, ranks=ranks, clip=task.clip, settings=settings, seen=seen
         )

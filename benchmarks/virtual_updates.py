@@ -7,12 +7,14 @@ Except for hooks and processes, the code is the library's own: local steps of ev
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsync.feedback.reducer import Reducer
+from sparsync.presets import resolve
 from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync.updates import OUTER_SETTINGS, OuterStep
 from sparsync.updates.gradient_noise import correct, noise_of
@@ -21,6 +23,10 @@ from sparsync.updates.step_length import lengthen, remember
 from sparsync.updates.weights import ModelWeights
 
 DEFAULT: Mapping[str, Any] = OUTER_SETTINGS["updates"]
+# the default of models above a million elements, also for smaller ones that stand for them here
+ONE_BIT: Mapping[str, Any] = MappingProxyType(
+    {**DEFAULT, "algorithm": resolve("quantised", bits=1, block=512), "period": 2}
+)
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -66,6 +72,7 @@ def train_updates(
         model, given = make_model(), OuterStep(**settings)
         optimizers = _several(make_optimizer(model))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        given = given.for_size(sum(p.numel() for p in trained.values()))
         noise = noise_of(optimizers if given.noise_correction else (), trained)
         weights = ModelWeights(model, trained, True, noise=noise)
         layout = given.plan(weights.read(slice(0, None)), trained, rest=weights.rest)

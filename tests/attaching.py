@@ -4,8 +4,16 @@ from dataclasses import fields
 
 import sparsync
 from sparsync.presets import resolve
+from sparsync.updates import OUTER_SETTINGS
 
-__all__ = ["attach", "options"]
+__all__ = ["ONE_BIT", "attach", "options"]
+
+# The default for updates of models above a million elements; those of tests would get more bits.
+ONE_BIT = {
+    **OUTER_SETTINGS["updates"],
+    "algorithm": resolve("quantised", bits=1, block=512),
+    "period": 2,
+}
 
 GROUPS = {
     "compression": sparsync.Compression,

@@ -22,7 +22,15 @@ from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.units import Unit
 
-__all__ = ["LARGE", "Algorithm", "Preset", "check_density", "default_density", "row"]
+__all__ = [
+    "LARGE",
+    "Algorithm",
+    "Preset",
+    "check_density",
+    "default_bits",
+    "default_density",
+    "row",
+]
 
 # At this many elements and above, 1 % is exchanged.  As a model shrinks, delay costs more steps and fewer
 # bytes save less time, so below LARGE the density rises with the power of 3/2, to 1 at 46,415 elements.
@@ -198,6 +206,19 @@ def default_density(elements: int) -> float:
     """
     smaller = max(1.0, LARGE / max(elements, 1))
     return min(1.0, USUAL_DENSITY * smaller * math.sqrt(smaller))
+
+
+def default_bits(elements: int) -> int:
+    """Return the bits per element for updates of a model if the user gives none: 1, or more if small.
+
+    Rounding costs steps, and below ``LARGE`` elements there is no need to save every byte: an exchange
+    sends as many of 1, 2, 4 and 8 bits as stay below ``LARGE`` bits, 125 kB.
+
+    Example:
+        >>> [default_bits(n) for n in (5_000, 125_000, 150_000, 300_000, 700_000, 25_000_000)]
+        [8, 8, 4, 2, 1, 1]
+    """
+    return next((bits for bits in (8, 4, 2) if bits * elements <= LARGE), 1)
 
 
 def check_density(density: float) -> float:

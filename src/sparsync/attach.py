@@ -92,8 +92,9 @@ def attach(
             "Ok-Topk", ...), or an ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", cap=None)``.
             For updates, the name of a member of the family ("diloco", "sparseloco", ...), an
             ``OuterStep``, or an algorithm for ``OuterStep`` to exchange with; None: 1 bit, every second
-            step.  With DDP, "auto" measures the group and chooses dense gradients where they take fewer
-            seconds per step, or hardly more.  It does not know how many steps reach a given loss.
+            step; below a million parameters on every step, and in up to 8 bits (``default_bits``).  With
+            DDP, "auto" measures the group and chooses dense gradients where they take fewer seconds per
+            step, or hardly more.  It does not know how many steps reach a given loss.
         density: fraction k / n of every unit that is exchanged, in (0, 1], if entries are selected.
             None: 1 %; below a million parameters more, up to 100 % at 46,000 (``default_density``).
             Rank 0 reports the choice once.
@@ -165,19 +166,19 @@ def attach(
             from sparsync.dense_or_updates import measured_choice
             from sparsync.updates.sync import make_outer
 
-            made = measured_choice(model, make_outer(None, density, given), carried)
+            made = measured_choice(model, make_outer(None, density, given, model), carried)
             decided = why = made.why
             if made.exchange == "gradients":
                 chosen, algorithm, density = "gradients", "dense", 1.0
                 why += "; plain DDP does the same without attach"
     outer = None
     if chosen == "updates":
-        from sparsync.updates.sync import attach_updates, make_outer
+        from sparsync.updates.sync import attach_updates, make_outer, said_of_size
 
         check_stepped(optimizer)
-        outer = make_outer(algorithm, density, given)
+        outer = make_outer(algorithm, density, given, model)
         treatment = treatment_of(optimizers, noise_correction=outer.noise_correction)
-        why_so = [text for text in (why, treatment) if text]
+        why_so = [text for text in (why, treatment, said_of_size(algorithm, outer)) if text]
     else:
         why_so = [why] if why else []
     if why_so and dist.is_initialized() and dist.get_rank() == 0:

@@ -65,8 +65,10 @@ def by_seconds(outer: OuterStep, size: int, world_size: int, machine: Machine) -
     updates = seconds_of_updates(
         outer.chosen, outer.first_period, size=size, world_size=world_size, machine=machine
     )
+    period = outer.first_period
+    often = "updates on every step" if period == 1 else f"updates every {period} steps"
     named = {
-        "updates": (f"updates every {outer.first_period} steps", format_seconds(updates)),
+        "updates": (often, format_seconds(updates)),
         "gradients": ("dense gradients", format_seconds(dense)),
     }
     exchange: Literal["gradients", "updates"] = "gradients"

@@ -12,7 +12,7 @@ from sparsync.cli.lab import local_address
 from sparsync.elastic import catch_up, make_manager
 from sparsync.feedback.agreed_setup import weights_digest
 from sparsync.updates import OuterStep
-from sparsync.updates.family import OUTER_SETTINGS
+from tests.attaching import ONE_BIT
 
 STEPS = 4000  # tests use as many of these as they need
 
@@ -155,7 +155,7 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
         given = {"algorithm": algorithm, "density": density}
         sync = sparsync.attach(model, optimizers, elastic=manager, **given)
     else:
-        settings = {**OUTER_SETTINGS["updates"], **outer}
+        settings = {**ONE_BIT, **outer}
         sync = sparsync.attach(model, optimizer, OuterStep(**settings), elastic=manager)
         account.of_updates(sync)
     if carries:

@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from sparsync.errors import PeerError
-from sparsync.updates import OUTER_SETTINGS, OuterStep
+from sparsync.updates import OuterStep
 from sparsync.updates.gradient_noise import GradientNoise
+from tests.attaching import ONE_BIT
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import ddp_model, flat, model
@@ -74,7 +75,7 @@ def test_the_one_line_weighs_and_resumes(kind):
     for breaks in (False, True):
         net = model()
         optimizer = kind(net.parameters(), lr=0.01)
-        settings = {**OUTER_SETTINGS["updates"], "warmup_steps": 0, "period": 4}
+        settings = {**ONE_BIT, "warmup_steps": 0, "period": 4}
         sync = sparsync.attach(net, optimizer, OuterStep(**settings))
         for step in range(STEPS):
             if breaks and step == 6:

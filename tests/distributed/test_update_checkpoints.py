@@ -16,14 +16,15 @@ from torch.distributed.fsdp import fully_shard
 import sparsync
 from sparsync import ConfigurationError
 from sparsync.errors import CheckpointError, PeerError
-from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterStep
+from sparsync.updates import AdaptivePeriod, OuterStep
+from tests.attaching import ONE_BIT
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import backward, ddp_model, flat, model
 
 SETTINGS = {
     # measured noise, in exchanges that are applied late
-    "slow links": {**OUTER_SETTINGS["updates"], "period": 4, "fragments": 2, "delay": 1},
+    "slow links": {**ONE_BIT, "period": 4, "fragments": 2, "delay": 1},
     "default": {},
     "weights": {"residual": "weights", "fragments": 3, "delay": 2, "density": 0.1, "period": 4},
     "adaptive": {"residual": "weights", "density": 0.1, "period": AdaptivePeriod(1.0, most=4)},

@@ -21,6 +21,7 @@ from sparsync.updates.fragments import Weights
 from sparsync.updates.outer_engine import OuterEngine
 from sparsync.updates.sync import UpdateSync
 from sparsync_papers.baseline_optimizers import UpdateSpaceAdamW
+from tests.attaching import ONE_BIT
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from .small_model import backward, batch, ddp_model, flat, model
@@ -115,7 +116,7 @@ def test_a_hook_of_the_optimizer_does_what_the_loop_would():
 
 @on_ranks(3)
 def test_hooks_lengthen_steps_of_a_length_of_their_own():
-    settings = {**OUTER_SETTINGS["updates"], "warmup_steps": 0, "period": 4}
+    settings = {**ONE_BIT, "warmup_steps": 0, "period": 4}
     for wrap in (ddp_model, model):
         net = wrap()
         optimizer = torch.optim.Adamax(net.parameters(), lr=0.01)
@@ -418,7 +419,7 @@ def test_attach_says_what_it_exchanges_and_why():
 def test_auto_exchanges_what_takes_fewer_seconds_per_step():
     """Updates on slow links, dense gradients on fast ones; without DDP, only updates are possible."""
     for beta, exchange, way in (
-        (1e-3, "updates", "updates every 2 steps take about "),
+        (1e-3, "updates", "updates on every step take about "),
         (0.0, "gradients", "dense gradients take about "),
     ):
 
@@ -443,7 +444,7 @@ def test_auto_exchanges_what_takes_fewer_seconds_per_step():
         assert same_everywhere(flat(net))
     plain = model()
     with sparsync.attach(plain, adam(plain), "auto") as sync:
-        assert sync.stats()["exchange"] == "updates" and sync.stats()["period"] == 2
+        assert sync.stats()["exchange"] == "updates" and sync.stats()["period"] == 1
 
 
 @on_ranks(2)

@@ -10,6 +10,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 import sparsync
 from sparsync.errors import ConfigurationError
 from sparsync.optimizers import check_stepped, plain_optimizers, treatment_of
+from sparsync.updates import OUTER_SETTINGS, OuterAverager, OuterStep
 
 
 @pytest.fixture
@@ -150,14 +151,51 @@ def test_a_subclass_of_sgd_gets_gradients_and_a_namesake_does_not(alone, capsys)
 
 
 def test_attach_says_once_what_is_done_with_the_steps(alone, capsys):
-    model = net()
-    for given, words in (
-        ({}, "AdamW's steps are corrected for the noise of a single rank's gradients\n"),
-        ({"algorithm": "diloco"}, "exchanges updates: AdamW's steps are averaged as they are\n"),
+    small, large = net(), torch.nn.Linear(1_000, 1_000)
+    corrected = "AdamW's steps are corrected for the noise of a single rank's gradients"
+    for model, given, words in (
+        (large, {}, f"{corrected}\n"),
+        (
+            small,
+            {},
+            f"{corrected}; 8 bits per weight on every step, because in a model this small "
+            "rounding costs more than bytes (algorithm= decides otherwise)\n",
+        ),
+        (
+            small,
+            {"algorithm": "diloco"},
+            "exchanges updates: AdamW's steps are averaged as they are\n",
+        ),
     ):
         with sparsync.attach(model, torch.optim.AdamW(model.parameters()), **given):
             said = capsys.readouterr().err
             assert said.count("\n") == 1 and said.endswith(words)
+
+
+def test_small_models_spare_steps_and_large_ones_bytes(alone):
+    """Below a million elements an exchange sends up to 125 kB, on every step."""
+    for width, found in (
+        (100, (8, 1)),
+        (400, (4, 1)),
+        (600, (2, 1)),
+        (900, (1, 1)),
+        (1_000, (1, 2)),
+    ):
+        model = torch.nn.Linear(width, width)
+        for given in (None, "updates", OuterStep(**OUTER_SETTINGS["updates"])):
+            with sparsync.attach(model, torch.optim.AdamW(model.parameters()), given) as sync:
+                settings = sync.outer.settings
+                assert (dict(settings.chosen.options)["bits"], settings.first_period) == found
+    averager = OuterAverager(torch.nn.Linear(400, 400), **OUTER_SETTINGS["updates"])
+    assert dict(averager.settings.chosen.options)["bits"] == 4 and averager.global_period == 1
+    # fragments take turns within a period, and a delay is shorter than one
+    for more in ({"fragments": 2}, {"delay": 1}):
+        settings = OuterStep(**{**OUTER_SETTINGS["updates"], **more}).for_size(100)
+        assert settings.first_period == 2 and dict(settings.chosen.options)["bits"] == 8
+    # whatever is given stays
+    assert OuterStep(algorithm=None, period=7).for_size(100).first_period == 7
+    given = OuterStep(algorithm="quantised")
+    assert given.for_size(100) is given
 
 
 def test_the_treatment_of_several_optimizers_is_told_apart():

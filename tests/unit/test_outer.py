@@ -275,7 +275,7 @@ def test_every_member_trains(name):
     apart = torch.randn(WORLD_SIZE, 8, 4, generator=generator) / 2
     targets = mean + apart - apart.mean(0)
     published = OUTER_SETTINGS[name]
-    small = {"period": min(published["period"], 2), "density": max(published["density"], 0.2)}
+    small = {"period": min(published["period"] or 1, 2), "density": max(published["density"], 0.2)}
 
     rate = 0.04 * (1 - (published.get("momentum") or 0))  # an outer momentum lengthens steps
 

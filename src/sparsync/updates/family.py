@@ -42,14 +42,15 @@ def _chunkwise() -> Algorithm:
 OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # The default of ``attach``.  With the noise of second moments corrected, one bit costs no more
-        # loss than 32.  Neither does a period of 2, except in the first steps, where weights move fastest
-        # and the rounding error is as large as the moves; these are exchanged one by one
-        # (benchmarks/schedules.md).  A delay would hide the exchange, but cost 1.5 to 5 % of loss in
-        # trials (docs/design-notes.md).
+        # loss than 32 from about a million elements.  Neither does a period of 2, except in the first
+        # steps, where weights move fastest and the rounding error is as large as the moves; these are
+        # exchanged one by one.  Smaller models lose up to 9 % of loss by both (a vision transformer of
+        # 152,074 elements), and there ``OuterStep.for_size`` sends more (benchmarks/schedules.md).
+        # A delay would hide the exchange, but cost 1.5 to 5 % of loss in trials (docs/design-notes.md).
         "updates": {
-            "algorithm": resolve("quantised", bits=1, block=512),
+            "algorithm": None,
             "density": 1.0,
-            "period": 2,
+            "period": None,
             "residual": "weights",
             "noise_correction": True,
             "warmup_steps": 200,

@@ -83,6 +83,9 @@ class OuterAverager(Averager):
         self._weights = Weights()
         # the exchange detects NaN on all ranks
         super().__init__(model, nonfinite="spread", **given)
+        if self._binding:  # earlier than ``begin``: a state may be loaded before
+            trained = self._binding.trained.values()
+            self.settings = self.settings.for_size(sum(p.numel() for p in trained))
         bound = self._binding and self._binding.optimizer
         self.optimizers: list[torch.optim.Optimizer] = [bound] if bound else []
 
@@ -131,8 +134,8 @@ class OuterAverager(Averager):
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Plan the units; adopt a loaded state, or take the vector as the common starting point."""
-        bound, settings = self._binding, self.settings
-        trained = self.parts(vector)
+        bound, trained = self._binding, self.parts(vector)
+        self.settings = settings = self.settings.for_size(sum(p.numel() for p in trained.values()))
         output = output_parameters(bound.model) if settings.chosen.output and bound else ()
         layout = settings.plan(vector, trained, output, rest=bound.rest if bound else {})
         reducer = Reducer(comm, layout.units, await settings.chosen.on(comm), settings.density)

@@ -10,7 +10,7 @@ from typing import Any, Literal, final
 
 from torch import Tensor
 
-from sparsync.algorithm import Algorithm, check_density
+from sparsync.algorithm import LARGE, Algorithm, check_density, default_bits
 from sparsync.collectives import Changing
 from sparsync.errors import check_number_fields, require
 from sparsync.feedback.schedule import Warmup
@@ -21,7 +21,12 @@ from sparsync.updates.periods import AdaptivePeriod, warm_exchanges
 __all__ = ["OuterStep"]
 
 _PAIR_BITS = 64  # of an index and a value together
+_PERIOD = 2  # local steps between exchanges of the default
 _MOST_WARM = 10**6  # limit on warm-up steps, because their exchanges are listed
+
+
+def _in_bits(bits: int) -> Algorithm:
+    return resolve("quantised", bits=bits, block=512)
 
 
 @final
@@ -55,10 +60,12 @@ class OuterStep:
 
     Args:
         algorithm: a preset's name or an ``Algorithm``; sums are divided by world_size, even
-            if it has ``average=False``.
+            if it has ``average=False``.  None: "quantised" in blocks of 512, with as many bits as suit
+            the size of the model (``default_bits``).
         density: k / n of the index-value pairs sent in an exchange.
         period: local steps between exchanges, H.  None: 1 for sparse algorithms; for algorithms that send
-            every element, the period at which the bytes per step equal those of pairs at this density.
+            every element, the period at which the bytes per step equal those of pairs at this density;
+            with ``algorithm=None``, 2, or 1 for models below a million elements.
             An ``AdaptivePeriod`` follows the measured drift.
         fragments: number of runs of parameters, of about equal size, exchanged in turn within a period.
         delay: local steps from the start of an exchange until it is applied; less than the period.
@@ -96,7 +103,7 @@ class OuterStep:
     `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025, Algorithm 1.
     """
 
-    algorithm: str | Algorithm = "allgather"
+    algorithm: str | Algorithm | None = "allgather"
     density: float = 0.01
     period: int | AdaptivePeriod | None = None
     fragments: int = 1
@@ -154,8 +161,11 @@ class OuterStep:
     @cached_property
     def chosen(self) -> Algorithm:
         """The algorithm of the exchange, with the options that an outer step needs."""
+        algorithm = self.algorithm
+        if algorithm is None:
+            algorithm = _in_bits(1)  # until ``for_size``
         # undivided sums, as in SparCML, would act as an outer_lr of world_size
-        chosen = replace(resolve(self.algorithm), average=True, make_dense=Changing)
+        chosen = replace(resolve(algorithm), average=True, make_dense=Changing)
         # units of different fragments are selected at different times, so they cannot share one k
         return chosen if self.fragments == 1 else replace(chosen, shared=False)
 
@@ -171,6 +181,8 @@ class OuterStep:
             return self.period.least
         if self.period is not None:
             return self.period
+        if self.algorithm is None:
+            return _PERIOD  # until ``for_size``
         # The period at which the bytes per step equal those of pairs at this density,
         # H = bits / (64 density): for 32 bits per element at 1 %, every 50 steps.  ``bits`` is 0 for
         # algorithms that select entries, which are exchanged on every step.
@@ -180,6 +192,23 @@ class OuterStep:
     def warm(self) -> tuple[int, ...]:
         """The local steps of the warm-up that end with an exchange."""
         return warm_exchanges(self.warmup_steps, self.first_period)
+
+    def for_size(self, elements: int) -> OuterStep:
+        """Choose what was not given, ``algorithm`` and then ``period``, for a model of this size.
+
+        Example:
+            >>> chosen = OuterStep(algorithm=None).for_size(200_000)
+            >>> chosen.chosen.options, chosen.first_period
+            ((('bits', 4), ('block', 512)), 1)
+        """
+        if self.algorithm is not None:
+            return self
+        period = self.period
+        if period is None:
+            # local steps between exchanges are needed for a delay, and for fragments to take turns
+            every_step = elements < LARGE and self.fragments == 1 and not self.delay
+            period = 1 if every_step else _PERIOD
+        return replace(self, algorithm=_in_bits(default_bits(elements)), period=period)
 
     def adapted(
         self,

@@ -90,11 +90,14 @@ _PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10
 _EVERYTHING = slice(0, None)
 _CURE = "load a state that this handle's state_dict() returned, into the same set-up"
 
-__all__ = ["UpdateSync", "attach_updates", "make_outer"]
+__all__ = ["UpdateSync", "attach_updates", "make_outer", "said_of_size"]
 
 
 def make_outer(
-    algorithm: str | Algorithm | OuterStep | None, density: Any, compression: Compression
+    algorithm: str | Algorithm | OuterStep | None,
+    density: Any,
+    compression: Compression,
+    model: nn.Module,
 ) -> OuterStep:
     """Return the outer step that matches the arguments of ``attach``."""
     named = isinstance(algorithm, str) and algorithm in OUTER_SETTINGS
@@ -102,7 +105,7 @@ def make_outer(
     if density is not None and whole:
         raise ConfigurationError(
             f"density is {density!r}, but updates are exchanged as algorithm= says, by default all of "
-            "them in 1 bit each; omit density=, or name an algorithm that selects entries, as "
+            "them in a few bits each; omit density=, or name an algorithm that selects entries, as "
             "algorithm='allgather', or exchange='gradients'"
         )
     if isinstance(algorithm, OuterStep):
@@ -117,7 +120,23 @@ def make_outer(
             "Compression(warmup_densities=..., overlap=False) are for gradients; for updates give "
             "warmup_steps, over which the period grows"
         )
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    trained = trained_of(model) if ddp is None else trained_of(ddp.module, ddp.parameters_to_ignore)
+    outer = outer.for_size(sum(parameter.numel() for parameter in trained.values()))
     return outer.adapted(compression.compress, compression.unit_bytes, compression.warmup_steps)
+
+
+def said_of_size(algorithm: str | Algorithm | OuterStep | None, outer: OuterStep) -> str:
+    """Return a phrase about bits that ``make_outer`` has chosen because the model is small, or ""."""
+    by_size = algorithm in (None, "updates") or getattr(algorithm, "algorithm", "") is None
+    bits: Any = dict(outer.chosen.options).get("bits", 1)
+    if not by_size or (bits == 1 and outer.first_period > 1):
+        return ""
+    often = "on every step" if outer.first_period == 1 else f"every {outer.first_period} steps"
+    return (
+        f"{bits} bit{'s' if bits > 1 else ''} per weight {often}, because in a model this small "
+        "rounding costs more than bytes (algorithm= decides otherwise)"
+    )
 
 
 def attach_updates(

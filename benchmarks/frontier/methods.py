@@ -251,6 +251,12 @@ def _local(algorithm: str | Algorithm, **settings: Any) -> Method:
     return _updates(algorithm=algorithm, density=1.0, residual="weights", **settings)
 
 
+# the default from a million parameters, also for smaller tasks, whose curves stand for larger ones
+_ONE_BIT = {
+    **OUTER_SETTINGS["updates"],
+    "algorithm": resolve("quantised", bits=1, block=512),
+    "period": 2,
+}
 _HOOK_KNOBS = {"start": (10, 5, 20), "least_gain": (2.0, 1.0, 4.0)}
 _GRADIENT_KNOBS = {"beta2": (0.99, 0.95, 0.999), "local_clip": (None, 1.0, 2.0)}
 _OUTER_KNOBS = {"outer_lr": (1.0, 0.8, 1.2), "momentum": (0.0, 0.3, 0.6)}
@@ -287,7 +293,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         # as published, then DiLoCo at other periods than 500
         **{
             name: _updates(_PUBLISHED_KNOBS.get(name), **settings)
-            for name, settings in OUTER_SETTINGS.items()
+            for name, settings in ({**OUTER_SETTINGS, "updates": _ONE_BIT}).items()
         },
         **{
             f"diloco-h{h}": _updates(_DILOCO_KNOBS, **{**OUTER_SETTINGS["diloco"], "period": h})
@@ -311,22 +317,20 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         },
         **{
             f"updates-drift{drift}": _updates(
-                {}, **{**OUTER_SETTINGS["updates"], "period": AdaptivePeriod(drift, most=16)}
+                {}, **{**_ONE_BIT, "period": AdaptivePeriod(drift, most=16)}
             )
             for drift in (0.04, 0.08)
         },
-        "updates-overlap": _updates({}, **OUTER_SETTINGS["updates"], fragments=2, delay=1),
+        "updates-overlap": _updates({}, **_ONE_BIT, fragments=2, delay=1),
         # for slower links: other periods, and parts of the model in turn
         **{
             f"updates-h{h}-overlap{delay}": _updates(
-                {}, **{**OUTER_SETTINGS["updates"], "period": h}, fragments=h, delay=delay
+                {}, **{**_ONE_BIT, "period": h}, fragments=h, delay=delay
             )
             for h, delay in ((4, 1), (4, 2), (10, 2))
         },
         **{
-            f"updates-h{h}-delay{delay}": _updates(
-                {}, **{**OUTER_SETTINGS["updates"], "period": h}, delay=delay
-            )
+            f"updates-h{h}-delay{delay}": _updates({}, **{**_ONE_BIT, "period": h}, delay=delay)
             for h, delay in ((3, 1), (4, 0), (4, 1))
         },
         **{f"fp32-h{h}": _local("dense", period=h) for h in (1, 2, 10)},

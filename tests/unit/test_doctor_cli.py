@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 
 from sparsync.cli import network_choice
+from sparsync.cli.doctor import machine_facts
 from sparsync.cli.doctor.checks import Check, check_facts, check_links
 from sparsync.cli.doctor.command import Examination, as_json, sentence
 from sparsync.cli.doctor.far import bytes_in_flight, check_far, round_trip, window
 from sparsync.cli.doctor.machine_facts import check_versions, local_facts, tcp_settings
+from sparsync.cli.doctor.memory import check_memory
 from sparsync.cost.calibrate import Calibration
 from sparsync.cost.links import Clock, Link
 from sparsync.cost.machine import Machine
@@ -28,6 +31,8 @@ FACTS = dataclasses.replace(
     loopback=False,
     tcp={},
     congestion="bbr",
+    memory=None,
+    device_memory=None,
 )
 
 
@@ -286,3 +291,62 @@ def test_bytes_in_flight_are_of_the_farthest_pair():
     found = Calibration(MACHINE, {"beta": (6e-9, 8e-9)}, links)
     assert round_trip(found) == pytest.approx(0.08)
     assert bytes_in_flight(found) == pytest.approx(10e6)
+
+
+# ---- memory -----------------------------------------------------------------------------------------
+
+GB = 10**9
+
+
+def ranks_with(memory, device=None, count=2):
+    return [dataclasses.replace(FACTS, memory=memory, device_memory=device)] * count
+
+
+@pytest.mark.parametrize(
+    "memory, device, optimizer, level, words",
+    [
+        # of 1 B parameters: training takes 20 GB, the shared weights 4, the residual 4, messages 0.27
+        (57 * GB, None, "adamw", "ok", "28.3 GB; a rank has 28.5 GB left"),
+        (56 * GB, None, "adamw", "bad", "fits alone, but with attach takes 28.3 GB"),
+        (39 * GB, None, "adamw", "bad", "20 GB; a rank has 19.5 GB left"),
+        (9 * GB, 25 * GB, "adamw", "ok", "24.3 GB on the device and 4 GB on the host"),
+        (17 * GB, 24 * GB, "adamw", "note", "20.3 GB on the device and 8 GB on the host"),
+        (15 * GB, 24 * GB, "adamw", "bad", "fits alone"),
+        (900 * GB, 19 * GB, "adamw", "bad", "20 GB on the device and 0 B on the host"),
+        # 12 GB; the residual 4, and 12 bytes for every hundredth entry
+        (33 * GB, None, "sgd", "ok", "16.1 GB; a rank has 16.5 GB left"),
+        (32 * GB, None, "sgd", "bad", "fits alone, but with attach takes 16.1 GB"),
+        (None, None, "adamw", "note", "28.3 GB, and what is free is unknown"),
+    ],
+)
+def test_a_model_is_compared_with_the_free_memory(memory, device, optimizer, level, words):
+    found = check_memory(ranks_with(memory, device), GB, optimizer)
+    assert found.level == level and words in found.what, found
+
+
+def test_the_rank_with_the_least_memory_counts():
+    ranks = ranks_with(60 * GB)
+    ranks[1] = dataclasses.replace(ranks[1], machine="another", memory=25 * GB)
+    found = check_memory(ranks, GB, "adamw")
+    assert (found.level, found.what.split("; ")[1]) == (
+        "bad",
+        "a rank has 25 GB left, without activations",
+    )
+    mixed = [*ranks_with(60 * GB, 80 * GB), *ranks_with(60 * GB)]
+    assert "unknown" in check_memory(mixed, GB, "adamw").what
+
+
+def test_free_memory_is_read_from_linux():
+    assert machine_facts.free_bytes("MemTotal: 9 kB\nMemAvailable:   2048 kB\n") == 2048 * 1024
+    assert machine_facts.free_bytes("") is None
+    if sys.platform == "linux":
+        assert local_facts("zmq").memory > 10**6
+
+
+def test_the_doctor_refuses_a_size_and_an_optimizer_it_does_not_know(command):
+    for given, words in (
+        (["--model-size", "many"], "model"),
+        (["--model-size", "7e9", "--optimizer", "adam2"], "optimizer is 'adam2'"),
+    ):
+        code, _, err = command("doctor", *given)
+        assert code == 2 and words in err

@@ -18,7 +18,16 @@ from sparsync.cli.named_algorithms import OPTIONS_HELP, algorithm_of, labels
 from sparsync.cli.network_choice import parse_network, parse_seconds
 from sparsync.cli.output import Columns, check_outputs, format_ratio, to_json, write_json
 from sparsync.cli.published_costs import published_rows, show_published
-from sparsync.cli.values import Bounds, Bytes, InputFile, Seconds, check, read_text, within
+from sparsync.cli.values import (
+    Bounds,
+    Bytes,
+    InputFile,
+    ModelSize,
+    Seconds,
+    check,
+    read_text,
+    within,
+)
 from sparsync.collectives.costs import WORD_BYTES
 from sparsync.cost.machine import Machine
 from sparsync.cost.memory import Footprint, Optimizer, footprints
@@ -37,7 +46,6 @@ __all__ = [
     "Compute",
     "MachineFile",
     "ManyRanks",
-    "ModelSize",
     "Network",
     "RoundTrip",
     "as_json",
@@ -48,7 +56,6 @@ __all__ = [
 
 # nothing is run, so bounds exceed any machine; a single rank or an empty model get an answer too
 ManyRanks = Annotated[int, Bounds(1, 10**6)]
-ModelSize = Annotated[int, Bounds(0, 10**15)]
 # options that describe a machine, also used by plans of other packages
 Network = Annotated[str | None, option("bandwidth,latency, e.g. 10gbit,20us.", "the machine's")]
 RoundTrip = Annotated[

@@ -34,6 +34,7 @@ __all__ = [
     "Elements",
     "Factor",
     "InputFile",
+    "ModelSize",
     "Only",
     "Positive",
     "Ranks",
@@ -161,6 +162,7 @@ Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # as for NumPy's generators, which 
 Size = Annotated[int, Bounds(1, 10**6)]  # of a batch, a layer, a window: lengths
 Elements = Annotated[int, Bounds(1, 10**12)]  # of a model
 Bytes = Annotated[float, Bounds(0, 10**18)]
+ModelSize = Annotated[int, Bounds(0, 10**15)]  # larger than any, since nothing is made of it
 Positive = Annotated[float, Bounds(0, 10**9, above=True)]
 Rates = Annotated[float, Bounds(0, 10**9)]  # learning rates, penalties and similar, which may be 0
 Seconds = Annotated[float, Bounds(0, 10**6)]

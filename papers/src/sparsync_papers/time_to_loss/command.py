@@ -17,12 +17,11 @@ from sparsync.cli.plan import (
     Compute,
     MachineFile,
     ManyRanks,
-    ModelSize,
     Network,
     RoundTrip,
     machine_of,
 )
-from sparsync.cli.values import Positive
+from sparsync.cli.values import ModelSize, Positive
 from sparsync.cost.machine import Machine
 from sparsync.cost.wording import format_bandwidth, format_bytes, format_seconds
 from sparsync.presets import candidates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import torch
 import typer
@@ -15,20 +15,24 @@ from typer import Option
 from sparsync.cli.doctor.checks import Check, check_facts, check_links
 from sparsync.cli.doctor.far import check_far
 from sparsync.cli.doctor.machine_facts import Facts, check_versions, local_facts
+from sparsync.cli.doctor.memory import check_memory
 from sparsync.cli.flags import (
     Json,
     Lab,
     Timeout,
     Transport,
+    option,
     ranks_option,
     takes,
+    whole,
 )
 from sparsync.cli.launch import gather, leads
 from sparsync.cli.network_choice import Connection, transport_of
 from sparsync.cli.output import Columns, check_outputs, progress, write_json
-from sparsync.cli.values import Ranks, check, check_fields
+from sparsync.cli.values import ModelSize, Ranks, check, check_fields
 from sparsync.collectives.costs import allreduce
 from sparsync.cost.calibrate import Calibration, calibrate
+from sparsync.cost.memory import Optimizer
 from sparsync.cost.wording import format_bandwidth, format_seconds
 from sparsync.errors import PeerError
 from sparsync.transports.agree import check_equal_parameters
@@ -57,11 +61,20 @@ class DoctorSettings:
     seconds: Annotated[float, Option(help="About how long to measure; far links need more.")] = 3.0
     timeout: Timeout = 60.0
     hosts: Annotated[bool, Option("--hosts", help="Name the hosts in the report.")] = False
+    model_size: Annotated[
+        ModelSize | None,
+        Option(help="Also check whether this many parameters fit, e.g. 7e9.", parser=whole),
+    ] = None
+    optimizer: Annotated[str, option(f"For --model-size: {', '.join(get_args(Optimizer))}.")] = (
+        "adamw"
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
         expected = f"some > 0 and at most --timeout, {self.timeout:g}"
         check("seconds", f"{self.seconds:g}", 0 < self.seconds <= self.timeout, expected)
+        known = get_args(Optimizer)
+        check("optimizer", repr(self.optimizer), self.optimizer in known, " or ".join(known))
         self.connection()
 
     def connection(self) -> Connection:
@@ -128,7 +141,10 @@ def examine(settings: DoctorSettings) -> Examination:
         started = _check_start(comm)
         calibration = run(calibrate(comm, seconds=settings.seconds))
         links = check_links(calibration, [f.wall for f in facts])
-        checks = *check_facts(facts), started, *links, *check_far(calibration, facts)
+        checks = [*check_facts(facts), started, *links, *check_far(calibration, facts)]
+        if settings.model_size is not None:
+            optimizer = cast("Optimizer", settings.optimizer)
+            checks.append(check_memory(facts, settings.model_size, optimizer))
         return Examination(
             transport_of(comm), settings.lab, tuple(facts), calibration, tuple(checks)
         )

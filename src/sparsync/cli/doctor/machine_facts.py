@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from sparsync.errors import PeerError
 from sparsync.kernels import native
 from sparsync.transports.mpi import load_mpi
 
-__all__ = ["Facts", "check_versions", "local_facts", "some", "tcp_settings"]
+__all__ = ["Facts", "check_versions", "free_bytes", "local_facts", "some", "tcp_settings"]
 
 _TCP: Final = ("tcp_wmem", "tcp_rmem", "tcp_adv_win_scale", "tcp_slow_start_after_idle")
 
@@ -51,6 +52,9 @@ class Facts:
     # kernel settings that affect far links, if the kernel has them
     tcp: dict[str, tuple[int, ...]]
     congestion: str  # TCP's congestion control, e.g. "cubic"; empty: unknown
+    # bytes that are free now: of the machine, and of the GPU that this rank would take; None: unknown
+    memory: int | None
+    device_memory: int | None
 
 
 def local_facts(transport: str, *, hosts: bool = False) -> Facts:
@@ -77,6 +81,8 @@ def local_facts(transport: str, *, hosts: bool = False) -> Facts:
         mpi=library,
         tcp=tcp_settings(),
         congestion=_text(Path("/proc/sys/net/ipv4/tcp_congestion_control")).strip(),
+        memory=free_bytes(_text(Path("/proc/meminfo"))),
+        device_memory=_device_bytes(int(os.environ.get("LOCAL_RANK", "0"))),
     )
 
 
@@ -141,6 +147,19 @@ def _text(file: Path) -> str:
         return file.read_text()
     except OSError:
         return ""
+
+
+def free_bytes(meminfo: str) -> int | None:
+    """Return the bytes that programs can still take without swapping; None: not Linux."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
+    return 1024 * int(found[1]) if found else None
+
+
+def _device_bytes(local_rank: int) -> int | None:
+    if not torch.cuda.is_available():
+        return None
+    free, _ = torch.cuda.mem_get_info(local_rank % torch.cuda.device_count())
+    return int(free)
 
 
 def _openmp_runtimes(maps: Path) -> int:

@@ -1,7 +1,9 @@
 """A stand-in for a GPU: tensors that claim to be on ``cuda:0``, and refuse operands from the CPU.
 
 It shows what would fail on a device, without one: operations whose operands lie on two, and reading
-memory of the device from Python.  It computes on the CPU, and knows nothing of streams.
+memory of the device from Python.  It counts the bytes that tensors hold there (``memory``), and the
+operations for which the host would wait until the device has caught up (``waits``).  It computes on the
+CPU, and knows nothing of streams.
 """
 
 import threading
@@ -17,11 +19,22 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from sparsync import kernels
 
-__all__ = ["FAR", "Memory", "far", "far_device", "memory"]
+__all__ = ["FAR", "Memory", "far", "far_device", "memory", "waits"]
 
 FAR = torch.device("cuda", 0)
 # operations that copy between devices, by name
 _CROSSING = ("copy_", "_to_copy")
+# Operations whose results the host reads: a number (``item``, ``bool``), or how many elements there are.
+_READS = (
+    "_local_scalar_dense",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "nonzero",
+    "repeat_interleave",
+    "unique_consecutive",
+    "_unique2",
+)
 
 
 class Memory:
@@ -54,6 +67,8 @@ class Memory:
 
 
 memory = Memory()
+# by operation, how often the host had to wait for the device; for tests on one thread
+waits = Counter()
 
 
 class _Far(Tensor):
@@ -83,6 +98,7 @@ class _Far(Tensor):
         """Do nothing, because there is one stream."""
 
     def tolist(self):
+        waits["tolist"] += 1
         return self.near.tolist()
 
     def numpy(self, *_):
@@ -142,6 +158,8 @@ def _compute(function, args, kwargs):
     crosses = name in _CROSSING or (name.startswith("index") and isinstance(args[0], _Far))
     if there and here and not crosses:
         raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+    if there and (waited := _waits_for(name, args, kwargs)):
+        waits[waited] += 1
     if kwargs.get("pin_memory"):  # for which a driver is asked
         kwargs = {**kwargs, "pin_memory": False}
     asked = kwargs.get("device")
@@ -158,3 +176,24 @@ def _compute(function, args, kwargs):
     return tree_map_only(
         Tensor, lambda x: by_memory[id(x)] if id(x) in by_memory else _Far(x), result
     )
+
+
+def _waits_for(name, args, kwargs):
+    """Return what the host waits for in an operation on tensors of the device, or an empty name."""
+    if name in _READS:
+        return name
+    mask = (torch.bool, torch.uint8)
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
+        isinstance(one, Tensor) and one.dtype in mask for one in args[1] or ()
+    ):
+        return "index by a mask"
+    if name == "copy_":
+        target, source, *rest = args
+        blocking = not (rest[0] if rest else kwargs.get("non_blocking", False))
+        if blocking and isinstance(target, _Far) != isinstance(source, _Far):
+            return "copy to the device" if isinstance(target, _Far) else "copy to the host"
+    if name == "_to_copy" and not kwargs.get("non_blocking", False):
+        asked = kwargs.get("device")
+        if asked is not None and torch.device(asked).type == "cpu":
+            return "copy to the host"
+    return ""

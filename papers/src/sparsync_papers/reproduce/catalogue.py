@@ -61,7 +61,7 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
         "model and 30,000 hours of speech are not public, and it needs 32 to 128 GPUs",
     ),
     Unavailable(
-        "Table 2, Webspam and 32 nodes; the comparison with Spark",
+        "Table 2, Webspam; the comparison with Spark",
         "SparCML",
         "the data sets are not at hand (sparsync linear trains on them: --data FILE); no Spark",
     ),

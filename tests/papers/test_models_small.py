@@ -23,6 +23,7 @@ SMALL = {
     "lstm_an4": {"bins": 41, "width": 8, "layers": 3, "channels": 2, "lookahead": 3},
     "bert": {**BLOCK, "positions": 12},
     "transformer_wmt17": BLOCK,
+    "navigation": {"width": 2, "hidden": 8},
     "lstm_ptb": {"vocabulary": 30, "width": 8},
     "lstm_wikitext2": {"vocabulary": 30, "width": 8},
     "encoder_decoder_lstm": PAIRS,
@@ -52,6 +53,11 @@ def inputs_of(name):
         return (tokens(2, 7), tokens(2, 5)), [(2, 5, 30)]
     if name in ("lstm_ptb", "lstm_wikitext2"):
         return (tokens(2, 9),), [(2, 9, 30)]
+    if name == "navigation":
+        return (torch.randn(3, 2, 1, 256, 256), torch.randn(3, 2, 3), torch.randint(5, (3, 2))), [
+            (3, 2, 4),
+            (3, 2),
+        ]
     side = 64 if name == "alexnet" else 32
     return (torch.randn(2, 3, side, side),), [(2, 10)]
 
@@ -137,3 +143,26 @@ def test_sizes_that_do_not_fit_are_refused():
         small("lstm_an4", bins=40)
     with pytest.raises(ConfigurationError, match=r"13 tokens .* at most 12"):
         small("bert")(tokens(1, 13))
+
+
+def test_the_navigation_policy_remembers_until_an_episode_begins():
+    model = small("navigation").eval()
+    (images, goals, _), _ = inputs_of("navigation")
+    last = torch.tensor([[0, 0], [2, 0], [1, 3]])  # the second row's episode begins at step 1
+    logits, values, _ = model(images, goals, last)
+    late, late_values, _ = model(images[1:], goals[1:], last[1:])
+    torch.testing.assert_close(logits[1:, 1], late[:, 1])
+    torch.testing.assert_close(values[1:, 1], late_values[:, 1])
+    assert not torch.allclose(logits[1:, 0], late[:, 0])
+    _, _, state = model(images[:1], goals[:1], last[:1])
+    torch.testing.assert_close(model(images[1:], goals[1:], last[1:], state)[0], logits[1:])
+
+
+def test_the_navigation_policy_refuses_other_images_and_odd_widths():
+    model = small("navigation")
+    with pytest.raises(
+        ConfigurationError, match=r"images have shape .*expected \(1, 1, 1, 256, 256\)"
+    ):
+        model(torch.zeros(1, 1, 3, 256, 256), torch.zeros(1, 1, 3), torch.zeros(1, 1).long())
+    with pytest.raises(ConfigurationError, match="width is 3"):
+        small("navigation", width=3)

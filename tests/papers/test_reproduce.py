@@ -3,12 +3,14 @@
 import csv
 import io
 import json
+import re
 
 import pytest
 import typer
 from matplotlib.image import imread
 from rich.console import Console
 
+from sparsync.cli.app import make_app
 from sparsync.errors import ConfigurationError
 from sparsync_papers.reproduce import (
     Comparison,
@@ -122,11 +124,60 @@ def test_names_are_unique_and_paper_first():
     assert all(artifact.title and artifact.conclusion for artifact in ARTIFACTS)
 
 
+# the captions of each paper: figures, tables
+PRINTED = {
+    "Ok-Topk": (range(1, 14), ["1", "2"]),
+    "RedSync": (range(1, 12), ["1", "2"]),
+    "SparCML": (range(1, 8), ["1", "2", "3"]),
+    "WAGMA": (range(1, 12), ["I"]),
+}
+
+
+def mentioned(text: str) -> set[str]:
+    """Figures and tables in "oktopk-fig8-9-table1" or "Figures 4 to 6, 9 and 11; Table I"."""
+    numbers = r"(?:\d+|I)\b"
+    found = set()
+    for kind, listed in re.findall(
+        rf"(fig|table)(?:ure)?s?\s*({numbers}(?:(?:, | and | to |-){numbers})*)",
+        text,
+        re.IGNORECASE,
+    ):
+        for first, last in re.findall(r"(\d+|I)(?: to (\d+))?", listed):
+            span = map(str, range(int(first), int(last) + 1)) if last else [first]
+            found |= {f"{kind.lower()} {number}" for number in span}
+    return found
+
+
+def test_names_and_reasons_mention_figures():
+    assert mentioned("x-fig6-table1") == {"fig 6", "table 1"}
+    assert mentioned("redsync-fig8-9") == {"fig 8", "fig 9"}
+    assert mentioned("Figures 4 to 6, 9 and 11; Table I") == {
+        *(f"fig {n}" for n in (4, 5, 6, 9, 11)),
+        "table I",
+    }
+    assert mentioned("ablations of section 5.2") == set()
+
+
+@pytest.mark.parametrize("paper", sorted(PRINTED))
+def test_every_figure_and_table_is_reproduced_or_has_a_reason(paper):
+    figures, tables = PRINTED[paper]
+    printed = {*(f"fig {n}" for n in figures), *(f"table {n}" for n in tables)}
+    here = [mentioned(a.name) for a in ARTIFACTS if a.paper == paper]
+    missing = [mentioned(u.what) for u in UNAVAILABLE if u.paper == paper]
+    assert set.union(*here, *missing) == printed
+
+
 def test_an_unknown_name_gets_one_line_with_close_ones():
     with pytest.raises(ConfigurationError, match=r"oktopk-tabel1.*did you mean oktopk-table1"):
         find("oktopk-tabel1")
     with pytest.raises(ConfigurationError, match="--list shows the names"):
         find("zzz")
+
+
+def test_the_help_of_all_commands_tells_the_papers_commands_apart():
+    helps = {c.name: c.help for c in make_app("plan").registered_commands}
+    assert helps["reproduce"].startswith("Reproduce tables and figures")
+    assert helps["time-to-loss"].startswith("Predict which training method")
 
 
 # ---- the command ----------------------------------------------------------------------------------

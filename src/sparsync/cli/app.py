@@ -40,7 +40,14 @@ COMMANDS: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
     }
 )
 _GROUP = "sparsync.commands"
-_OF_PAPERS = ("reproduce", "time-to-loss")  # named in an error if the package is not installed
+# of sparsync-papers: named in an error if it is not installed; all other packages' commands are listed
+# with their package's summary, because importing them would make --help slow
+_OF_PAPERS = MappingProxyType(
+    {
+        "reproduce": "Reproduce tables and figures of the papers; --list shows them.",
+        "time-to-loss": "Predict which training method is soonest at the loss of dense.",
+    }
+)
 
 # all usage errors derive from click's UsageError, which newer versions of typer vendor
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
@@ -70,7 +77,8 @@ def make_app(wanted: str | None = None) -> typer.Typer:
             app.command(point.name)(checked(point.load()))
         else:
             package: Any = point.dist.metadata if point.dist else {}
-            app.command(point.name, help=package.get("Summary"))(_nothing)
+            line = _OF_PAPERS.get(point.name, package.get("Summary"))
+            app.command(point.name, help=line)(_nothing)
     return app
 
 

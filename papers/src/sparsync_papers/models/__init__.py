@@ -27,6 +27,7 @@ from sparsync_papers.models.images import (
     vgg16_cifar10,
     vgg16_imagenet,
 )
+from sparsync_papers.models.navigation import NavigationPolicy
 from sparsync_papers.models.speech import SpeechLstm
 from sparsync_papers.models.text import Bert, EncoderDecoder, LstmLanguageModel, Transformer
 
@@ -68,6 +69,7 @@ MODELS: Mapping[str, PaperModel] = {
     "transformer_wmt17": PaperModel(
         Transformer, 61_362_176, "WAGMA, 5.3", "61,362,176; 245 MB", "WMT17 en-de"
     ),
+    "navigation": PaperModel(NavigationPolicy, 8_476_421, "WAGMA, 5.4", "8,476,421", "Habitat"),
     "resnet44_cifar10": PaperModel(
         resnet44_cifar10, 661_338, "RedSync, Table 1", "2.65 MB", "CIFAR-10"
     ),

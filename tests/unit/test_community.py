@@ -253,9 +253,19 @@ def test_the_site_is_deployed_by_version(checkout):
     mkdocs = checkout / ".venv" / "bin" / "mkdocs"  # a borrowed one would not see mike
     mkdocs.write_text('#!/bin/sh\nexec python -m mkdocs "$@"\n')
     mkdocs.chmod(0o755)
+    # one page in place of all, which `make docs` builds with its warnings as errors
+    (checkout / "mkdocs.yml").write_text("site_name: small\ndocs_dir: small\nplugins: [mike]\n")
+    (checkout / "small").mkdir()
+    (checkout / "small" / "index.md").write_text("# A page of the site\n")
     passes(checkout, "Deploy main")
     passes(checkout, "Deploy a release", GITHUB_REF_NAME="v0.1.0")
     shown = run(checkout, "git show origin/gh-pages:versions.json").stdout
     assert '"0.1"' in shown and '"dev"' in shown and '"latest"' in shown
-    page = run(checkout, "git show origin/gh-pages:0.1/quick-start/index.html").stdout
-    assert urls()["Repository"] in page
+    for version in ("0.1", "dev"):
+        page = run(checkout, f"git show origin/gh-pages:{version}/index.html").stdout
+        assert "A page of the site" in page
+
+
+def test_the_site_links_to_the_addresses_of_pyproject():
+    hooks = pytest.importorskip("hooks")
+    assert hooks.addresses() == urls()

@@ -26,18 +26,20 @@ AT_ONCE := -n 2 --dist loadfile tests src papers/src
 LONGEST_FIRST := --no-loadscope-reorder
 
 # interpreters for which `make dist` builds wheels, where they are there: pyenv's, or those of the path
-PYENV_PYTHONS := $(wildcard $(HOME)/.pyenv/versions/3.1[0-3].*/bin/python)
-PYTHONS ?= $(or $(PYENV_PYTHONS),python3.10 python3.11 python3.12 python3.13)
+PYENV_PYTHONS := $(wildcard $(HOME)/.pyenv/versions/3.1[0-4].*/bin/python)
+PYTHONS ?= $(or $(PYENV_PYTHONS),python3.10 python3.11 python3.12 python3.13 python3.14)
 
 # some containers set it: each of the many processes that tests start would compile sparsync anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow test-asan triton gpu docs docs-tools check format dist clean
+.PHONY: help demo test test-only test-slow coverage test-asan triton gpu docs docs-tools check format dist clean
 
 help:
 	@echo "make demo       train 4 ranks on links of $(DEMO_RATE), dense and sparse: table, demo/loss.png, demo/demo.json"
 	@echo "make test       make check, then all tests that are not slow"
+	@echo "make test-only  these tests alone, as for another version of torch than the pinned one"
 	@echo "make test-slow  the slow tests"
+	@echo "make coverage   the lines of the library that these tests run, those in ranks of their own included"
 	@echo "make test-asan  the tests of the native kernels, under AddressSanitizer"
 	@echo "make triton     install Triton too (700 MB): make test then runs its kernels, without a GPU"
 	@echo "make gpu        all that needs an NVIDIA GPU, in 20 minutes: benchmarks/gpu.md (REHEARSE=1: without)"
@@ -57,14 +59,24 @@ demo: $(INSTALLED)
 	@echo '$(DEMO) --lab $(DEMO_RATE)'; $(DEMO) --lab $(DEMO_RATE) || { test $$? -eq 2 && \
 	  echo 'No slow links on this machine: now without them, so that dense is not held up.' && $(DEMO); }
 
-# those that measure links, or end ranks, one after the other; the others two at a time
 test: check
+	@$(MAKE) --no-print-directory test-only
+
+# those that measure links, or end ranks, one after the other; the others two at a time
+test-only: $(TOOLS)
 	$(BIN)/pytest -m "not slow and not alone" $(AT_ONCE)
 	$(BIN)/pytest -m "not slow and alone" tests/distributed
 
 test-slow: $(TOOLS)
 	$(BIN)/pytest -m "slow and not alone" $(AT_ONCE) $(LONGEST_FIRST)
 	$(BIN)/pytest -m "slow and alone" tests/distributed
+
+coverage: $(TOOLS)
+	$(BIN)/python $(PIP) -q -c constraints.txt coverage
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -m "not slow and not alone" $(AT_ONCE)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 # libstdc++ is loaded early as well: the sanitizer must find what throws exceptions before it is used
 test-asan: $(TOOLS)

@@ -1,6 +1,7 @@
 """Build the site beyond ``mkdocs.yml``: pages that the code writes, the rest of the navigation, links.
 
-* ``on_config``: every page is in the navigation: a page of ``docs/`` that nobody listed under REST, one
+* ``on_config``: the addresses of the site and the repository come from ``pyproject.toml``, and every page
+  is in the navigation: a page of ``docs/`` that nobody listed under REST, one
   that the code writes in the section that ``SECTIONS`` names;
 * ``on_files``: a page per paper's room, algorithm, scheme of averaging and package of the API;
 * ``on_page_markdown``: where a page names another one as ``docs/NAME.md``, or a room, that is a link.
@@ -39,10 +40,20 @@ _FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Complete the navigation."""
+    """Complete the navigation and the addresses."""
+    named = addresses()
+    config.site_url, config.repo_url = named["Documentation"], named["Repository"]
+    config.repo_name = "/".join(named["Repository"].split("/")[-2:])
     present = sorted(path.name for path in Path(config.docs_dir).glob("*.md"))
     config.nav = complete(config.nav or [], present, sections())
     return config
+
+
+def addresses() -> dict[str, str]:
+    """Return ``[project.urls]`` of ``pyproject.toml``, the only place that has them."""
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    table = text.split("[project.urls]")[1].split("[project.scripts]")[0]
+    return dict(re.findall(r'^(\w+) = "(.*)"$', table, re.MULTILINE))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -1,5 +1,6 @@
 """The public interface is listed, so every change to it is visible and deliberate."""
 
+import importlib
 from pathlib import Path
 
 import sparsync
@@ -15,6 +16,12 @@ HEAVY = {
 def test_the_interface_is_what_is_listed():
     """After a deliberate change: python -m tests.packaging.interface > tests/packaging/interface.txt."""
     assert interface.lines() == interface.FILE.read_text("utf-8").splitlines()
+
+
+def test_the_names_that_are_not_promised_exist():
+    for module, names in interface.UNPROMISED.items():
+        assert module in interface.MODULES
+        assert names < {*importlib.import_module(module).__all__}, module
 
 
 def test_what_only_some_users_need_is_loaded_when_they_need_it():

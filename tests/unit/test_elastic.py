@@ -12,6 +12,7 @@ from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError, PeerError
 from sparsync.feedback.correction import Correction
 from sparsync.updates import AdaptivePeriod, OuterStep
+from tests.fresh import run_python
 
 pytest.importorskip("torchft")
 from sparsync.elastic import ElasticGroup
@@ -88,6 +89,15 @@ def test_only_a_manager_with_the_right_group_will_do(net):
         ConfigurationError, match=r"elastic is str; give a torchft.Manager whose pg"
     ):
         attached(net, "manager")
+
+
+def test_a_torchft_that_passes_no_addresses_on_is_refused_at_the_import():
+    """As its releases up to 0.2.0, under which every quorum would fail."""
+    old = "import torchft.manager as m; del m.Manager._reconfigure_pg; import sparsync.elastic"
+    process = run_python(old)
+    assert process.returncode == 1
+    assert "this torchft passes no reconfigure handles between ranks" in process.stderr
+    assert "pip install 'sparsync[elastic]'" in process.stderr
 
 
 def test_a_group_tells_its_addresses_and_takes_those_of_others(manager):

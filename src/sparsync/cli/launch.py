@@ -45,6 +45,7 @@ from sparsync.transports.launchers import destroy_process_group, detect, init_pr
 __all__ = [
     "RankError",
     "StartLine",
+    "check_local_ranks",
     "gather",
     "launch",
     "launched_ranks",
@@ -132,6 +133,7 @@ def launch(
     )
     if inside:
         return _in_launched_group(function, args, timeout)
+    check_local_ranks()
     check_memory(
         f"{world_size} local ranks", _RANK_BYTES * world_size, "give fewer --ranks, or a launcher"
     )
@@ -141,6 +143,14 @@ def launch(
         else _forked(world_size, (function, args, timeout), lab)
     ) as (pipes, how_it_died):
         return _collect(world_size, pipes, how_it_died, grace)
+
+
+def check_local_ranks() -> None:
+    """Refuse to start ranks on a system without a fork server, i.e. on Windows."""
+    require(
+        "forkserver" in multiprocessing.get_all_start_methods(),
+        f"{sys.platform} cannot fork local ranks; run in WSL2, which is Linux",
+    )
 
 
 def _in_launched_group(function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Any:

@@ -32,6 +32,14 @@ except ImportError as error:
         "elastic training is built on torchft; pip install 'sparsync[elastic]'"
     ) from error
 
+# Releases up to 0.2.0 call ``configure`` with the address of a store instead, and their lighthouse has no
+# field for the members' own addresses; every quorum would fail, and ranks would wait for the next.
+if not hasattr(Manager, "_reconfigure_pg"):
+    raise ConfigurationError(
+        "this torchft passes no reconfigure handles between ranks, as releases up to 0.2.0; "
+        "pip uninstall torchft, then pip install 'sparsync[elastic]'"
+    )
+
 __all__ = ["ElasticGroup", "Quorum", "group_of", "make_manager"]
 
 # interval of heartbeats: a tenth of the 500 ms without one after which a lighthouse, as recommended by

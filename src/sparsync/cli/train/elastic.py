@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsync.cli.lab import Lab, Seat, local_address
+from sparsync.cli.launch import check_local_ranks
 from sparsync.cli.output import Columns, drawing, progress
 from sparsync.cli.train.exchanges import attached_as
 from sparsync.cli.train.settings import TrainSettings
@@ -176,6 +177,7 @@ class _Run:
 
     def __init__(self, settings: TrainSettings, algorithm: str, mean: float) -> None:
         self.settings, self.algorithm, self.mean = settings, algorithm, mean
+        check_local_ranks()
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["sparsync", "torch._dynamo"])
         self.random = random.Random(settings.seed)

@@ -227,6 +227,35 @@ void decode_levels(Address into, float divisor, bool keep, int64_t n, const RawL
   });
 }
 
+using RawCodes = std::tuple<Address, Address>;  // scales, and codes
+constexpr int64_t summed_step = int64_t{1} << 12;  // elements whose sum stays in the L1 cache
+
+// into = the sum of the messages, in their order, + own; without own, if that is 0.
+void sum_levels(Address into, const std::vector<RawCodes> &messages, Address own, int64_t n,
+                const RawLevels &raw, int threads, const char *isa) {
+  const auto &scan = scan_of(isa);
+  const auto given = levels_of(raw);
+  share_blocks(n, given.block, threads, [&](int64_t start, int64_t stop, float *scratch) {
+    const int64_t step = std::max(summed_step / given.block, int64_t{1}) * given.block;
+    for (int64_t low = start; low < stop; low += step) {
+      const int64_t size = std::min(step, stop - low);
+      float *sums = at<float>(into) + low;
+      if (messages.empty()) std::fill_n(sums, size, 0.0f);
+      bool keep = false;
+      for (const auto &[scales, codes] : messages) {
+        scan.decode_levels(at<uint8_t>(scales) + 2 * low / given.block,
+                           at<uint8_t>(codes) + low * given.bits / 8, size, given, 1.0f, keep, sums,
+                           scratch);
+        keep = true;
+      }
+      if (own != 0) {
+        const float *mine = at<float>(own) + low;
+        for (int64_t i = 0; i < size; ++i) sums[i] += mine[i];
+      }
+    }
+  });
+}
+
 using RawMoments = std::tuple<float, float, float, float>;
 constexpr int64_t moments_step = int64_t{1} << 14;
 
@@ -366,7 +395,7 @@ constexpr bool sanitized = false;
 NB_MODULE(_native, m) {
   using released = nb::call_guard<nb::gil_scoped_release>;
   m.doc() = "The CPU kernels; kernels/native.py is their door.";
-  m.attr("interface") = 8;  // of this module's functions; kernels/native.py refuses another
+  m.attr("interface") = 9;  // of this module's functions; kernels/native.py refuses another
   m.attr("sanitized") = sanitized;
   m.attr("slots_per_tile") = sparsync::slots_per_tile;
   m.def("instruction_sets", &usable);
@@ -384,6 +413,7 @@ NB_MODULE(_native, m) {
   m.def("count_from", &count_from, released());
   m.def("quantise", &quantise, released());
   m.def("decode_levels", &decode_levels, released());
+  m.def("sum_levels", &sum_levels, released());
   m.def("lengthen", &lengthen, released());
   m.def("deal", &deal, released());
   m.def("undeal", &undeal, released());

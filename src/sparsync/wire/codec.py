@@ -28,6 +28,7 @@ __all__ = [
     "Encoded",
     "Header",
     "MessageFraming",
+    "Opened",
     "check_block",
     "check_end",
     "written",
@@ -269,6 +270,20 @@ class Codec(ABC, Generic[V]):
                 "cut the same regions?"
             )
         return header, payload[header.nbytes :]
+
+
+class Opened(ABC):
+    """A message with a dense vector whose header and length were checked, to be decoded in runs."""
+
+    @abstractmethod
+    def decode_to(
+        self, into: Tensor, divisor: float = 1.0, *, add: bool = False, start: int = 0
+    ) -> None:
+        """Decode the elements from ``start`` on, divide, and write to ``into``, or add to it."""
+
+    @abstractmethod
+    def is_finite(self) -> bool:
+        """Return whether the message has neither NaN nor Inf."""
 
 
 def check_block(block: int) -> None:

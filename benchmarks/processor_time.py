@@ -4,9 +4,9 @@
     python benchmarks/processor_time.py --growth   (15 minutes, 10 GB; appends how cost grows, with
                                                     benchmarks/processor_time.png)
 
-Every rank is a process with one thread of torch, connected over ZeroMQ on this machine.  Processor time is
-that of all threads of a rank, ZeroMQ's included.  It is divided by that of ``a.add_(b)`` on all ranks at
-once, which takes turns with the exchanges in the same processes.
+Every rank is a process with one thread of torch, connected over ZeroMQ on this machine.  Processor time
+is that of all threads of a rank, ZeroMQ's included.  It is divided by that of ``a.add_(b)`` on all ranks
+at once, which takes turns with the exchanges in the same processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ Seconds = dict[str, float]
 class _OnProcessorTime(ZmqCommunicator):  # final for users; stages then book processor time
     @property
     def now(self) -> float:
-        """This process's processor time."""
+        """Processor time of all threads."""
         return time.process_time()
 
 
@@ -133,7 +132,6 @@ def _keep_fastest(best: dict[str, Seconds], kind: str, new: Seconds) -> None:
 
 def virtual(name: str, ranks: int) -> Seconds:
     """Return processor seconds per rank, virtual seconds and bytes of one exchange in the simulator."""
-
     exchanges = [Exchange(name, VIRTUAL_SIZE) for _ in range(ranks)]
     gradients = torch.randn(ranks, VIRTUAL_SIZE)
 
@@ -143,7 +141,7 @@ def virtual(name: str, ranks: int) -> Seconds:
     before = time.process_time()
     result = simulate(program, ranks)
     spent = (time.process_time() - before) / ranks
-    sent = max(ledger.total.bytes_sent for ledger in result.ledgers)
+    sent = max(ledger.total().sent for ledger in result.ledgers)
     return {"processor": spent, "virtual": result.seconds, "bytes": float(sent)}
 
 
@@ -195,7 +193,9 @@ def growth_report(by_size: dict[int, dict[str, Seconds]], by_ranks: dict[str, An
         for size, results in by_size.items():
             each, base = per_element(results[name], size), per_element(by_size[SIZE][name], SIZE)
             over = each * results[name]["add_"] / size
-            rows.append([name, f"{size:,}", f"{each:.2f}", f"{1e9 * over:.2f}", f"{each / base:.2f}"])
+            rows.append(
+                [name, f"{size:,}", f"{each:.2f}", f"{1e9 * over:.2f}", f"{each / base:.2f}"]
+            )
     lines += table(head, rows)
     lines += [
         "",

@@ -101,7 +101,7 @@ class Quantised(Collective):
                     write = codec.writer(payloads[owner])
                     for run in self._runs(widths[owner], like):
                         low, high = starts[owner] + run.start, starts[owner] + run.stop
-                        write(run.start, selected.run(low, high))
+                        write(run.start, *selected.terms(low, high))
         # A capacity is the longest message from one rank to another: in this round one of the widest
         # regions, in the second round the sender's own region.
         messages = await comm.alltoallv(payloads, [max(lengths)] * len(lengths), "split", framing)
@@ -220,25 +220,39 @@ class _Coded(DenseVector):
     def _decode(self, dense: Tensor, start: int, divisor: int, *, add: bool = False) -> None:
         low, stop = 0, start + dense.numel()
         for rank, width in enumerate(self._widths):
-            for run in self._runs(width, self._like):
-                first, last = max(run.start + low, start), min(run.stop + low, stop)
-                if first < last:
-                    here = dense[first - start : last - start]
-                    self._decode_run(rank, first - low, here, divisor, add=add)
+            first, last = max(low, start), min(low + width, stop)
+            if first < last:
+                here = dense[first - start : last - start]
+                if self._is_direct(rank, first - low, last - low, dense.dtype):
+                    opened = self._messages[rank]
+                    opened.decode_to(here, divisor, add=add, start=first - low)
+                else:  # in runs, which bound the memory for what is decoded first
+                    self._decode_runs(rank, first - low, here, divisor, add=add)
             low += width
+
+    def _is_direct(self, rank: int, start: int, stop: int, dtype: torch.dtype) -> bool:
+        """Return whether elements of a region can be decoded in place, in one pass."""
+        step = self._codec.step
+        whole = start % step == 0 and (stop % step == 0 or stop == self._widths[rank])
+        less = self._less is not None and self._less[0] == rank
+        return whole and not less and self.dtype == dtype == torch.float32
+
+    def _decode_runs(self, rank: int, start: int, into: Tensor, divisor: int, *, add: bool) -> None:
+        stop = start + into.numel()
+        for run in self._runs(self._widths[rank], self._like):
+            first, last = max(run.start, start), min(run.stop, stop)
+            if first < last:
+                here = into[first - start : last - start]
+                self._decode_run(rank, first, here, divisor, add=add)
 
     def _decode_run(self, rank: int, start: int, into: Tensor, divisor: int, *, add: bool) -> None:
         """Decode elements of a region, beginning at ``start``."""
         width, step = self._widths[rank], self._codec.step
         stop = start + into.numel()
         first, last = start // step * step, min(-(-stop // step) * step, width)
-        less = self._less is not None and self._less[0] == rank
-        if (first, last) == (start, stop) and not less:
-            self._messages[rank].decode_to(into, divisor, add=add, start=start)
-            return
         made = self._like.new_empty(last - first)
         self._messages[rank].decode_to(made, start=first)
-        if self._less is not None and less:
+        if self._less is not None and self._less[0] == rank:
             made.sub_(self._less[1].run(first, last))
         written(made[start - first : stop - first], into, divisor, add=add)
 

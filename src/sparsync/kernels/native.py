@@ -284,11 +284,14 @@ class Codes:
         tables = _address("thresholds", levels[3]), _address("levels", levels[4])
         self.table = (*levels[:3], *tables)
 
-    def write_(self, values: Tensor, start: int) -> None:
-        """Quantise the elements from ``start`` on."""
+    def write_(self, values: Tensor, start: int, more: Tensor | None = None) -> None:
+        """Quantise the elements from ``start`` on: ``values``, or their sum with ``more``."""
         n = values.numel()
+        if more is not None and more.numel() != n:
+            raise ConfigurationError(f"{more.numel()} values to be added to {n}")
+        given = _address("values", values), 0 if more is None else _address("more", more)
         places = *self.places(start, n), _workers(8 * n), chosen()
-        EXTENSION.quantise(_address("values", values), n, self.table, *places)
+        EXTENSION.quantise(*given, n, self.table, *places)
 
     def decode_(self, into: Tensor, start: int, divisor: float, *, keep: bool) -> None:
         """Decode the elements from ``start`` on, divide, and with ``keep`` add."""

@@ -173,11 +173,14 @@ class Codes:
             levels = bits, block, limit, *_tables(bits, scales.device)
             self._native = native.Codes(scales, codes, size, levels)
 
-    def write_(self, values: Tensor, start: int) -> None:
-        """Quantise float32 values to the elements from ``start`` on, and change no others."""
-        if self._native is not None and _backend(self.block, values) is native:
-            self._native.write_(values, start)
+    def write_(self, values: Tensor, start: int, more: Tensor | None = None) -> None:
+        """Quantise float32 values, or their sum with ``more``, to the elements from ``start`` on."""
+        if self._native is not None and all(
+            v is None or _backend(self.block, v) is native for v in (values, more)
+        ):
+            self._native.write_(values, start, more)
             return
+        values = values if more is None else values + more
         raw = quantise(values, self.bits, self.block, self.limit)
         scales, codes = self.run(start, values.numel())
         scales.copy_(raw[: scales.numel()])

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, final
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ __all__ = [
     "Header",
     "MessageFraming",
     "Opened",
+    "Writer",
     "check_block",
     "check_end",
     "written",
@@ -270,6 +271,13 @@ class Codec(ABC, Generic[V]):
                 "cut the same regions?"
             )
         return header, payload[header.nbytes :]
+
+
+class Writer(Protocol):
+    """Writes the elements of a message from ``start`` on: values, or their sum with ``more``."""
+
+    def __call__(self, start: int, values: Tensor, more: Tensor | None = None) -> None:
+        """Write, and change no other elements."""
 
 
 class Opened(ABC):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -15,7 +13,7 @@ from sparsync.kernels.packing import unordered, view_as
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.communicator import bytes_of
 from sparsync.transports.ledger import Parts
-from sparsync.wire.codec import HEADER_BYTES, Codec, Encoded, Header, Opened, written
+from sparsync.wire.codec import HEADER_BYTES, Codec, Encoded, Header, Opened, Writer, written
 
 __all__ = ["INDEX_BYTES", "Coo", "StreamCodec", "Whole", "pack_words", "unpack_words"]
 
@@ -122,9 +120,13 @@ class Whole(Codec[DenseVector]):
         at = HEADER_BYTES + start * (self.dtype or values.dtype).itemsize
         payload[at : at + sent.numel()] = sent
 
-    def writer(self, payload: Tensor) -> Callable[[int, Tensor], None]:
-        """Return ``write_`` for one blank message."""
-        return functools.partial(self.write_, payload)
+    def writer(self, payload: Tensor) -> Writer:
+        """Return ``write_`` for one blank message; it adds what it is given."""
+
+        def write(start: int, values: Tensor, more: Tensor | None = None) -> None:
+            self.write_(payload, start, values if more is None else values + more)
+
+        return write
 
     def decode_to(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -21,6 +21,7 @@ from sparsync.wire.codec import (
     Encoded,
     Header,
     Opened,
+    Writer,
     check_block,
     check_end,
     written,
@@ -97,13 +98,18 @@ class LloydMax(Codec[DenseVector]):
         """Write elements ``[start, start + len(values))`` of a message, and no others."""
         self.writer(payload)(start, values)
 
-    def writer(self, payload: Tensor) -> Callable[[int, Tensor], None]:
-        """Return ``write_`` for one blank message, which it reads only once."""
+    def writer(self, payload: Tensor) -> Writer:
+        """Return ``write_`` for one blank message, which it reads only once; it adds what it is given."""
         header = self.read_header(payload)
         codes = _codes_of(header, payload[header.nbytes :], _largest_scale(header.dtype, self.bits))
 
-        def write(start: int, values: Tensor) -> None:
-            codes.write_(packing.to_float32(values, packing.FP32), start)
+        def write(start: int, values: Tensor, more: Tensor | None = None) -> None:
+            if more is not None and not values.dtype == more.dtype == torch.float32:
+                values, more = (
+                    values + more,
+                    None,
+                )  # rounded as their dtypes say, and only then widened
+            codes.write_(packing.to_float32(values, packing.FP32), start, more)
 
         return write
 

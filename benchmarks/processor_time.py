@@ -43,7 +43,7 @@ TURNS = 9  # of each exchange and of add_, interleaved; the fastest counts
 DENSITY = 0.01
 BLOCK = 512  # elements per scale in the default of AdamW
 SIZES = (1_000_000, SIZE, 100_000_000, 500_000_000)  # of the growth with n, at P = 2
-GROWTH_TURNS = 5
+GROWTH_TURNS = 3
 VIRTUAL_RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 VIRTUAL_SIZE = 1 << 18  # elements per virtual rank: 1,024 of them fit 4 GB
 PHASES = ("pack", "unpack", "communicate")  # the last: what is left of an exchange

@@ -190,22 +190,6 @@ float choose_eights(const float *x, float inverse, const Levels &given, float *s
 #endif
 
 #if defined(__AVX512F__)
-inline __m256 upper_half(__m512 row) {
-  return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(row), 1));
-}
-
-// The largest magnitude of a multiple of 64 elements, as an integer.
-inline int32_t peak_of_sixteens(const float *x, int64_t n) {
-  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-  __m512i peaks[4] = {};  // several, so that none waits for the one before
-  for (int64_t i = 0; i < n; i += 64)
-    for (int j = 0; j < 4; ++j)
-      peaks[j] = _mm512_max_epi32(
-          peaks[j], _mm512_and_si512(_mm512_loadu_si512(x + i + 16 * j), magnitude));
-  return _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_max_epi32(peaks[0], peaks[1]),
-                                                  _mm512_max_epi32(peaks[2], peaks[3])));
-}
-
 // `choose` and the codes of a whole block of 2^j >= 64 elements in one bit: the only level is 1, so the
 // products are the magnitudes, and nothing but their sums is written.
 inline float choose_signs(const float *x, float inverse, int64_t block, float *sums,
@@ -228,17 +212,7 @@ inline float choose_signs(const float *x, float inverse, int64_t block, float *s
     const __m512 even = _mm512_add_ps(part[0], part[2]), odd = _mm512_add_ps(part[1], part[3]);
     _mm512_storeu_ps(sums + i, _mm512_add_ps(even, odd));
   }
-  int64_t n = quarter;
-  for (; n > 16; n /= 2)
-    for (int64_t i = 0; i < n / 2; i += 16)
-      _mm512_storeu_ps(sums + i,
-                       _mm512_add_ps(_mm512_loadu_ps(sums + i), _mm512_loadu_ps(sums + n / 2 + i)));
-  const __m512 row = _mm512_loadu_ps(sums);
-  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(row), upper_half(row));
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  const float sum = _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-  return sum / static_cast<float>(block);
+  return sum_of_eights(sums, quarter) / static_cast<float>(block);
 }
 #endif
 
@@ -312,11 +286,7 @@ void quantise_as(const float *x, int64_t n, const Levels &given, uint8_t *scales
   for (int64_t start = 0; start < n; start += block) {
     const int64_t size = n - start < block ? n - start : block;
     int32_t peak = 0;
-    int64_t seen = 0;
-#if defined(__AVX512F__)
-    peak = peak_of_sixteens(x, seen = size / 64 * 64);
-#endif
-    for (int64_t i = seen; i < size; ++i) {
+    for (int64_t i = 0; i < size; ++i) {
       const int32_t magnitude = bits_of(x[i]) & 0x7fffffff;
       peak = magnitude > peak ? magnitude : peak;
     }

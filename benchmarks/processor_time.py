@@ -1,7 +1,7 @@
 """Processor time of one exchange: the defaults of SGD and of AdamW, relative to torch's ``add_``.
 
-    python benchmarks/processor_time.py            (5 minutes; writes benchmarks/processor_time.md)
-    python benchmarks/processor_time.py --growth   (15 minutes, 10 GB; appends how cost grows, with
+    python benchmarks/processor_time.py            (2 minutes; writes benchmarks/processor_time.md)
+    python benchmarks/processor_time.py --growth   (20 minutes, 10 GB; appends how cost grows, with
                                                     benchmarks/processor_time.png)
 
 Every rank is a process with one thread of torch, connected over ZeroMQ on this machine.  Processor time

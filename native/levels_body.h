@@ -189,6 +189,33 @@ float choose_eights(const float *x, float inverse, const Levels &given, float *s
 }
 #endif
 
+#if defined(__AVX512F__)
+// `choose` and the codes of a whole block of 2^j >= 64 elements in one bit: the only level is 1, so the
+// products are the magnitudes, and nothing but their sums is written.
+inline float choose_signs(const float *x, float inverse, int64_t block, float *sums,
+                          uint8_t *codes) {
+  const int64_t quarter = block / 4;
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  const __m512 factor = _mm512_set1_ps(inverse);
+  for (int64_t i = 0; i < quarter; i += 16) {
+    __m512 part[4];
+    for (int q = 0; q < 4; ++q) {
+      const int64_t at = q * quarter + i;
+      const __m512 value = _mm512_loadu_ps(x + at);
+      const __m512i bare = _mm512_and_si512(_mm512_castps_si512(value), magnitude);
+      part[q] = _mm512_mul_ps(_mm512_castsi512_ps(bare), factor);
+      const auto word =
+          static_cast<uint16_t>(_mm512_cmp_ps_mask(value, _mm512_setzero_ps(), _CMP_LT_OQ));
+      __builtin_memcpy(codes + at / 8, &word, sizeof word);
+    }
+    // the order of `two_halvings`
+    const __m512 even = _mm512_add_ps(part[0], part[2]), odd = _mm512_add_ps(part[1], part[3]);
+    _mm512_storeu_ps(sums + i, _mm512_add_ps(even, odd));
+  }
+  return sum_of_eights(sums, quarter) / static_cast<float>(block);
+}
+#endif
+
 // into = what the codes say / divisor, or with `keep` into += that.
 template <int bits>
 void decode_as(const uint8_t *scales, const uint8_t *codes, int64_t n, const Levels &given,
@@ -201,13 +228,11 @@ void decode_as(const uint8_t *scales, const uint8_t *codes, int64_t n, const Lev
     uint16_t stored;
     __builtin_memcpy(&stored, scales, sizeof stored);
     const float scale = float_of(static_cast<int32_t>(uint32_t{stored} << 16));
-    if (!keep)
-      for (int64_t i = 0; i < size; ++i) into[i] = 0.0f;
     if constexpr (bits == 8) {
       unpack_codes<bits>(codes, size, numbers);
       for (int64_t i = 0; i < size; ++i) {
         const float value = with_sign(static_cast<float>(numbers[i] & 127) * scale, numbers[i] >> 7);
-        into[i] += value / divisor;
+        into[i] = (keep ? into[i] : 0.0f) + value / divisor;
       }
     } else {
       float meanings[16] = {};
@@ -216,6 +241,18 @@ void decode_as(const uint8_t *scales, const uint8_t *codes, int64_t n, const Lev
         meanings[last + 1 + j] = -meanings[j];
       }
       int64_t at = 0;
+#if defined(__AVX512F__)  // a choice of sixteen by their bits
+      if constexpr (bits == 1) {
+        const __m512 plus = _mm512_set1_ps(meanings[0]), minus = _mm512_set1_ps(meanings[1]);
+        for (; at + 16 <= size; at += 16) {
+          uint16_t word;
+          __builtin_memcpy(&word, codes + at / 8, sizeof word);
+          const __m512 before = keep ? _mm512_loadu_ps(into + at) : _mm512_setzero_ps();
+          const __m512 value = _mm512_mask_blend_ps(_cvtu32_mask16(word), plus, minus);
+          _mm512_storeu_ps(into + at, _mm512_add_ps(before, value));
+        }
+      }
+#endif
 #if defined(__AVX2__)  // a lookup of eight in a register
       const __m256 table = load(meanings);
       const __m256i shifts = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
@@ -228,11 +265,13 @@ void decode_as(const uint8_t *scales, const uint8_t *codes, int64_t n, const Lev
         const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(code, 3), 31);  // of 4 bits
         const __m256 value = _mm256_xor_ps(_mm256_permutevar8x32_ps(table, code),
                                            _mm256_castsi256_ps(sign));
-        _mm256_storeu_ps(into + at, _mm256_add_ps(load(into + at), value));
+        const __m256 before = keep ? load(into + at) : _mm256_setzero_ps();
+        _mm256_storeu_ps(into + at, _mm256_add_ps(before, value));
       }
 #endif
       unpack_codes<bits>(codes + at * bits / 8, size - at, numbers);
-      for (int64_t i = at; i < size; ++i) into[i] += meanings[numbers[i - at]];
+      for (int64_t i = at; i < size; ++i)
+        into[i] = (keep ? into[i] : 0.0f) + meanings[numbers[i - at]];
     }
     into += block, scales += sizeof stored, codes += block * bits / 8;
   }
@@ -260,8 +299,15 @@ void quantise_as(const float *x, int64_t n, const Levels &given, uint8_t *scales
       float exact = 0.0f;
 #if defined(__AVX2__)
       if constexpr (bits < 8) packed = size == block && block >= 32 && (block & (block - 1)) == 0;
+      bool chosen = false;
+#if defined(__AVX512F__)
+      if constexpr (bits == 1) {
+        chosen = packed && block >= 64;
+        if (chosen) exact = choose_signs(x, inverse, block, scratch, codes);
+      }
+#endif
       if constexpr (bits < 8)
-        if (packed) exact = choose_eights<bits>(x, inverse, given, scratch, codes);
+        if (packed && !chosen) exact = choose_eights<bits>(x, inverse, given, scratch, codes);
 #endif
       if (!packed) exact = choose<bits>(x, size, peak, inverse, given, scaled, levels, numbers);
       exact *= float_of(exponent);

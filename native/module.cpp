@@ -205,14 +205,32 @@ sparsync::Levels levels_of(const RawLevels &raw) {
   return {bits, block, limit, at<float>(thresholds), at<float>(levels)};
 }
 
-void quantise(Address x, int64_t n, const RawLevels &raw, Address scales,
+constexpr int64_t summed_step = int64_t{1} << 12;  // elements whose sum stays in the L1 cache
+
+int64_t summed_blocks(int64_t block) {
+  return std::max(summed_step / block, int64_t{1}) * block;
+}
+
+// Quantises x, or x + more if that is not 0.
+void quantise(Address x, Address more, int64_t n, const RawLevels &raw, Address scales,
               Address codes, int threads, const char *isa) {
   const auto &scan = scan_of(isa);
   const auto given = levels_of(raw);
   share_blocks(n, given.block, threads, [&](int64_t start, int64_t stop, float *scratch) {
-    scan.quantise(at<float>(x) + start, stop - start, given,
-                  at<uint8_t>(scales) + 2 * start / given.block,
-                  at<uint8_t>(codes) + start * given.bits / 8, scratch);
+    const auto write = [&](const float *from, int64_t low, int64_t size) {
+      scan.quantise(from, size, given, at<uint8_t>(scales) + 2 * low / given.block,
+                    at<uint8_t>(codes) + low * given.bits / 8, scratch);
+    };
+    if (more == 0) return write(at<float>(x) + start, start, stop - start);
+    const int64_t step = summed_blocks(given.block);
+    sparsync::Scratch room;
+    float *sums = room.take<float>(static_cast<uint64_t>(step));
+    for (int64_t low = start; low < stop; low += step) {
+      const int64_t size = std::min(step, stop - low);
+      const float *a = at<float>(x) + low, *b = at<float>(more) + low;
+      for (int64_t i = 0; i < size; ++i) sums[i] = a[i] + b[i];
+      write(sums, low, size);
+    }
   });
 }
 
@@ -224,6 +242,34 @@ void decode_levels(Address into, float divisor, bool keep, int64_t n, const RawL
     scan.decode_levels(at<uint8_t>(scales) + 2 * start / given.block,
                        at<uint8_t>(codes) + start * given.bits / 8, stop - start, given, divisor,
                        keep, at<float>(into) + start, scratch);
+  });
+}
+
+using RawCodes = std::tuple<Address, Address>;  // scales, and codes
+
+// into = the sum of the messages, in their order, + own; without own, if that is 0.
+void sum_levels(Address into, const std::vector<RawCodes> &messages, Address own, int64_t n,
+                const RawLevels &raw, int threads, const char *isa) {
+  const auto &scan = scan_of(isa);
+  const auto given = levels_of(raw);
+  share_blocks(n, given.block, threads, [&](int64_t start, int64_t stop, float *scratch) {
+    const int64_t step = summed_blocks(given.block);
+    for (int64_t low = start; low < stop; low += step) {
+      const int64_t size = std::min(step, stop - low);
+      float *sums = at<float>(into) + low;
+      if (messages.empty()) std::fill_n(sums, size, 0.0f);
+      bool keep = false;
+      for (const auto &[scales, codes] : messages) {
+        scan.decode_levels(at<uint8_t>(scales) + 2 * low / given.block,
+                           at<uint8_t>(codes) + low * given.bits / 8, size, given, 1.0f, keep, sums,
+                           scratch);
+        keep = true;
+      }
+      if (own != 0) {
+        const float *mine = at<float>(own) + low;
+        for (int64_t i = 0; i < size; ++i) sums[i] += mine[i];
+      }
+    }
   });
 }
 
@@ -366,7 +412,7 @@ constexpr bool sanitized = false;
 NB_MODULE(_native, m) {
   using released = nb::call_guard<nb::gil_scoped_release>;
   m.doc() = "The CPU kernels; kernels/native.py is their door.";
-  m.attr("interface") = 8;  // of this module's functions; kernels/native.py refuses another
+  m.attr("interface") = 9;  // of this module's functions; kernels/native.py refuses another
   m.attr("sanitized") = sanitized;
   m.attr("slots_per_tile") = sparsync::slots_per_tile;
   m.def("instruction_sets", &usable);
@@ -384,6 +430,7 @@ NB_MODULE(_native, m) {
   m.def("count_from", &count_from, released());
   m.def("quantise", &quantise, released());
   m.def("decode_levels", &decode_levels, released());
+  m.def("sum_levels", &sum_levels, released());
   m.def("lengthen", &lengthen, released());
   m.def("deal", &deal, released());
   m.def("undeal", &undeal, released());

@@ -252,6 +252,10 @@ class DenseVector:
         """Return elements ``[start, stop)``; the caller must not write to them."""
         return self.values[start:stop]
 
+    def terms(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return one or two vectors of the same dtype whose sum ``run`` is, not to be written to."""
+        return (self.run(start, stop),)
+
     def subtract_from_(self, dense: Tensor, start: int = 0) -> None:
         """``dense -= self``, in place; ``dense`` may be a run of elements that begins at ``start``."""
         dense -= self.run(start, start + dense.numel())

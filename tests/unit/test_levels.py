@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsync import DenseVector
+from sparsync.errors import ConfigurationError, WireFormatError
+from sparsync.kernels import native
 from sparsync.kernels.normal_levels import BITS, pack_codes, unpack_codes
 from sparsync.wire import LloydMax
+from sparsync.wire.levels import sum_to
 
 from .strategies import FLOATS, dense_tensors, float_dtypes, same, smallest
 from .wire_messages import rounded
@@ -113,3 +116,65 @@ def test_a_message_is_added_in_the_dtype_of_the_sum(dtype, into):
     sums = torch.ones(1000, dtype=into)
     LloydMax().decode_to(encoded.payload, sums, add=True)
     same(sums, torch.ones(1000, dtype=into).add_(encoded.decoded.values))
+
+
+@each_width
+@pytest.mark.parametrize("block", [24, 64, 512])
+def test_a_run_is_quantised_as_part_of_the_whole_also_as_a_sum(bits, block):
+    generator = torch.Generator().manual_seed(bits)
+    first, second = torch.randn(2, 7 * block + 5, generator=generator)
+    codec = LloydMax(bits, block=block)
+    expected = codec.written(first + second)
+    made = codec.blank(first.numel(), first)
+    write = codec.writer(made)
+    write(0, first[: 2 * block], second[: 2 * block])
+    write(2 * block, first[2 * block :], second[2 * block :])
+    same(made, expected)
+    opened, part = codec.open(made, first.numel()), torch.ones(3 * block)
+    opened.decode_to(part, 4.0, add=True, start=4 * block)
+    whole = codec.decode(expected, first.numel()).values
+    same(part, torch.ones(3 * block) + whole[4 * block : 7 * block] / 4)
+
+
+@each_width
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_messages_are_summed_in_their_order_and_the_own_share_last(bits, dtype):
+    # in this order the first two cancel, and the third is not lost in them
+    rows = [torch.full((600,), value, dtype=dtype) for value in (2.0**60, -(2.0**60), 1.0)]
+    codec = LloydMax(bits, block=64)
+    messages = [codec.open(codec.written(row), 600) for row in rows]
+    sums = torch.full((472,), torch.nan)
+    sum_to(sums, messages, 128, own=torch.full((472,), 0.5))
+    one = codec.decode(codec.written(rows[2]), 600).values[0].float()
+    same(sums, torch.full((472,), 0.5) + one)
+    sum_to(sums, messages[:2], 128)
+    assert not sums.any()
+
+
+def test_no_run_of_a_message_ends_within_a_block():
+    codec = LloydMax(1, block=64)
+    opened = codec.open(codec.written(torch.ones(200)), 200)
+    opened.decode_to(torch.empty(72), start=128)
+    for start, count in [(0, 63), (64, 100), (1, 64), (192, 7)]:
+        with pytest.raises(WireFormatError, match=r"has blocks of 64, of which no run goes from"):
+            opened.decode_to(torch.empty(count), start=start)
+        with pytest.raises(WireFormatError, match=r"has blocks of 64, of which no run goes from"):
+            sum_to(torch.empty(count), [opened], start)
+
+
+@pytest.mark.skipif(native.EXTENSION is None, reason="C++ was not built")
+def test_codes_outside_a_message_are_refused_before_any_memory_is_touched():
+    tables = torch.zeros(1), torch.ones(1)
+    scales, codes = torch.zeros(4, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
+    known = native.Codes(scales, codes, 128, (1, 64, 1.0, *tables))
+    for start, count in [(64, 128), (-64, 64), (32, 64), (0, 100), (128, 64)]:
+        with pytest.raises(ConfigurationError, match="are no whole blocks of 64 of 128 values"):
+            known.write_(torch.zeros(count), start)
+        with pytest.raises(ConfigurationError, match="are no whole blocks of 64 of 128 values"):
+            known.decode_(torch.zeros(count), start, 1.0, keep=False)
+        with pytest.raises(ConfigurationError, match="are no whole blocks of 64 of 128 values"):
+            native.sum_codes_(torch.zeros(count), [known], start, None)
+    with pytest.raises(ConfigurationError, match="4 bytes of scales and 15 of codes"):
+        native.Codes(scales, codes[1:], 128, (1, 64, 1.0, *tables))
+    with pytest.raises(ConfigurationError, match="32 values to be added to 64"):
+        known.write_(torch.zeros(64), 0, torch.zeros(32))

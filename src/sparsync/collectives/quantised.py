@@ -14,9 +14,9 @@ from sparsync.collectives.collective import Collective, Reduced
 from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result
 from sparsync.sparse import DenseVector, Vector, run_length
 from sparsync.transports.communicator import Communicator
-from sparsync.wire.codec import MessageFraming, written
+from sparsync.wire.codec import MessageFraming, Opened, written
 from sparsync.wire.coo import Whole
-from sparsync.wire.levels import LloydMax
+from sparsync.wire.levels import LloydMax, sum_to
 
 __all__ = ["Quantised"]
 
@@ -98,31 +98,35 @@ class Quantised(Collective):
             for owner in range(comm.world_size):
                 if owner != rank:
                     payloads[owner] = codec.blank(widths[owner], like)
+                    write = codec.writer(payloads[owner])
                     for run in self._runs(widths[owner], like):
                         low, high = starts[owner] + run.start, starts[owner] + run.stop
-                        codec.write_(payloads[owner], run.start, selected.run(low, high))
+                        write(run.start, *selected.terms(low, high))
         # A capacity is the longest message from one rank to another: in this round one of the widest
         # regions, in the second round the sender's own region.
         messages = await comm.alltoallv(payloads, [max(lengths)] * len(lengths), "split", framing)
-        others = _Sum(codec, [m for r, m in enumerate(messages) if r != rank], widths[rank], like)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
+            arrived = [codec.open(m, widths[rank]) for r, m in enumerate(messages) if r != rank]
+            others = _Sum(arrived, like)
             payload = codec.blank(widths[rank], like)
+            write = codec.writer(payload)
             for run in self._runs(widths[rank], like):
                 low, high = starts[rank] + run.start, starts[rank] + run.stop
-                # kept apart from the own part, because ``delivered`` needs the others' sum
-                whole = others.run(run.start, run.stop) + selected.run(low, high)
-                codec.write_(payload, run.start, whole.to(like.dtype))
+                whole = others.run(run.start, run.stop, selected.run(low, high))
+                write(run.start, whole.to(like.dtype))
         messages = await comm.alltoallv([payload] * comm.world_size, lengths, "allgather", framing)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
-            finite = [codec.is_finite(m, w) for m, w in zip(messages, widths, strict=True)]
-            total = _Coded(codec, messages, widths, like, self._runs, finite=all(finite))
+            opened = [codec.open(m, w) for m, w in zip(messages, widths, strict=True)]
+            finite = all(message.is_finite() for message in opened)
+            total = _Coded(codec, opened, widths, like, self._runs, finite=finite)
             # For its own region a rank delivers the decoded sum minus the others' parts.  The parts of
             # all ranks then add up to the total, and the rounding error of the sum is in this rank's
             # residual. 1-bit Adam keeps it as a second error, at the server.
             payloads[rank] = payload
-            delivered = _Coded(codec, payloads, widths, like, self._runs, less=(rank, others))
+            sent = [codec.open(p, w) for p, w in zip(payloads, widths, strict=True)]
+            delivered = _Coded(codec, sent, widths, like, self._runs, less=(rank, others))
         return Reduced(total, delivered)
 
     def _runs(self, size: int, like: Tensor) -> Iterator[slice]:
@@ -143,17 +147,14 @@ class Quantised(Collective):
 class _Sum:
     """The sum of several ranks' messages for one region; runs are decoded on every access."""
 
-    def __init__(
-        self, codec: LloydMax | Whole, messages: Sequence[Tensor], size: int, like: Tensor
-    ) -> None:
-        self._codec, self._messages, self._size = codec, messages, size
+    def __init__(self, messages: Sequence[Opened], like: Tensor) -> None:
+        self._messages = messages
         self._like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
 
-    def run(self, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of the sum, added in rank order."""
-        made = self._like.new_zeros(stop - start)
-        for message in self._messages:
-            self._codec.decode_to(message, made, add=True, start=start, size=self._size)
+    def run(self, start: int, stop: int, own: Tensor | None = None) -> Tensor:
+        """Return elements ``[start, stop)`` of the sum, added in rank order, and ``own`` after them."""
+        made = self._like.new_empty(stop - start)
+        sum_to(made, self._messages, start, own)
         return made
 
 
@@ -173,7 +174,7 @@ class _Coded(DenseVector):
     def __init__(
         self,
         codec: LloydMax | Whole,
-        messages: Sequence[Tensor],
+        messages: Sequence[Opened],
         widths: Sequence[int],
         like: Tensor,
         runs: Callable[[int, Tensor], Iterator[slice]],
@@ -219,26 +220,39 @@ class _Coded(DenseVector):
     def _decode(self, dense: Tensor, start: int, divisor: int, *, add: bool = False) -> None:
         low, stop = 0, start + dense.numel()
         for rank, width in enumerate(self._widths):
-            for run in self._runs(width, self._like):
-                first, last = max(run.start + low, start), min(run.stop + low, stop)
-                if first < last:
-                    here = dense[first - start : last - start]
-                    self._decode_run(rank, first - low, here, divisor, add=add)
+            first, last = max(low, start), min(low + width, stop)
+            if first < last:
+                here = dense[first - start : last - start]
+                if self._is_direct(rank, first - low, last - low, dense.dtype):
+                    opened = self._messages[rank]
+                    opened.decode_to(here, divisor, add=add, start=first - low)
+                else:  # in runs, which bound the memory for what is decoded first
+                    self._decode_runs(rank, first - low, here, divisor, add=add)
             low += width
+
+    def _is_direct(self, rank: int, start: int, stop: int, dtype: torch.dtype) -> bool:
+        """Return whether elements of a region can be decoded in place, in one pass."""
+        step = self._codec.step
+        whole = start % step == 0 and (stop % step == 0 or stop == self._widths[rank])
+        less = self._less is not None and self._less[0] == rank
+        return whole and not less and self.dtype == dtype == torch.float32
+
+    def _decode_runs(self, rank: int, start: int, into: Tensor, divisor: int, *, add: bool) -> None:
+        stop = start + into.numel()
+        for run in self._runs(self._widths[rank], self._like):
+            first, last = max(run.start, start), min(run.stop, stop)
+            if first < last:
+                here = into[first - start : last - start]
+                self._decode_run(rank, first, here, divisor, add=add)
 
     def _decode_run(self, rank: int, start: int, into: Tensor, divisor: int, *, add: bool) -> None:
         """Decode elements of a region, beginning at ``start``."""
         width, step = self._widths[rank], self._codec.step
         stop = start + into.numel()
         first, last = start // step * step, min(-(-stop // step) * step, width)
-        less = self._less is not None and self._less[0] == rank
-        if (first, last) == (start, stop) and not less:
-            message = self._messages[rank]
-            self._codec.decode_to(message, into, divisor, add=add, start=start, size=width)
-            return
         made = self._like.new_empty(last - first)
-        self._codec.decode_to(self._messages[rank], made, start=first, size=width)
-        if self._less is not None and less:
+        self._messages[rank].decode_to(made, start=first)
+        if self._less is not None and self._less[0] == rank:
             made.sub_(self._less[1].run(first, last))
         written(made[start - first : stop - first], into, divisor, add=add)
 

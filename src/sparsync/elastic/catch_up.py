@@ -144,7 +144,8 @@ def keep_gradients(
         # averages of sparse messages are mostly zero: up to a third nonzero, pairs with 32-bit indices
         # save at least a third of the memory
         few = 3 * at.numel() < flat.numel()
-        here.append((at.to(torch.int32), flat[at]) if few else flat.clone())
+        narrow = torch.int32 if flat.numel() <= 1 << 31 else torch.int64
+        here.append((at.to(narrow), flat[at]) if few else flat.clone())
     # only the first step's: a second step with the same gradients would find none
     catch_up.log.setdefault(step, {}).setdefault(number, here)
 

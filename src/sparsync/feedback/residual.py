@@ -113,10 +113,21 @@ class Residual:
 
     def run(self, start: int, stop: int) -> Tensor:
         """Return a run of the vector that ``accumulate_later`` returned, in separate memory."""
+        made, *rest = self.terms(start, stop)
+        for residual in rest:
+            made.add_(residual)
+        return made
+
+    def terms(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return what ``run`` adds: the gradient, in separate memory, and any residual."""
         assert self._later is not None
         made = self._later(start, stop)
+        if self.empty:
+            return (made,)
         # on the device of the gradients, because the residual may be in host memory
-        return made if self.empty else made.add_(self.accumulated[start:stop].to(made.device))
+        residual = self.accumulated[start:stop].to(made.device)
+        # a sum in place has the dtype of the gradient
+        return (made, residual) if made.dtype == residual.dtype else (made.add_(residual),)
 
     def collected(self, key: int = 1, limit: int | None = None) -> SparseVector | None:
         """Return the collected entries that reach ``key``, with 32-bit indices if those suffice.
@@ -148,9 +159,17 @@ class Residual:
             assert isinstance(delivered, DenseVector)
             whole = isinstance(delivered, _Accumulated)
             for start, stop in () if whole else runs(len(self.accumulated), delivered.run(0, 0)):
-                rest = self.run(start, stop)
+                here = self.accumulated[start:stop]
+                # in the residual's own memory, where it is on the device of the gradients: a copy back
+                # would be one more pass over all elements
+                made = self._later(start, stop)
+                if made.device == here.device:
+                    rest = here.copy_(made) if self.empty else here.add_(made)
+                    delivered.subtract_from_(rest, start)
+                    continue
+                rest = made if self.empty else made.add_(here.to(made.device))
                 delivered.subtract_from_(rest, start)
-                self.accumulated[start:stop] = rest
+                here.copy_(rest)
             self._close()
             self.empty = whole
             return
@@ -244,6 +263,10 @@ class _Accumulated(DenseVector):
     def run(self, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)``."""
         return self._residual.run(start, stop)
+
+    def terms(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return the gradient's elements, and the residual's unless that is zero."""
+        return self._residual.terms(start, stop)
 
 
 @final

@@ -17,7 +17,7 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from sparsync.kernels.reference import Dealt
 
 __all__ = [
     "EXTENSION",
+    "Codes",
     "accumulate_",
     "chosen",
     "count_from",
@@ -46,6 +47,7 @@ __all__ = [
     "restrict",
     "scatter_",
     "subtract_",
+    "sum_codes_",
     "top",
     "undeal",
     "unpack_and_sum",
@@ -54,7 +56,7 @@ __all__ = [
 
 # Version of the extension's functions, also stated in native/module.cpp.  An extension built from other
 # sources might take addresses for lengths.
-_INTERFACE: Final = 8
+_INTERFACE: Final = 9
 
 
 def _load() -> Any:
@@ -246,8 +248,10 @@ Levels = tuple[int, int, float, Tensor, Tensor]
 
 def quantise(values: Tensor, levels: Levels) -> Tensor:
     """Cost: one pass."""
-    raw = empty(_level_bytes(values.numel(), levels)[1], torch.uint8)
-    EXTENSION.quantise(_address("values", values), *_on(raw, values, levels))
+    n = values.numel()
+    middle, end = _level_bytes(n, levels)
+    raw = empty(end, torch.uint8)
+    Codes(raw[:middle], raw[middle:], n, levels).write_(values, 0)
     return raw
 
 
@@ -255,22 +259,72 @@ def decode_levels_(
     into: Tensor, raw: Tensor, levels: Levels, divisor: float, *, keep: bool
 ) -> None:
     """Decode, divide, and with ``keep`` add, in one pass."""
-    if raw.numel() != _level_bytes(into.numel(), levels)[1]:
-        raise ConfigurationError(f"{raw.numel()} bytes are not the codes of {into.numel()} values")
-    EXTENSION.decode_levels(_address("into", into), divisor, keep, *_on(raw, into, levels))
+    middle = _level_bytes(into.numel(), levels)[0]
+    Codes(raw[:middle], raw[middle:], into.numel(), levels).decode_(into, 0, divisor, keep=keep)
+
+
+@final
+class Codes:
+    """The scales and codes of ``size`` values, which are written and read in runs.
+
+    Everything is checked once, since a check takes as long as the codes of ten thousand values.
+    """
+
+    def __init__(self, scales: Tensor, codes: Tensor, size: int, levels: Levels) -> None:
+        middle, end = _level_bytes(size, levels)
+        if scales.numel() != middle or codes.numel() != end - middle:
+            raise ConfigurationError(
+                f"{scales.numel()} bytes of scales and {codes.numel()} of codes are not those of "
+                f"{size} values"
+            )
+        self._kept = scales, codes, levels  # they own the memory
+        self._size, self._block, self._bits = size, levels[1], levels[0]
+        self._scales = _address("scales", scales, torch.uint8)
+        self._codes = _address("codes", codes, torch.uint8)
+        tables = _address("thresholds", levels[3]), _address("levels", levels[4])
+        self.table = (*levels[:3], *tables)
+
+    def write_(self, values: Tensor, start: int, more: Tensor | None = None) -> None:
+        """Quantise the elements from ``start`` on: ``values``, or their sum with ``more``."""
+        n = values.numel()
+        if more is not None and more.numel() != n:
+            raise ConfigurationError(f"{more.numel()} values to be added to {n}")
+        given = _address("values", values), 0 if more is None else _address("more", more)
+        places = *self.places(start, n), _workers(8 * n), chosen()
+        EXTENSION.quantise(*given, n, self.table, *places)
+
+    def decode_(self, into: Tensor, start: int, divisor: float, *, keep: bool) -> None:
+        """Decode the elements from ``start`` on, divide, and with ``keep`` add."""
+        n = into.numel()
+        places = *self.places(start, n), _workers(8 * n), chosen()
+        EXTENSION.decode_levels(_address("into", into), divisor, keep, n, self.table, *places)
+
+    def places(self, start: int, n: int) -> tuple[int, int]:
+        """Return the addresses of the scales and the codes of ``n`` elements from ``start`` on."""
+        stop = start + n
+        whole = start % self._block == 0 and (n % self._block == 0 or stop == self._size)
+        if not (0 <= start <= stop <= self._size and whole):
+            raise ConfigurationError(
+                f"elements {start} to {stop} are no whole blocks of {self._block} of {self._size} values"
+            )
+        return self._scales + 2 * (start // self._block), self._codes + start * self._bits // 8
+
+
+def sum_codes_(into: Tensor, messages: Sequence[Codes], start: int, own: Tensor | None) -> None:
+    """Write the sum of runs of equal levels, plus ``own``, in one pass; the sums stay in the cache."""
+    n = into.numel()
+    if own is not None and own.numel() != n:
+        raise ConfigurationError(f"{own.numel()} values for a sum of {n}")
+    places = [message.places(start, n) for message in messages]
+    mine = 0 if own is None else _address("own", own)
+    given = n, messages[0].table, _workers(8 * n * len(messages)), chosen()
+    EXTENSION.sum_levels(_address("into", into), places, mine, *given)
 
 
 def _level_bytes(n: int, levels: Levels) -> tuple[int, int]:
     """Return the bytes of the scales, and of scales and codes together."""
     scales = 2 * -(-n // levels[1])
     return scales, scales - -n * levels[0] // 8
-
-
-def _on(raw: Tensor, values: Tensor, levels: Levels) -> tuple[object, ...]:
-    n, (bits, block, limit, thresholds, table) = values.numel(), levels
-    given = bits, block, limit, _address("thresholds", thresholds), _address("levels", table)
-    codes = _address("raw", raw, torch.uint8)
-    return n, given, codes, codes + _level_bytes(n, levels)[0], _workers(8 * n), chosen()
 
 
 # ---- Adam's moments ---------------------------------------------------------------------------------

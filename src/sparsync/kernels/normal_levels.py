@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from sparsync.kernels import backend_of, native, packing, reference
 __all__ = [
     "BITS",
     "SCALE_BYTES",
+    "Codes",
     "decode_",
     "decode_plainly_",
     "pack_codes",
@@ -151,6 +153,70 @@ def decode_plainly_(
     levels = torch.cat([levels, -levels])[unpack_codes(raw[middle:], bits, count).int()]
     values = levels * packing.spread(scales, block, count) / torch.full_like(into, divisor)
     torch.add(into if keep else torch.zeros_like(into), values, out=into)
+
+
+@final
+class Codes:
+    """The scales and codes of ``size`` values in memory of their own, written and read in runs.
+
+    A run starts at a block, and ends at one or at the last value.  ``limit`` is the largest scale that is
+    written.
+    """
+
+    def __init__(
+        self, scales: Tensor, codes: Tensor, size: int, bits: int, block: int, limit: float = 0.0
+    ) -> None:
+        self.scales, self.bits, self.block, self.limit = scales, bits, block, limit
+        self._codes, self._native = codes, None
+        in_cpp = native.EXTENSION is not None and block % 8 == 0 and scales.is_cpu
+        if in_cpp and scales.is_contiguous() and codes.is_contiguous():
+            levels = bits, block, limit, *_tables(bits, scales.device)
+            self._native = native.Codes(scales, codes, size, levels)
+
+    def write_(self, values: Tensor, start: int, more: Tensor | None = None) -> None:
+        """Quantise float32 values, or their sum with ``more``, to the elements from ``start`` on."""
+        if self._native is not None and all(
+            v is None or _backend(self.block, v) is native for v in (values, more)
+        ):
+            self._native.write_(values, start, more)
+            return
+        values = values if more is None else values + more
+        raw = quantise(values, self.bits, self.block, self.limit)
+        scales, codes = self.run(start, values.numel())
+        scales.copy_(raw[: scales.numel()])
+        codes.copy_(raw[scales.numel() :])
+
+    def decode_(self, into: Tensor, start: int, divisor: float = 1.0, *, keep: bool = True) -> None:
+        """Decode as ``decode_`` the elements from ``start`` on; ``into`` may be on another device."""
+        if self._native is not None and _backend(self.block, into) is native:
+            self._native.decode_(into, start, divisor, keep=keep)
+            return
+        raw = torch.cat(self.run(start, into.numel())).to(into.device)
+        decode_(into, raw, self.bits, self.block, divisor, keep=keep)
+
+    def run(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return the scales and the codes of the elements ``[start, start + count)``."""
+        stop = start + count
+        scales = slice(SCALE_BYTES * (start // self.block), SCALE_BYTES * -(-stop // self.block))
+        codes = slice(start * self.bits // 8, (stop * self.bits + 7) // 8)
+        return self.scales[scales], self._codes[codes]
+
+    @staticmethod
+    def sum_to_(
+        into: Tensor, messages: Sequence[Codes], start: int, own: Tensor | None = None
+    ) -> None:
+        """Write the sum of messages from element ``start`` on, in their order, plus ``own``."""
+        known = [message._native for message in messages if message._native is not None]
+        forms = {(message.bits, message.block) for message in messages}
+        fast = len(forms) == 1 and len(known) == len(messages)
+        if fast and all(v is None or _backend(messages[0].block, v) is native for v in (into, own)):
+            native.sum_codes_(into, known, start, own)
+            return
+        into.zero_()
+        for message in messages:
+            message.decode_(into, start)
+        if own is not None:
+            into.add_(own)
 
 
 def _backend(block: int, vector: Tensor) -> Any:

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, final
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ __all__ = [
     "Encoded",
     "Header",
     "MessageFraming",
+    "Opened",
+    "Writer",
     "check_block",
     "check_end",
     "written",
@@ -269,6 +271,27 @@ class Codec(ABC, Generic[V]):
                 "cut the same regions?"
             )
         return header, payload[header.nbytes :]
+
+
+class Writer(Protocol):
+    """Writes the elements of a message from ``start`` on: values, or their sum with ``more``."""
+
+    def __call__(self, start: int, values: Tensor, more: Tensor | None = None) -> None:
+        """Write, and change no other elements."""
+
+
+class Opened(ABC):
+    """A message with a dense vector whose header and length were checked, to be decoded in runs."""
+
+    @abstractmethod
+    def decode_to(
+        self, into: Tensor, divisor: float = 1.0, *, add: bool = False, start: int = 0
+    ) -> None:
+        """Decode the elements from ``start`` on, divide, and write to ``into``, or add to it."""
+
+    @abstractmethod
+    def is_finite(self) -> bool:
+        """Return whether the message has neither NaN nor Inf."""
 
 
 def check_block(block: int) -> None:

@@ -13,7 +13,7 @@ from sparsync.kernels.packing import unordered, view_as
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.communicator import bytes_of
 from sparsync.transports.ledger import Parts
-from sparsync.wire.codec import HEADER_BYTES, Codec, Encoded, Header, written
+from sparsync.wire.codec import HEADER_BYTES, Codec, Encoded, Header, Opened, Writer, written
 
 __all__ = ["INDEX_BYTES", "Coo", "StreamCodec", "Whole", "pack_words", "unpack_words"]
 
@@ -120,6 +120,14 @@ class Whole(Codec[DenseVector]):
         at = HEADER_BYTES + start * (self.dtype or values.dtype).itemsize
         payload[at : at + sent.numel()] = sent
 
+    def writer(self, payload: Tensor) -> Writer:
+        """Return ``write_`` for one blank message; it adds what it is given."""
+
+        def write(start: int, values: Tensor, more: Tensor | None = None) -> None:
+            self.write_(payload, start, values if more is None else values + more)
+
+        return write
+
     def decode_to(
         self,
         payload: Tensor,
@@ -134,15 +142,14 @@ class Whole(Codec[DenseVector]):
 
         ``add`` adds to ``into`` instead.
         """
-        header, body = self.body(payload, into.numel() if size is None else size)
-        self._check_count(header, into.numel() if size is None else size)
-        width = header.dtype.itemsize
-        values = body[start * width : (start + into.numel()) * width].clone().view(header.dtype)
-        written(values, into, divisor, add=add)
+        opened = self.open(payload, into.numel() if size is None else size)
+        opened.decode_to(into, divisor, add=add, start=start)
 
-    def is_finite(self, payload: Tensor, size: int) -> bool:
-        """Return whether a message has neither NaN nor Inf."""
-        return bool(self.decode(payload, size).isfinite().all())
+    def open(self, payload: Tensor, size: int) -> Opened:
+        """Check a message of ``size`` elements, to be decoded in runs."""
+        header, body = self.body(payload, size)
+        self._check_count(header, size)
+        return _OpenedWhole(body, header.dtype)
 
     def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
         """Return the header of a message, with the dtype in which values are sent."""
@@ -151,6 +158,28 @@ class Whole(Codec[DenseVector]):
     def layout(self, header: Header) -> Parts:
         """Return 8 bytes of header and the dtype's width per element."""
         return Parts(HEADER_BYTES, value=header.dtype.itemsize * header.entries)
+
+
+@final
+class _OpenedWhole(Opened):
+    """A message of all values."""
+
+    def __init__(self, body: Tensor, dtype: torch.dtype) -> None:
+        self._body, self._dtype = body, dtype
+
+    def decode_to(
+        self, into: Tensor, divisor: float = 1.0, *, add: bool = False, start: int = 0
+    ) -> None:
+        """Decode the elements from ``start`` on, divide, and write to ``into``, or add to it."""
+        written(self._values(start, start + into.numel()), into, divisor, add=add)
+
+    def is_finite(self) -> bool:
+        """Return whether the message has neither NaN nor Inf."""
+        return bool(self._values(0, self._body.numel()).isfinite().all())
+
+    def _values(self, start: int, stop: int) -> Tensor:
+        width = self._dtype.itemsize
+        return self._body[start * width : stop * width].clone().view(self._dtype)  # aligned
 
 
 @final

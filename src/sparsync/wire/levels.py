@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.kernels import normal_levels, packing
+from sparsync.kernels.normal_levels import Codes
 from sparsync.sparse import DenseVector
 from sparsync.transports.ledger import Parts
 from sparsync.wire.codec import (
@@ -17,12 +20,14 @@ from sparsync.wire.codec import (
     Codec,
     Encoded,
     Header,
+    Opened,
+    Writer,
     check_block,
     check_end,
     written,
 )
 
-__all__ = ["LloydMax"]
+__all__ = ["LloydMax", "OpenedLevels", "sum_to"]
 
 
 @final
@@ -91,14 +96,22 @@ class LloydMax(Codec[DenseVector]):
 
     def write_(self, payload: Tensor, start: int, values: Tensor) -> None:
         """Write elements ``[start, start + len(values))`` of a message, and no others."""
-        single = packing.to_float32(values, packing.FP32)
-        limit = _largest_scale(values.dtype, self.bits)
-        raw = normal_levels.quantise(single, self.bits, self.block, limit)
-        middle = normal_levels.SCALE_BYTES * -(-values.numel() // self.block)
+        self.writer(payload)(start, values)
+
+    def writer(self, payload: Tensor) -> Writer:
+        """Return ``write_`` for one blank message, which it reads only once; it adds what it is given."""
         header = self.read_header(payload)
-        scales, codes = _places(header, start, values.numel())
-        body = payload[header.nbytes :]
-        body[scales], body[codes] = raw[:middle], raw[middle:]
+        codes = _codes_of(header, payload[header.nbytes :], _largest_scale(header.dtype, self.bits))
+
+        def write(start: int, values: Tensor, more: Tensor | None = None) -> None:
+            if more is not None and not values.dtype == more.dtype == torch.float32:
+                values, more = (
+                    values + more,
+                    None,
+                )  # rounded as their dtypes say, and only then widened
+            codes.write_(packing.to_float32(values, packing.FP32), start, more)
+
+        return write
 
     def written(self, values: Tensor) -> Tensor:
         """Return the message of ``values``, without decoding it."""
@@ -109,10 +122,10 @@ class LloydMax(Codec[DenseVector]):
 
     def decode(self, payload: Tensor, size: int) -> DenseVector:
         """Decode, with the bits and the block that the message states."""
-        header, raw = self.body(payload, size)
-        values = torch.empty(size, dtype=torch.float32, device=payload.device)
-        _decode_(values, header, raw, 0, 1.0, add=False)
-        return DenseVector(values.to(header.dtype))
+        opened = self.open(payload, size)
+        values = torch.empty(size, dtype=opened.dtype, device=payload.device)
+        opened.decode_to(values)
+        return DenseVector(values)
 
     def decode_to(
         self,
@@ -128,23 +141,13 @@ class LloydMax(Codec[DenseVector]):
 
         ``add`` adds to ``into`` instead.  This takes one pass if both are float32.
         """
-        header, raw = self.body(payload, into.numel() if size is None else size)
-        if header.dtype == into.dtype == torch.float32:
-            _decode_(into, header, raw, start, divisor, add=add)
-        else:
-            values = torch.empty(into.numel(), dtype=torch.float32, device=payload.device)
-            _decode_(values, header, raw, start, 1.0, add=False)
-            written(values.to(header.dtype), into, divisor, add=add)
+        opened = self.open(payload, into.numel() if size is None else size)
+        opened.decode_to(into, divisor, add=add, start=start)
 
-    def is_finite(self, payload: Tensor, size: int) -> bool:
-        """Return, from its scales, whether a message has neither NaN nor Inf; refuse a corrupt one."""
+    def open(self, payload: Tensor, size: int) -> OpenedLevels:
+        """Check a message of ``size`` elements, to be decoded in runs."""
         header, raw = self.body(payload, size)
-        # no level needs decoding: NaN and Inf make a block's scale NaN, and finite scales are limited so
-        # that no level overflows
-        scales = _checked(raw[_places(header, 0, size)[0]])
-        check_end(raw, header.option, header.entries)
-        largest = _largest_scale(header.dtype, header.option)
-        return bool((packing.view_as(scales, torch.bfloat16) <= largest).all())
+        return OpenedLevels(header, raw)
 
     def layout(self, header: Header) -> Parts:
         """Return the bytes of header, scales and codes."""
@@ -153,45 +156,81 @@ class LloydMax(Codec[DenseVector]):
         return Parts(LONG_HEADER_BYTES, value=normal_levels.SCALE_BYTES * scales + codes)
 
 
-def _places(header: Header, start: int, count: int) -> tuple[slice, slice]:
-    """Return the positions of a run's scales and codes after the header."""
-    first, last = start // header.detail, -(-(start + count) // header.detail)
-    codes = normal_levels.SCALE_BYTES * -(-header.entries // header.detail)
-    bits = header.option
-    return (
-        slice(normal_levels.SCALE_BYTES * first, normal_levels.SCALE_BYTES * last),
-        slice(codes + start * bits // 8, codes + ((start + count) * bits + 7) // 8),
-    )
+@final
+class OpenedLevels(Opened):
+    """A checked message of levels; runs of it are decoded without being checked again."""
+
+    def __init__(self, header: Header, raw: Tensor) -> None:
+        self.header, self.dtype = header, header.dtype
+        self.codes = _codes_of(header, raw)
+        # A message from another rank is in host memory, and its bytes are checked there.  The second byte
+        # of a little-endian bf16 has the sign.  Levels are signed, so a negative scale would be a second
+        # encoding of the same block
+        if bool((self.codes.scales[1::2] >= 0x80).any()):
+            raise WireFormatError("a message of levels has a scale below zero; it is corrupt")
+        check_end(raw, header.option, header.entries)
+
+    def decode_to(
+        self, into: Tensor, divisor: float = 1.0, *, add: bool = False, start: int = 0
+    ) -> None:
+        """Decode the elements from ``start`` on, divide, and write to ``into``, or add to it.
+
+        This takes one pass if both are float32.
+        """
+        self.check_run(start, into.numel())
+        if self.dtype == into.dtype == torch.float32:
+            self.codes.decode_(into, start, divisor, keep=add)
+            return
+        values = into.new_empty(into.numel(), dtype=torch.float32)
+        self.codes.decode_(values, start, keep=False)
+        written(values.to(self.dtype), into, divisor, add=add)
+
+    def check_run(self, start: int, count: int) -> None:
+        """Raise WireFormatError unless a run consists of whole blocks."""
+        bits, block, stop = self.header.option, self.header.detail, start + count
+        end_fits = stop % block == 0 or stop == self.header.entries
+        if start % block or start * bits % 8 or not end_fits:
+            raise WireFormatError(
+                f"a message of levels has blocks of {block}, of which no run goes from element {start} "
+                f"to {stop}; do all ranks use the same codec?"
+            )
+
+    def is_finite(self) -> bool:
+        """Return, from the scales, whether the message has neither NaN nor Inf."""
+        # no level needs decoding: NaN and Inf make a block's scale NaN, and finite scales are limited so
+        # that no level overflows
+        largest = _largest_scale(self.dtype, self.header.option)
+        return bool((packing.view_as(self.codes.scales, torch.bfloat16) <= largest).all())
 
 
-def _checked(scales: Tensor) -> Tensor:
-    # the second byte of a little-endian bf16 has the sign.  Levels are signed, so a negative scale would
-    # be a second encoding of the same block
-    if bool((scales[1::2] >= 0x80).any()):
-        raise WireFormatError("a message of levels has a scale below zero; it is corrupt")
-    return scales
-
-
-def _decode_(
-    into: Tensor, header: Header, raw: Tensor, start: int, divisor: float, *, add: bool
+def sum_to(
+    into: Tensor, messages: Sequence[Opened], start: int = 0, own: Tensor | None = None
 ) -> None:
-    scales, codes = _places(header, start, into.numel())
-    _checked(raw[scales])
-    check_end(raw, header.option, header.entries)
-    # in a whole message, the codes follow the scales without a gap
-    whole = into.numel() == header.entries
-    if start % header.detail or start * header.option % 8:
-        raise WireFormatError(
-            f"a message of levels has blocks of {header.detail}, of which no run begins at element "
-            f"{start}; do all ranks use the same codec?"
-        )
-    run = raw if whole else torch.cat([raw[scales], raw[codes]])
-    # a message from another rank is in host memory, and its bytes were checked there
-    normal_levels.decode_(
-        into, run.to(into.device), header.option, header.detail, divisor, keep=add
-    )
+    """Write the sum of messages from element ``start`` on, in their order, plus ``own``.
+
+    Messages of float32 with equal bits and blocks are added in one pass.
+    """
+    levels = [m for m in messages if isinstance(m, OpenedLevels) and m.dtype == torch.float32]
+    if levels and len(levels) == len(messages) and into.dtype == torch.float32:
+        for message in levels:
+            message.check_run(start, into.numel())
+        Codes.sum_to_(into, [message.codes for message in levels], start, own)
+        return
+    into.zero_()
+    for message in messages:
+        message.decode_to(into, add=True, start=start)
+    if own is not None:
+        into.add_(own)
 
 
+def _codes_of(header: Header, raw: Tensor, limit: float = 0.0) -> Codes:
+    """Return the scales and codes of a message, given what follows its header."""
+    middle = normal_levels.SCALE_BYTES * -(-header.entries // header.detail)
+    sizes = header.entries, header.option, header.detail
+    return Codes(raw[:middle], raw[middle:], *sizes, limit)
+
+
+@functools.cache
 def _largest_scale(dtype: torch.dtype, bits: int) -> float:
     """Return the largest bf16 scale for which no level overflows ``dtype`` or float32."""
     finite = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)

@@ -117,6 +117,7 @@ SHORT = {
     "train": [],
     "bench": ["--ranks", "2", "--size", "1000", "--steps", "1", "--warmup", "0"],
     "linear": ["--ranks", "2", "--rows", "200", "--dimensions", "5000", "--epochs", "1"],
+    "lab": [],
     "doctor": [],
     "plan": ["--ranks", "4", "--model-size", "1000000", "--network", "1gbit,50us"],
     "simulate": ["--ranks", "2", "--model-size", "100000", "--steps", "1", "--warmup", "0"],
@@ -155,6 +156,9 @@ def drawn(rng, name, command, paths, numbers=NUMBERS):
         line += [flag, value]
     if name == "keys":
         line.append(rng.choice([*paths, "new", "", "a" * 300]))
+    if name == "lab":
+        rate = rng.choice(["1gbit", "1gbit,50us", rng.choice(WORDS)])
+        line += ["--", rate, rng.choice(["python", "", *paths])]
     if name == "reproduce":
         line.append(rng.choice(["oktopk-table1", "--all", "", "a" * 300]))
     given, short = set(line), SHORT[name]
@@ -219,6 +223,7 @@ def call(line):
             mock.patch("sparsync_papers.reproduce.command.reproduce", accepted),
             mock.patch("sparsync.cli.network_choice.ensure_privileges", lambda: None),
             mock.patch("sparsync.cli.network_choice.Lab", mock.MagicMock()),
+            mock.patch("sparsync.cli.lab_script.command.run_script", accepted),
         ):
             cli.main()
     except SystemExit as end:

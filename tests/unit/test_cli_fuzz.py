@@ -237,7 +237,8 @@ def call(line):
         return f"ends with {code}", code
     if code == 2 and (out.getvalue() or said.count("\n") != 1 or not said.startswith("error: ")):
         return f"ends with 2, and says {said[-300:]!r}", code
-    if code == 1 and "out of memory" not in said:
+    # some files refuse what is written only when it is, like those of a full disk
+    if code == 1 and not ("out of memory" in said or "[Errno 5] Input/output error" in said):
         return f"a wrong input ends with 1, and says {said[-300:]!r}", code
     return ("a traceback" if "Traceback" in said else "", code)
 

@@ -62,32 +62,32 @@ class Interface:
         return f"{self.name} ({', '.join(self.addresses) or 'no address'})"
 
 
+@final
 class _Ifaddrs(ctypes.Structure):
-    pass
+    """An item of the list that ``getifaddrs`` makes."""
 
-
-_Ifaddrs._fields_ = [
-    ("next", ctypes.POINTER(_Ifaddrs)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-    ("netmask", ctypes.c_void_p),
-    ("destination", ctypes.c_void_p),
-    ("data", ctypes.c_void_p),
-]
+    _fields_ = (
+        ("next", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("flags", ctypes.c_uint),
+        ("address", ctypes.c_void_p),
+        ("netmask", ctypes.c_void_p),
+        ("destination", ctypes.c_void_p),
+        ("data", ctypes.c_void_p),
+    )
 
 
 def own_interfaces() -> list[Interface]:
     """Return the interfaces that are up, in the system's order."""
     found: dict[str, list[str]] = {}
     libc = ctypes.CDLL(None)  # Python has names only (``socket.if_nameindex``)
-    first = ctypes.POINTER(_Ifaddrs)()
+    first = ctypes.c_void_p()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
         return [Interface(name) for _, name in socket.if_nameindex()]
     try:
-        entry = first
+        entry = first.value
         while entry:
-            one = entry.contents
+            one = _Ifaddrs.from_address(entry)
             if one.flags & _UP:
                 name = one.name.decode(errors="replace")
                 addresses = found.setdefault(name, [])

@@ -173,9 +173,11 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
             dist.init_process_group(backend, timeout=wait_at_most)
         return here
     try:
-        store, ranks = _meet(here, timeout), {"rank": here.rank, "world_size": here.world_size}
+        store, ranks = _meet(here, timeout), here.world_size
         with place:
-            dist.init_process_group(backend, store=store, timeout=wait_at_most, **ranks)
+            dist.init_process_group(
+                backend, store=store, rank=here.rank, world_size=ranks, timeout=wait_at_most
+            )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise DeadlineError(
             f"rank {here.rank} of {here.world_size} ({here.launcher}) did not meet the others within "

@@ -95,8 +95,8 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
             f"--target-step {target} asks for the loss of dense, which is not among the algorithms "
             f"{', '.join(algorithms)}; add dense"
         )
-    # ranks meet in every second step of the default exchange of updates, so looking after each step hardly
-    # changes it; what it changes, the wait for the last rank, counts against it
+    # ranks meet in every second step of the default exchange of updates, so looking after each step
+    # hardly changes it: the additional wait for the last rank counts against it
     ahead = [one.name for one in schemes if one.name != "updates"]
     if ahead and target is not None:
         raise ConfigurationError(

@@ -2,7 +2,7 @@
 # matplotlib, the tests also their tools.
 
 PYTHON ?= python3
-DEMO_STEPS ?= 40
+DEMO_STEPS ?= 20
 DEMO_RATE ?= 50mbit
 
 BIN := .venv/bin
@@ -35,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test test-only test-slow coverage test-asan triton gpu docs docs-tools check format dist clean
 
 help:
-	@echo "make demo       train 4 ranks on links of $(DEMO_RATE), dense and sparse: table, demo/loss.png, demo/demo.json"
+	@echo "make demo       AdamW, then SGD, on 4 ranks with links of $(DEMO_RATE), dense and sparse: tables, pictures in demo/"
 	@echo "make test       make check, then all tests that are not slow"
 	@echo "make test-only  these tests alone, as for another version of torch than the pinned one"
 	@echo "make test-slow  the slow tests"
@@ -49,15 +49,23 @@ help:
 	@echo "make dist       the sdist, and from it a wheel for each of PYTHONS that is there, in dist/"
 	@echo "make clean      remove caches and the demo's output (.venv stays; rm -r .venv removes it)"
 
-DEMO = $(BIN)/sparsync train --algorithm dense,budgeted --ranks 4 --density 0.01 --batch-size 4 \
-  --target-step $(DEMO_STEPS) --steps $(shell expr 4 '*' $(DEMO_STEPS)) --seed 0 \
-  --plot demo/loss.png --json demo/demo.json
+DEMO = $(BIN)/sparsync train --ranks 4 --batch-size 4 --seed 0 \
+  --target-step $(DEMO_STEPS) --steps $(shell expr 4 '*' $(DEMO_STEPS))
+DEMO_ADAMW = $(DEMO) --algorithm dense,updates --optimizer adamw \
+  --plot demo/adamw.png --json demo/adamw.json
+DEMO_SGD = $(DEMO) --algorithm dense,budgeted --density 0.01 \
+  --plot demo/sgd.png --json demo/sgd.json
 
 # Dense makes DEMO_STEPS steps; the sparse run ends when it has dense's loss of then.  Where the machine
-# allows no slow links, which ends with 2, the same training runs without.
+# allows no slow links, which ends with 2, the same trainings run without.
 demo: $(INSTALLED)
-	@echo '$(DEMO) --lab $(DEMO_RATE)'; $(DEMO) --lab $(DEMO_RATE) || { test $$? -eq 2 && \
-	  echo 'No slow links on this machine: now without them, so that dense is not held up.' && $(DEMO); }
+	@echo '$(DEMO_ADAMW) --lab $(DEMO_RATE)'; $(DEMO_ADAMW) --lab $(DEMO_RATE); code=$$?; \
+	if test $$code -eq 0; then \
+	  echo; echo '$(DEMO_SGD) --lab $(DEMO_RATE)'; $(DEMO_SGD) --lab $(DEMO_RATE); \
+	elif test $$code -eq 2; then \
+	  echo 'No slow links on this machine: now without them, so that dense is not held up.'; \
+	  $(DEMO_ADAMW) && echo && $(DEMO_SGD); \
+	else exit $$code; fi
 
 test: check
 	@$(MAKE) --no-print-directory test-only

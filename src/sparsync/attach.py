@@ -19,7 +19,7 @@ from sparsync.algorithm import Algorithm, check_density, default_density
 from sparsync.console import say
 from sparsync.errors import ConfigurationError
 from sparsync.names import parameters_of, suggestion
-from sparsync.options import Compression, Monitoring, Options, Transport
+from sparsync.options import Compression, Monitoring, Options, Transport, disabled
 
 if TYPE_CHECKING:
     from sparsync.feedback.correction import Correction
@@ -123,6 +123,9 @@ def attach(
         PeerError: ranks were given different arguments or models, or a rank is gone.
         DeadlineError: a rank does not attach; the error names it.
 
+    With ``SPARSYNC_DISABLE=1`` in the environment of all ranks, nothing is attached: DDP exchanges whole
+    gradients, rank 0 says so, and the handle's methods do nothing (``docs/lab.md``).
+
     Cost: one thread and one gloo process group, plus the sockets of zmq.  Memory: n elements for the
     residual and O(k + n / P) for an exchange (``benchmarks/memory.md``); dense steps take 2 n more.
     Updates take 2 n, and 3 n / ``fragments`` for an exchange.
@@ -157,6 +160,13 @@ def attach(
     given, optimizers = compression or Compression(), plain_optimizers(optimizer)
     carried, watched = transport or Transport(), monitoring or Monitoring()
     chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given)
+    if disabled():
+        from sparsync.not_attached import leave_dense
+
+        plain = Options(resolve("dense"), 1.0, correction, given, carried, watched)
+        others = {"elastic=": elastic, "replicate=": replicate}
+        elsewhere = next((name for name, there in others.items() if there is not None), "")
+        return leave_dense(model, optimizers, plain, elsewhere=elsewhere)
     decided = ""
     # "auto" compares updates with dense gradients only if no argument has decided between them, and only
     # for DDP on whole replicas, where elastic, replicate and hierarchy are all None

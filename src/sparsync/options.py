@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -36,14 +37,18 @@ from sparsync.transports.rendezvous import check_ports
 from sparsync.units import Unit, check_unit_bytes, output_parameters, plan_units
 
 __all__ = [
+    "DISABLE",
     "Compress",
     "Compression",
     "Monitoring",
     "Nonfinite",
     "Options",
     "Transport",
+    "disabled",
     "say_on_rank_0",
 ]
+
+DISABLE = "SPARSYNC_DISABLE"  # an environment variable: 1 leaves the exchange to DDP
 
 Nonfinite = Literal["raise", "skip", "propagate"]
 Compress = Callable[[str, Tensor], bool]
@@ -374,6 +379,18 @@ class Options:
             comm.close()  # no handle owns it yet
             raise
         return reducer
+
+
+def disabled() -> bool:
+    """Return whether the environment asks for plain DDP.
+
+    Raises:
+        ConfigurationError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(DISABLE, "")
+    known = value in ("", "0", "1")
+    require(known, f"{DISABLE} is {value!r}; give 1 for plain DDP, or 0 to attach")
+    return value == "1"
 
 
 def say_on_rank_0(line: str) -> None:

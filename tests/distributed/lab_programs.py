@@ -23,8 +23,10 @@ from sparsync.cli.lab import (
     local_traffic,
 )
 from sparsync.cli.launch import launch
+from sparsync.transports import process_group
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
+from sparsync.transports.process_group import Groups, TorchCommunicator
 from sparsync.transports.zmq import peers
 from tests.unit.zmq_group import forwarded
 
@@ -63,6 +65,54 @@ def meet_behind_a_router() -> list[str]:
         total = run(comm.allreduce(torch.ones(3), "sum"))
         addresses = [endpoint.partition(" ")[0] for endpoint in comm.mesh.endpoints]
         return [*addresses, f"{total.tolist()}"]
+
+
+def meet_on_interfaces(forms: list[str]) -> list[list[str]]:
+    """Connect gloo and zmq once per form of the variable; return zmq's addresses."""
+    rank, found = dist.get_rank(), []
+    (link,) = {name for _, name in socket.if_nameindex()} - {"lo"}
+    _run_command("ip link add docker0 type veth peer name docker1")
+    _run_command("ip address add 172.17.0.1/16 dev docker0")
+    _run_command("ip link set docker0 up")
+    _run_command(f"ip -6 address add fd77::{rank + 1}/64 dev {link} nodad")
+    for form in forms:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv(
+                "GLOO_SOCKET_IFNAME", form.format(v4=f"10.77.0.{rank + 1}", v6=f"fd77::{rank + 1}")
+            )
+            groups = Groups(None, 20, 20)
+            comm = TorchCommunicator(groups.make([0, 1]), timeout=20)
+            assert run(comm.allreduce(torch.ones(3), "sum")).tolist() == [2.0, 2.0, 2.0]
+            with sparsync.connect(20, transport="zmq") as other:
+                assert run(other.allreduce(torch.ones(3), "sum")).tolist() == [2.0, 2.0, 2.0]
+                found.append(
+                    [one.partition(" ")[0].rpartition(":")[0] for one in other.mesh.endpoints]
+                )
+            comm.close()
+            groups.close()
+    return found
+
+
+def meet_where_hosts_names_are_loopback() -> str:
+    """Connect gloo as on two machines of Debian, whose own names are 127.0.1.1."""
+    real = socket.getaddrinfo
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("GLOO_SOCKET_IFNAME")
+        patched.setattr(process_group, "machine", lambda: f"machine {dist.get_rank()}")
+        own = socket.gethostname()
+        patched.setattr(
+            socket,
+            "getaddrinfo",
+            lambda host, *a, **k: real("127.0.1.1" if host == own else host, *a, **k),
+        )
+        groups, before = Groups(None, 20, 20), local_traffic()
+        comm = TorchCommunicator(groups.make([0, 1]), timeout=20)
+        assert run(comm.allreduce(torch.ones(100_000), "sum"))[0] == 2.0
+        crossed = local_traffic().sent - before.sent
+        comm.close()
+        groups.close()
+    assert crossed > 200_000, crossed
+    return "met"
 
 
 def pass_a_long_message(nbytes: int, heartbeat: float, piece: int) -> bool:

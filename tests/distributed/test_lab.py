@@ -206,6 +206,21 @@ def test_ranks_meet_through_a_router_that_forwards_one_port():
     assert found == ["tcp://10.77.0.100:5000", "tcp://10.77.0.101:5000", "[2.0, 2.0, 2.0]"]
 
 
+def test_ranks_meet_by_every_form_of_the_interface_variable():
+    forms = ["^lo,docker0", "eth", "{v4}", "{v6}", "eth0"]
+    with Lab(2, "100mbit") as lab:
+        found = launch(programs.meet_on_interfaces, 2, forms, lab=lab, timeout=60.0)
+    here = ["tcp://10.77.0.1", "tcp://10.77.0.2"]
+    assert found == [here] * len(forms)
+
+
+def test_ranks_meet_where_the_hosts_own_name_is_loopback():
+    with Lab(2, "100mbit") as lab:
+        assert (
+            launch(programs.meet_where_hosts_names_are_loopback, 2, lab=lab, timeout=60.0) == "met"
+        )
+
+
 def test_two_labs_do_not_meet():
     with Lab(2, "100mbit") as first, Lab(2, "50mbit") as second:
         with programs.connect(first, 0, 1):

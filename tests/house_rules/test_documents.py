@@ -108,9 +108,12 @@ def test_the_readme_draws_the_life_of_a_gradient_as_the_package_does():
 def test_the_commands_of_the_documents_have_their_options():
     text = README + (ROOT / "Makefile").read_text().replace("\\\n", " ")
     text += "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
-    commands = re.findall(r"sparsync (train|bench|simulate|plan|doctor|linear) (--[^\n`]*)", text)
+    commands = re.findall(
+        r"sparsync (train|bench|simulate|plan|doctor|linear|lab \w+) (--[^\n`]*)", text
+    )
     assert commands
-    for command, options in commands:
+    for words, given in commands:
+        command, options = words.split()[0], given.split(" -- ")[0]
         result = CliRunner().invoke(
             cli.make_app(command), [command, "--help"], env={"COLUMNS": "200"}
         )

@@ -227,6 +227,17 @@ BAD_INPUT = {
         ([""], "the folder for the keys has no name"),
         (["new", "--ranks", "99999999999"], "ranks is 99999999999; give at most 4,096"),
     ],
+    "lab": [
+        (["fast", "python"], "rate 'fast' is not a number and kbit, mbit or gbit"),
+        (["100mbit"], "Missing argument"),
+        (["100mbit", "--ranks", "0", "python"], "ranks is 0; give at least 1"),
+        (["100mbit", "--ranks", "1000", "python"], "ranks is 1000; give at most 999"),
+        (["100mbit", "--grace", "nan", "python"], "grace is nan; give at least 0"),
+        (["100mbit;2=1mbit", "python"], "link '2=1mbit' is of none of 2 ranks"),
+        (["100mbit", "--", "pyton", "a.py"], "there is no program 'pyton'; give one after --"),
+        (["100mbit", "--plot", "a.txt", "python"], "cannot draw 'a.txt'"),
+        (["100mbit,1ms", "--up", "1mbit", "python"], "rate '100mbit,1ms' is not a number"),
+    ],
     "doctor": [
         (["--ranks", "0"], "ranks is 0; give at least 1"),
         (["--seconds", "0"], "seconds is 0; give some > 0 and at most --timeout, 60"),

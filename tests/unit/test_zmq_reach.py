@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 from sparsync import ConfigurationError
 from sparsync.errors import CommunicationError, PeerError
-from sparsync.transports.rendezvous import place_of_gloo
+from sparsync.transports.rendezvous import GlooPlace
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys, mesh
 from sparsync.transports.zmq.mailbox import Header
 from sparsync.transports.zmq.peers import host_and_port
@@ -108,9 +108,9 @@ def test_a_rank_that_cannot_listen_tells_the_others():
 def test_an_interface_that_gloo_is_told_to_use_and_is_not_there_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
     with pytest.raises(ConfigurationError, match="GLOO_SOCKET_IFNAME is 'nope0'"):
-        place_of_gloo()
+        GlooPlace.here()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert place_of_gloo().startswith("lo of ")
+    assert GlooPlace.here().at.startswith("lo of ") and GlooPlace.here().near
 
 
 def test_signs_of_life_may_be_missing_for_longer_than_a_wait_may_take():

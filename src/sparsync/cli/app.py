@@ -1,4 +1,4 @@
-"""The command line: ``sparsync train | bench | linear | doctor | plan | simulate | keys``.
+"""The command line: ``sparsync train | bench | linear | lab | doctor | ...``.
 
 A command's module is imported only when the command is called, so ``sparsync --help`` is fast.
 Other packages add commands through entry points of the group ``sparsync.commands``.
@@ -33,6 +33,7 @@ COMMANDS: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
         "train": ("train.command", "Train data-parallel: a small model, or a paper's."),
         "bench": ("bench.command", "Measure collectives: time, volume, and correctness."),
         "linear": ("linear.command", "Train a linear model on sparse data, data-parallel."),
+        "lab": ("lab_script.command", "Run any script, unchanged, behind real slow links."),
         "doctor": ("doctor.command", "Measure the links of a job, and check its software."),
         "plan": ("plan", "Predict which collective is fastest, and where dense is."),
         "simulate": ("simulate.command", "Simulate training steps on virtual ranks."),

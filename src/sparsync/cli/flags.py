@@ -124,7 +124,7 @@ def takes(settings: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
         settings: a dataclass; a field without ``typer.Option`` is not an option.
 
     The command's own parameters remain options: positional ones come first in the help,
-    keyword-only ones last.  A field ``lab`` brings the options that describe its links.
+    keyword-only ones last.  A field or a parameter ``lab`` brings the options that describe its links.
     """
     hints = get_type_hints(settings, include_extras=True)
     declared = [
@@ -134,10 +134,10 @@ def takes(settings: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
         for option in _options_in(hint)
         for default in [Parameter.empty if option.default_factory else field.default]
     ]
-    declared += _LINKS if "lab" in hints else ()
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         annotations = get_type_hints(function, include_extras=True)
+        shaped = "lab" in {**hints, **annotations}
         own = [
             parameter.replace(annotation=annotations[parameter.name])
             for parameter in inspect.signature(function).parameters.values()
@@ -148,12 +148,13 @@ def takes(settings: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
         @functools.wraps(function)
         def command(**given: Any) -> T:
-            if "lab" in hints:
+            if shaped:
                 links = {one.name: given.pop(one.name, None) for one in _LINKS}
                 given["lab"] = describe_links(given.get("lab"), **links)
             return function(**given)
 
-        signature = inspect.Signature([*first, *declared, *last])
+        links = _LINKS if shaped else ()
+        signature = inspect.Signature([*first, *declared, *links, *last])
         command.__signature__ = signature  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
         return command

@@ -50,6 +50,7 @@ _CLONE_NEWNET = 0x40000000  # linux/sched.h
 _BRIDGE = "bridge"
 _INTERFACE = "eth0"  # the link's end inside a rank's namespace
 _ADDRESS = "SPARSYNC_LAB_ADDRESS"
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _COUNTERS = Path("/proc/thread-self/net/dev")  # counters of the calling thread's namespace
 _CARRIERS = ("tbf", "netem", "forwarder")
 _BITS_PER_BYTE = 8
@@ -319,11 +320,29 @@ class Seat:
     namespace: str  # path of the namespace
     address: str  # address of the rank's end of its link
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables of a process inside: the interface of its transports, its address."""
+        return {
+            **dict.fromkeys(_INTERFACE_VARIABLES, _INTERFACE),
+            # the ranks share a machine, and NCCL would find ways that bypass the links
+            **dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1"),
+            _ADDRESS: self.address,
+        }
+
     def enter(self) -> None:
         """Move the calling thread into the namespace, and gloo to its interface."""
         _enter(self.namespace)
-        os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
-        os.environ[_ADDRESS] = self.address
+        os.environ.update(self.variables)
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Call ``function`` inside, on a new thread; processes that it starts are inside as well."""
+
+        def inside() -> T:
+            _enter(self.namespace)
+            return function()
+
+        return _in_thread(inside)
 
 
 class LinkTraffic(NamedTuple):

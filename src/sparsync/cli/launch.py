@@ -41,6 +41,7 @@ from sparsync.errors import (
 from sparsync.state import packed, unpacked
 from sparsync.transports.communicator import check_timeout
 from sparsync.transports.launchers import destroy_process_group, detect, init_process_group
+from sparsync.transports.rendezvous import machine
 
 __all__ = [
     "RankError",
@@ -50,7 +51,6 @@ __all__ = [
     "launch",
     "launched_ranks",
     "leads",
-    "machine",
     "mpiexec_command",
     "on_one_thread",
 ]
@@ -413,12 +413,6 @@ def gather(mine: T, classes: Sequence[type[Any]] = ()) -> list[T]:
         unpacked(one[: int(length)].numpy(), classes)
         for one, length in zip(everyone, lengths, strict=True)
     ]
-
-
-def machine() -> str:
-    """Return a text shared by all ranks of a machine, in any container: its boot id."""
-    boot = Path("/proc/sys/kernel/random/boot_id")  # on Linux
-    return boot.read_text() if boot.exists() else socket.gethostname()
 
 
 @final

@@ -9,7 +9,7 @@ import gc
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -22,7 +22,7 @@ from sparsync.errors import ConfigurationError, DeadlineError, first_line
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import run
 from sparsync.transports.mpi import MpiCommunicator
-from sparsync.transports.rendezvous import host_of_rank_0
+from sparsync.transports.rendezvous import GlooPlace, host_of_rank_0
 
 __all__ = [
     "Placement",
@@ -155,7 +155,8 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
         The position of this process.
 
     Raises:
-        ConfigurationError: no launcher started this process, or rank 0's address is unknown.
+        ConfigurationError: no launcher started this process, rank 0's address is unknown, or
+            ``GLOO_SOCKET_IFNAME`` selects no interface.
         DeadlineError: not all ranks arrived in time.
     """
     here, timeout = detect(), check_timeout(timeout)
@@ -165,14 +166,18 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
             "OMPI_COMM_WORLD_RANK or SLURM_PROCID is set); start it with torchrun, mpiexec or srun"
         )
     wait_at_most = timedelta(seconds=timeout)
+    # gloo would refuse all but names, in words that name neither the variable nor the interfaces
+    place = GlooPlace.here().listening(several=False) if "gloo" in backend else nullcontext()
     if here.launcher == "torchrun":
-        dist.init_process_group(backend, timeout=wait_at_most)
+        with place:
+            dist.init_process_group(backend, timeout=wait_at_most)
         return here
     try:
-        store = _meet(here, timeout)
-        dist.init_process_group(
-            backend, store=store, rank=here.rank, world_size=here.world_size, timeout=wait_at_most
-        )
+        store, ranks = _meet(here, timeout), here.world_size
+        with place:
+            dist.init_process_group(
+                backend, store=store, rank=here.rank, world_size=ranks, timeout=wait_at_most
+            )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise DeadlineError(
             f"rank {here.rank} of {here.world_size} ({here.launcher}) did not meet the others within "

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -18,7 +19,7 @@ from sparsync.errors import CommunicationError, ConfigurationError, DeadlineErro
 from sparsync.transports.communicator import Communicator, ReduceOp, check_timeout
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Parts
-from sparsync.transports.rendezvous import convene, place_of_gloo, store_of
+from sparsync.transports.rendezvous import GlooPlace, convene, machine, store_of
 
 if TYPE_CHECKING:
     from sparsync.transports.actors import Actor, Host
@@ -414,8 +415,20 @@ class Groups:
             ConfigurationError: the interface configured for gloo does not exist.
             CommunicationError: a rank of the group is gone, late, or cannot be reached.
         """
-        cards = self._cards(lambda: {"numbers": list(ranks), "at": place_of_gloo()})
+
+        def ready() -> dict[str, Any]:
+            return {
+                "numbers": list(ranks),
+                "machine": machine(),
+                "place": asdict(GlooPlace.here()),
+            }
+
+        cards = self._cards(ready)
         places = dict(zip(dist.get_process_group_ranks(self.world), cards, strict=True))
+        several = len({card["machine"] for card in cards}) > 1
+        for rank, card in places.items() if several else ():
+            GlooPlace(**card["place"]).check_reachable(rank)  # raises on all ranks, or on none
+        place = GlooPlace(**places[dist.get_rank()]["place"])
         every = sorted({tuple(card["numbers"]) for card in cards})
         # By default all ranks of the job must call ``new_group``.  With local synchronisation only the
         # members must, which is needed if ranks outside the world do not get here
@@ -424,12 +437,15 @@ class Groups:
         for members in every if self._all else [tuple(ranks)]:
             started = time.monotonic()
             try:
-                group = dist.new_group(
-                    list(members), timedelta(seconds=seconds), backend, **options
-                )
+                with place.listening(several=several):
+                    group = dist.new_group(
+                        list(members), timedelta(seconds=seconds), backend, **options
+                    )
             except RuntimeError as error:
                 reason = (str(error) or type(error).__name__).splitlines()[0]
-                told = ", ".join(f"rank {rank} at {places[rank]['at']}" for rank in members)
+                told = ", ".join(
+                    f"rank {rank} at {places[rank]['place']['at']}" for rank in members
+                )
                 raise PeerError(
                     f"rank {dist.get_rank()}, phase 'attach': gloo could not connect ranks "
                     f"{list(members)}, and gave up after {time.monotonic() - started:.1f} s "

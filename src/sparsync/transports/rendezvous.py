@@ -7,8 +7,10 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -23,14 +25,25 @@ from sparsync.errors import ConfigurationError, DeadlineError, PeerError, first_
 from sparsync.transports.agree import tell
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
+from sparsync.transports.interfaces import (
+    VARIABLE,
+    address_to,
+    described,
+    is_loopback,
+    listening_on,
+    own_interfaces,
+    selected,
+    usual_address,
+)
 
 __all__ = [
+    "GlooPlace",
     "check_ports",
     "choose_interface",
     "convene",
     "host_of_rank_0",
+    "machine",
     "meet",
-    "place_of_gloo",
     "store_of",
     "way_to",
 ]
@@ -183,7 +196,8 @@ def _has(store: Store, key: str) -> bool:
 def choose_interface(interface: str | None, meeting: Store | str) -> str:
     """Return the interface to bind.
 
-    It is the given one; or the one configured for gloo (``GLOO_SOCKET_IFNAME``); or the address on the
+    It is the given one; or the address of one configured for gloo (``GLOO_SOCKET_IFNAME``), if there are
+    several, of the one on the route to the host below, or of the first; or the address on the
     route to the host of the store, of the default process group's store, or of rank 0.
 
     Args:
@@ -196,7 +210,6 @@ def choose_interface(interface: str | None, meeting: Store | str) -> str:
         raise ConfigurationError(
             f"interface is '{interface}', which is all of them; name the one that ranks use"
         )
-    interface = interface or os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return interface
     host = None if isinstance(meeting, str) else _host_of(meeting)
@@ -205,6 +218,8 @@ def choose_interface(interface: str | None, meeting: Store | str) -> str:
     host = host or os.environ.get("MASTER_ADDR")
     if host is None and isinstance(meeting, str):
         host = meeting
+    if value := os.environ.get(VARIABLE):
+        return _address_of(value, host)
     if host is None:
         raise ConfigurationError(
             "interface is not given, and no rendezvous host tells which one to use; give the IP address "
@@ -213,42 +228,107 @@ def choose_interface(interface: str | None, meeting: Store | str) -> str:
     return way_to(host)
 
 
-def place_of_gloo() -> str:
-    """Return where gloo listens: on ``GLOO_SOCKET_IFNAME``, or on the address of this host's name.
-
-    Raises:
-        ConfigurationError: there is no such interface.
-    """
-    host = socket.gethostname()
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    present = [name for _, name in socket.if_nameindex()]
-    missing = [name for name in named.split(",") if named and name not in present]
-    if missing:
+def _address_of(value: str, host: str | None) -> str:
+    """Return an address of the interfaces that ``GLOO_SOCKET_IFNAME`` selects, if possible on a route."""
+    present = own_interfaces()
+    addresses = [text for one in selected(value, present) for text in one.addresses]
+    if not addresses:
         raise ConfigurationError(
-            f"GLOO_SOCKET_IFNAME is '{named}', and {host} has no interface '{missing[0]}'; give one of "
-            f"{', '.join(present)}"
+            f"{VARIABLE} is '{value}', which has no address; give one of {described(present)}"
         )
-    if named:
-        return f"{named} of {host}"
-    try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        return f"{host}, which does not know its own address"  # torch falls back to loopback
+    way = address_to(host) if host is not None and len(addresses) > 1 else None
+    return way if way in addresses else addresses[0]
+
+
+@dataclass(frozen=True)
+class GlooPlace:
+    """Where gloo listens on this machine.
+
+    Attributes:
+        at: for messages.
+        near: it is loopback, which no other machine reaches.
+        names: what the variable must hold, as gloo only knows names; None: what it holds, or nothing.
+        far: if the variable is not set, an interface that other machines reach, or an empty text.
+        present: the machine's interfaces, for messages.
+    """
+
+    at: str
+    near: bool
+    names: str | None
+    far: str
+    present: str
+
+    @staticmethod
+    def here() -> GlooPlace:
+        """Return this machine's.
+
+        Raises:
+            ConfigurationError: ``GLOO_SOCKET_IFNAME`` selects no interface.
+        """
+        host, present = socket.gethostname(), own_interfaces()
+        if value := os.environ.get(VARIABLE):
+            found = selected(value, present)
+            names, near = ",".join(one.name for one in found), all(one.loopback for one in found)
+            return GlooPlace(
+                f"{names} of {host}",
+                near,
+                None if names == value else names,
+                "",
+                described(present),
+            )
+        usual = usual_address(present)
+        far = next((one.name for one in present if usual in one.addresses), "")
+        try:
+            at = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+            near = is_loopback(at)
+        except OSError:  # torch falls back to loopback
+            at, near = f"{host}, which does not know its own address", True
+        return GlooPlace(at, near, None, far, described(present))
+
+    def listening(self, *, several: bool) -> AbstractContextManager[None]:
+        """Return a context in which gloo listens there; with ``several`` machines, where all reach it.
+
+        A hosts file may name the machine's own name 127.0.1.1 (Debian's does), which is then avoided.
+        """
+        return listening_on(self.far if several and self.near and self.far else self.names)
+
+    def check_reachable(self, rank: int) -> None:
+        """Refuse loopback where ranks are on several machines.
+
+        Raises:
+            ConfigurationError: names the variable, and the interfaces that there are.
+        """
+        if self.near and not self.far:
+            raise ConfigurationError(
+                f"rank {rank} would listen at {self.at}, where ranks of other machines cannot reach it; "
+                f"set {VARIABLE} there to one of {self.present}"
+            )
+
+
+def machine() -> str:
+    """Return a text shared by all ranks of a machine, in any container: its boot id."""
+    boot = Path("/proc/sys/kernel/random/boot_id")  # on Linux
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def way_to(host: str) -> str:
     """Return this machine's address on the route to a host."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # a UDP connect sends nothing, it only looks up the route
-            own = str(probe.getsockname()[0])
-    except OSError as error:
+    own = address_to(host)
+    if own is None:
         raise ConfigurationError(
-            f"there is no way to the rendezvous host '{host}' ({error}); give interface="
-        ) from error
-    # hosts files also map a host's own name to 127.0.1.1; all ranks of a machine need the same address
-    return "127.0.0.1" if own.startswith("127.") else own
+            f"there is no way to the rendezvous host '{host}'; give interface=, or set {VARIABLE} to one "
+            f"of {described(own_interfaces())}"
+        )
+    if not is_loopback(own):
+        return own
+    # hosts files also map a host's own name to 127.0.1.1, where ranks of other machines would not find
+    # it; all ranks of a machine need the same address
+    numbers = [os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    alone = (
+        host == "localhost" or is_loopback(host) or (None not in numbers and len({*numbers}) == 1)
+    )
+    near = "::1" if ":" in own else "127.0.0.1"
+    return near if alone else usual_address(own_interfaces()) or near
 
 
 def check_ports(port_range: tuple[int, int] | None) -> tuple[int, int] | None:

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 import sparsync
-from sparsync.cli.launch import machine
-from sparsync.errors import PeerError
+from sparsync.errors import ConfigurationError, PeerError
 from sparsync.kernels import native
+from sparsync.transports.interfaces import own_interfaces, selected
 from sparsync.transports.mpi import load_mpi
+from sparsync.transports.rendezvous import machine
 
 __all__ = ["Facts", "check_versions", "free_bytes", "local_facts", "some", "tcp_settings"]
 
@@ -173,7 +174,11 @@ def _on_loopback(environ: Mapping[str, str]) -> bool:
     """Return whether gloo will listen where no other host can reach it."""
     interface = environ.get("GLOO_SOCKET_IFNAME")
     if interface:
-        return interface.startswith("lo")
+        with suppress(
+            ConfigurationError
+        ):  # attach will refuse it, with the interfaces that there are
+            return all(one.loopback for one in selected(interface, own_interfaces()))
+        return False
     try:
         return socket.gethostbyname(socket.gethostname()).startswith("127.")
     except OSError:  # the host cannot resolve its own name, so gloo falls back to loopback

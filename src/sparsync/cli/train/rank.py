@@ -239,7 +239,7 @@ def _result(
         seconds_computation_median=computation,
         seconds_rest_median=max(median(seconds) - computation, 0.0),
         bytes_counted="formula" if exchange.comm is None else "ledger",
-        bytes_kernel=None if settings.lab is None else kernel,
+        bytes_kernel=None if local_traffic() is None else kernel,
         transport=exchange.transport,
         lab=settings.connection().bits_per_second,
         links=settings.lab,

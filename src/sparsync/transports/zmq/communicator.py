@@ -467,7 +467,7 @@ def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[st
     told = ", ".join(f"rank {peer} {address}" for peer, address in enumerate(addresses))
     for what, values, cure in (
         ("encrypted", encrypted, "the same curve_keys"),
-        ("interface", places, f"interface= ({told})"),
+        ("interface", places, f"interface=, or GLOO_SOCKET_IFNAME ({told})"),
     ):
         others = [peer for peer, value in enumerate(values) if value != values[0]]
         if others:

@@ -1,0 +1,1 @@
+"""The command ``sparsync lab``: any script, unchanged, with every rank behind a slow link."""

@@ -1,0 +1,63 @@
+"""End all processes of a lab's network namespaces; as a program, once the process that made them is gone.
+
+``python -I -S guard.py FILE...`` waits for the end of its standard input.  The files are the namespaces,
+open: while they are, no other namespace gets their numbers.  A process is found by its namespace, because
+a script may start others in sessions of their own, as torchrun does.
+
+The program starts at once because it imports nothing of sparsync.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["end_all", "identity", "inside", "signal_all"]
+
+_LOOK = 0.05  # seconds between two looks at the processes
+
+Identity = tuple[int, int]
+
+
+def identity(file: int | str) -> Identity:
+    """Return the device and inode of a namespace, given by an open file or a path."""
+    status = os.fstat(file) if isinstance(file, int) else Path(file).stat()
+    return status.st_dev, status.st_ino
+
+
+def inside(namespaces: Iterable[Identity]) -> list[int]:
+    """Return the numbers of the processes that live in one of the namespaces."""
+    wanted, found = set(namespaces), list[int]()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):  # it has ended, or is another user's
+                if identity(f"{entry}/ns/net") in wanted:
+                    found.append(int(entry.name))
+    return found
+
+
+def signal_all(namespaces: Iterable[Identity], number: int) -> None:
+    """Send a signal to all processes inside."""
+    for pid in inside(namespaces):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def end_all(namespaces: Iterable[Identity], seconds: float) -> None:
+    """Ask all processes inside to end, and kill those that have not within ``seconds``."""
+    known = list(namespaces)
+    signal_all(known, signal.SIGTERM)
+    deadline = time.monotonic() + seconds
+    while inside(known):
+        if time.monotonic() > deadline:
+            signal_all(known, signal.SIGKILL)
+        time.sleep(_LOOK)
+
+
+if __name__ == "__main__":
+    kept = [identity(int(file)) for file in sys.argv[1:]]
+    sys.stdin.buffer.read()
+    end_all(kept, 5.0)

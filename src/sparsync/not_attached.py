@@ -1,0 +1,145 @@
+"""``SPARSYNC_DISABLE=1``: the same script with plain DDP, for comparison.
+
+``attach`` then returns a handle that exchanges nothing.  DDP keeps its own exchange, and the methods that
+scripts call still work, so nothing has to be changed for the dense run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsync.errors import ConfigurationError
+from sparsync.feedback.reducer import Reducer
+from sparsync.gradients.ddp import check_ddp
+from sparsync.gradients.steps import GradientSteps
+from sparsync.gradients.sync import GradientSync, Source
+from sparsync.handle import Handle, Hook, make_engine
+from sparsync.options import DISABLE, Options, say_on_rank_0
+from sparsync.presets import resolve
+from sparsync.transports.agree import agree
+from sparsync.transports.driver import run
+from sparsync.transports.process_group import Groups, TorchCommunicator
+from sparsync.updates.stepping import follow
+
+__all__ = ["NotAttached", "leave_dense"]
+
+_SAYS = f"{DISABLE}=1: attaches nothing"
+
+
+def leave_dense(
+    model: Any,
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: Options,
+    *,
+    elsewhere: str,
+) -> NotAttached:
+    """Leave a DDP model as it is, and return a handle; collective, like ``attach``.
+
+    ``elsewhere`` names an argument by which something other than DDP would exchange, or is empty.
+
+    Raises:
+        ConfigurationError: there is no DDP module whose exchange could remain.
+        PeerError: not all ranks have disabled sparsync.
+    """
+    if elsewhere or not isinstance(model, DistributedDataParallel):
+        reason = f"{elsewhere} has no dense exchange of its own"
+        if not elsewhere:
+            reason = f"{type(model).__name__} is no DistributedDataParallel, which would exchange"
+        raise ConfigurationError(f"{_SAYS}, but {reason}; unset it, or wrap the model in DDP")
+    check_ddp(model)
+    applied = "" if options.correction is None else "; correction= is not applied"
+    say_on_rank_0(f"{_SAYS}; DistributedDataParallel exchanges whole gradients{applied}")
+    groups = Groups(model.process_group, **options.transport.waits)
+    try:
+        # for checkpoints, whose ranks write and read together
+        group = groups.make(dist.get_process_group_ranks(model.process_group))
+        comm = TorchCommunicator(group, timeout=options.transport.timeout)
+        run(agree(comm, {"the version of sparsync": f"none, by {DISABLE}=1"}))
+        return NotAttached(model, comm, groups, options, optimizers)
+    except BaseException:
+        groups.close()
+        raise
+
+
+@final
+class NotAttached(GradientSync):
+    """The handle of a model that was left to DDP: all methods work, and none of them exchanges.
+
+    It counts local steps: those of the last optimizer, if ``attach`` was given one, otherwise forward
+    passes whose backward pass DDP exchanges.  Its bytes are those of agreements and checkpoints.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        comm: TorchCommunicator,
+        groups: Groups,
+        options: Options,
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        reducer = Reducer(comm, [], resolve("dense"), 1.0)
+        steps = GradientSteps(model.module, reducer, make_engine(reducer, groups), options)
+        super().__init__(model.module, steps, _LeftToDdp(model, optimizers), groups, options)
+
+    def contribute(
+        self,
+        _seen: float | None = None,
+        /,
+        *,
+        tokens: float | None = None,
+        samples: float | None = None,
+    ) -> None:
+        """Do nothing: DDP weighs all ranks alike."""
+
+    def stats(self) -> dict[str, Any]:
+        """Return the numbers of a handle of gradients that has no units."""
+        return {**super().stats(), "exchange": "none"}
+
+
+@final
+class _LeftToDdp(Source):
+    """Brings no gradients; counts local steps."""
+
+    def __init__(
+        self, model: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._model, self._optimizers = weakref.ref(model), list(optimizers)
+
+    def watch(self, sync: Handle) -> None:
+        """Count steps until the handle is closed."""
+        model = self._model()
+        assert model is not None
+        # a strong reference: by this hook the model keeps its handle, as one that is attached does
+        handles = [model.register_forward_pre_hook(Hook(partial(self._before_forward, sync)))]
+        if self._optimizers:
+            handles += follow(self._optimizers[-1], Hook(), Hook(partial(self._count, sync)))
+        for handle in handles:
+            sync.on_close.callback(handle.remove)
+
+    def _before_forward(self, sync: Handle, *_given: Any) -> None:
+        model = self._model()
+        exchanged = model is not None and model.require_backward_grad_sync
+        if exchanged and torch.is_grad_enabled() and not self._optimizers:
+            self._count(sync)
+
+    def _count(self, sync: Handle, *_step: Any) -> None:
+        sync.reducer.resume(sync.reducer.step + 1, 0)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return DDP's own context."""
+        model = self._model()
+        return nullcontext() if model is None else model.no_sync()
+
+    def discard(self) -> None:
+        """Do nothing: no backward pass has begun anything here."""
+
+    def step(self) -> None:
+        """Do nothing: the step that it would close was DDP's."""

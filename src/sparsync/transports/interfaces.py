@@ -1,0 +1,234 @@
+"""The network interfaces of this machine, and which of them ``GLOO_SOCKET_IFNAME`` selects.
+
+The variable may hold names and addresses with commas between, and what NCCL's variable may hold: prefixes
+("eth"), exact names ("=eth0"), and exclusions ("^lo,docker0").  gloo itself only knows names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any, Final, final
+
+from sparsync.errors import ConfigurationError
+
+__all__ = [
+    "VARIABLE",
+    "Interface",
+    "address_to",
+    "described",
+    "is_loopback",
+    "listening_on",
+    "own_interfaces",
+    "selected",
+    "usual_address",
+]
+
+VARIABLE: Final = "GLOO_SOCKET_IFNAME"
+_UP, _LOOPBACK = 0x1, 0x8  # net/if.h, on Linux and macOS
+_V4, _V6 = 4, 8  # offsets of the address in sockaddr_in and sockaddr_in6
+_ELSEWHERE: Final = (
+    "192.0.2.1",
+    "2001:db8::1",
+)  # nobody's (RFC 5737, RFC 3849), by the default route
+
+
+@final
+@dataclass(frozen=True)
+class Interface:
+    """A network interface that is up.
+
+    Args:
+        name: as in ``ip link``.
+        addresses: IPv4 addresses first, then IPv6 addresses, link-local ones last with their ``%name``.
+    """
+
+    name: str
+    addresses: tuple[str, ...] = ()
+
+    @property
+    def loopback(self) -> bool:
+        """Whether no other machine can reach it."""
+        return bool(self.addresses) and is_loopback(self.addresses[0])
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(self.addresses) or 'no address'})"
+
+
+@final
+class _Ifaddrs(ctypes.Structure):
+    """An item of the list that ``getifaddrs`` makes."""
+
+    _fields_ = (
+        ("next", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("flags", ctypes.c_uint),
+        ("address", ctypes.c_void_p),
+        ("netmask", ctypes.c_void_p),
+        ("destination", ctypes.c_void_p),
+        ("data", ctypes.c_void_p),
+    )
+
+
+def own_interfaces() -> list[Interface]:
+    """Return the interfaces that are up, in the system's order."""
+    found: dict[str, list[str]] = {}
+    libc = ctypes.CDLL(None)  # Python has names only (``socket.if_nameindex``)
+    first = ctypes.c_void_p()
+    if libc.getifaddrs(ctypes.byref(first)) != 0:
+        return [Interface(name) for _, name in socket.if_nameindex()]
+    try:
+        entry = first.value
+        while entry:
+            one = _Ifaddrs.from_address(entry)
+            if one.flags & _UP:
+                name = one.name.decode(errors="replace")
+                addresses = found.setdefault(name, [])
+                address = _address_at(one.address, name) if one.address else None
+                addresses += [address] if address is not None else []
+            entry = one.next
+    finally:
+        libc.freeifaddrs(first)
+    return [Interface(name, tuple(sorted(texts, key=_order))) for name, texts in found.items()]
+
+
+def _address_at(place: int, name: str) -> str | None:
+    """Return the text of a ``sockaddr``; None if it is no IP address."""
+    head = ctypes.string_at(place, 2)
+    # Linux has a family of 16 bits, BSD a length and a family of 8
+    family = head[1] if sys.platform == "darwin" else int.from_bytes(head, sys.byteorder)
+    if family == socket.AF_INET:
+        return socket.inet_ntop(family, ctypes.string_at(place + _V4, 4))
+    if family == socket.AF_INET6:
+        text = socket.inet_ntop(family, ctypes.string_at(place + _V6, 16))
+        return f"{text}%{name}" if ip_address(text).is_link_local else text
+    return None
+
+
+def _order(text: str) -> tuple[bool, bool]:
+    return ":" in text, "%" in text
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether a text is an address that stays on its machine; a name is none.
+
+    Example:
+        >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("10.0.0.1"), is_loopback("eth0")
+        (True, True, False, False)
+    """
+    try:
+        return ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def described(present: Sequence[Interface]) -> str:
+    """Return the interfaces as text for an error."""
+    return ", ".join(map(str, present)) or "none"
+
+
+def selected(value: str, present: Sequence[Interface]) -> list[Interface]:
+    """Return the interfaces that a value of the variable selects, in its order.
+
+    Args:
+        value: not empty.
+        present: the machine's interfaces.
+
+    Raises:
+        ConfigurationError: it selects nothing, or a part of it does not; names the variable, and the
+            interfaces that there are.
+
+    Example:
+        >>> cards = [Interface("lo", ("127.0.0.1",)), Interface("eth0", ("10.0.0.1", "fd00::1"))]
+        >>> [[one.name for one in selected(text, cards)] for text in ("^lo,docker0", "eth", "[fd00::1]")]
+        [['eth0'], ['eth0'], ['eth0']]
+    """
+    excludes = value.startswith("^")
+    parts = [part.strip() for part in value.removeprefix("^").split(",") if part.strip()]
+    found, wrong = list[Interface](), ""
+    if excludes:
+        # a machine may lack what is excluded, and nobody excludes all in order to get loopback
+        left = [one for one in present if not any(_matches(part, one) for part in parts)]
+        found = [one for one in left if one.addresses and not one.loopback]
+    for part in () if excludes else parts:
+        matched = [one for one in present if _matches(part, one)]
+        found += matched
+        wrong = wrong or ("" if matched else part)
+    if not found or wrong:
+        what = "leaves no interface" if excludes else f"'{wrong or value}' is none"
+        raise ConfigurationError(
+            f"{VARIABLE} is '{value}', and {what} of {socket.gethostname()}; give one of "
+            f"{described(present)}"
+        )
+    return list(dict.fromkeys(found))
+
+
+def _matches(part: str, one: Interface) -> bool:
+    """Return whether a part of the variable means an interface: by name, prefix, or address."""
+    if part.startswith("="):
+        return one.name == part[1:]
+    bare = part.strip("[]")
+    with suppress(ValueError):
+        wanted = ip_address(bare.partition("%")[0])
+        return any(ip_address(text.partition("%")[0]) == wanted for text in one.addresses)
+    # as NCCL, "eth" for eth0 and eth1; but eth1 is not eth10
+    return one.name == part or (not part[-1:].isdigit() and bool(_numbered(part, one.name)))
+
+
+def _numbered(prefix: str, name: str) -> re.Match[str] | None:
+    return re.fullmatch(rf"{re.escape(prefix)}\d.*", name)
+
+
+def address_to(host: str) -> str | None:
+    """Return this machine's address on the route to a host; None if there is no such host or route."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # a UDP connect sends nothing, it only looks up the route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def usual_address(present: Sequence[Interface]) -> str | None:
+    """Return an address at which other machines may find this one; None if it has none.
+
+    It is the one of the default route, if there is one, otherwise the first.
+    """
+    reachable = [one for one in present if one.addresses and not one.loopback]
+    known = {text for one in reachable for text in one.addresses}
+    ways = [address_to(host) for host in _ELSEWHERE]
+    return next(
+        (way for way in ways if way in known), reachable[0].addresses[0] if reachable else None
+    )
+
+
+@contextmanager
+def listening_on(names: str | None) -> Iterator[None]:
+    """Let gloo's new groups listen on these interfaces; None: where it would by itself.
+
+    gloo reads the variable when a group is made, and no argument of ``new_group`` takes its place
+    (2.13).
+    """
+    before = os.environ.get(VARIABLE)
+    if names is not None:
+        os.environ[VARIABLE] = names
+    try:
+        yield
+    finally:
+        if names is not None:
+            _restore(before)
+
+
+def _restore(before: Any) -> None:
+    if before is None:
+        os.environ.pop(VARIABLE, None)
+    else:
+        os.environ[VARIABLE] = before

@@ -1,0 +1,114 @@
+"""``sparsync lab`` as a user starts it: a script on two real links, alone and dense against attached."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from .commands import end, run, start
+from .test_lab import IN_THE_LAB
+
+pytestmark = [pytest.mark.gloo, pytest.mark.alone, IN_THE_LAB]
+
+ELEMENTS, STEPS = 300_000, 6
+SCRIPT = f"""
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import sparsync
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear({ELEMENTS}, 1, bias=False))
+optimizer = torch.optim.AdamW(model.parameters())
+sync = sparsync.attach(model, optimizer)
+for step in range({STEPS}):
+    optimizer.zero_grad()
+    model(torch.randn(1, {ELEMENTS})).sum().backward()
+    optimizer.step()
+with sync.shared():
+    print("steps", sync.steps, sync.stats()["exchange"], flush=True)
+sync.finish()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_is_compared_with_plain_ddp(script, tmp_path):
+    options = ["--ranks", "2", "--compare", "--json", tmp_path / "lab.json"]
+    code, out, err = run("-m", "sparsync", "lab", "500mbit", *options, "--", "python", script)
+    assert code == 0, err
+    lines = out.splitlines()
+    for rank in range(2):
+        assert [line for line in lines if line.startswith(f"[{rank}] steps")] == [
+            f"[{rank}] steps {STEPS} none",
+            f"[{rank}] steps {STEPS} updates",
+        ]
+    said = [line for line in err.splitlines() if "SPARSYNC_DISABLE=1: attaches nothing" in line]
+    assert len(said) == 1 and said[0].startswith("[0] sparsync: ")
+    dense, attached = json.loads((tmp_path / "lab.json").read_text())
+    assert [dense["run"], attached["run"]] == ["dense", "attached"]
+    assert dense["exit_codes"] == attached["exit_codes"] == [0, 0]
+    # on two ranks each sends half of what it has, twice; DDP starts with rank 0's weights
+    payload = 4 * ELEMENTS * STEPS
+    for sent, received in zip(dense["bytes_sent"], dense["bytes_received"], strict=True):
+        assert payload <= sent < 1.3 * payload and payload <= received < 1.3 * payload
+    # 1 bit per element on each step that exchanges, and the rest once at the end
+    assert 4 * ELEMENTS < max(attached["bytes_sent"]) < payload / 2
+    assert dense["seconds"] > 8 * payload / 500e6 and dense["seconds_start"] > 0
+    assert dense["sampled_bytes_sent"][-1] == max(dense["bytes_sent"])
+    assert "attached" in out and "2 ranks on links of 500mbit" in out
+
+
+FAILS = """
+if [ "$RANK" = 1 ]; then echo "$MASTER_ADDR $GLOO_SOCKET_IFNAME $WORLD_SIZE"; exit 7; fi
+sleep 600 & echo waiting; wait
+"""
+
+
+def test_the_first_failure_ends_the_others_and_is_the_exit_code():
+    started = time.monotonic()
+    options = ["--ranks", "2", "--grace", "0.5", "--", "sh", "-c", FAILS]
+    code, out, err = run("-m", "sparsync", "lab", "1gbit", *options)
+    assert code == 7 and time.monotonic() - started < 60
+    assert "[1] 10.77.0.1 eth0 2\n" in out and "[0] waiting\n" in out
+    assert (
+        "sparsync: rank 1 ended with exit code 7; 1 of 2 ranks go on and have 0.5 s to end\n" in err
+    )
+    assert "sparsync: ranks 0 did not end within 0.5 s; ended\n" in err
+    assert "nothing was sent by rank 0, 1" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_of_a_script_is_left(number, tmp_path):
+    # in sessions of their own, as torchrun's workers
+    body = f"setsid sh -c 'echo $$ > {tmp_path}/$RANK; exec sleep 600' & exec sleep 600"
+    options = ["--ranks", "2", "--grace", "5", "--", "sh", "-c", body]
+    process = start("-m", "sparsync", "lab", "1gbit", *options)
+    try:
+        files = [tmp_path / "0", tmp_path / "1"]
+        deadline = time.monotonic() + 60
+        while not all(file.exists() and file.read_text().strip() for file in files):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        end(process)
+        assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+        left = [int(file.read_text()) for file in files]
+        deadline = time.monotonic() + 20
+        while any(Path(f"/proc/{pid}").exists() for pid in left):
+            assert time.monotonic() < deadline, "processes are left"
+            time.sleep(0.05)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)

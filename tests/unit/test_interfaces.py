@@ -1,0 +1,164 @@
+"""Which interfaces ``GLOO_SOCKET_IFNAME`` selects, and hosts whose own name is 127.0.1.1."""
+
+import os
+import socket
+
+import pytest
+from torch.distributed import HashStore
+
+from sparsync.errors import ConfigurationError
+from sparsync.transports import rendezvous
+from sparsync.transports.interfaces import (
+    Interface,
+    is_loopback,
+    listening_on,
+    own_interfaces,
+    selected,
+    usual_address,
+)
+from sparsync.transports.rendezvous import GlooPlace, choose_interface, way_to
+
+LO = Interface("lo", ("127.0.0.1", "::1"))
+ETH0 = Interface("eth0", ("10.0.0.5", "fd00::5", "fe80::5%eth0"))
+ETH10 = Interface("eth10", ("10.10.0.5",))
+IB0 = Interface("ib0", ("fd01::7",))
+DOCKER0 = Interface("docker0", ("172.17.0.1",))
+DOWN = Interface("wlan0")
+CARDS = [LO, ETH0, ETH10, IB0, DOCKER0, DOWN]
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("eth0", ["eth0"]),
+        ("ib0,eth0", ["ib0", "eth0"]),
+        (" eth0 , eth0 ,", ["eth0"]),
+        ("eth", ["eth0", "eth10"]),
+        ("=eth0", ["eth0"]),
+        ("^lo,docker0", ["eth0", "eth10", "ib0"]),
+        ("^docker", ["eth0", "eth10", "ib0"]),
+        ("^=eth0,nothing", ["eth10", "ib0", "docker0"]),
+        ("10.0.0.5", ["eth0"]),
+        ("fd00:0::5", ["eth0"]),
+        ("[fd01::7]", ["ib0"]),
+        ("fe80::5%eth0", ["eth0"]),
+        ("127.0.0.1", ["lo"]),
+        ("lo", ["lo"]),
+    ],
+)
+def test_every_form_of_the_variable_selects(value, names):
+    assert [one.name for one in selected(value, CARDS)] == names
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("eth1", "'eth1' is none of "),
+        ("eth0,nope0", "'nope0' is none of "),
+        ("10.0.0.6", "'10.0.0.6' is none of "),
+        (",", "',' is none of "),
+        ("^eth,ib,docker,lo", "leaves no interface of "),
+    ],
+)
+def test_what_selects_nothing_is_one_line_with_the_variable_and_all_interfaces(value, words):
+    with pytest.raises(ConfigurationError) as caught:
+        selected(value, CARDS)
+    said = str(caught.value)
+    assert said.startswith(f"GLOO_SOCKET_IFNAME is '{value}', and ") and words in said
+    assert "give one of lo (127.0.0.1, ::1), eth0 (10.0.0.5, fd00::5, fe80::5%eth0), " in said
+    assert "wlan0 (no address)" in said and "\n" not in said
+
+
+def test_the_machines_own_interfaces_are_found():
+    names = {name for _, name in socket.if_nameindex()}
+    found = {one.name: one for one in own_interfaces()}
+    assert set(found) <= names
+    lo = next(one for one in found.values() if one.loopback)
+    assert "127.0.0.1" in lo.addresses
+    with socket.socket() as listener:  # an address found is one that can be bound
+        listener.bind((lo.addresses[0], 0))
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """Let this machine have the cards, and a hosts file as Debian's."""
+    monkeypatch.setattr(rendezvous, "own_interfaces", lambda: CARDS)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    real = socket.getaddrinfo
+
+    def resolve(host, *args, **kwargs):
+        return real({"node7": "127.0.1.1"}.get(host, host), *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_zmq_binds_an_address_of_what_the_variable_selects(cards):
+    for value, address in (
+        ("^lo,docker0", "10.0.0.5"),
+        ("ib0", "fd01::7"),
+        ("docker0,eth0", "172.17.0.1"),
+        ("lo,eth0", "127.0.0.1"),
+    ):
+        cards.setenv("GLOO_SOCKET_IFNAME", value)
+        assert choose_interface(None, HashStore()) == address
+    assert choose_interface("eth9", HashStore()) == "eth9"  # an argument decides
+    cards.setenv("GLOO_SOCKET_IFNAME", "wlan0")
+    with pytest.raises(
+        ConfigurationError, match="is 'wlan0', which has no address; give one of lo"
+    ):
+        choose_interface(None, HashStore())
+
+
+def test_of_several_cards_the_one_on_the_route_is_bound(cards):
+    cards.setattr(rendezvous, "address_to", {"head": "10.10.0.5"}.get)
+    cards.setenv("GLOO_SOCKET_IFNAME", "^docker0")
+    cards.setenv("MASTER_ADDR", "head")
+    assert choose_interface(None, "elsewhere") == "10.10.0.5"
+
+
+def test_a_host_whose_own_name_is_loopback_is_found_by_others(cards):
+    assert way_to("node7") == usual_address(CARDS) == "10.0.0.5"
+    assert way_to("localhost") == way_to("127.0.0.1") == "127.0.0.1"
+    cards.setenv("WORLD_SIZE", "4")
+    cards.setenv("LOCAL_WORLD_SIZE", "4")  # all ranks are here: nothing need leave the machine
+    assert way_to("node7") == "127.0.0.1"
+    cards.setenv("LOCAL_WORLD_SIZE", "2")
+    assert way_to("node7") == "10.0.0.5"
+    with pytest.raises(ConfigurationError, match=r"GLOO_SOCKET_IFNAME to one of lo \(127.0.0.1"):
+        way_to("no-such-host.invalid")
+
+
+def test_gloo_is_told_names_and_kept_off_loopback(cards):
+    place = GlooPlace.here()
+    assert (place.at, place.near, place.names, place.far) == ("127.0.1.1", True, None, "eth0")
+    for several, name in ((True, "eth0"), (False, None)):
+        with place.listening(several=several):
+            assert os.environ.get("GLOO_SOCKET_IFNAME") == name
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    cards.setenv("GLOO_SOCKET_IFNAME", "10.0.0.5")
+    place = GlooPlace.here()
+    assert (place.at, place.near, place.names) == ("eth0 of node7", False, "eth0")
+    with place.listening(several=True):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "10.0.0.5"
+    place.check_reachable(3)
+    cards.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with pytest.raises(ConfigurationError) as caught:
+        GlooPlace.here().check_reachable(3)
+    assert str(caught.value).startswith("rank 3 would listen at lo of node7, where ranks of other")
+    assert "set GLOO_SOCKET_IFNAME there to one of lo (127.0.0.1, ::1), eth0 (" in str(caught.value)
+
+
+def test_the_variable_is_restored_after_an_error(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^lo")
+    with pytest.raises(RuntimeError), listening_on("eth0"):
+        raise RuntimeError
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "^lo"
+
+
+def test_loopback_is_told_from_names():
+    told = {text: is_loopback(text) for text in ("127.0.1.1", "[::1]", "10.0.0.1", "lo", "")}
+    assert list(told.values()) == [True, True, False, False, False]

@@ -217,8 +217,8 @@ def sum_to(
         Codes.sum_to_(into, [message.codes for message in levels], start, own)
         return
     into.zero_()
-    for message in messages:
-        message.decode_to(into, add=True, start=start)
+    for other in messages:
+        other.decode_to(into, add=True, start=start)
     if own is not None:
         into.add_(own)
 

@@ -63,7 +63,7 @@ def test_a_message_of_more_than_2_gib_arrives():
     same(end, expected.values)
 
 
-@needs(18)
+@needs(10)
 @pytest.mark.timeout(900)
 def test_passes_over_more_than_2_31_elements():
     n = FAR + 4096

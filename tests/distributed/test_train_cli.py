@@ -37,9 +37,9 @@ def test_algorithms_are_compared(tmp_path):
     assert dense["loss"][2] != sparse["loss"][2]
     assert dense["bytes_sent_per_step_max"] == dense_bytes_per_step(dense["parameters"], 2)
     assert 0 < sparse["bytes_sent_per_step_max"] < dense["bytes_sent_per_step_max"] / 10
-    # one bit per element and 16 per block on each of the first steps, and finally the whole rest; the
-    # numbers that measure the gradients' noise are sent in addition
-    sent = (3 * (1 + 16 / 512) / 8 + 4) / 3
+    # in a model this small eight bits per element and 16 per block on each step, and finally the whole
+    # rest; the numbers that measure the gradients' noise are sent in addition
+    sent = (3 * (8 + 16 / 512) / 8 + 4) / 3
     assert sent < updates["sent_per_parameter_and_step"] < 1.05 * sent
     for result in (dense, sparse, updates):
         out, into = (result[f"{way}_per_parameter_and_step"] for way in ("sent", "received"))

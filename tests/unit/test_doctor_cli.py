@@ -347,6 +347,7 @@ def test_the_doctor_refuses_a_size_and_an_optimizer_it_does_not_know(command):
     for given, words in (
         (["--model-size", "many"], "model"),
         (["--model-size", "7e9", "--optimizer", "adam2"], "optimizer is 'adam2'"),
+        (["--optimizer", "sgd"], "give --model-size as well"),
     ):
         code, _, err = command("doctor", *given)
         assert code == 2 and words in err

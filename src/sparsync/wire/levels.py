@@ -105,10 +105,8 @@ class LloydMax(Codec[DenseVector]):
 
         def write(start: int, values: Tensor, more: Tensor | None = None) -> None:
             if more is not None and not values.dtype == more.dtype == torch.float32:
-                values, more = (
-                    values + more,
-                    None,
-                )  # rounded as their dtypes say, and only then widened
+                # the sum is rounded to their dtype, and only then widened
+                values, more = values + more, None
             codes.write_(packing.to_float32(values, packing.FP32), start, more)
 
         return write

@@ -65,16 +65,19 @@ class DoctorSettings:
         ModelSize | None,
         Option(help="Also check whether this many parameters fit, e.g. 7e9.", parser=whole),
     ] = None
-    optimizer: Annotated[str, option(f"For --model-size: {', '.join(get_args(Optimizer))}.")] = (
-        "adamw"
-    )
+    optimizer: Annotated[
+        str | None, option(f"For --model-size: {', '.join(get_args(Optimizer))}.", "adamw")
+    ] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         expected = f"some > 0 and at most --timeout, {self.timeout:g}"
         check("seconds", f"{self.seconds:g}", 0 < self.seconds <= self.timeout, expected)
         known = get_args(Optimizer)
-        check("optimizer", repr(self.optimizer), self.optimizer in known, " or ".join(known))
+        there = self.optimizer is None or self.optimizer in known
+        check("optimizer", repr(self.optimizer), there, " or ".join(known))
+        lacks = self.optimizer is not None and self.model_size is None
+        check("optimizer", repr(self.optimizer), not lacks, "--model-size as well, or omit it")
         self.connection()
 
     def connection(self) -> Connection:
@@ -143,7 +146,7 @@ def examine(settings: DoctorSettings) -> Examination:
         links = check_links(calibration, [f.wall for f in facts])
         checks = [*check_facts(facts), started, *links, *check_far(calibration, facts)]
         if settings.model_size is not None:
-            optimizer = cast("Optimizer", settings.optimizer)
+            optimizer = cast("Optimizer", settings.optimizer or "adamw")
             checks.append(check_memory(facts, settings.model_size, optimizer))
         return Examination(
             transport_of(comm), settings.lab, tuple(facts), calibration, tuple(checks)

@@ -174,9 +174,8 @@ def _on_loopback(environ: Mapping[str, str]) -> bool:
     """Return whether gloo will listen where no other host can reach it."""
     interface = environ.get("GLOO_SOCKET_IFNAME")
     if interface:
-        with suppress(
-            ConfigurationError
-        ):  # attach will refuse it, with the interfaces that there are
+        # attach refuses what selects no interface, and names those that exist
+        with suppress(ConfigurationError):
             return all(one.loopback for one in selected(interface, own_interfaces()))
         return False
     try:

@@ -13,9 +13,8 @@ from sparsync.cost.wording import format_bytes
 
 __all__ = ["check_memory"]
 
-_DENSITY: Final = (
-    0.01  # of gradients; their entries take less than a hundredth of the residual's bytes
-)
+# of gradients; their entries take 3 % of the residual's bytes
+_DENSITY: Final = 0.01
 
 
 def check_memory(everyone: Sequence[Facts], size: int, optimizer: Optimizer) -> Check:

@@ -62,7 +62,8 @@ def command(
     elastic: Annotated[
         bool,
         Option(
-            "--elastic", help="Ranks may come and go: start torchft's lighthouse, too; end none."
+            "--elastic",
+            help="Ranks may come and go: also start torchft's lighthouse, and end no other rank.",
         ),
     ] = False,
     json: Json = None,

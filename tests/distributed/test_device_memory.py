@@ -8,6 +8,7 @@ import sparsync
 from sparsync import sparse
 from sparsync.collectives import quantised
 from sparsync.updates import OuterStep, gradient_noise
+from tests.attaching import ONE_BIT
 from tests.on_ranks import on_ranks
 from tests.unit.far_device import FAR, far, far_device, memory
 
@@ -67,7 +68,7 @@ def floats_over_training(**given):
 @pytest.mark.slow
 @on_ranks(2)
 def test_updates_take_a_float_per_parameter_of_the_device_and_none_if_offloaded():
-    over = floats_over_training(exchange="updates")
+    over = floats_over_training(algorithm=OuterStep(**ONE_BIT))
     assert over[None] <= 1.25 and over[True] <= 0.15, over
     assert over[False] <= 2.25, over
 

@@ -511,7 +511,7 @@ def test_the_example_is_short_learns_and_resumes_in_new_processes(name, tmp_path
     through, ratio = example(name, 2, tmp_path)
     again, _ = example(name, 2, tmp_path, "--resume")
     assert ratio < 0.6, through
-    ends = r"-> (\d\.\d{6}), 0\.\d{3} bytes"
+    ends = r"-> (\d\.\d{6}), \d\.\d{3} bytes"
     assert re.search(ends, through)[1] == re.search(ends, again)[1]
 
 

@@ -39,8 +39,8 @@ def test_the_tour_trains_twice_and_draws_both(tmp_path):
     )
     (dense, loss, sent), (attached, other_loss, other_sent) = found
     assert (dense, attached, float(sent)) == ("dense", "attached", 4.0)  # 2 (P - 1) / P floats
-    # a bit per weight both ways on every step, later on every second one
-    assert 0.1 < float(other_sent) < 0.3
+    # of 197,000 parameters, 4 bits per weight on every step, both ways
+    assert 0.45 < float(other_sent) < 0.55
     assert float(other_loss) < 1.1 * float(loss) < 3.5  # from 5.5, the logarithm of 256
     assert any("image/png" in one.get("data", {}) for one in outputs)
 

@@ -234,18 +234,50 @@ void quantise(Address x, Address more, int64_t n, const RawLevels &raw, Address 
   });
 }
 
-void decode_levels(Address into, float divisor, bool keep, int64_t n, const RawLevels &raw,
-                   Address scales, Address codes, int threads, const char *isa) {
+using RawCodes = std::tuple<Address, Address>;  // scales, and codes
+
+// into = (the message - the sum of those in `less`) / divisor; with `keep`, into + plus + that; without
+// plus, if that is 0.
+void decode_levels(Address into, Address plus, const std::vector<RawCodes> &less, float divisor,
+                   bool keep, int64_t n, const RawLevels &raw, Address scales, Address codes,
+                   int threads, const char *isa) {
   const auto &scan = scan_of(isa);
   const auto given = levels_of(raw);
   share_blocks(n, given.block, threads, [&](int64_t start, int64_t stop, float *scratch) {
-    scan.decode_levels(at<uint8_t>(scales) + 2 * start / given.block,
-                       at<uint8_t>(codes) + start * given.bits / 8, stop - start, given, divisor,
-                       keep, at<float>(into) + start, scratch);
+    const auto decode = [&](const RawCodes &from, int64_t low, int64_t size, float by, bool add,
+                            float *to) {
+      scan.decode_levels(at<uint8_t>(std::get<0>(from)) + 2 * low / given.block,
+                         at<uint8_t>(std::get<1>(from)) + low * given.bits / 8, size, given, by, add,
+                         to, scratch);
+    };
+    const RawCodes own{scales, codes};
+    if (plus == 0 && less.empty())
+      return decode(own, start, stop - start, divisor, keep, at<float>(into) + start);
+    const int64_t step = summed_blocks(given.block);
+    sparsync::Scratch room;
+    float *made = room.take<float>(static_cast<uint64_t>(2 * step)), *others = made + step;
+    for (int64_t low = start; low < stop; low += step) {
+      const int64_t size = std::min(step, stop - low);
+      float *here = at<float>(into) + low;
+      if (plus != 0) {
+        const float *more = at<float>(plus) + low;
+        for (int64_t i = 0; i < size; ++i) here[i] += more[i];
+      }
+      if (less.empty()) {
+        decode(own, low, size, divisor, keep, here);
+        continue;
+      }
+      decode(own, low, size, 1.0f, false, made);
+      bool add = false;
+      for (const RawCodes &other : less) {
+        decode(other, low, size, 1.0f, add, others);
+        add = true;
+      }
+      for (int64_t i = 0; i < size; ++i)
+        here[i] = (keep ? here[i] : 0.0f) + (made[i] - others[i]) / divisor;
+    }
   });
 }
-
-using RawCodes = std::tuple<Address, Address>;  // scales, and codes
 
 // into = the sum of the messages, in their order, + own; without own, if that is 0.
 void sum_levels(Address into, const std::vector<RawCodes> &messages, Address own, int64_t n,
@@ -412,7 +444,7 @@ constexpr bool sanitized = false;
 NB_MODULE(_native, m) {
   using released = nb::call_guard<nb::gil_scoped_release>;
   m.doc() = "The CPU kernels; kernels/native.py is their door.";
-  m.attr("interface") = 9;  // of this module's functions; kernels/native.py refuses another
+  m.attr("interface") = 10;  // of this module's functions; kernels/native.py refuses another
   m.attr("sanitized") = sanitized;
   m.attr("slots_per_tile") = sparsync::slots_per_tile;
   m.def("instruction_sets", &usable);

@@ -256,8 +256,10 @@ class DenseVector:
         """Return one or two vectors of the same dtype whose sum ``run`` is, not to be written to."""
         return (self.run(start, stop),)
 
-    def subtract_from_(self, dense: Tensor, start: int = 0) -> None:
-        """``dense -= self``, in place; ``dense`` may be a run of elements that begins at ``start``."""
+    def subtract_from_(self, dense: Tensor, start: int = 0, plus: Tensor | None = None) -> None:
+        """``dense = dense + plus - self``, in place; ``dense`` may be a run from ``start`` on."""
+        if plus is not None:
+            dense += plus
         dense -= self.run(start, start + dense.numel())
 
     def write_to_(self, dense: Tensor, start: int = 0) -> None:

@@ -13,7 +13,7 @@ from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.kernels import native
 from sparsync.kernels.normal_levels import BITS, pack_codes, unpack_codes
 from sparsync.wire import LloydMax
-from sparsync.wire.levels import sum_to
+from sparsync.wire.levels import difference_to, sum_to
 
 from .strategies import FLOATS, dense_tensors, float_dtypes, same, smallest
 from .wire_messages import rounded
@@ -151,6 +151,30 @@ def test_messages_are_summed_in_their_order_and_the_own_share_last(bits, dtype):
     assert not sums.any()
 
 
+@each_width
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [12, 64])  # 12: not of C++
+@pytest.mark.parametrize("others", [0, 1, 3])
+def test_a_difference_of_messages_is_added_after_what_is_added_first(bits, dtype, block, others):
+    generator = torch.Generator().manual_seed(bits)
+    rows = torch.randn(1 + others, 9 * block + 5, generator=generator).to(dtype)
+    codec = LloydMax(bits, block=block)
+    message, *less = (codec.open(codec.written(row), row.numel()) for row in rows)
+    start, count = 8 * block, block + 5
+    into, plus = torch.randn(2, count, generator=generator)
+    alone = message.header.entries  # of the whole message, in runs as well
+    made, one = torch.empty(alone, dtype=dtype), torch.zeros(alone)
+    message.decode_to(made)
+    sum_to(one, less)
+    expected = made[start:].float() - one[start:]
+    result = into.clone()
+    difference_to(result, message, less, start, -3.0, add=True, plus=plus)
+    least = 1e-6 if dtype == torch.float32 else 0.02  # a bfloat16 is divided before it is widened
+    assert (result - ((into + plus) - expected / 3)).abs().max() < least
+    difference_to(result, message, less, start, 1.0, add=False)
+    assert (result - expected).abs().max() < least
+
+
 def test_no_run_of_a_message_ends_within_a_block():
     codec = LloydMax(1, block=64)
     opened = codec.open(codec.written(torch.ones(200)), 200)
@@ -174,7 +198,11 @@ def test_codes_outside_a_message_are_refused_before_any_memory_is_touched():
             known.decode_(torch.zeros(count), start, 1.0, keep=False)
         with pytest.raises(ConfigurationError, match="are no whole blocks of 64 of 128 values"):
             native.sum_codes_(torch.zeros(count), [known], start, None)
+        with pytest.raises(ConfigurationError, match="are no whole blocks of 64 of 128 values"):
+            known.decode_(torch.zeros(count), start, 1.0, keep=True, less=[known])
     with pytest.raises(ConfigurationError, match="4 bytes of scales and 15 of codes"):
         native.Codes(scales, codes[1:], 128, (1, 64, 1.0, *tables))
     with pytest.raises(ConfigurationError, match="32 values to be added to 64"):
         known.write_(torch.zeros(64), 0, torch.zeros(32))
+    with pytest.raises(ConfigurationError, match="32 values to be added to 64"):
+        known.decode_(torch.zeros(64), 0, 1.0, keep=True, plus=torch.zeros(32))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import final
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from sparsync.collectives.collective import Collective, Reduced
 from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result
-from sparsync.sparse import DenseVector, Vector, run_length
+from sparsync.sparse import DenseVector, Vector, run_length, runs
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.codec import MessageFraming, Opened, written
 from sparsync.wire.coo import Whole
-from sparsync.wire.levels import LloydMax, sum_to
+from sparsync.wire.levels import LloydMax, difference_to, sum_to
 
 __all__ = ["Quantised"]
 
@@ -92,6 +92,8 @@ class Quantised(Collective):
         widths = self._widths(selected.size, comm.world_size)
         starts = [0, *accumulate(widths)]
         like = selected.run(0, 0)
+        # whole blocks, and so few elements that memory does not grow with n
+        most = max(run_length(like) // codec.step, 1) * codec.step
         lengths = [codec.nbytes(width, width, like.dtype) for width in widths]
         with comm.stage("pack"):
             payloads = [like.new_empty(0, dtype=torch.uint8)] * comm.world_size
@@ -99,9 +101,9 @@ class Quantised(Collective):
                 if owner != rank:
                     payloads[owner] = codec.blank(widths[owner], like)
                     write = codec.writer(payloads[owner])
-                    for run in self._runs(widths[owner], like):
-                        low, high = starts[owner] + run.start, starts[owner] + run.stop
-                        write(run.start, *selected.terms(low, high))
+                    for start, stop in runs(widths[owner], like, most):
+                        low, high = starts[owner] + start, starts[owner] + stop
+                        write(start, *selected.terms(low, high))
         # A capacity is the longest message from one rank to another: in this round one of the widest
         # regions, in the second round the sender's own region.
         messages = await comm.alltoallv(payloads, [max(lengths)] * len(lengths), "split", framing)
@@ -111,29 +113,23 @@ class Quantised(Collective):
             others = _Sum(arrived, like)
             payload = codec.blank(widths[rank], like)
             write = codec.writer(payload)
-            for run in self._runs(widths[rank], like):
-                low, high = starts[rank] + run.start, starts[rank] + run.stop
-                whole = others.run(run.start, run.stop, selected.run(low, high))
-                write(run.start, whole.to(like.dtype))
+            for start, stop in runs(widths[rank], like, most):
+                low, high = starts[rank] + start, starts[rank] + stop
+                whole = others.run(start, stop, selected.run(low, high))
+                write(start, whole.to(like.dtype))
         messages = await comm.alltoallv([payload] * comm.world_size, lengths, "allgather", framing)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
             opened = [codec.open(m, w) for m, w in zip(messages, widths, strict=True)]
             finite = all(message.is_finite() for message in opened)
-            total = _Coded(codec, opened, widths, like, self._runs, finite=finite)
+            total = _Coded(codec, opened, widths, like, most, finite=finite)
             # For its own region a rank delivers the decoded sum minus the others' parts.  The parts of
             # all ranks then add up to the total, and the rounding error of the sum is in this rank's
             # residual. 1-bit Adam keeps it as a second error, at the server.
             payloads[rank] = payload
             sent = [codec.open(p, w) for p, w in zip(payloads, widths, strict=True)]
-            delivered = _Coded(codec, sent, widths, like, self._runs, less=(rank, others))
+            delivered = _Coded(codec, sent, widths, like, most, less=(rank, others))
         return Reduced(total, delivered)
-
-    def _runs(self, size: int, like: Tensor) -> Iterator[slice]:
-        """Yield the runs in which a region is encoded and decoded; they keep memory independent of n."""
-        most = max(run_length(like) // self.codec.step, 1) * self.codec.step
-        for start in range(0, size, most):
-            yield slice(start, min(start + most, size))
 
     def _widths(self, size: int, world_size: int) -> list[int]:
         """Return the number of elements per region: whole blocks, except in the last."""
@@ -148,13 +144,13 @@ class _Sum:
     """The sum of several ranks' messages for one region; runs are decoded on every access."""
 
     def __init__(self, messages: Sequence[Opened], like: Tensor) -> None:
-        self._messages = messages
+        self.messages = messages
         self._like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
 
     def run(self, start: int, stop: int, own: Tensor | None = None) -> Tensor:
         """Return elements ``[start, stop)`` of the sum, added in rank order, and ``own`` after them."""
         made = self._like.new_empty(stop - start)
-        sum_to(made, self._messages, start, own)
+        sum_to(made, self.messages, start, own)
         return made
 
 
@@ -177,13 +173,13 @@ class _Coded(DenseVector):
         messages: Sequence[Opened],
         widths: Sequence[int],
         like: Tensor,
-        runs: Callable[[int, Tensor], Iterator[slice]],
+        most: int,
         less: tuple[int, _Sum] | None = None,
         *,
         finite: bool = False,
     ) -> None:
         self._codec, self._messages, self._widths = codec, messages, list(widths)
-        self._like, self._runs, self._less, self._finite = like, runs, less, finite
+        self._like, self._most, self._less, self._finite = like, most, less, finite
         self._divisor = 1
 
     @functools.cached_property
@@ -213,46 +209,52 @@ class _Coded(DenseVector):
         """``dense = self``, in place; ``dense`` may be a run of elements from ``start`` on."""
         self._decode(dense, start, self._divisor)
 
-    def subtract_from_(self, dense: Tensor, start: int = 0) -> None:
-        """``dense -= self``, in place; ``dense`` may be a run of elements from ``start`` on."""
-        self._decode(dense, start, -self._divisor, add=True)
+    def subtract_from_(self, dense: Tensor, start: int = 0, plus: Tensor | None = None) -> None:
+        """``dense = dense + plus - self``, in place; ``dense`` may be a run from ``start`` on."""
+        self._decode(dense, start, -self._divisor, add=True, plus=plus)
 
-    def _decode(self, dense: Tensor, start: int, divisor: int, *, add: bool = False) -> None:
+    def _decode(
+        self,
+        dense: Tensor,
+        start: int,
+        divisor: int,
+        *,
+        add: bool = False,
+        plus: Tensor | None = None,
+    ) -> None:
         low, stop = 0, start + dense.numel()
         for rank, width in enumerate(self._widths):
             first, last = max(low, start), min(low + width, stop)
-            if first < last:
-                here = dense[first - start : last - start]
-                if self._is_direct(rank, first - low, last - low, dense.dtype):
-                    opened = self._messages[rank]
-                    opened.decode_to(here, divisor, add=add, start=first - low)
-                else:  # in runs, which bound the memory for what is decoded first
-                    self._decode_runs(rank, first - low, here, divisor, add=add)
+            # what needs memory of its own is decoded in runs, which bound it
+            most = self._most if self._others(rank) or dense.dtype != torch.float32 else width
+            for begin, end in runs(max(last - first, 0), self._like, most or 1):
+                part = slice(first - start + begin, first - start + end)
+                more = None if plus is None else plus[part]
+                self._decode_run(
+                    rank, first - low + begin, dense[part], divisor, add=add, plus=more
+                )
             low += width
 
-    def _is_direct(self, rank: int, start: int, stop: int, dtype: torch.dtype) -> bool:
-        """Return whether elements of a region can be decoded in place, in one pass."""
-        step = self._codec.step
-        whole = start % step == 0 and (stop % step == 0 or stop == self._widths[rank])
-        less = self._less is not None and self._less[0] == rank
-        return whole and not less and self.dtype == dtype == torch.float32
+    def _others(self, rank: int) -> Sequence[Opened]:
+        """Return the messages that are subtracted in the region of a rank."""
+        return self._less[1].messages if self._less is not None and self._less[0] == rank else ()
 
-    def _decode_runs(self, rank: int, start: int, into: Tensor, divisor: int, *, add: bool) -> None:
-        stop = start + into.numel()
-        for run in self._runs(self._widths[rank], self._like):
-            first, last = max(run.start, start), min(run.stop, stop)
-            if first < last:
-                here = into[first - start : last - start]
-                self._decode_run(rank, first, here, divisor, add=add)
-
-    def _decode_run(self, rank: int, start: int, into: Tensor, divisor: int, *, add: bool) -> None:
+    def _decode_run(
+        self, rank: int, start: int, into: Tensor, divisor: int, *, add: bool, plus: Tensor | None
+    ) -> None:
         """Decode elements of a region, beginning at ``start``."""
-        width, step = self._widths[rank], self._codec.step
+        width, step, others = self._widths[rank], self._codec.step, self._others(rank)
         stop = start + into.numel()
         first, last = start // step * step, min(-(-stop // step) * step, width)
+        if (first, last) == (start, stop) and self.dtype == into.dtype == torch.float32:
+            message = self._messages[rank]
+            difference_to(into, message, others, start, divisor, add=add, plus=plus)
+            return
+        if plus is not None:
+            into.add_(plus)
         made = self._like.new_empty(last - first)
         self._messages[rank].decode_to(made, start=first)
-        if self._less is not None and self._less[0] == rank:
+        if self._less is not None and others:
             made.sub_(self._less[1].run(first, last))
         written(made[start - first : stop - first], into, divisor, add=add)
 

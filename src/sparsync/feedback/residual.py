@@ -164,8 +164,10 @@ class Residual:
                 # would be one more pass over all elements
                 made = self._later(start, stop)
                 if made.device == here.device:
-                    rest = here.copy_(made) if self.empty else here.add_(made)
-                    delivered.subtract_from_(rest, start)
+                    if self.empty:
+                        delivered.subtract_from_(here.copy_(made), start)
+                    else:
+                        delivered.subtract_from_(here, start, plus=made)
                     continue
                 rest = made if self.empty else made.add_(here.to(made.device))
                 delivered.subtract_from_(rest, start)

@@ -56,7 +56,7 @@ __all__ = [
 
 # Version of the extension's functions, also stated in native/module.cpp.  An extension built from other
 # sources might take addresses for lengths.
-_INTERFACE: Final = 9
+_INTERFACE: Final = 10
 
 
 def _load() -> Any:
@@ -293,11 +293,25 @@ class Codes:
         places = *self.places(start, n), _workers(8 * n), chosen()
         EXTENSION.quantise(*given, n, self.table, *places)
 
-    def decode_(self, into: Tensor, start: int, divisor: float, *, keep: bool) -> None:
-        """Decode the elements from ``start`` on, divide, and with ``keep`` add."""
+    def decode_(
+        self,
+        into: Tensor,
+        start: int,
+        divisor: float,
+        *,
+        keep: bool,
+        plus: Tensor | None = None,
+        less: Sequence[Codes] = (),
+    ) -> None:
+        """Decode the elements from ``start`` on, minus equal levels, divide, and with ``keep`` add."""
         n = into.numel()
-        places = *self.places(start, n), _workers(8 * n), chosen()
-        EXTENSION.decode_levels(_address("into", into), divisor, keep, n, self.table, *places)
+        if plus is not None and plus.numel() != n:
+            raise ConfigurationError(f"{plus.numel()} values to be added to {n}")
+        others = [other.places(start, n) for other in less]
+        more = 0 if plus is None else _address("plus", plus)
+        places = *self.places(start, n), _workers(8 * n * (1 + len(less))), chosen()
+        result = _address("into", into), more, others, divisor, keep
+        EXTENSION.decode_levels(*result, n, self.table, *places)
 
     def places(self, start: int, n: int) -> tuple[int, int]:
         """Return the addresses of the scales and the codes of ``n`` elements from ``start`` on."""

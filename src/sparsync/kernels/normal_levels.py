@@ -201,15 +201,37 @@ class Codes:
         codes = slice(start * self.bits // 8, (stop * self.bits + 7) // 8)
         return self.scales[scales], self._codes[codes]
 
+    def add_difference_(
+        self,
+        into: Tensor,
+        start: int,
+        less: Sequence[Codes],
+        divisor: float,
+        *,
+        keep: bool,
+        plus: Tensor | None,
+    ) -> None:
+        """Write ``(self - sum of less) / divisor``, or with ``keep`` add ``plus`` and then that."""
+        if (known := _in_cpp((self, *less), into, plus)) is not None:
+            known[0].decode_(into, start, divisor, keep=keep, plus=plus, less=known[1:])
+            return
+        if plus is not None:
+            into.add_(plus)
+        if not less:
+            self.decode_(into, start, divisor, keep=keep)
+            return
+        made, others = into.new_empty(into.numel()), into.new_empty(into.numel())
+        self.decode_(made, start, keep=False)
+        Codes.sum_to_(others, less, start)
+        made.sub_(others).div_(divisor)
+        torch.add(into if keep else torch.zeros_like(into), made, out=into)
+
     @staticmethod
     def sum_to_(
         into: Tensor, messages: Sequence[Codes], start: int, own: Tensor | None = None
     ) -> None:
         """Write the sum of messages from element ``start`` on, in their order, plus ``own``."""
-        known = [message._native for message in messages if message._native is not None]
-        forms = {(message.bits, message.block) for message in messages}
-        fast = len(forms) == 1 and len(known) == len(messages)
-        if fast and all(v is None or _backend(messages[0].block, v) is native for v in (into, own)):
+        if (known := _in_cpp(messages, into, own)) is not None:
             native.sum_codes_(into, known, start, own)
             return
         into.zero_()
@@ -217,6 +239,16 @@ class Codes:
             message.decode_(into, start)
         if own is not None:
             into.add_(own)
+
+
+def _in_cpp(messages: Sequence[Codes], *vectors: Tensor | None) -> list[native.Codes] | None:
+    """Return the messages in the form of C++; None if they differ, or C++ does not take everything."""
+    known = [message._native for message in messages if message._native is not None]
+    forms = {(message.bits, message.block) for message in messages}
+    if len(forms) != 1 or len(known) != len(messages):
+        return None
+    block = messages[0].block
+    return known if all(v is None or _backend(block, v) is native for v in vectors) else None
 
 
 def _backend(block: int, vector: Tensor) -> Any:

@@ -27,7 +27,7 @@ from sparsync.wire.codec import (
     written,
 )
 
-__all__ = ["LloydMax", "OpenedLevels", "sum_to"]
+__all__ = ["LloydMax", "OpenedLevels", "difference_to", "sum_to"]
 
 
 @final
@@ -199,6 +199,41 @@ class OpenedLevels(Opened):
         # that no level overflows
         largest = _largest_scale(self.dtype, self.header.option)
         return bool((packing.view_as(self.codes.scales, torch.bfloat16) <= largest).all())
+
+
+def difference_to(
+    into: Tensor,
+    message: Opened,
+    less: Sequence[Opened],
+    start: int,
+    divisor: float,
+    *,
+    add: bool,
+    plus: Tensor | None = None,
+) -> None:
+    """Write a message minus the sum of ``less`` from element ``start`` on, divided.
+
+    ``add`` adds ``plus`` and then that to ``into`` instead.  With messages of float32 with equal bits and
+    blocks, this takes one pass.
+    """
+    levels = [m for m in (message, *less) if isinstance(m, OpenedLevels)]
+    all_levels = len(levels) == 1 + len(less) and all(m.dtype == torch.float32 for m in levels)
+    if all_levels and into.dtype == torch.float32:
+        for one in levels:
+            one.check_run(start, into.numel())
+        codes, *others = (one.codes for one in levels)
+        codes.add_difference_(into, start, others, divisor, keep=add, plus=plus)
+        return
+    if plus is not None:
+        into.add_(plus)
+    if not less:
+        message.decode_to(into, divisor, add=add, start=start)
+        return
+    made = into.new_empty(into.numel())
+    message.decode_to(made, start=start)
+    others_sum = made.new_empty(made.numel(), dtype=torch.promote_types(made.dtype, torch.float32))
+    sum_to(others_sum, less, start)
+    written(made.sub_(others_sum), into, divisor, add=add)
 
 
 def sum_to(

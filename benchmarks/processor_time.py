@@ -1,7 +1,7 @@
 """Processor time of one exchange: the defaults of SGD and of AdamW, relative to torch's ``add_``.
 
     python benchmarks/processor_time.py            (2 minutes; writes benchmarks/processor_time.md)
-    python benchmarks/processor_time.py --growth   (20 minutes, 10 GB; appends how cost grows, with
+    python benchmarks/processor_time.py --growth   (40 minutes, 10 GB; appends how cost grows, with
                                                     benchmarks/processor_time.png)
 
 Every rank is a process with one thread of torch, connected over ZeroMQ on this machine.  Processor time
@@ -237,10 +237,10 @@ def draw(by_size: dict[int, dict[str, Seconds]], by_ranks: dict[str, Any], path:
         sent = [found[p]["bytes"] / VIRTUAL_SIZE for p in found]
         spent = [1e9 * found[p]["processor"] / VIRTUAL_SIZE for p in found]
         middle.semilogx(ranks, sent, base=2, **style)
-        right.loglog(ranks, spent, base=2, **style)
-    left.set(title="processor time over add_, P = 2", xlabel="elements n", ylim=(0, None))
+        right.semilogx(ranks, spent, base=2, **style)
+    left.set(title="time over add_, P = 2", xlabel="elements n", ylim=(0, None))
     middle.set(title="bytes sent per element", xlabel="virtual ranks P", ylim=(0, None))
-    right.set(title="processor ns per element", xlabel="virtual ranks P")
+    right.set(title="processor ns per element", xlabel="virtual ranks P", yscale="log")
     left.legend(fontsize=8)
     figure.savefig(path, dpi=150)
 

@@ -1,10 +1,10 @@
 """Peak memory of a training process: DDP with ``attach`` relative to plain DDP.
 
     python benchmarks/memory.py        (Linux; 5 minutes; writes benchmarks/memory.md)
-    python benchmarks/memory.py --gpt  (14 GB, 3 minutes; writes benchmarks/memory_gpt.md)
+    python benchmarks/memory.py --gpt  (14 GB, 6 minutes; writes benchmarks/memory_gpt.md)
 
 The first measures algorithms with SGD on linear layers of 21 M parameters; ``--gpt`` the defaults, with
-AdamW and with SGD, on a GPT of 124 M.
+AdamW and with SGD, on a GPT of 124 M: whole, and sharded by FSDP2.
 
 Each figure comes from fresh processes.  They first train a tiny model, which pays for imports, threads
 and sockets, then a large one.  The figure is the kernel's peak (VmHWM), minus the memory in use between
@@ -30,6 +30,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
@@ -52,6 +55,7 @@ M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 WIDTH, LAYERS = 2048, 5  # 21 M parameters
 GPT_WIDTH, GPT_LAYERS, VOCABULARY, TOKENS = 768, 12, 50257, 64
 TINY = 64
+SHARDS = 2  # ranks of a replica
 DENSITY = 0.01
 STEPS = 5  # DDP rebuilds its buckets in the second
 WORD_BYTES = 4
@@ -105,7 +109,10 @@ class Gpt(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """What a process trains; ``attached`` are the arguments of ``attach``, None is plain DDP."""
+    """What a process trains; ``attached`` are the arguments of ``attach``, None is training without.
+
+    With ``sharded``, every replica has SHARDS ranks, and FSDP2 takes the place of DDP.
+    """
 
     model: Callable[[int], nn.Module] = linear_layers
     width: int = WIDTH
@@ -113,11 +120,12 @@ class Case:
     ddp: dict[str, Any] = field(default_factory=dict)
     attached: dict[str, Any] | None = None
     malloc: int | None = None
+    sharded: bool = False
 
 
 def step_of(model: nn.Module, generator: torch.Generator) -> Tensor:
     """Return a loss on random data; few of them, so that activations take little."""
-    inner = model.module
+    inner = getattr(model, "module", model)
     if isinstance(inner, Gpt):
         most = inner.embedding.num_embeddings
         tokens = torch.randint(most, (1, TOKENS), generator=generator)
@@ -126,15 +134,37 @@ def step_of(model: nn.Module, generator: torch.Generator) -> Tensor:
     return model(torch.randn(4, width, generator=generator)).pow(2).mean()
 
 
+def sharded(make: Callable[[int], nn.Module], width: int, mesh: DeviceMesh) -> nn.Module:
+    """Shard a model by FSDP2, layer by layer; no rank ever holds the whole."""
+    with torch.device("meta"):
+        model = make(width)
+    for layer in model.layers.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():  # the same on all replicas: the seed is
+        assert isinstance(parameter, DTensor)
+        nn.init.normal_(parameter.to_local(), std=0.02)
+    return model
+
+
 def train(width: int, case: Case) -> None:
     """Train a model for a few steps, and forget it."""
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(case.model(width), **case.ddp)
+    given: dict[str, Any] = {"transport": sparsync.Transport(timeout=60)}
+    if case.sharded:
+        mesh = init_device_mesh(
+            "cpu", (dist.get_world_size() // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard")
+        )
+        # without sparsync, FSDP2 averages over the replicas as well
+        ddp = sharded(case.model, width, mesh if case.attached is None else mesh["shard"])
+        given["replicate"] = mesh["replicate"]
+    else:
+        ddp = DistributedDataParallel(case.model(width), **case.ddp)
     optimizer = case.optimizer(ddp.parameters())
     sync = None
     if case.attached is not None:
-        transport = sparsync.Transport(timeout=60)
-        sync = sparsync.attach(ddp, optimizer, transport=transport, **case.attached)
+        sync = sparsync.attach(ddp, optimizer, **given, **case.attached)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -236,6 +266,22 @@ def defaults() -> None:
             least, most = (measure(2, one) for one in (plain, replace(plain, attached={})))
             shown = (f"{x / n / WORD_BYTES:.2f}" for x in (least, most, most - least))
             lines.append(f"| 2 | {optimizer} | {name} | {' | '.join(shown)} |")
+            print(lines[-1], flush=True)
+    lines += [
+        "",
+        f"Sharded by FSDP2: {SHARDS} replicas of {SHARDS} ranks each, in floats per *local* parameter; "
+        "plain FSDP2 averages over the replicas too.",
+        "",
+        "| P | optimizer | malloc | plain FSDP2 | attached | over plain FSDP2 |",
+        "|---:|---|---|---:|---:|---:|",
+    ]
+    for optimizer, make in OPTIMIZERS.items():
+        for name, malloc in MALLOC.items():
+            plain = Case(Gpt, GPT_WIDTH, make, malloc=malloc, sharded=True)
+            ranks = SHARDS * SHARDS
+            least, most = (measure(ranks, one) for one in (plain, replace(plain, attached={})))
+            shown = (f"{x / n * SHARDS / WORD_BYTES:.2f}" for x in (least, most, most - least))
+            lines.append(f"| {ranks} | {optimizer} | {name} | {' | '.join(shown)} |")
             print(lines[-1], flush=True)
     (HERE / "memory_gpt.md").write_text("\n".join(lines) + "\n")
 

@@ -99,7 +99,8 @@ class Algorithm:
         cost = self.make_collective().cost(called)
         if cost is None:
             raise ConfigurationError(
-                f"no cost is known of {self.name!r}: its collective has no cost(job); choose others"
+                f"the cost of {self.name!r} is unknown: its collective has no cost(job); choose "
+                "others"
             )
         return cost if times == 1 else cost.times(times)
 

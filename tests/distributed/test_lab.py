@@ -279,7 +279,7 @@ def test_a_lab_that_cannot_be_built_leaves_nothing(monkeypatch):
         with pytest.raises(LabError, match=r"'ip link add .*' did not end within 1e-06 s"), lab:
             raise AssertionError
     assert open_files() == files
-    with Lab(1, "1gbit") as again, pytest.raises(ConfigurationError, match="open already"):
+    with Lab(1, "1gbit") as again, pytest.raises(ConfigurationError, match="already open"):
         again.__enter__()
 
 

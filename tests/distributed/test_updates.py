@@ -437,7 +437,7 @@ def test_auto_exchanges_what_takes_fewer_seconds_per_step():
             stats = sync.stats()
             assert stats["exchange"] == exchange
             assert [text.startswith(way) for text in stats["choices"]] == [True]
-            assert "how many steps a loss takes" in stats["choices"][0]
+            assert "the number of steps to a given loss" in stats["choices"][0]
             assert gathered(stats["choices"]) == [stats["choices"]] * 2
             if exchange == "updates":
                 sync.finish()
@@ -457,7 +457,7 @@ def test_auto_refuses_a_density_before_it_measures():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dense_or_updates, "calibrate", never)
-        with refused("density is 0.1, but updates are exchanged"):
+        with refused("density is 0.1, but algorithm= determines"):
             sparsync.attach(net, adam(net), "auto", 0.1)
 
 
@@ -603,9 +603,9 @@ def test_other_numbers_of_steps_are_told_by_finish_and_save(transport, folder):
     before = flat(net)
     with refused(f"finish(): {both} {6 - rank}", more, error=PeerError):
         sync.finish()
-    with refused(f"nothing is saved: {both} {6 - rank}", more, error=CheckpointError):
+    with refused(f"nothing was saved: {both} {6 - rank}", more, error=CheckpointError):
         sparsync.save(sync, folder / "run")
-    with refused(f"nothing is saved: {both} {6 - rank}", more, error=CheckpointError):
+    with refused(f"nothing was saved: {both} {6 - rank}", more, error=CheckpointError):
         save_beside(sync, net, folder / "beside")
     assert torch.equal(flat(net), before) and not list(folder.rglob("*sparsync-rank*"))
     if rank == 1:

@@ -76,11 +76,11 @@ def test_it_says_both_times_and_what_they_do_not_tell():
         fast.why.startswith("dense gradients take about ") and ", updates every 2 steps" in fast.why
     )
     for made in (slow, fast):
-        assert "how many steps a loss takes differs between the two, and is not known" in made.why
+        assert "the number of steps to a given loss differs between the two and is not known" in made.why
         assert "sparsync-papers" in made.why and "\n" not in made.why
     assert choice(Machine(beta=8e-8), period=8).why.startswith("updates every 8 steps take")
 
 
 def test_updates_whose_seconds_are_not_known_are_refused():
-    with pytest.raises(ConfigurationError, match="no cost is known of"):
+    with pytest.raises(ConfigurationError, match="the cost of 'auto' is unknown"):
         seconds_of_updates(resolve("auto"), 2, size=9, world_size=2, machine=Machine())

@@ -144,7 +144,7 @@ def changed(**of_rank_2):
                 for rank in range(2)
             ],
             "note",
-            "MPICH may bypass containers' network",
+            "MPICH may bypass the network of containers",
         ),
         ([dataclasses.replace(FACTS, backends={"torch.distributed gloo": ""})], "note", "PowerSGD"),
     ],
@@ -211,8 +211,8 @@ def test_buffers_that_far_links_fill_are_named_with_the_command():
     (narrow,) = [check for check in far(12e-3, 8e-9) if "in flight" in check.what]
     assert narrow == Check(
         "note",
-        "the links have 3 MB in flight, rate x round trip, and TCP of ranks 0, 1 allows 3.15 MB at most, "
-        "which may hold the rate down",
+        "the links hold 3 MB in flight (rate x round trip), but TCP of ranks 0, 1 allows at most 3.15 MB, "
+        "which may limit the rate",
         'sysctl -w net.ipv4.tcp_wmem="4096 16384 12582912" net.ipv4.tcp_rmem="4096 131072 24117248" '
         "(then measure again)",
     )
@@ -226,8 +226,8 @@ def test_starting_slowly_after_a_pause_is_said_of_far_links():
     (found,) = far(40e-3, 8e-8)
     assert found == Check(
         "note",
-        "after a pause of 280 ms TCP of ranks 0, 1 starts slowly again, which costs round trips of 80 ms "
-        "in each exchange after a long computation",
+        "after a pause of 280 ms, TCP of ranks 0, 1 returns to slow start, which costs each exchange after a "
+        "long computation several round trips of 80 ms",
         "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
     )
     off = {"tcp_slow_start_after_idle": (0,)}
@@ -238,7 +238,7 @@ def test_starting_slowly_after_a_pause_is_said_of_far_links():
 def test_congestion_control_that_shrinks_windows_is_named_on_far_links():
     changes, controls = [{}] * 4, ("cubic", "bbr", "reno", "")
     (found,) = far(40e-3, 8e-7, *changes, controls=controls)
-    assert "TCP of ranks 0, 2 shrinks its window at a loss (cubic)" in found.what
+    assert "TCP of ranks 0, 2 shrinks its window at a packet loss (cubic)" in found.what
     assert "net.ipv4.tcp_congestion_control=bbr" in found.advice
     assert far(1e-3, 8e-7, *changes, controls=controls) == [], "near"
 

@@ -168,11 +168,11 @@ def test_codes_outside_a_message_are_refused_before_any_memory_is_touched():
     scales, codes = torch.zeros(4, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
     known = native.Codes(scales, codes, 128, (1, 64, 1.0, *tables))
     for start, count in [(64, 128), (-64, 64), (32, 64), (0, 100), (128, 64)]:
-        with pytest.raises(ConfigurationError, match="are no whole blocks of 64 of 128 values"):
+        with pytest.raises(ConfigurationError, match="are not whole blocks of 64 of 128 values"):
             known.write_(torch.zeros(count), start)
-        with pytest.raises(ConfigurationError, match="are no whole blocks of 64 of 128 values"):
+        with pytest.raises(ConfigurationError, match="are not whole blocks of 64 of 128 values"):
             known.decode_(torch.zeros(count), start, 1.0, keep=False)
-        with pytest.raises(ConfigurationError, match="are no whole blocks of 64 of 128 values"):
+        with pytest.raises(ConfigurationError, match="are not whole blocks of 64 of 128 values"):
             native.sum_codes_(torch.zeros(count), [known], start, None)
     with pytest.raises(ConfigurationError, match="4 bytes of scales and 15 of codes"):
         native.Codes(scales, codes[1:], 128, (1, 64, 1.0, *tables))

@@ -104,7 +104,7 @@ def test_ranks_are_real_unless_they_are_asked_to_be_virtual(command, file):
     with pytest.raises(AssertionError, match="ranks were started"):
         command("linear", "--data", file)
     code, out, err = command("linear", "--data", file, "--network", "10gbit,1us")
-    assert (code, out) == (2, "") and "--network is for --transport sim" in err
+    assert (code, out) == (2, "") and "--network describes the simulated network" in err
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_saved_model_predicts_the_labels_of_other_rows(command, saved, tmp_pat
     predicted = np.array(out.split(), float)
     assert code == 0 and set(predicted) == {3, 7}
     right = (predicted == labels).mean()
-    assert right > 0.85 and f"100 labels, {100 * right:.2f} % of them as --data has them" in err
+    assert right > 0.85 and f"100 labels, {100 * right:.2f} % of them equal to --data's" in err
     to = ["--out", tmp_path / "new" / "labels", "--json", tmp_path / "j"]
     code, out, _ = command("linear", "--predict", model, "--data", rows, *to)
     assert (code, out) == (0, "")
@@ -180,11 +180,11 @@ def damaged(path, **arrays):
         (lambda p: p.write_bytes(npy(np.save)), "cannot read the model"),
         (lambda p: p.write_bytes(npy(np.savez)), "cannot read the model"),
         (lambda p: p.write_bytes(p.read_bytes()[:-40]), "cannot read the model"),
-        (lambda p: damaged(p, format=np.int64(9)), "is no model of this version"),
-        (lambda p: damaged(p, indices=np.array([10**9])), "is no model of this version"),
-        (lambda p: damaged(p, size=np.int64(-1)), "is no model of this version"),
-        (lambda p: damaged(p, values=np.array(["x"])), "is no model of this version"),
-        (lambda p: p.unlink(), "is no file"),
+        (lambda p: damaged(p, format=np.int64(9)), "is not a model of this version"),
+        (lambda p: damaged(p, indices=np.array([10**9])), "is not a model of this version"),
+        (lambda p: damaged(p, size=np.int64(-1)), "is not a model of this version"),
+        (lambda p: damaged(p, values=np.array(["x"])), "is not a model of this version"),
+        (lambda p: p.unlink(), "is not a file"),
     ],
 )
 def test_a_file_that_is_no_model_is_one_clear_line(command, saved, damage, said):

@@ -102,7 +102,7 @@ def test_a_rank_that_is_set_up_otherwise_is_told_so():
     world = World(3, "budgeted", ranks=3, change=0, leaving=0)
     world.members[1].members._set_up = 5
     with pytest.raises(
-        ValueError, match=r"is set up otherwise than rank . and those that go on with it"
+        ValueError, match=r"is set up differently from rank . and those that continue with it"
     ):
         world.run()
 

@@ -80,8 +80,8 @@ def test_a_list_is_divided_into_algorithms_and_options(text, expected):
         ("dense,,oktopk", "unknown algorithm ''"),
         ("cap=2", "'cap=2' follows no NAME: of an algorithm; write NAME:cap=2"),
         ("dense,cap=2", "'cap=2' follows no NAME:"),
-        ("oktopk:", "oktopk: '' is no OPTION=VALUE"),
-        ("oktopk:cap", "oktopk: 'cap' is no OPTION=VALUE"),
+        ("oktopk:", "oktopk: '' is not OPTION=VALUE"),
+        ("oktopk:cap", "oktopk: 'cap' is not OPTION=VALUE"),
         ("oktopk:cap=1,CAP=2", "oktopk: cap is given twice"),
         (
             "oktopk:capp=1",

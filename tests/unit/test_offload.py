@@ -56,7 +56,7 @@ def test_without_room_on_the_device_all_of_it_is_on_the_host_and_that_is_said(ca
     ("given", "message"),
     [
         ({"algorithm": "allgather", "density": 0.5, "exchange": "updates"}, "is not for allgather"),
-        ({"exchange": "gradients", "replicate": "world"}, "is for exchanges of updates"),
+        ({"exchange": "gradients", "replicate": "world"}, "is for exchanging updates"),
     ],
 )
 def test_what_reads_the_whole_residual_cannot_be_offloaded(given, message):

@@ -60,7 +60,7 @@ def test_a_round_trip_comes_on_top(command):
     far = [*BERT, "--density", "0.001", "--rtt", "80ms"]
     assert "40 ms per message" in command("plan", *far)[1]
     code, _, err = command("plan", *BERT, "--rtt", "80")
-    assert code == 2 and "--rtt '80' is no duration; write it like 80ms" in err
+    assert code == 2 and "--rtt '80' is not a duration; write it like 80ms" in err
 
 
 def test_one_rank_has_one_sentence(command):
@@ -147,4 +147,4 @@ def test_memory_stands_below_a_plan_and_other_optimizers_are_refused(command):
     code, _, err = command(*given, "--optimizer", "adam")
     assert code == 2 and "choose one of sgd, sgd-momentum, adamw, muon" in err
     code, _, err = command("plan", "--model-size", "7.5", "--network", "1gbit,50us")
-    assert code == 2 and "'7.5' is no whole number" in err
+    assert code == 2 and "'7.5' is not a whole number" in err

@@ -159,7 +159,7 @@ def test_extremes_are_planned(world_size, more):
         ({"compute": -1.0}, "compute is -1.0"),
         ({"compute": math.nan}, "compute is nan"),
         ({"names": []}, "no candidates"),
-        ({"names": ["auto"]}, "no cost is known of 'auto'"),
+        ({"names": ["auto"]}, "the cost of 'auto' is unknown"),
         ({"world_size": 0}, "world_size is 0"),
         ({"size": -1}, "size is -1"),
     ],

@@ -164,7 +164,7 @@ def test_the_lemmas_meet_at_their_ends():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"name": "auto"}, "no cost is known of 'auto'"),
+        ({"name": "auto"}, "the cost of 'auto' is unknown"),
         ({"size": -1}, "size is -1"),
         ({"k": -1}, "k is -1"),
         ({"world_size": 0}, "world_size is 0"),

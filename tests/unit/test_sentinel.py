@@ -119,7 +119,7 @@ def test_many_tensors_are_counted():
         await check_replicas(Sentinel(), comm, tensors, place="step 0")
 
     with pytest.raises(
-        PeerError, match=r"'t0' .*'t1' .*'t2' differs on rank 1; and 5 tensors more"
+        PeerError, match=r"'t0' .*'t1' .*'t2' differs on rank 1; and 5 more tensors"
     ):
         simulate(program, 3)
 

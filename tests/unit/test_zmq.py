@@ -190,7 +190,7 @@ def test_ranks_that_meet_over_a_communicator_take_part_in_the_same_collectives(
         assert said == ["met"] * 3
     else:
         assert all(": rank 1 cannot take part: " in said[rank] for rank in (0, 2))
-        assert ("which is all of them" if at else "is missing") in said[1]
+        assert ("which means all of them" if at else "is missing") in said[1]
 
 
 def test_a_payload_beyond_the_limit_is_refused_by_the_sender(monkeypatch):

@@ -149,7 +149,7 @@ def check_outputs(json: Path | None = None, plot: Path | None = None) -> None:
     for path in (path for path in (json, plot) if path is not None):
         if str(path) == "-":
             raise ConfigurationError(
-                "'-' is no file, and standard output has the table; name a file"
+                "'-' is not a file, and standard output has the table; name a file"
             )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

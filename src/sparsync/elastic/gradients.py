@@ -170,7 +170,8 @@ class PresentRanks(Ranks):
             average=options.algorithm.average,
             nonfinite=watched.policy,
         )
-        scaled = "its residual has the scale of a GradScaler, which goes on with its own steps"
+        scaled = "its residual has the scale of a GradScaler, which changes only with this rank's "
+        "own steps"
         self.membership = Membership(
             self.attendance,
             engine,
@@ -332,7 +333,8 @@ class PresentRanks(Ranks):
             if weights_digest(self._weights) != extras["weights"]:
                 place = self._reducer.comm.ledger.place(step)
                 raise PeerError(
-                    f"{place}: this rank has repeated the others' steps, and its weights are not theirs; "
+                    f"{place}: this rank has repeated the others' steps, but its weights differ "
+                    "from theirs; "
                     "between backward() and the optimizer's step, do the same on all ranks, and to "
                     "gradients alone"
                 )

@@ -109,8 +109,8 @@ def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:
     if options.algorithm.prepare is not None:
         raise ConfigurationError(
             f"the algorithm '{options.algorithm.name}' decides by what a rank holds, and parameters that "
-            f"lie on several ranks ({', '.join(sorted(kinds))}) would be treated differently there; give "
-            "another one"
+            f"lie on several ranks ({', '.join(sorted(kinds))}) would be treated differently on "
+            "each; choose another algorithm"
         )
     # shares of k depend on all units of a rank, shards among them
     return replace(options, algorithm=replace(options.algorithm, shared=False))

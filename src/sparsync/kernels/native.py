@@ -305,7 +305,8 @@ class Codes:
         whole = start % self._block == 0 and (n % self._block == 0 or stop == self._size)
         if not (0 <= start <= stop <= self._size and whole):
             raise ConfigurationError(
-                f"elements {start} to {stop} are no whole blocks of {self._block} of {self._size} values"
+                f"elements {start} to {stop} are not whole blocks of {self._block} of {self._size} "
+                "values"
             )
         return self._scales + 2 * (start // self._block), self._codes + start * self._bits // 8
 

@@ -126,8 +126,9 @@ async def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T],
 def unequal_steps(least: int, most: int, here: int) -> str:
     """Return the error text for ranks with different numbers of local steps."""
     return (
-        f"ranks have done {least} to {most} local steps, this one {here}; where an iteration is left out "
-        "on some ranks (no batch, no loss), call sync.step() there, as often as others' optimizers step"
+        f"ranks have done {least} to {most} local steps, this one {here}; on a rank that skips an "
+        "iteration (no batch, no loss), call sync.step() as often as the other ranks' optimizers "
+        "step"
     )
 
 

@@ -162,7 +162,7 @@ def selected(value: str, present: Sequence[Interface]) -> list[Interface]:
         found += matched
         wrong = wrong or ("" if matched else part)
     if not found or wrong:
-        what = "leaves no interface" if excludes else f"'{wrong or value}' is none"
+        what = "leaves no interface" if excludes else f"'{wrong or value}' is not an interface"
         raise ConfigurationError(
             f"{VARIABLE} is '{value}', and {what} of {socket.gethostname()}; give one of "
             f"{described(present)}"

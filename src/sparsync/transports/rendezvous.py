@@ -208,7 +208,7 @@ def choose_interface(interface: str | None, meeting: Store | str) -> str:
     # a port on all interfaces would be exposed to networks unrelated to the job
     if interface in ("*", "0.0.0.0", "::", ""):
         raise ConfigurationError(
-            f"interface is '{interface}', which is all of them; name the one that ranks use"
+            f"interface is '{interface}', which means all of them; name the one that ranks use"
         )
     if interface:
         return interface
@@ -316,7 +316,8 @@ def way_to(host: str) -> str:
     own = address_to(host)
     if own is None:
         raise ConfigurationError(
-            f"there is no way to the rendezvous host '{host}'; give interface=, or set {VARIABLE} to one "
+            f"there is no route to the rendezvous host '{host}'; give interface=, or set "
+            f"{VARIABLE} to one "
             f"of {described(own_interfaces())}"
         )
     if not is_loopback(own):

@@ -104,8 +104,9 @@ def make_outer(
     whole = algorithm is None or isinstance(algorithm, OuterStep) or named
     if density is not None and whole:
         raise ConfigurationError(
-            f"density is {density!r}, but updates are exchanged as algorithm= says, by default all of "
-            "them in a few bits each; omit density=, or name an algorithm that selects entries, as "
+            f"density is {density!r}, but algorithm= determines how updates are exchanged, by "
+            "default all of them in a few bits each; omit density=, or name an algorithm that "
+            "selects entries, as "
             "algorithm='allgather', or exchange='gradients'"
         )
     if isinstance(algorithm, OuterStep):
@@ -640,7 +641,8 @@ class UpdateSync(Handle):
         """Refuse an action that needs this rank's own weights while the model holds the shared ones."""
         require(
             self._own is None,
-            f"{what} within shared(), which hides this rank's own weights; leave that block first",
+            f"{what} within shared(), which replaces this rank's own weights; leave that block "
+            "first",
         )
 
     def finish(self) -> None:

@@ -85,7 +85,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     sizes = tuple(int(match[1]) * _UNITS[match[2]] for match in matches if match)
     if len(sizes) < len(matches) or 0 in sizes:
         raise ConfigurationError(
-            f"sizes is {text!r}; give bytes, with commas between, e.g. 64KB,1MB"
+            f"sizes is {text!r}; give bytes separated by commas, e.g. 64KB,1MB"
         )
     return sizes
 

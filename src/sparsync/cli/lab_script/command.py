@@ -32,7 +32,7 @@ class LabSettings:
 
     ranks: Annotated[LabRanks, option("Number of ranks: processes, each with its own link.")] = 2
     grace: Annotated[
-        Seconds, option("Seconds that ranks have to end by themselves once one has failed.")
+        Seconds, option("Seconds for the other ranks to end by themselves after one has failed.")
     ] = 20.0
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ def command(
         str,
         Argument(
             metavar="RATE[,RTT[,LOSS[,JITTER]]]",
-            help="Of every rank's link, e.g. 100mbit or 100mbit,20ms (docs/lab.md).",
+            help="Rate, and RTT, of every rank's link, e.g. 100mbit or 100mbit,20ms (docs/lab.md).",
         ),
     ],
     script: Annotated[
@@ -63,7 +63,8 @@ def command(
         bool,
         Option(
             "--elastic",
-            help="Ranks may come and go: also start torchft's lighthouse, and end no other rank.",
+            help="Ranks may come and go: also start torchft's lighthouse, and let the other ranks "
+            "run when one ends.",
         ),
     ] = False,
     json: Json = None,

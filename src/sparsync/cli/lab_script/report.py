@@ -62,7 +62,7 @@ def _caption(result: ScriptResult) -> list[str]:
     start = f"{format_seconds(result.seconds_start)} of start-up not counted"
     return [
         f"{result.ranks} ranks on links of {result.links}",
-        f"seconds: {result.seconds:.1f}, from the moment when all ranks had met to the end ({start})",
+        f"seconds: {result.seconds:.1f}, from the moment all ranks had met until the end ({start})",
         "bytes: on the rank's link, with all headers, as the kernel counts",
     ]
 

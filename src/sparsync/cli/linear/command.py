@@ -59,7 +59,9 @@ def command(
     exchange: Annotated[str | None, option(_EXCHANGE, "split-allgather; for scd allgather")] = None,
     compare: Annotated[
         str | None,
-        option("Repeat the training with these exchanges, with commas; ratios are to dense."),
+        option(
+            "Repeat the training with these exchanges, separated by commas; ratios are to dense."
+        ),
     ] = None,
     network: Network = USUAL_NETWORK,
     aggregation: Annotated[
@@ -71,12 +73,12 @@ def command(
     predict: Annotated[
         Path | None,
         Readable(),
-        option("Train nothing: predict the labels of --data by the model in this file."),
+        option("Do not train: predict the labels of --data with the model in this file."),
     ] = None,
     out: Annotated[
         Path | None,
         Only(("predict",)),
-        option("Write the predicted labels to this file, one a line.", "standard output"),
+        option("Write the predicted labels to this file, one per line.", "standard output"),
     ] = None,
     json: Json = None,
     **fields: Any,
@@ -140,5 +142,5 @@ def _predict(model: Path, out: Path | None, json: Path | None, given: dict[str, 
     else:
         out.write_text(text, "utf-8")
     write_json(json, {"rows": len(labels), "accuracy": accuracy})
-    right = "" if accuracy is None else f", {100 * accuracy:.2f} % of them as --data has them"
+    right = "" if accuracy is None else f", {100 * accuracy:.2f} % of them equal to --data's"
     say(f"{len(labels):,} labels{right}")

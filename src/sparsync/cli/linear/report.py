@@ -129,7 +129,9 @@ def _caption(results: Sequence[LinearResult]) -> str:
         lines.append("communication under the virtual clock; computation as this process took it")
     differences = [r.objective_difference for r in results if r.objective_difference is not None]
     if differences:
-        lines.append(f"losses differ from dense's by at most {max(differences):.1e} of them")
+        lines.append(
+            f"losses differ from dense's by at most {max(differences):.1e}, relative to dense's"
+        )
     wrong = [result.exchange for result in results if not result.replicas_equal]
     lines.append(
         f"REPLICAS DIFFER at the end: {', '.join(wrong)}"

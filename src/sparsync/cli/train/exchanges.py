@@ -100,8 +100,8 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
     ahead = [one.name for one in schemes if one.name != "updates"]
     if ahead and target is not None:
         raise ConfigurationError(
-            f"--target-step looks at all ranks' loss after each step, so none could be ahead in "
-            f"{ahead[0]}; leave it out"
+            "--target-step compares all ranks' losses after each step, so no rank could run ahead "
+            f"in {ahead[0]}; leave it out"
         )
     if settings.period is not None and settings.space != "local":
         having = [name for name in SCHEMES if "period" in options_of(name)]
@@ -119,8 +119,8 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
         given = _scheme_options(settings, one)
         require(
             settings.optimizer != "sgd" or not {**options_of(one.name), **given}.get("sign"),
-            f"{one.name} moves weights by signs, by a rate as Adam's; add --optimizer adamw (its own is "
-            "SGD)",
+            f"{one.name} moves weights by signs, at a rate like Adam's; add --optimizer adamw (the "
+            "workload's own is SGD)",
         )
         SCHEMES[one.name](None, **given)
     return algorithms
@@ -184,7 +184,7 @@ def make_exchange(settings: TrainSettings, label: str, model: nn.Module) -> Exch
         added: Exchange = point.load()(settings, algorithm, model)
         return added
     raise ConfigurationError(
-        f"--space {settings.space} is of the package sparsync-papers, which is not installed: "
+        f"--space {settings.space} is in the package sparsync-papers, which is not installed: "
         f"{INSTALL_PAPERS}; or choose gradient"
     )
 

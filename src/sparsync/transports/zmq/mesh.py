@@ -218,8 +218,9 @@ class Mesh:
             unlisted = [rank for rank, key in enumerate(publics) if key not in self.keys.listed]
             if unlisted:
                 raise ConfigurationError(
-                    f"rank {rank}: the keys of ranks {unlisted} of the new group are not listed; form "
-                    "groups of ranks whose keys all have, and end their endpoints with these"
+                    f"rank {rank}: the keys of ranks {unlisted} of the new group are not listed; "
+                    "form groups of ranks whose keys every rank lists, and append its public key "
+                    "to each endpoint"
                 )
             self.keys = replace(self.keys, publics=publics)
         for link in self.links.values():
@@ -540,7 +541,7 @@ class Mesh:
             self.lose(
                 source,
                 f"messages that nobody receives would take more than {MAX_UNCLAIMED} bytes; "
-                "a rank runs too far ahead of the others, as a barrier would prevent",
+                "a rank runs too far ahead of the others, which a barrier would prevent",
             )
 
     def _hear(self, source: int, frame: zmq.Frame) -> None:

@@ -264,7 +264,7 @@ class _Blocks:
         except OSError as error:
             raise ConfigurationError(
                 f"the cache {self.folder} cannot be written ({error.strerror or error}); "
-                "name a folder that can be with cache=..."
+                "give a writable folder with cache=..."
             ) from error
         finally:
             with contextlib.suppress(OSError):

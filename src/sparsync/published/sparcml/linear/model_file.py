@@ -106,7 +106,7 @@ class LinearModel:
         Raises:
             ConfigurationError: the file cannot be read, or is not a saved model.
         """
-        require(path.is_file(), f"the model '{path}' is no file; {_CURE}")
+        require(path.is_file(), f"the model '{path}' is not a file; {_CURE}")
         try:
             with zipfile.ZipFile(path):  # otherwise NumPy might take it for an array or a pickle
                 pass
@@ -142,5 +142,5 @@ def _check(path: Path, found: dict[str, Any]) -> None:
         fits = fits and bool(((indices >= 0) & (indices < size)).all())
     require(
         bool(fits) and int(found["format"]) == _FORMAT,
-        f"'{path}' is no model of this version; {_CURE}",
+        f"'{path}' is not a model of this version; {_CURE}",
     )

@@ -75,7 +75,9 @@ def test_what_the_optimizer_would_do_again_is_refused(what):
 def test_a_density_that_updates_would_ignore_is_refused(algorithm):
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(net.parameters())
-    with pytest.raises(ConfigurationError, match=r"density is 0.01, but algorithm= .* omit density="):
+    with pytest.raises(
+        ConfigurationError, match=r"density is 0.01, but algorithm= .* omit density="
+    ):
         sparsync.attach(net, optimizer, algorithm, density=0.01)
 
 

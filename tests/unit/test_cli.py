@@ -125,7 +125,10 @@ BAD_INPUT = {
         (["--kernels", "--verify", "every"], "--kernels has no --verify; leave it out"),
         (["--size", "1000000000000"], "give a smaller --size, or fewer --ranks"),
         (["--size", "9" * 30], "give at most 1e+12"),
-        (["--transport", "torch", "--network", "1mbit,1ms"], "--network describes the simulated network"),
+        (
+            ["--transport", "torch", "--network", "1mbit,1ms"],
+            "--network describes the simulated network",
+        ),
     ],
     "bench --selectors": [
         (["--sizes", "big"], "sizes is 'big'; give bytes separated by commas, e.g. 64KB,1MB"),

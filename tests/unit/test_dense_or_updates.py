@@ -76,7 +76,10 @@ def test_it_says_both_times_and_what_they_do_not_tell():
         fast.why.startswith("dense gradients take about ") and ", updates every 2 steps" in fast.why
     )
     for made in (slow, fast):
-        assert "the number of steps to a given loss differs between the two and is not known" in made.why
+        assert (
+            "the number of steps to a given loss differs between the two and is not known"
+            in made.why
+        )
         assert "sparsync-papers" in made.why and "\n" not in made.why
     assert choice(Machine(beta=8e-8), period=8).why.startswith("updates every 8 steps take")
 

@@ -321,7 +321,9 @@ def test_the_cache_may_be_elsewhere(write, tmp_path):
 
 def test_a_cache_that_cannot_be_written_is_named(write, tmp_path):
     (tmp_path / "taken").write_text("a file, not a folder")
-    with pytest.raises(ConfigurationError, match=r"cannot be written .*; give a writable folder with cache="):
+    with pytest.raises(
+        ConfigurationError, match=r"cannot be written .*; give a writable folder with cache="
+    ):
         load_shard(write("rows.svm", lines()), cache=tmp_path / "taken")
 
 

@@ -93,7 +93,9 @@ def test_a_name_that_nobody_resolves_is_called_that():
     assert seconds < 30
     for error in found:
         assert isinstance(error, ConfigurationError)
-        assert "tcp://rank-0.invalid:" in str(error) and "this machine cannot resolve that name" in str(error)
+        assert "tcp://rank-0.invalid:" in str(
+            error
+        ) and "this machine cannot resolve that name" in str(error)
 
 
 def test_a_rank_that_cannot_listen_tells_the_others():

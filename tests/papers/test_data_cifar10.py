@@ -66,11 +66,14 @@ def test_a_pickle_that_names_anything_else_is_refused_and_not_run(tmp_path, prot
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "no batch of CIFAR-10"),
-        (b"\x80\x02}", "no batch of CIFAR-10"),
-        (pickle.dumps([1, 2]), "no batch of CIFAR-10"),
-        (pickle.dumps({b"data": b"x", b"labels": [1]}), "data is no array"),
-        (pickle.dumps({b"data": np.zeros((1, 3072)), b"labels": [1]}, 2), "no array of unsigned"),
+        (b"", "is not a batch of CIFAR-10"),
+        (b"\x80\x02}", "is not a batch of CIFAR-10"),
+        (pickle.dumps([1, 2]), "is not a batch of CIFAR-10"),
+        (pickle.dumps({b"data": b"x", b"labels": [1]}), "data is not an array"),
+        (
+            pickle.dumps({b"data": np.zeros((1, 3072)), b"labels": [1]}, 2),
+            "is not an array of unsigned",
+        ),
         (
             pickle.dumps({b"data": np.zeros((1, 12), np.uint8), b"labels": [1]}, 2),
             r"1 labels and pixels \(1, 12\)",

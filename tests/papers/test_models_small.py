@@ -137,7 +137,7 @@ def test_bert_tells_orders_and_segments_apart():
 
 
 def test_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigurationError, match="width is 9, expected an even one"):
+    with pytest.raises(ConfigurationError, match="width is 9, expected an even number"):
         small("transformer_wmt17", width=9, heads=3)
     with pytest.raises(ConfigurationError, match="bins is 40, expected at least 41"):
         small("lstm_an4", bins=40)

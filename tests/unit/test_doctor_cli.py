@@ -211,8 +211,8 @@ def test_buffers_that_far_links_fill_are_named_with_the_command():
     (narrow,) = [check for check in far(12e-3, 8e-9) if "in flight" in check.what]
     assert narrow == Check(
         "note",
-        "the links hold 3 MB in flight (rate x round trip), but TCP of ranks 0, 1 allows at most 3.15 MB, "
-        "which may limit the rate",
+        "the links hold 3 MB in flight (rate x round trip), but TCP of ranks 0, 1 allows at most "
+        "3.15 MB, which may limit the rate",
         'sysctl -w net.ipv4.tcp_wmem="4096 16384 12582912" net.ipv4.tcp_rmem="4096 131072 24117248" '
         "(then measure again)",
     )
@@ -226,8 +226,8 @@ def test_starting_slowly_after_a_pause_is_said_of_far_links():
     (found,) = far(40e-3, 8e-8)
     assert found == Check(
         "note",
-        "after a pause of 280 ms, TCP of ranks 0, 1 returns to slow start, which costs each exchange after a "
-        "long computation several round trips of 80 ms",
+        "after a pause of 280 ms, TCP of ranks 0, 1 returns to slow start, which costs each exchange after "
+        "a long computation several round trips of 80 ms",
         "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
     )
     off = {"tcp_slow_start_after_idle": (0,)}

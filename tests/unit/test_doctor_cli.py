@@ -226,8 +226,8 @@ def test_starting_slowly_after_a_pause_is_said_of_far_links():
     (found,) = far(40e-3, 8e-8)
     assert found == Check(
         "note",
-        "after a pause of 280 ms, TCP of ranks 0, 1 returns to slow start, which costs each exchange after "
-        "a long computation several round trips of 80 ms",
+        "after a pause of 280 ms, TCP of ranks 0, 1 returns to slow start, which costs each exchange "
+        "after a long computation several round trips of 80 ms",
         "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
     )
     off = {"tcp_slow_start_after_idle": (0,)}

@@ -41,7 +41,9 @@ _NATIVE = "dense"  # always a native allreduce, the baseline that every job has
 _UNITS = MappingProxyType(
     {
         "bandwidth": MappingProxyType({"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}),
-        "latency": MappingProxyType({"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}),  # of a second
+        "latency": MappingProxyType(
+            {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}
+        ),  # units per second
     }
 )
 _BITS_PER_BYTE = 8

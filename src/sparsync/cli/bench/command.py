@@ -122,11 +122,11 @@ class BenchSettings:
         self.connection()
 
     def connection(self) -> Connection:
-        """How the ranks are connected."""
+        """Return how the ranks are connected."""
         return Connection(self.transport, self.timeout, self.curve_keys, self.lab, simulates=True)
 
     def pace(self) -> Pace:
-        """How many steps a row takes; the virtual clock repeats itself, so a short run says as much."""
+        """Choose the steps of a row; on the virtual clock results repeat, so a short run suffices."""
         if not self.connection().simulated:
             return Pace(self.steps, self.warmup)
         return Pace(self.steps or 20, 5 if self.warmup is None else self.warmup)
@@ -181,8 +181,8 @@ def command(
     """Measure collectives: time, volume against its bound, and correctness, on every step.
 
     Each step feeds a fresh gradient to a whole reducer with error feedback: selection, exchange and
-    commit.  "sim" charges communication alone; the row dense is gloo's native allreduce, over mpi
-    MPI's.  Ends with 1 if a result is wrong.
+    commit. "sim" charges communication alone; the row dense is gloo's native allreduce, or MPI's over
+    mpi. The exit code is 1 if a result is wrong.
     """
     require(not (kernels and selectors), "--kernels and --selectors; choose one of them")
     if kernels or selectors:
@@ -242,7 +242,7 @@ def command(
 
 
 def _refuse_ignored(kind: str, own: dict[str, Any], given: dict[str, Any]) -> None:
-    """Refuse options of collectives where other things are measured."""
+    """Refuse options of collectives when kernels or selectors are measured."""
     parameters = inspect.signature(command).parameters
     usual = {"ranks": launched_ranks(8)}
     used = ("input", "seed") if kind == "--selectors" else ("seed",)

@@ -1,4 +1,4 @@
-"""The command ``sparsync doctor``: whether a job's network and software are sound, and how fast."""
+"""The command ``sparsync doctor``: check a job's network and software, and measure their speed."""
 
 from __future__ import annotations
 

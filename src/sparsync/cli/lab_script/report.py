@@ -14,7 +14,7 @@ from sparsync.cost.wording import format_bytes, format_seconds
 
 __all__ = ["comparison", "per_rank", "write_plot"]
 
-_SAME = 0.95  # of dense's bytes: with more, nothing was compressed
+_SAME = 0.95  # share of dense's bytes above which nothing was compressed
 _STYLES = (("black", "-"), ("#d95f02", "--"))
 
 
@@ -88,7 +88,7 @@ def _same(dense: ScriptResult, attached: ScriptResult) -> list[str]:
 def write_plot(results: Sequence[ScriptResult], path: Path) -> None:
     """Draw the bytes that a rank has sent over the seconds since all ranks had met.
 
-    Readable in grey: every run has a line style of its own.  A dot marks its end.
+    Readable in grey: each run has its own line style. A dot marks its end.
     """
     from matplotlib.ticker import EngFormatter
 

@@ -28,7 +28,7 @@ _EXCHANGE = f"A lossless collective: {', '.join(EXCHANGES)}. {OPTIONS_HELP}"
 
 
 def _exchanges(text: str) -> tuple[str, ...]:
-    """Return a label of every exchange of a list."""
+    """Return a label for every exchange in a list."""
     return labels(text, PRESETS, among=EXCHANGES, decided=DECIDED, kind="exchange")
 
 
@@ -42,7 +42,10 @@ def train_linear(settings: LinearSettings) -> list[LinearResult] | None:
         >>> ring.objective[2] < ring.objective[0], ring.objective_difference < 1e-5
         (True, True)
     """
-    from sparsync.cli.linear.rank import simulate_all, train_all  # SciPy: only where it is used
+    from sparsync.cli.linear.rank import (
+        simulate_all,
+        train_all,
+    )  # imports SciPy, so only where it is used
 
     connection = settings.connection()
     if connection.simulated:
@@ -85,8 +88,8 @@ def command(
 ) -> None:
     """Train a linear model on sparse data, data-parallel, by a lossless sparse exchange.
 
-    Messages are as sparse as the data are; nothing is dropped, so the losses are those of the
-    dense exchange (--compare dense).  Starts local ranks, or runs inside a launcher's.
+    Messages are as sparse as the data, and nothing is dropped, so losses equal those of the dense
+    exchange (--compare dense). Starts local ranks, or runs inside a launcher's.
     """
     if predict is not None:
         training = {"exchange": exchange, "compare": compare, "aggregation": aggregation}
@@ -123,7 +126,7 @@ def command(
 
 
 def _predict(model: Path, out: Path | None, json: Path | None, given: dict[str, Any]) -> None:
-    """Predict in this process, and write a label a line."""
+    """Predict in this process, and write one label per line."""
     settings = LinearSettings(data=given["data"], cache=given["cache"])
     usual = {**vars(settings), "aggregation": "sync", "network": USUAL_NETWORK, "staleness": None}
     for name, value in given.items():
@@ -133,7 +136,7 @@ def _predict(model: Path, out: Path | None, json: Path | None, given: dict[str, 
             )
     check_outputs(json)
     check_outputs(out)
-    from sparsync.cli.linear.rank import predict  # SciPy: only where it is used
+    from sparsync.cli.linear.rank import predict  # imports SciPy, so only where it is used
 
     labels, accuracy = predict(settings.data, model, settings.cache)
     text = "".join(f"{label:g}\n" for label in labels.tolist())

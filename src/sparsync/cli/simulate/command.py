@@ -78,7 +78,7 @@ def command(
     """Simulate training steps: the algorithms' own code on virtual ranks, under a virtual clock.
 
     Reports selection, communication and computation time next to Dense (one message) and DenseOvlp
-    (25 MiB buckets, exchanged while the backward pass goes on).
+    (25 MiB buckets, exchanged during the backward pass).
     """
     measured = None if machine is None else read_machine(machine)
     seconds, spread = _compute(compute)

@@ -95,7 +95,7 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
             f"--target-step {target} asks for the loss of dense, which is not among the algorithms "
             f"{', '.join(algorithms)}; add dense"
         )
-    # ranks meet in every second step of the default exchange of updates, so looking after each step
+    # ranks meet in every second step of the default exchange of updates, so checking after each step
     # hardly changes it: the additional wait for the last rank counts against it
     ahead = [one.name for one in schemes if one.name != "updates"]
     if ahead and target is not None:
@@ -141,11 +141,9 @@ class Exchange:
     sparse: bool = False  # entries are selected, so density applies
     sums: bool = False  # gradients are summed over ranks, not averaged
     clips: bool = False  # the exchange clips gradients; otherwise training does, after ``backward``
-    dense_share: float = (
-        0.0  # of a step's bytes: of layers that are left dense, as costs predict it
-    )
-    options: Mapping[str, object] | None = None  # of an averaging scheme
-    averager: Averager | None = None  # unless the scheme is attached, like updates
+    dense_share: float = 0.0  # predicted share of a step's bytes that belongs to layers left dense
+    options: Mapping[str, object] | None = None  # options of an averaging scheme
+    averager: Averager | None = None  # None also for a scheme that is attached, like updates
     after_step: Callable[[], object] = _nothing  # called after the optimizer's step
     finish: Callable[[], object] = _nothing  # makes the replicas equal
     close: Callable[[], object] = _nothing  # ends threads and groups in the background
@@ -273,7 +271,7 @@ def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchan
     else:
         comm = settings.connect()
         bound: dict[str, Any] = {"comm": comm, "buffers": settings.buffers}
-        if own:  # its rate is the length of a step
+        if own:  # plain SGD, whose rate is the length of a step by signs
             bound["optimizer"] = optimizers[0]
         scheme = averager = SCHEMES[name](model, **given, **bound)
     settings_of = getattr(scheme, "settings", scheme)
@@ -298,7 +296,7 @@ def _scheme_options(settings: TrainSettings, found: Named) -> dict[str, Any]:
     """Return the options of a scheme: its own, then those common to all algorithms."""
     has = options_of(found.name)
     given: dict[str, Any] = {"period": settings.period, "seed": settings.seed}
-    if has.get("density", 1.0) < 1:  # a dense exchange has none
+    if has.get("density", 1.0) < 1:  # a dense exchange has no density to set
         given["density"] = settings.density
     shared = {key: value for key, value in given.items() if key in has and value is not None}
     return {**shared, **found.options}

@@ -86,8 +86,8 @@ _TARGET = "Time to loss: end each run at the loss that dense has at this step, a
 class TrainSettings:
     """Settings that all algorithms of a comparison share; every field is an option of the command.
 
-    The constructor fills in the fields that depend on the workload and the optimizer.  Elsewhere None
-    means a default of the workload's or the scheme's.
+    The constructor fills in the fields that depend on the workload and the optimizer. Elsewhere None
+    means the default of the workload or the scheme.
     """
 
     ranks: Annotated[Ranks, ranks_option(4)] = 4
@@ -164,7 +164,7 @@ class TrainSettings:
         object.__setattr__(self, "optimizer", optimizer)
 
     def _check_memory(self) -> None:
-        """Refuse sizes that no machine holds, by the least memory of a step's activations and weights."""
+        """Refuse sizes whose activations and weights exceed any machine's memory."""
         workload = self.make_workload()
         width, context, layers = (
             getattr(workload, name, None) or 1 for name in ("width", "context", "layers")
@@ -262,7 +262,7 @@ class TrainSettings:
             bool(hidden),
             f"--optimizer muon is for hidden matrices, and {self.workload} has none; choose adamw",
         )
-        # its updates are as large as AdamW's, so that one rate is both's (Liu et al., 2025, 2.2)
+        # its updates are as large as AdamW's, so both can use the same rate (Liu et al., 2025, 2.2)
         muon = torch.optim.Muon(
             hidden, lr=self.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
         )

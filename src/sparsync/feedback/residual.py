@@ -60,7 +60,7 @@ class Residual:
         self.empty = True
         self._pieces: list[_Piece] = []
         self._later: Runs | None = (
-            None  # of the open step, if nothing is accumulated before its commit
+            None  # the gradients of the open step, if they are accumulated only at its commit
         )
         # starts, indices and values of the collected entries; None: not requested, or too many
         self._found: list[tuple[int, Tensor, Tensor]] | None = []

@@ -277,7 +277,7 @@ class Codes:
                 f"{scales.numel()} bytes of scales and {codes.numel()} of codes are not those of "
                 f"{size} values"
             )
-        self._kept = scales, codes, levels  # they own the memory
+        self._kept = scales, codes, levels  # these tensors own the memory
         self._size, self._block, self._bits = size, levels[1], levels[0]
         self._scales = _address("scales", scales, torch.uint8)
         self._codes = _address("codes", codes, torch.uint8)

@@ -84,7 +84,7 @@ from sparsync.updates.weights import ModelWeights, trained_of
 
 _ADVISED = 30  # steps whose mean duration is considered reliable
 _NEGLIGIBLE = 0.1  # an allreduce below this fraction of a step is not worth avoiding
-# minimum common fraction of lasting gradients; below it, the parts particular to single ranks outweigh it
+# least common fraction of lasting gradients; below it, the parts particular to single ranks are larger
 _AGREEING = 0.5
 _PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _EVERYTHING = slice(0, None)
@@ -283,7 +283,7 @@ class UpdateSync(Handle):
         self._begins, self._resumed = True, False  # before this handle's first step; after a load
         self._busy = self._waited = 0.0  # seconds of exchanges; seconds the training thread waited
         self._advises, self._started = advises, time.perf_counter()
-        self._warned = False  # of ranks that hardly agree
+        self._warned = False  # whether the user was warned that ranks hardly agree
         # a replica of several ranks would have to agree on one count before being weighed
         parts = 1 if consensus is None else consensus.parts.world_size
         self._countable = weights.node is None and parts == 1
@@ -623,7 +623,7 @@ class UpdateSync(Handle):
         """Put the shared weights into the model, to evaluate or save them; then restore this rank's."""
         # restored even if the block raises: training on from the shared weights would lose this rank's
         with self._swap:
-            # the model's: an engine that trains apart has a copy of its own
+            # the model's weights, because an engine that runs apart has its own copy
             outside, before = self._own, self.outer.read(self._weights)
             self._weights.reshard()
             self.outer.write(self._weights, self.outer.memory["shared"])

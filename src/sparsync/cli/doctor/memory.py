@@ -13,7 +13,7 @@ from sparsync.cost.wording import format_bytes
 
 __all__ = ["check_memory"]
 
-# of gradients; their entries take 3 % of the residual's bytes
+# density of gradients, whose entries take 3 % of the residual's bytes
 _DENSITY: Final = 0.01
 
 

@@ -36,7 +36,7 @@ class LinearModel:
 
     weights: Floats  # `[dimensions]`
     intercept: float
-    labels: tuple[float, ...] = (-1.0, 1.0)  # of the training file, ascending
+    labels: tuple[float, ...] = (-1.0, 1.0)  # labels of the training file, ascending
     positive: tuple[float, ...] = (1.0,)  # the labels that were trained as +1
     base: int = 0  # the file's number of the first column
 

@@ -34,7 +34,7 @@ PORT = 5000
 
 
 def seen_by_every_rank(elements: int) -> list[tuple[str, int, int, int]]:
-    """Reduce once; return each rank's address, namespace and bytes on its link before and after."""
+    """Reduce once; return each rank's address, its namespace, and the bytes on its link meanwhile."""
     vector = torch.ones(elements)
     before = local_traffic()  # before the barrier, because after it others may already be sending
     dist.barrier()

@@ -1,4 +1,4 @@
-"""CIFAR-10: both formats say the same, broken files are told, and a pickle cannot run anything."""
+"""CIFAR-10: both formats agree, broken files are reported, and a pickle cannot run code."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Folders of images: classes, crops, and what is said when something is missing."""
+"""Folders of images: classes, crops, and the errors for missing files."""
 
 import sys
 

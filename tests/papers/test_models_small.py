@@ -1,4 +1,4 @@
-"""Small variants of the papers' models: shapes, gradients, initial weights, what sees what."""
+"""Small variants of the papers' models: shapes, gradients, initial weights, receptive fields."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def tokens(batch, positions):
 
 
 def inputs_of(name):
-    """A batch of two, and the shapes of what comes out."""
+    """Return a batch of two, and the shapes of the outputs."""
     torch.manual_seed(1)
     if name == "lstm_an4":
         return (torch.randn(2, 1, 41, 15),), [(2, 8, 29)]
@@ -89,7 +89,7 @@ def test_convolutions_start_as_he_says():
 
 
 def test_speech_hears_no_further_than_documented():
-    """27 positions with a lookahead of 20: 7 more than it."""
+    """With a lookahead of 20 the reach is 27 positions."""
     model = small("lstm_an4", lookahead=3).eval()
     utterance = torch.randn(1, 1, 41, 60)
     padded = torch.cat((utterance, torch.randn(1, 1, 41, 20)), -1)

@@ -1,4 +1,4 @@
-"""Injected delays: all ranks agree on who waits; invalid text is refused in one clear line."""
+"""Injected delays: all ranks agree on which wait; invalid text is refused in one clear line."""
 
 import math
 from statistics import median

@@ -29,7 +29,7 @@ def seconds(machine, period=2):
     ("beta", "dense", "updates"), [(8e-7, 43.5, 1.04), (8e-8, 4.5, 0.382), (8e-9, 0.644, 0.317)]
 )
 def test_the_lab_measured_such_steps(beta, dense, updates):
-    """``benchmarks/time_to_loss.md``: 4 ranks on 2 cores; 0.22 s of each are computation."""
+    """``benchmarks/time_to_loss.md``: 4 ranks on 2 cores; 0.22 s of each step is computation."""
     found = [0.22 + part for part in seconds(Machine(alpha=1e-4, beta=beta))]
     assert found == pytest.approx([dense, updates], rel=0.12)
 
@@ -50,7 +50,7 @@ def test_updates_are_chosen_below_one_bandwidth_and_dense_above(alpha):
 
 
 def test_dense_is_chosen_unless_updates_save_a_tenth():
-    """From about 5.7 Gbit/s on, dense gradients take no longer."""
+    """From about 5.7 Gbit/s, dense gradients take no longer."""
     near = 0
     for beta in (1.3e-9 + 1e-11 * step for step in range(60)):
         machine = Machine(beta=beta)

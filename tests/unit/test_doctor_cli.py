@@ -1,4 +1,4 @@
-"""``sparsync doctor`` before and after its ranks: arguments, judgements, the page, the JSON."""
+"""``sparsync doctor`` without its ranks: arguments, checks, the page, the JSON."""
 
 import dataclasses
 import json
@@ -54,7 +54,7 @@ def examination(*checks):
 
 @pytest.fixture
 def examine(command, monkeypatch):
-    """Run the command with given findings of its ranks."""
+    """Run the command as if its ranks had these findings."""
 
     def run(found, *arguments):
         monkeypatch.setattr(network_choice, "launch", lambda *_, **__: found)
@@ -168,7 +168,7 @@ def test_links_and_clocks_are_judged():
     assert slow[0].what == "the link from rank 1 to rank 2 is 3.0 x slower than most"
     off = list(check_links(calibration(ahead=2.5), [0.0] * 4))[-1]
     assert (off.level, off.what) == ("note", "rank 1's wall clock is +2.5 s off rank 0's")
-    # another steady clock, the same wall clock: machines that started at different times
+    # different monotonic clocks and equal wall clocks: machines that booted at different times
     assert list(check_links(calibration(ahead=2.5), [0.0, -2.5, -2.5, -2.5]))[-1].level == "ok"
 
 
@@ -207,7 +207,7 @@ def far(alpha, beta, *changes, controls=("bbr",) * 4):
 
 
 def test_buffers_that_far_links_fill_are_named_with_the_command():
-    # 1 Gbit/s and 24 ms are 3 MB in flight; 3 MiB are what half of 6 MiB allow
+    # 1 Gbit/s times 24 ms is 3 MB in flight; half of 6 MiB allows 3 MiB
     (narrow,) = [check for check in far(12e-3, 8e-9) if "in flight" in check.what]
     assert narrow == Check(
         "note",

@@ -21,7 +21,7 @@ from .wire_messages import rounded
 
 @st.composite
 def any_floats(draw):
-    """Vectors of any finite values of any dtype: alike ones, ones far apart, denormals."""
+    """Vectors of finite values of any dtype: similar values, values far apart, denormals."""
     dtype, most = draw(float_dtypes), 30
     if draw(st.booleans()):
         return draw(dense_tensors(most, dtype, finite=True))
@@ -139,7 +139,7 @@ def test_a_run_is_quantised_as_part_of_the_whole_also_as_a_sum(bits, block):
 @each_width
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_messages_are_summed_in_their_order_and_the_own_share_last(bits, dtype):
-    # in this order the first two cancel, and the third is not lost in them
+    # in this order the first two cancel, so the third is not rounded away
     rows = [torch.full((600,), value, dtype=dtype) for value in (2.0**60, -(2.0**60), 1.0)]
     codec = LloydMax(bits, block=64)
     messages = [codec.open(codec.written(row), 600) for row in rows]

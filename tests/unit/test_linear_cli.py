@@ -1,4 +1,4 @@
-"""``sparsync linear`` on virtual ranks: what it reports."""
+"""Reports of ``sparsync linear`` on virtual ranks."""
 
 import io
 import json
@@ -85,14 +85,14 @@ def test_sparse_exchanges_of_trigrams_send_a_tenth(tmp_path):
 
 @pytest.mark.slow
 def test_sgd_reaches_scds_accuracy_of_trigrams_at_its_defaults():
-    """In equal epochs; some 96 % of 5,000 held-out rows, so the standard error is 0.28 %."""
+    """In equal epochs; accuracy is about 96 % of 5,000 held-out rows, with a standard error of 0.28 %."""
     sgd, scd = (
         linear.train_linear(LinearSettings(transport="sim", solver=solver, exchanges=(exchange,)))[
             0
         ]
         for solver, exchange in (("sgd", "split-allgather"), ("scd", "allgather"))
     )
-    # how many depends on the Python whose sources they are
+    # their number depends on the version of Python
     assert sgd.rows == scd.rows > 20_000 and scd.accuracy[-1] > 0.955
     assert sgd.accuracy[-1] > scd.accuracy[-1] - 0.003
 
@@ -109,7 +109,7 @@ def test_ranks_are_real_unless_they_are_asked_to_be_virtual(command, file):
 
 @pytest.fixture
 def saved(command, tmp_path):
-    """A model of rows with the labels 3 and 7, columns counted from 1; and other such rows."""
+    """Save a model of rows with labels 3 and 7, whose columns start at 1; write other such rows."""
     features, labels = make_data(400)
     labels = np.where(labels > 0, 7, 3)
     for name, rows in (("train", slice(0, 300)), ("test", slice(300, None))):
@@ -137,7 +137,7 @@ def test_a_saved_model_predicts_the_labels_of_other_rows(command, saved, tmp_pat
     assert numbers == {"rows": 100, "accuracy": pytest.approx(right)}
     trained = LinearModel.load(model)
     assert (trained.labels, trained.positive, trained.base) == ((3, 7), (7,), 1)
-    # labels that nobody knows, a column that the model has not, and one that it has at the end
+    # rows with unknown labels, a column that the model lacks, and its last column
     (tmp_path / "odd.svm").write_text("0 1:1.5 400:2\n0 5:1\n")
     code, out, err = command("linear", "--predict", model, "--data", tmp_path / "odd.svm")
     one, two = trained.weights[[0, 4]]
@@ -162,7 +162,7 @@ def test_options_that_a_prediction_would_ignore_are_refused(command, saved, opti
 
 
 def npy(save):
-    """The bytes of a file of NumPy's that is no model."""
+    """Return the bytes of a NumPy file that is not a model."""
     file = io.BytesIO()
     save(file, np.ones(3))
     return file.getvalue()

@@ -177,7 +177,7 @@ def test_agreement_tells_data_that_differ_from_noise(apart, noise):
 
 
 def test_a_fused_step_that_a_scaler_skips_is_not_corrected():
-    """The first step would be corrected without any moments, because torch resets its count."""
+    """Torch sets the count of a skipped first step back to 0, which the bias correction divides by."""
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(3, 5))
     optimizer = torch.optim.AdamW([parameter], **GROUP, fused=True)

@@ -1,4 +1,4 @@
-"""Resharding: another number of ranks, or other shards, have the same residual between them."""
+"""Resharding: with another number of ranks or other shards, the total residual is the same."""
 
 import copy
 
@@ -23,7 +23,7 @@ from .small_reducers import SIZES, gradients, reducer_on
 
 
 def wrapped(state):
-    """A reducer's state, with its "pieces" if it has any, as a handle saves it."""
+    """Return a reducer's state as a handle saves it, with its "pieces" if it has any."""
     if not isinstance(state, dict):
         return state
     kept = dict(state)
@@ -161,7 +161,7 @@ def test_thresholds_and_boundaries_start_afresh_and_steps_go_on():
 
 
 def divided(state, parts):
-    """The states of ``parts`` shards of one replica, each with a run of rows of every parameter."""
+    """Return the states of ``parts`` shards of a replica, each with a run of every parameter's rows."""
     result = []
     for part in range(parts):
         pieces, residual, sizes = {}, {}, []
@@ -205,7 +205,7 @@ def test_a_piece_of_two_dimensions_finds_its_place():
     assert torch.equal(found["residual"]["a"], torch.arange(30.0).view(5, 6)[:, 2:4].flatten())
 
 
-# ---- what is no set of states ----------------------------------------------------------------------
+# ---- invalid sets of states ----------------------------------------------------------------------
 
 
 outside = {"shape": [30], "offset": [5], "size": [30]}

@@ -286,7 +286,7 @@ def test_what_one_rank_cannot_see_all_refuse(folder):
             sparsync.save(sync, mine, model=ddp.module)
         assert not list(mine.rglob("*"))
         sees = "[2]" if rank else "none"
-        words = ["there is no whole checkpoint in ", f"(this rank sees {sees})"]
+        words = ["there is no complete checkpoint in ", f"(this rank sees {sees})"]
         with refused(*words, error=CheckpointError):
             sparsync.load(sync, folder / "shared" if rank else folder / "nowhere")
 

@@ -96,7 +96,10 @@ def test_an_empty_folder_is_refused_at_once_in_one_line(name, tmp_path):
     ("options", "said"),
     [
         ({"workload": "lstm-ptb"}, "lstm-ptb needs data, which is not downloaded; give its folder"),
-        ({"workload": "atis", "data": Path("nowhere")}, "in nowhere, which is no folder; give one"),
+        (
+            {"workload": "atis", "data": Path("nowhere")},
+            "in nowhere, which is not a folder; give one",
+        ),
         (
             {"workload": "bytes", "data": Path("here")},
             "data is here, but bytes has no data; omit it",

@@ -310,7 +310,7 @@ def test_several_calls_are_under_way_at_once_and_end_in_any_order():
         (
             torch.ones(2),
             {"op": "max", "algorithm": "budgeted"},
-            "budgeted sums, and knows no 'max'",
+            "budgeted only sums, and does not support 'max'",
         ),
         ("text", {}, "got str; give a 1-D tensor"),
         (np.array(["a"]), {}, "convert it to a numeric dtype"),

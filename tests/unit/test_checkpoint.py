@@ -109,7 +109,7 @@ def test_the_last_whole_checkpoint_counts_and_old_ones_go(tmp_path):
     load(other, tmp_path)
     assert other.reducer.step == 3
     load(other, tmp_path, step=3)
-    with pytest.raises(CheckpointError, match="no whole checkpoint of step 1 in"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint of step 1 in"):
         load(other, tmp_path, step=1)
     assert save(sync, tmp_path, keep=None).name == "000005-step-00000004"
     for keep in (0, 10**39, 2.5, True):
@@ -352,5 +352,5 @@ def test_fields_of_other_types_are_refused(key, value):
 
 
 def test_no_checkpoint_is_no_hang(tmp_path):
-    with pytest.raises(NoCheckpointError, match="there is no whole checkpoint in"):
+    with pytest.raises(NoCheckpointError, match="there is no complete checkpoint in"):
         load(Sync(), tmp_path / "nowhere")

@@ -316,7 +316,7 @@ def ranks_with(memory, device=None, count=2):
         # 12 GB; the residual 4, and 12 bytes for every hundredth entry
         (33 * GB, None, "sgd", "ok", "16.1 GB; a rank has 16.5 GB left"),
         (32 * GB, None, "sgd", "bad", "fits alone, but with attach takes 16.1 GB"),
-        (None, None, "adamw", "note", "28.3 GB, and what is free is unknown"),
+        (None, None, "adamw", "note", "28.3 GB; how much is free here is unknown"),
     ],
 )
 def test_a_model_is_compared_with_the_free_memory(memory, device, optimizer, level, words):

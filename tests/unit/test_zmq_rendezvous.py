@@ -1,4 +1,4 @@
-"""The rendezvous of the ZeroMQ transport, and what it refuses."""
+"""The rendezvous of the ZeroMQ transport, and its refusals."""
 
 import os
 import socket

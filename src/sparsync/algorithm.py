@@ -139,10 +139,10 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Preset:
-    """A row of the table: everything commands, ``auto``, the contracts and the docs know of an algorithm.
+    """A row of the table: all that commands, ``auto``, contracts and docs know about an algorithm.
 
-    With ``planned``, ``auto`` and ``sparsync plan`` may choose it; such an algorithm must at its defaults
-    round no more than bf16 does.  Of rows with equal predictions the first wins.
+    With ``planned``, ``auto`` and ``sparsync plan`` may choose the algorithm; with its defaults, it must
+    then round no more than bf16 does. If predictions are equal, the first row wins.
     """
 
     make: Callable[..., Algorithm]  # its keyword-only arguments are the options

@@ -55,7 +55,7 @@ def seen_by_every_rank(elements: int) -> list[tuple[str, int, int, int]]:
 
 
 def meet_behind_a_router() -> list[str]:
-    """Listen on a port of a range; others reach it at another address, which forwards to it."""
+    """Listen on a port of a range; the other ranks connect to an address that forwards to this port."""
     own = local_address()
     outside = f"{own.rpartition('.')[0]}.{100 + dist.get_rank()}"
     (link,) = {name for _, name in socket.if_nameindex()} - {"lo"}

@@ -367,7 +367,7 @@ def test_tensor_parallel_resumes():
 
 @on_ranks(4)
 def test_tensor_parallel_refuses():
-    """NaN in one shard is reported on all ranks; algorithms that decide by rank need shards alone."""
+    """NaN in one shard is reported on all ranks; an algorithm that decides per rank is refused."""
     mesh = mesh_of(dp=2, tp=2)
     net = parallel(mesh)
     net.up.bias.register_hook(lambda g: g * float("nan") if dist.get_rank() == 3 else g)

@@ -528,7 +528,7 @@ class World:
         self.born += 1
 
     def can_bear(self):
-        """Whether fresh weights can no longer win (at the first step they win if most have them)."""
+        """Whether fresh weights can no longer win (in the first step, a majority of them wins)."""
         all_ahead = all(one.reducer.step > 0 for one in self.members.values() if one.whole)
         return all_ahead and len(self.members) < 6
 
@@ -710,7 +710,7 @@ class World:
         return 0.0 if account is None else account.change
 
     def check_law(self, accounts):
-        """Check that nothing is lost in an attempt, or by members that leave with it."""
+        """Check that an attempt loses nothing, not even the residuals of members that leave with it."""
         acc, totals, rests, gains, lasts, lost = zip(*accounts, strict=True)
         assert all(np.array_equal(total, totals[0]) for total in totals), "totals differ"
         near(sum(acc), totals[0] + sum(rests) + sum(lost), "the law")

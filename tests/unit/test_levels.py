@@ -1,4 +1,4 @@
-"""Lloyd-Max levels: a block as received, and the size of its rounding error."""
+"""Lloyd-Max levels: decoded blocks, and the size of their rounding errors."""
 
 import math
 from fractions import Fraction

@@ -85,7 +85,7 @@ def test_sparse_exchanges_of_trigrams_send_a_tenth(tmp_path):
 
 @pytest.mark.slow
 def test_sgd_reaches_scds_accuracy_of_trigrams_at_its_defaults():
-    """In equal epochs; accuracy is about 96 % of 5,000 held-out rows, with a standard error of 0.28 %."""
+    """After equal epochs; accuracy is about 96 % on 5,000 held-out rows, standard error 0.28 %."""
     sgd, scd = (
         linear.train_linear(LinearSettings(transport="sim", solver=solver, exchanges=(exchange,)))[
             0

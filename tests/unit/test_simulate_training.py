@@ -54,9 +54,9 @@ def test_virtual_time_is_the_closed_forms_where_bandwidth_counts(algorithm, tole
     [("dense", 1e-3), ("allgather", 0.02), ("gtopk", 0.02), ("halving", 0.1), ("oktopk", 0.25)],
 )
 def test_a_64th_of_the_model_takes_as_long(algorithm, tolerance):
-    """P = 32, with as few as 32 entries per rank, 6 per pair: the remaining difference is chance.
+    """At P = 32, with as few as 32 entries per rank and 6 per pair, the remaining difference is chance.
 
-    Latencies, headers and histograms count once; with more entries the tolerances are 5 % and less.
+    Latencies, headers and histograms are not scaled. With more entries, tolerances of 5 % or less hold.
     """
     few = algorithm in ("dense", "allgather", "gtopk")
     make = partial(

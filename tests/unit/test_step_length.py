@@ -120,7 +120,7 @@ def test_what_does_not_move_stays():
 
 
 def test_the_share_is_that_of_steps_however_the_rate_falls():
-    """Noise is averaged away, but the common part is not; agreement is only measured of gradients."""
+    """Averaging removes noise, but not the common part; agreement is measured for gradients only."""
 
     async def program(comm):
         parameters = [torch.nn.Parameter(torch.zeros(40, 50)) for _ in range(2)]

@@ -145,7 +145,7 @@ class Probe:
 
     # bytes of the largest message; a 10 Gbit/s wire takes 70 times a latency of 50 us for it
     largest: int = 1 << 22
-    # largest number of visits of each size; sizes alternate, so a busy moment affects all of them
+    # maximum number of visits per size; sizes alternate, so a busy moment affects all of them
     visits: int = 8
     shifts: int = (
         8  # largest number of shifts; if fewer exist, all are used and every link is measured

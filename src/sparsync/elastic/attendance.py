@@ -364,7 +364,7 @@ class Attendance:
                 self._extras = unpacked(raw.numpy())
 
     def _numbers(self) -> tuple[float, ...]:
-        """Return a digest of the rates, the learning rate, and periodically a digest of the weights."""
+        """Return a digest of all rates, the learning rate, and, periodically, a digest of the weights."""
         present = self.rates()
         rates, lr = number_of(repr(_numbers(present))), float(present[0][0].get("lr") or 0)
         # periodically, and in the step after a rank has joined; otherwise 0

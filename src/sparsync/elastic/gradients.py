@@ -239,7 +239,7 @@ class PresentRanks(Ranks):
         return task == self._last_task
 
     def averages(self, this: Step) -> list[Vector] | None:
-        """Exchange until a whole group has the sums, then commit; None if that missed this rank."""
+        """Exchange until a whole group has the sums, then commit; None if this rank was left out."""
         assert isinstance(this, ReplicaStep)
         return self._averages(this.jobs, this.came)
 
@@ -361,7 +361,7 @@ class PresentRanks(Ranks):
             self._taken.setdefault(step, []).append((number, groups))
 
     def part(self) -> None:
-        """Wait until all have applied the last step; a rank that is behind gets their weights."""
+        """Wait until all ranks have applied the last step; a rank that is behind gets new weights."""
         # the engine's thread, which owns the sockets, waits; this thread may write the weights
         with self.membership.turns.step(), self._reducer.comm.ledger.outside_steps():
             taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()

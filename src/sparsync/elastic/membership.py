@@ -164,7 +164,7 @@ class Membership:
         self.turns.unless_leaving(self.attendance.ask)
 
     def check_here(self) -> None:
-        """Refuse another step of a rank that has left; take the place of a new SIGTERM handler."""
+        """Refuse another step of a rank that has left; replace a SIGTERM handler set in the meantime."""
         self.watch()
         if self.left:
             raise PeerError("this rank has left; end it, or start another one")

@@ -95,7 +95,7 @@ def attach_elastic_updates(
         sink=None if log is None else sink_of(log, 0),
         changing=True,
     )
-    # no comparison of weights here, unlike in ``attach_updates``: the first roll compares their digests
+    # unlike in ``attach_updates``, weights are not compared here: the first roll compares their digests
     sync = ElasticUpdates(
         model, weights, outer, layout, reducer, densities, optimizers, options, manager
     )
@@ -125,7 +125,7 @@ class _Densities(Warmup):
 class ElasticUpdates(UpdateSync):
     """The handle of a model whose ranks take local steps, and may join and leave.
 
-    ``membership`` does the elastic part of it, and ``attendance`` represents this rank in quorums.
+    ``membership`` does the elastic part, and ``attendance`` represents this rank in quorums.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class ElasticUpdates(UpdateSync):
             weighs=False,
         )
         outer = self.outer
-        # as of the start of an exchange: with ``delay``, schedulers advance meanwhile on the training
-        # thread
+        # the rates at the start of an exchange: with ``delay``, schedulers advance meanwhile on the
+        # training thread
         self._rates = rates_of(outer.optimizers)
 
         def rates() -> Rates:

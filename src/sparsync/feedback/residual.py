@@ -119,7 +119,7 @@ class Residual:
         return made
 
     def terms(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return what ``run`` adds: the gradient, in separate memory, and any residual."""
+        """Return the terms that ``run`` adds: the gradient, in separate memory, and any residual."""
         assert self._later is not None
         made = self._later(start, stop)
         if self.empty:

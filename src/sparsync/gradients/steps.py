@@ -79,7 +79,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def averages(self, this: Step) -> list[Vector] | None:
-        """Wait for all jobs of a step, and commit; None: it was committed without this rank.
+        """Wait for all jobs of a step, and commit; None: the step was committed without this rank.
 
         Runs on the engine's thread, like ``finished``.
         """

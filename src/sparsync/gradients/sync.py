@@ -59,7 +59,7 @@ class Source(ABC):
 class GradientSync(Handle):
     """The handle of a model whose gradients are exchanged on every step.
 
-    ``source`` brings the gradients, and ``steps`` does the rest.
+    ``source`` collects the gradients, and ``steps`` does the rest.
     """
 
     def __init__(

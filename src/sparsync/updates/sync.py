@@ -756,7 +756,7 @@ class UpdateSync(Handle):
         parsed = run(on_all_or_none(comms, lambda: self.validate(state), "load its saved state"))
         content = state["content"]
         run(agree_state(self.reducer.comm, parsed, self.common(content), parts=self._inner))
-        # Optimizers come first: they may come from any library, so their load may still fail.
+        # Optimizers are loaded first: they may be from any library, so loading them may still fail.
         self._load_optimizers(comms, content)
         self._take(content, parsed)
         self.reducer.comm.ledger.begin_step(self.reducer.step)

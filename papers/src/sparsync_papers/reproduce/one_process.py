@@ -207,7 +207,7 @@ def train_all(
     evaluations: int = 6,
     initial: nn.Module | None = None,
 ) -> dict[str, Trained]:
-    """Train one model in all ways on ``RANKS`` virtual ranks, from ``initial`` if there is one."""
+    """Train one model with each method on ``RANKS`` virtual ranks, from ``initial`` if given."""
     found = {}
     for name, way in ways.items():
         found[name] = SimulatedTraining(

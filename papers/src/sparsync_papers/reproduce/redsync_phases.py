@@ -158,7 +158,7 @@ def phases(
 def predicted_phases(
     model: Model, scheme: Scheme, ranks: int, machine: Machine = Machine()
 ) -> dict[str, float]:
-    """Return the same in closed form, layer by layer: Equation 1, and Equation 2 where dense.
+    """Return the same in closed form, layer by layer: Equation 1, or Equation 2 for dense layers.
 
     Headers are ignored, and so are deviations of messages from the mean size. For "RGC" and "quantised
     RGC".

@@ -44,7 +44,7 @@ S = TypeVar("S", bound=Samples)
 
 
 def seeded(build: Callable[..., nn.Module], seed: int, **options: object) -> nn.Module:
-    """Build a model whose weights depend on the seed alone; the global generator is restored."""
+    """Build a model whose weights depend only on the seed, and restore the global generator."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build(**options)

@@ -152,7 +152,7 @@ class _Line:
 
 
 def _judge(x: Tensor, k: int, values: Tensor) -> tuple[float, float]:
-    """Return the number of selected values over k, and the share of the k largest among them."""
+    """Return the number of selected values divided by k, and the share of the k largest found."""
     largest = x[kernels.top(x, k)].abs()
     reached = int(
         (values.abs() >= largest.min()).sum()

@@ -74,7 +74,7 @@ class _Watched(Collective):
 
         Args:
             keep: keep copies of the vectors, because the reducer may overwrite its buffers.
-            fence: called before the exchange, returns when the exchange starts; None: it starts at once.
+            fence: called before the exchange, which starts when ``fence`` returns; None: at once.
         """
         self.keep, self.fence = keep, fence
 

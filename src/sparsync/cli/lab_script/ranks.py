@@ -290,7 +290,7 @@ def _of(lab: Lab, places: int, ranks: int) -> set[guard.Identity]:
 
 @contextmanager
 def _kept_clean(lab: Lab, places: int) -> Iterator[set[guard.Identity]]:
-    """End all processes inside at the end; if this process is killed, another one does so."""
+    """At the end, kill all processes in the lab; if this process is killed, another one does so."""
     paths = [lab.seat(place).namespace for place in range(places)]
     namespaces = {guard.identity(path) for path in paths}
     files = [os.open(path, os.O_RDONLY) for path in paths]

@@ -1,4 +1,4 @@
-"""The base of SparCML's collectives: vectors that turn dense where that is shorter; any operation."""
+"""The base of SparCML's collectives: streams of any operation that become dense where that is shorter."""
 
 from __future__ import annotations
 

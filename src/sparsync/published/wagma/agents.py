@@ -403,7 +403,7 @@ class Agent(Companion):
         age = -(-(result.version - result.contributed) // 2)
         self.participation.note(age, result.models)
         self.rounds.end(result)
-        # the average of a group that waits for its own ranks is not a model that all ranks have
+        # a group that waits for its own ranks has an average, but not a model that all ranks have
         if self._waits_for_all(result.version) and result.models == len(self.present):
             self._common = result
         self._last = result

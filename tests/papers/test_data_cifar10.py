@@ -96,7 +96,9 @@ def test_a_cut_binary_file_and_a_missing_one_are_told(tmp_path):
     write_cifar10_binary(tmp_path)
     file = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ConfigurationError, match=r"data_batch_3.bin has 12,291 bytes, which is not a multiple"):
+    with pytest.raises(
+        ConfigurationError, match=r"data_batch_3.bin has 12,291 bytes, which is not a multiple"
+    ):
         Resnet20Cifar10(tmp_path).load()
     file.unlink()
     with pytest.raises(ConfigurationError, match=r"there is no data_batch_3.bin in .*; unpack"):

@@ -181,7 +181,10 @@ BAD_INPUT = {
         (["--network", "fast"], "cannot read 'fast'"),
         (["--network", "1gbit,1us", "--density", "7"], "density is 7.0"),
         (["--network", "1gbit,1us", "--ranks", "0"], "ranks is 0; give at least 1"),
-        (["--network", "1gbit,1us", "--ranks", "two"], "ranks is 'two'; give whole numbers separated"),
+        (
+            ["--network", "1gbit,1us", "--ranks", "two"],
+            "ranks is 'two'; give whole numbers separated",
+        ),
         (["--network", "1gbit,1us", "--ranks", "2,0"], "ranks is 0; give at least 1"),
         (["--network", "1gbit,1us", "--model", "none"], "model is 'none'; give full or paper"),
         (

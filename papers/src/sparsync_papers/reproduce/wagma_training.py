@@ -368,7 +368,7 @@ def figure_11(settings: Settings) -> Outcome:
         comparisons,
         {"ranks": ranks, "iterations": iterations, "runs": runs, "tau": SETTINGS["fig10"].period},
         "CartPole with two small perceptrons instead of navigation in Habitat with ResNet-18 and LSTMs: "
-        "returns, not SPL; the heavy tail of wagma-fig10 gives the time of an iteration; {iterations} "
-        "iterations instead of 10 hours.",
+        "returns, not SPL; the heavy tail of wagma-fig10 gives the time of an iteration; "
+        f"{iterations} iterations instead of 10 hours.",
         [Panel("CartPole", "virtual seconds", "return, mean of all ranks' episodes", means)],
     )

@@ -171,7 +171,9 @@ class PresentRanks(Ranks):
             average=options.algorithm.average,
             nonfinite=watched.policy,
         )
-        scaled = "its residual has the scale of a GradScaler, which changes only with this rank's own steps"
+        scaled = (
+            "its residual has a GradScaler's scale, which changes only with this rank's own steps"
+        )
         self.membership = Membership(
             self.attendance,
             engine,

@@ -172,7 +172,7 @@ class PresentRanks(Ranks):
             nonfinite=watched.policy,
         )
         scaled = (
-            "its residual has a GradScaler's scale, which changes only with this rank's own steps"
+            "its residual has the scale of a GradScaler, which changes only with its rank's steps"
         )
         self.membership = Membership(
             self.attendance,

@@ -30,7 +30,7 @@ EXCHANGES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement in both installations: seconds of the head over those of the release."""
+    """One measurement in both installations: the seconds of the head divided by those of the release."""
 
     name: str
     ratio: float

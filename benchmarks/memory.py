@@ -175,7 +175,7 @@ def train(width: int, case: Case) -> None:
 
 
 def peak(case: Case) -> int:
-    """Return the bytes that the large model took at the worst moment, the most of all ranks."""
+    """Return the peak memory of the large model in bytes, the maximum over ranks."""
     # not by an environment variable: ranks are forked from a process that has read it already
     if case.malloc is not None and ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, case.malloc) != 1:
         raise OSError(f"mallopt(M_MMAP_THRESHOLD, {case.malloc}) failed; run with glibc")

@@ -8,7 +8,7 @@ from sparsync.updates import OUTER_SETTINGS
 
 __all__ = ["ONE_BIT", "attach", "options"]
 
-# The default for updates of models above a million elements; those of tests would get more bits.
+# The default for updates of models above a million elements; small test models would get more bits.
 ONE_BIT = {
     **OUTER_SETTINGS["updates"],
     "algorithm": resolve("quantised", bits=1, block=512),
@@ -24,7 +24,7 @@ OWN = ("optimizer", "density", "correction", "replicate")
 
 
 def options(algorithm="budgeted", transport="auto", **settings):
-    """Return the arguments of ``attach``: settings by group, the rest as options of the preset."""
+    """Return the arguments of ``attach``: settings by group, others as options of the preset."""
     settings["name"] = transport
     found = {name: settings.pop(name) for name in OWN if name in settings}
     for group, kind in GROUPS.items():

@@ -1,6 +1,6 @@
 """Run Python code in a fresh process, forked from one that has imported torch and nothing else.
 
-Starting Python with torch takes seconds; the code sees what it would see in an interpreter of its own.
+Starting Python with torch takes seconds; the code sees the same as in a new interpreter.
 """
 
 import atexit
@@ -22,7 +22,7 @@ SERVER = "import tests.fresh; tests.fresh.serve()"
 
 
 class Done(NamedTuple):
-    """How a process ended, as that of ``subprocess.run``."""
+    """The result of a process, like that of ``subprocess.run``."""
 
     returncode: int
     stdout: str

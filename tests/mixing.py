@@ -17,10 +17,11 @@ def partition(world_size: int, group_size: int, step: int) -> list[tuple[int, ..
 
 
 def mixing_matrix(graph: Graph, world_size: int, step: int) -> Tensor:
-    """Return W, `[P, P]`: one step of gossip makes of the models ``W @ models``.
+    """Return W, `[P, P]`: one step of gossip turns the models into ``W @ models``.
 
-    Each rank keeps and sends equal shares: ``W[j, i] = 1 / (1 + neighbours of i)``.  So columns sum
-    to 1 (the sum of the models stays); rows do too when all that meet have equally many neighbours.
+    Each rank keeps and sends equal shares: ``W[j, i] = 1 / (1 + neighbours of i)``. So columns sum to 1,
+    which preserves the sum of the models; rows do as well if ranks that meet have equally many
+    neighbours.
     """
     matrix = torch.eye(world_size, dtype=torch.float64)
     for rank in range(world_size):
@@ -42,16 +43,16 @@ def group_mixing_matrix(world_size: int, group_size: int, step: int) -> Tensor:
 def spectral_gap(matrix: Tensor) -> float:
     """Return 1 - the second largest singular value of a doubly stochastic matrix, or product of such.
 
-    ``W`` shrinks the distance of the models from their mean at least by the factor ``1 - gap``.
+    ``W`` shrinks the distance of the models from their mean by at least the factor ``1 - gap``.
     """
     values = torch.linalg.svdvals(matrix)
     return 1.0 - float(values[1]) if len(values) > 1 else 1.0
 
 
 def mixing_steps(world_size: int, group_size: int, start: int = 0) -> int:
-    """Return the number of averaging steps from ``start`` on after which all ranks have heard of all."""
+    """Return the number of averaging steps from ``start`` until every rank has heard of all."""
     everyone = (1 << world_size) - 1
-    heard_of = [1 << rank for rank in range(world_size)]  # a set of ranks per rank, as bits
+    heard_of = [1 << rank for rank in range(world_size)]  # for each rank a set of ranks, as bits
     step = start
     while any(ranks != everyone for ranks in heard_of):
         for group in partition(world_size, group_size, step):

@@ -1,4 +1,4 @@
-"""Tests whose body runs on every rank of a group; those of one file share a start of the processes."""
+"""Tests whose body runs on every rank of a group; tests of one file share the started processes."""
 
 import importlib
 import inspect
@@ -23,8 +23,8 @@ TIMEOUT = 60.0  # seconds that gloo waits
 def on_ranks(world_size: int, *, mpi: bool = False) -> Callable[[Callable[..., None]], Any]:
     """Run a test on every rank of gloo or MPI; it may take a ``folder`` that all ranks see.
 
-    The tests of a file for as many ranks run one after the other in the same processes, which end
-    with the first failure.
+    Tests of a file with the same number of ranks run one after the other in the same processes, which end
+    at the first failure.
     """
 
     def decorate(body: Callable[..., None]) -> Any:
@@ -43,7 +43,7 @@ def on_ranks(world_size: int, *, mpi: bool = False) -> Callable[[Callable[..., N
 
 
 class Together:
-    """The tests of one file that pytest has selected, and what became of those that have run."""
+    """The tests of one file that pytest has selected, and the outcomes of those that have run."""
 
     def __init__(self, request: pytest.FixtureRequest, folders: pytest.TempPathFactory) -> None:
         self.module, self.folders = request.module.__name__, folders
@@ -56,7 +56,7 @@ class Together:
                 self.calls.setdefault(function.start, []).append((function.__name__, given))
 
     def check(self, start: Start, call: Call) -> None:
-        """Run all tests of one start, unless they have run; fail if this one did."""
+        """Run all tests that share a start, unless they have run; fail if this one failed."""
         calls = self.calls[start]
         if start not in self.errors:
             folder, (ranks, mpi) = str(self.folders.mktemp("ranks")), start
@@ -87,11 +87,12 @@ def play(module: str, calls: list[Call], folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Together:
-    """What ``on_ranks`` needs; a folder's conftest imports it."""
+    """A fixture that ``on_ranks`` needs; a folder's conftest imports it."""
     return Together(request, tmp_path_factory)
 
 
-# ---- what bodies use ------------------------------------------------------------------------------
+# ---- helpers for the bodies
+# ------------------------------------------------------------------------------
 
 
 def gathered(mine: Any) -> list[Any]:
@@ -102,7 +103,7 @@ def gathered(mine: Any) -> list[Any]:
 
 
 def same_everywhere(tensor: torch.Tensor, group: Any = None) -> bool:
-    """Tell whether all ranks of a group have the same bits."""
+    """Return whether all ranks of a group have the same bits."""
     everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, tensor.contiguous(), group=group)
     return all(torch.equal(theirs, tensor) for theirs in everyone)
@@ -110,7 +111,7 @@ def same_everywhere(tensor: torch.Tensor, group: Any = None) -> bool:
 
 @contextmanager
 def refused(*words: str, error: type[Exception] = ConfigurationError) -> Iterator[None]:
-    """Assert that an error of one line is raised that has these words."""
+    """Assert that an error of one line with these words is raised."""
     with pytest.raises(error) as caught:
         yield
     said = str(caught.value)

@@ -73,7 +73,7 @@ class Results:
     def time(self, run: Run, lab: str, steps: int) -> None:
         """Measure a method's seconds and bytes in the lab, with its best settings.
 
-        These runs are short, in whole periods, and their dense phase is 2 steps: the report extrapolates.
+        These runs are short, with whole periods and a dense phase of 2 steps; the report extrapolates.
         """
         method, same = METHODS[run.method], comparable(self.rows, run)
         won = chosen(same)[0] if same else {"lr": run.lr, "knobs": method.untuned}

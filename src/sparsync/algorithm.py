@@ -99,7 +99,8 @@ class Algorithm:
         cost = self.make_collective().cost(called)
         if cost is None:
             raise ConfigurationError(
-                f"no cost is known of {self.name!r}: its collective has no cost(job); choose others"
+                f"the cost of {self.name!r} is unknown: its collective has no cost(job); choose "
+                "others"
             )
         return cost if times == 1 else cost.times(times)
 
@@ -138,10 +139,10 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Preset:
-    """A row of the table: everything commands, ``auto``, the contracts and the docs know of an algorithm.
+    """A row of the table: all that commands, ``auto``, contracts and docs know about an algorithm.
 
-    With ``planned``, ``auto`` and ``sparsync plan`` may choose it; such an algorithm must at its defaults
-    round no more than bf16 does.  Of rows with equal predictions the first wins.
+    With ``planned``, ``auto`` and ``sparsync plan`` may choose the algorithm; with its defaults, it must
+    then round no more than bf16 does. If predictions are equal, the first row wins.
     """
 
     make: Callable[..., Algorithm]  # its keyword-only arguments are the options

@@ -288,8 +288,8 @@ def _prepare(
         )
     if k is not None and operation is not SUM:
         raise ConfigurationError(
-            f"k works with sums, not with '{operation.name}': the largest entries of a vector say "
-            "nothing about it; omit k"
+            f"k works with sums, not with '{operation.name}', which the largest entries of a "
+            "vector do not determine; omit k"
         )
     wanted = algorithm or ("sparcml-auto" if k is None else "budgeted")
     chosen = resolve(wanted, **_filled_in(wanted, k, operation, options))
@@ -353,7 +353,8 @@ def _filled_in(
             name = algorithm if isinstance(algorithm, str) else algorithm.name
             general = ", ".join(n for n, row in sorted(PRESETS.items()) if "op" in row.options)
             raise ConfigurationError(
-                f"{name} sums, and knows no '{operation.name}'; choose one of {general}"
+                f"{name} only sums, and does not support '{operation.name}'; choose one of "
+                f"{general}"
             )
         filled["op"] = operation
     return filled

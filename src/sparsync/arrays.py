@@ -75,7 +75,7 @@ def _tensor(array: Any) -> Tensor:
 
 def _from_parts(parts: tuple[Any, ...]) -> SparseVector:
     """Convert ``(indices, values, size)``."""
-    expected = "give (indices, values, size): two 1-D arrays of one length and a whole number"
+    expected = "give (indices, values, size): two 1-D arrays of equal length and a whole number"
     arrays = all(isinstance(x, Tensor) or hasattr(x, "__array_interface__") for x in parts[:2])
     if len(parts) != 3 or not arrays or not hasattr(parts[2], "__index__"):
         kinds = ", ".join(type(part).__name__ for part in parts)

@@ -199,8 +199,8 @@ def attach(
         )
     if given.offload is not None and (outer is None or elastic is not None):
         raise ConfigurationError(
-            "Compression(offload=...) is for exchanges of updates by the ranks that attach, without "
-            "elastic=: the others read the whole residual, on the model's device; omit it"
+            "Compression(offload=...) is for exchanging updates without elastic=; other exchanges "
+            "read the whole residual on the model's device; omit it"
         )
     if outer is not None:
         options = Options(outer.chosen, outer.density, None, given, carried, watched, decided)
@@ -342,7 +342,8 @@ def _chosen(
         )
     if needs and (exchange == "updates" or for_updates):
         raise ConfigurationError(
-            f"{needs} is for gradients; omit it, or exchange='updates' and the algorithm for updates"
+            f"{needs} is for gradients; omit it, or omit exchange='updates' and the algorithm for "
+            "updates"
         )
     if exchange != "auto":
         return exchange, ""
@@ -354,8 +355,8 @@ def _chosen(
     if needs or not others:
         return "gradients", ""
     return "updates", (
-        f"{type(others[0]).__name__} steps by more than the gradient, which sparse averages would "
-        "distort (exchange='gradients' or 'updates' decides otherwise)"
+        f"{type(others[0]).__name__} does not step in proportion to the gradient, and sparse "
+        "averages would distort its steps (exchange='gradients' or 'updates' decides otherwise)"
     )
 
 
@@ -376,7 +377,8 @@ def check_optimizer(
     if adaptive and sparse:
         warnings.warn(
             f"{name} divides by its second moment, and rarely delivered entries distort that estimate: "
-            "expect 20 to 27 % more loss at 1 %. exchange='updates' keeps up with dense training; see "
+            "expect a loss 20 to 27 % higher at density 1 %. exchange='updates' keeps up with "
+            "dense training; see "
             "docs/optimizers.md",
             stacklevel=4,  # the caller of attach, which is decorated
         )
@@ -384,8 +386,8 @@ def check_optimizer(
         return
     if correction.momentum and adaptive:
         raise ConfigurationError(
-            f"momentum correction is for SGD, but the optimizer is {name}, which divides by "
-            "moments of its own; omit the correction, and updates are exchanged"
+            f"momentum correction is for SGD, but the optimizer is {name}, which divides by its "
+            "own moments; omit the correction, and updates are exchanged"
         )
     for group in optimizer.param_groups:
         for what in ("momentum", "weight_decay"):

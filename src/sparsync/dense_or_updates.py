@@ -26,7 +26,8 @@ __all__ = ["Choice", "by_seconds", "measured_choice"]
 # doubt dense is chosen, which leaves every training step unchanged
 _CLEARLY = 0.9
 _UNKNOWN = (
-    "how many steps a loss takes differs between the two, and is not known here (sparsync time-to-loss, "
+    "the number of steps to a given loss differs between the two and is not known here (sparsync "
+    "time-to-loss, "
     "of the package sparsync-papers, is a study of it)"
 )
 

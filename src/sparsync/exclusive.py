@@ -62,8 +62,9 @@ class Guard:
         known = ", ".join(type(one).__name__ for one in sync.optimizers)
         raise ConfigurationError(
             f"{type(optimizer).__name__} is about to step '{names[id(stepped[0])]}' ({len(stepped)} of "
-            f"{len(names)} parameters), but attach was given another optimizer ({known}), and updates "
-            "are exchanged after the steps of that one: give attach all optimizers; after replacing one, "
+            f"{len(names)} parameters), but attach was given another optimizer ({known}), and "
+            "updates are exchanged after that optimizer's steps: give attach all optimizers; after "
+            "replacing one, "
             "call finish() and close(), and attach again, on all ranks"
         )
 
@@ -79,8 +80,8 @@ def check_outermost(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             raise ConfigurationError(
-                f"{type(model).__name__} wraps a DistributedDataParallel ('{name}'), which would go "
-                "on exchanging all gradients; give attach() that inner module"
+                f"{type(model).__name__} wraps a DistributedDataParallel ('{name}'), which would "
+                "also exchange all gradients; give attach() that inner module"
             )
 
 
@@ -113,8 +114,8 @@ def check_unattached(model: nn.Module) -> None:
         what = "gradient" if any(isinstance(mark, Hook) for mark in marks.values()) else ""
         if what or id(parameter) in exchanged:
             raise ConfigurationError(
-                f"the {what or 'update'} of '{name}' is exchanged already; attach once, or close() the "
-                "first handle before"
+                f"the {what or 'update'} of '{name}' is exchanged already; attach once, or close() "
+                "the first handle first"
             )
 
 

@@ -248,7 +248,7 @@ class CommHook:
     def taken(
         model: DistributedDataParallel, sync: Handle, on_bucket: Callable[[Any], Any]
     ) -> CommHook:
-        """Let a model's buckets go to ``on_bucket``; by this hook the model keeps its handle."""
+        """Pass a model's buckets to ``on_bucket``; the hook keeps the handle as long as the model."""
         hook = CommHook.closed_of(model)
         if hook is None:
             hook = CommHook(model)

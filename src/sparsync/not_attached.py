@@ -52,7 +52,8 @@ def leave_dense(
     if elsewhere or not isinstance(model, DistributedDataParallel):
         reason = f"{elsewhere} has no dense exchange of its own"
         if not elsewhere:
-            reason = f"{type(model).__name__} is no DistributedDataParallel, which would exchange"
+            kind = type(model).__name__
+            reason = f"{kind} is not a DistributedDataParallel, which would exchange"
         raise ConfigurationError(f"{_SAYS}, but {reason}; unset it, or wrap the model in DDP")
     check_ddp(model)
     applied = "" if options.correction is None else "; correction= is not applied"

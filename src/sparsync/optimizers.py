@@ -16,7 +16,7 @@ from sparsync.updates.step_length import of_own_length
 
 __all__ = ["chain_of", "check_stepped", "held_by", "holds", "plain_optimizers", "treatment_of"]
 
-_ALIKE: Final = "exchange='gradients' suits it, for then all ranks make the same steps"
+_ALIKE: Final = "exchange='gradients' suits it, because all ranks then make the same steps"
 
 
 def plain_optimizers(given: Any) -> list[Optimizer]:

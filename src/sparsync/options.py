@@ -245,8 +245,8 @@ class Options:
         lag = "in a model this small, delay costs more than bytes"
         if elements >= LARGE:
             lag = (
-                f"the others wait, some {1 / density:.0f} steps, which a training of a few hundred "
-                "feels: there give density=0.1"
+                f"the others wait about {1 / density:.0f} steps, which matters in a training of a "
+                "few hundred steps: there give density=0.1"
             )
         tell(f"exchanges {said} (density= decides otherwise); {lag}")
         return replace(self, density=density, compression=given)
@@ -270,7 +270,8 @@ class Options:
         option = "compress_thd=, or " if own and "compress_thd" in own.options else ""
         tell(
             f"{self.algorithm.name}: layers that are too small to compress are {100 * part:.2g} % of the "
-            f"gradient and {100 * share:.0f} % of the bytes of a step, as they travel dense ({option}"
+            f"gradient and {100 * share:.0f} % of the bytes of a step, because they travel dense "
+            f"({option}"
             "Compression(compress=...) decides otherwise)"
         )
 

@@ -85,7 +85,7 @@ def _codec(owner: str, given: Any) -> Any:
     return given
 
 
-# ---- with settings of their own ---------------------------------------------------------------------
+# ---- with their own settings ---------------------------------------------------------------------
 
 
 def quantised(*, bits: int = 2, block: int = 256) -> Algorithm:

@@ -263,7 +263,7 @@ class DenseVector:
         dense -= self.run(start, start + dense.numel())
 
     def write_to_(self, dense: Tensor, start: int = 0) -> None:
-        """``dense = self``, in place, in the dtype of ``dense``, which may be a run from ``start`` on."""
+        """``dense = self``, in place, in its dtype; ``dense`` may be a run that begins at ``start``."""
         dense.copy_(self.run(start, start + dense.numel()))
 
     def divide_(self, divisor: int) -> None:

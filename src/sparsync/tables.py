@@ -59,7 +59,7 @@ class Table(Mapping[str, V], Generic[V]):
     def __init__(
         self, kind: str, own: Mapping[str, V], is_row: Callable[[Any], bool], wanted: str
     ) -> None:
-        self.group = f"sparsync.{kind}"  # of entry points
+        self.group = f"sparsync.{kind}"  # the group of entry points
         self._kind, self._own = kind, _folded(own)
         self._is_row, self._wanted = is_row, wanted
 

@@ -156,7 +156,8 @@ def output_parameters(model: nn.Module, given: Collection[str] | None = None) ->
     unknown = [given] if isinstance(given, str) else [name for name in given if name not in known]
     if unknown:
         raise ConfigurationError(
-            f"output_layer has {unknown[0]!r}, which is no name of a parameter; give a list of names, "
+            f"output_layer has {unknown[0]!r}, which is not the name of a parameter; give a list "
+            "of names, "
             f"e.g. {found}"
         )
     return given

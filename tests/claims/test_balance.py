@@ -121,7 +121,7 @@ def test_an_exchange_with_balancing_is_faster_when_one_rank_holds_all():
 
 
 def test_balanced_regions_are_faster_than_even_ones():
-    """Figure 7a: 1.13 to 1.75 times, more on more ranks (there: supports of BERT, one network).
+    """Figure 7a: 1.13 to 1.75 times, growing with the number of ranks (the paper: BERT, one network).
 
     Here: clustered supports, 100 Mbit/s so that volume counts, boundaries already cut.
     """

@@ -19,7 +19,7 @@ LINKS = Links(alpha=50e-6, beta=8e-9)
 
 @pytest.mark.parametrize("world_size", (*RANKS, 5, 6, 7, 12))
 def test_gtopk_costs_4k_log_p_words_and_2_log_p_messages_one_after_the_other(world_size):
-    """Rank 0 receives log2 P messages of k entries, then sends as many; both directions count.
+    """Rank 0 receives log2 P messages of k entries and then sends as many; both directions count.
 
     In virtual time: (2 log P) alpha + (4 k log P) beta, plus headers.
     """

@@ -60,7 +60,7 @@ def test_oktopk_volume_is_below_6k(kind, world_size):
 
 
 def test_two_ranks_of_which_one_dominates_need_4k_words_and_the_histograms():
-    """The exclusion, with its reason: P = 2, disjoint supports, one rank's values dominating.
+    """The excluded case: P = 2, disjoint supports, and one rank's values dominate.
 
     Each rank sends all its k entries to the other rank, and the owner of the dominating ones sends k
     back: the entries alone take 4 k words, which is the bound 6 k - 4 k / P.

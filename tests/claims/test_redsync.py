@@ -212,7 +212,7 @@ def test_trimmed_stays_where_longer_messages_cost_more_than_the_search_saves():
 # ---- Figure 10 ------------------------------------------------------------------------------------
 
 
-SHRINK = 64  # layers and bandwidths are divided by it
+SHRINK = 64  # divides layers and bandwidths
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ def test_at_a_constant_rate_it_does_not_matter_where_it_sits():
 
 
 def test_a_rate_that_falls_counts_late_entries_by_their_own_step_only_if_it_is_inside():
-    """With a last rate near 0, waiting entries are lost if it is outside, and arrive if it is inside."""
+    """With a final rate near 0, waiting entries arrive only if the rate is inside."""
     rates = [0.5, 2.0**-20]
     first, inside, outside = (
         weights_after(rates[:1], inside=True),
@@ -219,7 +219,7 @@ def test_top_k_sgd_stays_within_theorem_c_4_and_lemma_c_3(reselect, k):
 
 
 def test_lemma_c_3_fails_where_xi_is_divided_by_p():
-    """Entries that cancel hide one that all ranks share, in a vector that is sent almost entirely."""
+    """Almost all of the vector is sent, but entries that cancel keep out one that all ranks share."""
     size, ranks = 100, 4
     gradients = [torch.full((size,), 10.0 * (-1) ** rank) for rank in range(ranks)]
     for gradient in gradients:
@@ -326,7 +326,7 @@ def test_wagma_as_it_is_analysed_stays_within_theorem_4_6_and_lemma_4_5():
         "sync_period": period,
     }
     rate = ranks / math.sqrt(steps)
-    models, late = np.full((ranks, 4), 2.0), np.zeros((ranks, 4))  # late: the last update of each
+    models, late = np.full((ranks, 4), 2.0), np.zeros((ranks, 4))  # late: each rank's last update
     squares, apart = [], 0.0
     spread = lemma_4_5(rate, period, world_size=ranks, second_moment=task.second_moment)
     for t in range(steps):

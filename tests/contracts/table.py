@@ -29,7 +29,7 @@ from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterAverager
 from sparsync.wire import CODECS as CODEC_ROWS
 from sparsync.wire import Coo, Packed, Qsgd, SparseQsgd, StreamCodec
 
-# these do not guarantee exactly min(k, nnz) entries
+# selectors that do not guarantee exactly min(k, nnz) entries
 _INEXACT = ("gaussian", "sampled", "binary search", "by size", "one-signed")
 
 SELECTORS = {
@@ -52,10 +52,10 @@ INEXACT_SELECTORS = {
     "layered, one-signed": lambda: Layered(lambda: OneSigned(Trimmed())),
 }
 
-# unbiased, but the error may exceed the vector, so no residual may keep it
+# unbiased codecs, whose error may exceed the vector, so no residual may keep it
 EXPANSIVE_CODECS = {"qsgd": CODEC_ROWS["qsgd"], "qsgd, 2 bits": SparseQsgd(2)}
 
-# NaN and Inf spread over their layer
+# codecs in which NaN and Inf spread over their layer
 SPREADING_CODECS = {
     "sign-mean": CODEC_ROWS["sign-mean"],
     "sign-mean, packed": SignMean("packed"),
@@ -72,7 +72,7 @@ CODECS = {
     "qsgd, 2 bits, shrunk": SparseQsgd(2, shrink=True),
 }
 
-# their collectives are variants of another row's: they are checked as whole algorithms
+# their collectives are variants of another row's, so only whole algorithms are checked
 _WHOLE_ONLY = ("auto", "gaussiank", "redsync", "redsync-quantized", "sparcml")
 _ROUNDING = ("budgeted", "halving", "gtopk", "quantised")
 
@@ -152,7 +152,7 @@ AVERAGERS = {
     "outer step, dense": partial(OuterAverager, algorithm="allgather", density=1.0, period=3),
 }
 
-# their mean moves, because of an outer optimizer or of entries that compression retains
+# schemes whose mean moves, because of an outer optimizer or of entries that compression retains
 DRIFTING_AVERAGERS = {
     **{name: partial(SCHEMES[name], period=3) for name in OUTER_SETTINGS},
     "outer step, adaptive": partial(
@@ -162,7 +162,7 @@ DRIFTING_AVERAGERS = {
     "wagma, synchronous, bf16": partial(Wagma, grouping="synchronous", values="bf16"),
 }
 
-# rounding errors or dropped sums are subtracted from the delivered entries of these
+# collectives that subtract rounding errors or dropped sums from the delivered entries
 ROUNDING_COLLECTIVES = {
     **{name: PRESETS[name].make().make_collective for name in _ROUNDING},
     "budgeted, coo": partial(Budgeted, Coo()),
@@ -208,7 +208,7 @@ ROWS = {
 }
 
 # rows that also run on real ranks: one per call of a transport (allgatherv, alltoallv, isend and
-# irecv); those of the other algorithms are slow tests.  The simulator runs all rows
+# irecv); the other algorithms run on real ranks in slow tests.  The simulator runs all rows
 CALLS = ["allgather", "split-allgather", "gtopk"]
 OTHERS = [
     "oktopk",

@@ -149,7 +149,7 @@ make_app("train")(["train", "--help"])
     assert re.search(r"\bstar\b", done.stdout) and re.search(r"\bpairs\b", done.stdout)
 
 
-# ---- rows that are none, and names that are taken ---------------------------------------------------
+# ---- invalid rows, and names that are taken ---------------------------------------------------
 
 
 @pytest.mark.parametrize(

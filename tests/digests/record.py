@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.digests.record [--check] [NAME ...]   # rows whose name holds a NAME; default: all
+    python -m tests.digests.record [--check] [NAME ...] # rows whose names contain a NAME; default: all
     python -m tests.digests.record --write [NAME ...]
 
 The tests of every transport compare real ranks with virtual ones.

@@ -29,7 +29,7 @@ def shared_by_all(sync):
 class Account:
     """Everything that this rank has put into exchanges, and that exchanges have applied, by element.
 
-    Summed over all past and present ranks, the law holds: what was put in is applied or in a residual.
+    Summed over all past and present ranks, the law holds: everything put in is applied or in a residual.
     """
 
     def __init__(self, model):
@@ -109,10 +109,10 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
 
     With ``outer`` settings updates are exchanged by an ``OuterStep`` of these.  A ``late`` replica begins
     to fetch a copy once it has taken the last step, however slow the machine is.  Its stderr goes to a
-    file, ``errors``.  ``options`` are more of the manager, and: ``carries`` the scheduler; ``handles``
-    SIGTERM by itself, set after attach, with exit code 7; ``pauses``, and where, once it has contributed
-    to some steps; the ``algorithm`` of gradients; the ``density``; ``in_turn``: each layer has an
-    optimizer, and they step in turn.
+    file, ``errors``. ``options`` are further arguments of the manager, and: ``carries``: the scheduler is
+    carried; ``handles``: a handler of SIGTERM, set after attach, exits with code 7; ``pauses``: where the
+    replica pauses after contributing to some steps; the ``algorithm`` of gradients; the ``density``;
+    ``in_turn``: each layer has an optimizer, and they step in turn.
     """
     carries, handles = options.pop("carries", True), options.pop("handles", False)
     pauses, contributions = options.pop("pauses", ""), 0

@@ -31,8 +31,8 @@ class Fault:
         transport: "zmq" or "torch".
         timeout: the longest wait, in seconds.
         victim: the rank that fails.
-        moment: when it fails: a step, a phase and the number of the operation in it, or what a program
-            understands.
+        moment: when it fails: a step, a phase and the number of the operation in it, or another value
+            that the program understands.
         how: the name of the signal that it sends to itself, or the iproute2 commands that it runs.
         thaw: seconds after which a frozen rank continues; 0: after the others have ended.
         limit: seconds after which ranks that have not ended are killed and counted as hung.

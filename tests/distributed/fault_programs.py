@@ -1,4 +1,4 @@
-"""The programs of the fault tests' ranks; as a script, a rank of a job as users would write it."""
+"""Programs for the ranks of the fault tests; run as a script, a rank of a job written by a user."""
 
 import os
 import resource
@@ -65,7 +65,7 @@ def make_reducer(comm, algorithm, scale=1):
 
 
 def gradients(reducer, step):
-    """Return this rank's gradient, which is large in a moving place, so regions are out of balance."""
+    """Return this rank's gradient, whose large entries move, so regions are out of balance."""
     generator = torch.Generator().manual_seed(1000 * step + reducer.comm.rank)
     drawn = [torch.randn(unit.size, generator=generator) for unit in reducer.units]
     width = drawn[0].numel() // STEPS
@@ -340,7 +340,7 @@ def killed_while_saving(member, folder):
 
 
 def resume(member, folder):
-    """Load what the last job has left, and compare it with an undisturbed run."""
+    """Load the files that the last job has left, and compare the result with an undisturbed run."""
     member.join()
     ends = []
     for loads in (False, True):

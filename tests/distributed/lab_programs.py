@@ -34,7 +34,7 @@ PORT = 5000
 
 
 def seen_by_every_rank(elements: int) -> list[tuple[str, int, int, int]]:
-    """Reduce once; every rank's address, inode, and bytes on its link around the allreduce."""
+    """Reduce once; return each rank's address, its namespace, and the bytes on its link meanwhile."""
     vector = torch.ones(elements)
     before = local_traffic()  # before the barrier, because after it others may already be sending
     dist.barrier()
@@ -55,7 +55,7 @@ def seen_by_every_rank(elements: int) -> list[tuple[str, int, int, int]]:
 
 
 def meet_behind_a_router() -> list[str]:
-    """Listen on a port of a range; the others find it at another address, which forwards to it."""
+    """Listen on a port of a range; the other ranks connect to an address that forwards to this port."""
     own = local_address()
     outside = f"{own.rpartition('.')[0]}.{100 + dist.get_rank()}"
     (link,) = {name for _, name in socket.if_nameindex()} - {"lo"}
@@ -129,7 +129,8 @@ def pass_a_long_message(nbytes: int, heartbeat: float, piece: int) -> bool:
                 assert torch.equal(receiving.result, whole)
             else:
                 comm.isend(whole, 1, "long", Raw("value")).wait()
-            dist.barrier()  # a rank that has sent everything would end while the other rank waits
+            # otherwise a rank that has sent everything would end while the other rank waits
+            dist.barrier()
     return True
 
 
@@ -161,7 +162,7 @@ def holders(namespace: int) -> list[str]:
 
 
 def runs(process: str) -> bool:
-    """Tell whether a process does; a zombie, which waits to be noticed by its parent, does not."""
+    """Return whether a process runs; a zombie, which waits for its parent, does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -214,7 +215,7 @@ def stream(source: socket.socket, dest: socket.socket, nbytes: int) -> None:
 
 
 def achieved(streams: list[tuple[socket.socket, socket.socket]], nbytes: int) -> float:
-    """Bits per second of each of several streams at once, Ethernet, IP and TCP headers included."""
+    """Return the bits per second of several simultaneous streams, with Ethernet, IP and TCP headers."""
     threads = [threading.Thread(target=stream, args=(*ends, nbytes)) for ends in streams]
     started = time.perf_counter()
     for thread in threads:

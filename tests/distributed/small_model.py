@@ -136,7 +136,7 @@ def the_law_holds(net: Any, sync: Any, dense: Any, backward: Any) -> None:
 def all_refuse_what_is_not_finite(
     make: Make, name: str, poison: Callable[[Any], Any], backward: Any = backward
 ) -> None:
-    """One rank's NaN in a parameter's gradient: all raise, skip or propagate; residuals stay.
+    """With NaN in a parameter's gradient on one rank, all raise, skip or propagate; residuals stay.
 
     ``poison`` spoils a model's gradient, and returns a handle whose ``remove`` ends that.
     """

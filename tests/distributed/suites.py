@@ -33,7 +33,9 @@ import sparsync
 from sparsync.presets import resolve
 from sparsync.wire import Packed
 
-SETTINGS: dict[str, dict[str, Any]] = {  # nothing is lost, so results are those of DDP alone
+SETTINGS: dict[
+    str, dict[str, Any]
+] = {  # settings that lose nothing, so results equal those of DDP alone
     "dense": {"algorithm": "dense", "density": 1.0},
     "budgeted": {
         "algorithm": resolve("budgeted", codec=Packed(values="fp32"), budget=100.0),

@@ -1,4 +1,4 @@
-"""How processes end that close no handle, and that a freed model leaves nothing behind."""
+"""How processes end without closing a handle, and that a freed model leaves nothing behind."""
 
 import gc
 import os

@@ -127,7 +127,7 @@ def test_a_frozen_rank_is_named_at_the_deadline(transport):
 
 @pytest.mark.slow
 def test_a_rank_that_stands_still_for_less_than_the_timeout_goes_on():
-    """Longer than ZeroMQ waits for a connection's sign of life if ``timeout=`` is short."""
+    """The pause is longer than ZeroMQ waits for a sign of life if ``timeout=`` is short."""
     fault = Fault("zmq", 60.0, 1, (3, "split", 0), "SIGSTOP", thaw=25.0, limit=120.0)
     said = said_by(run(programs.reduce_steps, RANKS, fault, algorithm="budgeted"))
     assert [one["error"] for one in said] == [None] * RANKS, said
@@ -247,7 +247,7 @@ def check_full_disk(folder, means, reason):
     names = ["shared.pt", *(f"sparsync-rank-{rank}-of-2.pt" for rank in range(2))]
     for one in said:
         assert one["error"] == "CheckpointError" and "\n" not in one["text"], one
-        assert "earlier checkpoints are as they were" in one["text"]
+        assert "earlier checkpoints are unchanged" in one["text"]
         assert one["files"] == [f"000001-step-00000002/{name}" for name in names], one
         assert one["loaded"] and one["as before"], one
         assert one["saved again"] == "000002-step-00000006", one

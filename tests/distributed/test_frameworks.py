@@ -70,7 +70,7 @@ def on_rank_0(function, *arguments):
 
 
 def replace(folder, older):
-    """Put another checkpoint's states into a folder, as if a job had ended between two writes."""
+    """Put another checkpoint's states into a folder, as if a job had ended between writing the two."""
     shutil.rmtree(folder)
     shutil.copytree(older, folder)
 

@@ -95,7 +95,7 @@ def test_replicas_stay_equal_and_at_density_1_are_those_of_ddp(options):
 
 @on_ranks(4)
 def test_the_default_density_is_that_of_the_whole_model_on_every_shard():
-    """Checkpoints and parts of a replica compare this; uneven shards by themselves would differ."""
+    """Checkpoints and parts of a replica compare densities; uneven shards would choose unequal ones."""
     mesh, wide = grid(), torch.nn.Linear(300, 201)  # 101 and 100 rows
     for module, density in ((wide, default_density(301 * 201)), (Net(), 1.0)):
         net = fully_shard(module, mesh=mesh["shard"])
@@ -237,7 +237,7 @@ def test_mixed_precision(compute, reduce):
 
 @on_ranks(4)
 def test_a_replica_may_leave_modules_out():
-    """``rare`` runs only on the first replica; it counts as zero on the other, and nothing hangs."""
+    """``rare`` runs only on the first replica; on the other its gradient is zero, and nothing hangs."""
     mesh = grid()
     first = mesh["replicate"].get_local_rank() == 0
     net, ddp = sharded(mesh), DistributedDataParallel(Net(), find_unused_parameters=True)
@@ -354,7 +354,7 @@ EVERYTHING = {"algorithm": "allgather", "density": 1.0}
 
 
 class Branches(torch.nn.Module):
-    """``rare`` need not run, and ``never`` does not; only the first rows of ``rare`` have gradients."""
+    """``rare`` may not run and ``never`` does not run; only the first rows of ``rare`` have gradients."""
 
     def __init__(self):
         super().__init__()
@@ -391,7 +391,7 @@ KINDS = pytest.mark.parametrize("kind", ["plain", "FSDP2"])
 @on_ranks(4)
 @KINDS
 def test_gradients_are_everywhere_or_nowhere(kind):
-    """If used on one rank or delivered in one shard, the others have zeros, not None; decay agrees."""
+    """If one rank or shard has a gradient, the others have zeros, not None, so decay agrees."""
     net, mesh = of_kind(kind, Branches())
     sync = attach(net, mesh, density=0.02, algorithm="allgather")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
@@ -447,7 +447,7 @@ class Checkpointed(torch.nn.Module):
 @on_ranks(4)
 @pytest.mark.parametrize("parts", ["b", "c", "abc"])
 def test_reentrant_checkpoints_are_refused(parts):
-    """In the middle, at the end (where its backward pass opens the step), and everywhere."""
+    """Checkpointed in the middle, at the end (where its backward pass opens the step), and everywhere."""
     net = Checkpointed(parts)
     sync = small_model.attach(net, replicate=dist.group.WORLD, **EVERYTHING)
     with refused("inside another", "use_reentrant=False"):
@@ -464,7 +464,7 @@ def test_reentrant_checkpoints_are_refused(parts):
 @on_ranks(4)
 @KINDS
 def test_averages_that_are_left_are_refused(kind):
-    """With momentum in the correction, they must not enter as gradients; zeros and sums may."""
+    """With momentum in the correction, averages must not be used as gradients; zeros and sums may."""
     net, mesh = of_kind(kind, torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False)))
     sync = attach(net, mesh, correction=Correction(momentum=0.9), **EVERYTHING)
     for step in range(3):
@@ -534,7 +534,7 @@ OUTER = {
 @on_ranks(4)
 @pytest.mark.parametrize("name", OUTER)
 def test_updates_of_shards_are_those_of_whole_models(name):
-    """With the same data; without FSDP2, gradients are averaged here over the ranks of a replica."""
+    """On the same data; without FSDP2, the test averages gradients over the ranks of a replica."""
     mesh, ends = grid(), []
 
     def averaged(net, step):
@@ -586,7 +586,7 @@ def test_shards_step_by_signs_of_cosine_coefficients():
 
 @on_ranks(4)
 def test_shards_choose_one_period():
-    """The part that has progressed furthest decides for all, since each has another layer."""
+    """The part that has moved furthest decides for all, because each has another layer."""
     mesh = grid()
     net = sharded(mesh)
     rule, divided = AdaptivePeriod(0.04, most=8), False

@@ -83,7 +83,7 @@ def test_the_law_holds_over_nodes():
 
 @on_ranks(4)
 def test_a_total_in_messages_is_decoded_into_place():
-    """Nobody asks for a separate tensor with all of its elements."""
+    """No code asks for a separate tensor with all of its elements."""
 
     def asked(_total):
         raise AssertionError("a total was decoded whole")
@@ -331,7 +331,7 @@ def message_of(run, *arguments):
     ("make", "policy"), [(on_nodes, "raise"), (shards, "raise"), (shards, "warn")]
 )
 def test_the_sentinel_is_heard_on_all_ranks(make, policy):
-    """Ranks 1 and 3 compare with each other; 0 and 2 would only see their step succeed."""
+    """Ranks 1 and 3 find a difference between them; without being told, 0 and 2 would continue."""
     net, sync = make(sentinel=Sentinel(period=2, policy=policy))
     train(net, range(1))
     if dist.get_rank() == 3:
@@ -431,7 +431,7 @@ class Failing(Operation):
 @pytest.mark.slow
 @on_ranks(4)
 def test_a_node_that_has_lost_a_rank_is_asked_no_more():
-    """The driver throws the error into the coroutine; later units do not wait for it again."""
+    """The driver raises the error in the coroutine; later units do not wait for the lost rank again."""
     ddp, sync = on_nodes()
     train(ddp, range(1))
     started, node = [], sync._steps.nodes.node
@@ -450,7 +450,7 @@ def test_a_node_that_has_lost_a_rank_is_asked_no_more():
 @pytest.mark.slow
 @on_ranks(4)
 def test_a_comparison_that_fails_is_heard_of():
-    """The replicas of shard 0 cannot compare: those of shard 1, whose own are equal, are told."""
+    """The replicas of shard 0 cannot compare; those of shard 1, whose comparison succeeds, are told."""
     net, sync = shards(sentinel=Sentinel(period=2))
     train(net, range(1))
     real = sync.reducer.channel
@@ -474,7 +474,7 @@ def test_a_comparison_that_fails_is_heard_of():
 @pytest.mark.slow
 @on_ranks(4)
 def test_states_of_different_steps_are_refused_on_all_ranks():
-    """Both ranks of a part agree with each other, but on a different step from the other part."""
+    """The ranks of each part agree among themselves, but the parts have different steps."""
     net, sync = shards()
     states = []
     for step in range(3):
@@ -524,7 +524,7 @@ def test_a_load_after_a_broken_pass_is_whole():
 @pytest.mark.slow
 @on_ranks(4)
 def test_one_pass_that_breaks_off_ends_all():
-    """Rank 1 catches its error and continues with the next batch; the others wait for its first attempt.
+    """Rank 1 catches its error and takes the next batch, while others wait for its first attempt.
 
     Over gloo, messages have no names: those of the second attempt would be taken for those of the first.
     """

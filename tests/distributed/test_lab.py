@@ -104,7 +104,7 @@ def test_senders_share_the_link_of_their_receiver_and_nothing_is_dropped():
 
 @pytest.mark.parametrize("piece", [2**18, 2**30])
 def test_a_message_that_takes_many_heartbeats_is_no_death(piece):
-    """In frames it is not; as a single frame it would be."""
+    """A long message is sent in frames; as a single frame, it would look like a death."""
     with Lab(2, "10mbit") as lab:
         call = programs.pass_a_long_message, 2, 4_000_000, 0.6, piece
         if piece == 2**18:
@@ -279,7 +279,7 @@ def test_a_lab_that_cannot_be_built_leaves_nothing(monkeypatch):
         with pytest.raises(LabError, match=r"'ip link add .*' did not end within 1e-06 s"), lab:
             raise AssertionError
     assert open_files() == files
-    with Lab(1, "1gbit") as again, pytest.raises(ConfigurationError, match="open already"):
+    with Lab(1, "1gbit") as again, pytest.raises(ConfigurationError, match="already open"):
         again.__enter__()
 
 
@@ -313,11 +313,11 @@ def test_nothing_is_left_after_a_signal(number, tmp_path):
     assert not [file.name for file in ranks if programs.runs(file.read_text())]
 
 
-# ---- of a user who is not root: inside a user namespace, or one clear line ------------------------
+# ---- users other than root: a lab inside a user namespace, or one clear line ------------------------
 
 PROGRAM = ["-m", programs.__name__, "unprivileged"]
-# root with only the capability to map itself is like any ordinary user, but may read this
-# installation, which others may not be able to
+# root with only the capability to map itself acts like an ordinary user, but can read this installation,
+# which others may not be able to read
 DROPPED = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all"]
 DROP = DROPPED if os.geteuid() == 0 else []
 FORBID = f'echo 0 > /proc/sys/user/max_user_namespaces && exec {" ".join(DROPPED)} "$@"'

@@ -1,4 +1,4 @@
-"""Vectors of more than 2^31 elements and messages of more than 2 GiB, in as much memory as they take."""
+"""Vectors of more than 2^31 elements and messages of more than 2 GiB, which take as much memory."""
 
 import functools
 from pathlib import Path
@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 def needs(gib):
-    """Mark a slow test that takes so much memory; it runs alone, and is skipped where less is free."""
+    """Mark a slow test with its memory; it runs alone, and is skipped if less memory is free."""
 
     def mark(test):
         @pytest.mark.slow

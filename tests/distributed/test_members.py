@@ -109,7 +109,7 @@ class Job:
             self.hear()
 
     def errors_of_replicas(self):
-        """Return the ends of what replicas wrote to stderr, without torchft's lines."""
+        """Return the last lines that replicas wrote to stderr, without torchft's."""
         parts = []
         for path in sorted(Path(self.errors.name).iterdir()):
             lines = [x for x in path.read_text().splitlines() if "[INFO]" not in x]
@@ -198,7 +198,7 @@ def test_a_killed_replica_returns_over_gloo_and_encrypted(job, way, tmp_path):
 
 
 def test_a_replica_with_keys_of_its_own_does_not_get_in(job, tmp_path):
-    """It has the others' public keys, but they do not have its key."""
+    """The replica has the others' public keys, but they do not have its key."""
     ours, its = tmp_path / "ours", tmp_path / "its"
     make_curve_keys(ours, 2)
     make_curve_keys(its, 3)
@@ -218,7 +218,7 @@ def test_a_replica_with_keys_of_its_own_does_not_get_in(job, tmp_path):
 
 
 def test_the_density_is_said_by_one_replica_and_by_none_that_joins(job):
-    """It joins as the lowest rank, because ranks are ordered by name."""
+    """The newcomer is the lowest rank, because ranks are ordered by name."""
     run = job(0, density=None)
     for number in (1, 2):
         run.start(number)
@@ -272,7 +272,7 @@ def test_a_handler_of_the_program_runs_after_the_replica_has_left(job, outer):
 
 @BOTH
 def test_a_replica_that_takes_no_step_leaves_in_the_others_steps(job, outer):
-    """Whatever it is doing, nothing that it had put in is lost, and nothing counts twice."""
+    """Whatever the replica is doing, none of its contributions is lost or counted twice."""
     exact = {"algorithm": "allgather", "density": 0.1}  # which rounds nothing away
     run = job(1, outer=exact) if outer == {} else job(1, algorithm="allgather")
     put = []
@@ -307,7 +307,7 @@ def test_a_replica_that_takes_no_step_leaves_in_the_others_steps(job, outer):
 
 @BOTH
 def test_all_replicas_are_asked_to_end_at_once(job, outer):
-    """As at Slurm's time limit: no rank is left to take over residuals, and none waits for that."""
+    """As at Slurm's time limit: no rank remains to take over residuals, and none waits for one."""
     run = job(2, outer=outer, pauses="asleep")
     run.wait_for(lambda: run.ends)
     asked = run.kill(0, signal.SIGTERM)
@@ -321,7 +321,7 @@ def test_all_replicas_are_asked_to_end_at_once(job, outer):
 
 @BOTH
 def test_a_replica_that_joins_with_a_schedule_of_its_own_is_refused(job, outer):
-    """Its weights would differ from the others'; the others continue."""
+    """Its weights would diverge from the others', which continue without it."""
     run = job(2, outer=outer)
     run.all_contribute([0, 1])
     run.wait_for(lambda: max(run.steps, default=0) > 20)
@@ -387,7 +387,7 @@ def test_most_weights_hold_at_the_start(job):
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [[1], [1, 2]])
 def test_of_a_group_that_is_cut_in_two_one_half_trains_on(job, cut):
-    """The lighthouse's link; the others wait, and continue when the link is back."""
+    """The lighthouse's link is cut; the others wait, and continue when the link is back."""
     with Lab(5, "100mbit") as lab:
         run = job(4, lab=lab)
         everyone, there = range(4), [number for number in range(4) if number not in cut]

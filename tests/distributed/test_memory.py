@@ -13,7 +13,9 @@ pytestmark = [
 ]
 
 P = 2
-WORDS_PER_ENTRY = 24  # of all k entries that are under way at once: selected, dealt, summed, chosen
+WORDS_PER_ENTRY = (
+    24  # words per entry, for the entries held at once: selected, dealt, summed, chosen
+)
 VIEW = {"gradient_as_bucket_view": True}
 
 
@@ -25,5 +27,5 @@ def test_peak_memory_over_dense_is_the_residual_and_little_more():
     more = memory.measure(P, attached) - memory.measure(P, plain)
     words = more / memory.WORD_BYTES
     assert words > 0.9 * n, f"the residual alone is {n} words; the measurement misses it"
-    # a second copy of n would stand out: it is twice n / P
+    # a second copy of n elements would stand out
     assert words <= n + n / P + WORDS_PER_ENTRY * k, f"{words / n:.2f} n"

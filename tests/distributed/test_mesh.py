@@ -183,7 +183,7 @@ def test_pipelines_train_as_one_process_at_density_1(kind, options):
 
 @on_ranks(4)
 def test_exchanges_run_in_bubbles():
-    """The second stage's exchange ends during the first stage's last backward pass."""
+    """The second stage's exchange ends while the first stage still runs its last backward pass."""
     store, calls = dist.distributed_c10d._get_default_store(), []
 
     def wait_for_the_second_stage():
@@ -288,7 +288,7 @@ def parallel(mesh, seed=0):
 
 
 def loss_of(net, step, replica, columns=slice(None)):
-    """Mean square; of tensor-parallel ranks each has its columns of the output."""
+    """Return the mean square; each tensor-parallel rank has its own columns of the output."""
     generator = torch.Generator().manual_seed(100 * step + replica)
     x = torch.randn(3, WORDS, WIDTH, generator=generator)
     return (net(x) - x[..., :2].sin()[..., columns]).pow(2).sum() / (3 * WORDS * 2)
@@ -329,7 +329,7 @@ def whole_norms(name, parameter):
     ],
 )
 def test_tensor_parallel_trains(options):
-    """Equal over replicas; what is replicated, also over tensor-parallel ranks."""
+    """Weights are equal over replicas; replicated ones also over tensor-parallel ranks."""
     mesh = mesh_of(dp=2, tp=2)
     net, reference = parallel(mesh), Block()
     sync = attach(net, replicate=mesh["dp"], **options)
@@ -367,7 +367,7 @@ def test_tensor_parallel_resumes():
 
 @on_ranks(4)
 def test_tensor_parallel_refuses():
-    """NaN in one shard of one rank is told on all; what decides by rank works with shards alone."""
+    """NaN in one shard is reported on all ranks; an algorithm that decides per rank is refused."""
     mesh = mesh_of(dp=2, tp=2)
     net = parallel(mesh)
     net.up.bias.register_hook(lambda g: g * float("nan") if dist.get_rank() == 3 else g)
@@ -381,7 +381,7 @@ def test_tensor_parallel_refuses():
 
 @on_ranks(4)
 def test_the_default_density_counts_what_tensor_parallel_ranks_replicate_once():
-    """A table of 30,000 is on both; a DTensor of 30,000 as well; 60,000 lie in halves."""
+    """Both ranks hold a table of 30,000 and a DTensor of 30,000; another 60,000 are split in halves."""
     mesh = mesh_of(dp=2, tp=2)
     sizes = {"table": 100, "copied": 100, "up": 200}
     net = torch.nn.ModuleDict({n: torch.nn.Linear(300, k, bias=False) for n, k in sizes.items()})
@@ -409,7 +409,7 @@ def parallel_backward(mesh):
 @on_ranks(4)
 @pytest.mark.parametrize("corrected", [False, True])
 def test_updates_of_tensor_parallel_models(corrected):
-    """Parameters that are whole on tensor-parallel ranks stay equal there."""
+    """Parameters that are replicated over tensor-parallel ranks stay equal there."""
     mesh = mesh_of(dp=2, tp=2)
     net = parallel(mesh)
     settings = {"algorithm": "quantised", "fragments": 2, "period": 2}

@@ -48,7 +48,7 @@ pytestmark = [pytest.mark.gloo, pytest.mark.skipif(bool(missing()), reason=missi
 
 
 def test_the_lab_refuses_mpi():
-    with pytest.raises(ConfigurationError, match="share memory, past the lab's links"):
+    with pytest.raises(ConfigurationError, match="shared memory and bypass the lab's links"):
         BenchSettings(transport="mpi", lab="1gbit")
 
 

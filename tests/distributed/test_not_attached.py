@@ -59,7 +59,7 @@ def test_ddp_is_left_as_it_is_and_every_method_works(folder):
             assert sync.steps == 4
             sync.close()
             assert sync.closed and torch.equal(flat(ddp), plain)
-        with refused("SPARSYNC_DISABLE=1: attaches nothing, but Linear is no Distributed"):
+        with refused("SPARSYNC_DISABLE=1: attaches nothing, but Linear is not a Distributed"):
             sparsync.attach(torch.nn.Linear(2, 1), exchange="updates")
         with refused("replicate= has no dense exchange of its own"):
             sparsync.attach(torch.nn.Linear(2, 1), replicate=dist.group.WORLD)

@@ -179,13 +179,13 @@ def test_every_rank_gets_its_own_weights_back(folder):
     assert torch.equal(through, steps(again, **fresh, which=range(3, 6)))
 
 
-ENVELOPES = {  # of rank 1's file: by what; what that rank says
+ENVELOPES = {  # damages of the envelope in rank 1's file, and the error on that rank
     "kind": (lambda state: state.update(kind="updates"), "['kind'] is 'updates', expected 'grad"),
     "no kind": (lambda state: state.pop("kind"), "has no state['kind']; load a state of a handle"),
     "version": (lambda state: state.update(version=99), "['version'] is 99, expected"),
     "a field": (lambda state: state["content"].update(surprise=1), "unknown state['surprise']"),
 }
-DAMAGES = {  # of the reducer's state in rank 1's file: by what; what that rank says, or all
+DAMAGES = {  # damages of the reducer's state in rank 1's file, and the error on that rank or on all
     "residual": (
         lambda state: state["residual"]["0.weight"][3:4].fill_(torch.nan),
         "the saved residual of '0.weight' holds NaN or Inf",
@@ -225,7 +225,7 @@ DAMAGES = {  # of the reducer's state in rank 1's file: by what; what that rank 
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_what_one_rank_cannot_load_all_refuse(kind, folder):
-    """All raise at once, nothing changes, and training continues as if nothing had been loaded."""
+    """All ranks raise at once, nothing changes, and training continues as if nothing had been loaded."""
     runs, rank = [], dist.get_rank()
     for refuses in (True, False):
         net, where = net_of(kind)
@@ -286,7 +286,7 @@ def test_what_one_rank_cannot_see_all_refuse(folder):
             sparsync.save(sync, mine, model=ddp.module)
         assert not list(mine.rglob("*"))
         sees = "[2]" if rank else "none"
-        words = ["there is no whole checkpoint in ", f"(this rank sees {sees})"]
+        words = ["there is no complete checkpoint in ", f"(this rank sees {sees})"]
         with refused(*words, error=CheckpointError):
             sparsync.load(sync, folder / "shared" if rank else folder / "nowhere")
 
@@ -311,7 +311,7 @@ def owed(states, name):
 
 @on_ranks(4)
 def test_ddp_and_fsdp_exchange_their_residuals(folder):
-    """They move there and back, and are the same per parameter; training continues in the same way."""
+    """Residuals move there and back and are equal per parameter, and training continues identically."""
     ddp, rank = ddp_model(), dist.get_rank()
     sync = attach(ddp)
     train(ddp, range(3))

@@ -18,7 +18,7 @@ TORCHS = [
 ]
 ACCELERATES = [("accelerate", *rest) for _, *rest in TORCHS]
 
-# Which of PyTorch's tests do not pass: why, the words of the error, and their names.
+# PyTorch's tests that do not pass: the reason, the text of the error, and the names.
 REASONS = [
     (
         "refused: a copy of a DDP model would train without the exchange",

@@ -1,4 +1,4 @@
-"""The notebook runs from the first cell to the last, and shows what it says."""
+"""The notebook runs from the first cell to the last, and its results match its text."""
 
 import re
 import subprocess

@@ -75,7 +75,7 @@ def test_pytorchs_hooks_are_compared_with_their_bytes():
     assert half.loss[0] == dense.loss[0] and half.loss[1] == pytest.approx(dense.loss[1], rel=1e-3)
     full, compressed = dense.bytes_sent[0], low_rank.bytes_sent[2]
     assert low_rank.bytes_sent == [full, full, compressed, compressed]
-    # rank 4: 4 (rows + columns) numbers of every matrix that this makes less than half as large
+    # rank 4: 4 (rows + columns) numbers for every matrix that shrinks below half its size
     w, embedding, positions = 64, 256 * 64, 64 * 64
     layers = 4 * ((3 * w + w) + (w + w) + 2 * (4 * w + w))
     ends = 2 * 4 * (256 + w)
@@ -102,7 +102,7 @@ def test_a_run_ends_at_the_target_and_clips_like_dense():
     for result in (dense, half):  # steps of length 1e-9: different batches, the same model
         assert (result.clip, result.accuracy, result.replicas_equal) == (1e-9, None, True)
         assert result.eval_loss == pytest.approx(dense.loss[0], abs=0.05)
-    # clipped after the average: hooks and dense differ by a rounding of the direction alone
+    # gradients are clipped after averaging, so hooks and dense differ only by rounding of the direction
     assert half.loss == pytest.approx(dense.loss, rel=1e-6)
 
 

@@ -125,7 +125,7 @@ def expected(world_size, number, op="sum"):
 
 
 def check_calls(transport):
-    """Several reductions in flight, with blocking ones in between, and progress meanwhile."""
+    """Check reductions in flight, blocking ones in between, and progress in the background."""
     with sparsync.connect(timeout=30, transport=transport) as comm:
         rank, world_size = comm.rank, comm.world_size
         sums = [
@@ -214,7 +214,7 @@ def one_rank_dies_in_training():
 
 
 def one_rank_dies(spoke):
-    """Wait over ZeroMQ for a dead rank, either a known one, or one to which no link ever existed."""
+    """Wait over ZeroMQ for a dead rank, with or without an earlier link to it."""
     comm = ZmqCommunicator(dist.get_rank(), 3, store=store_of(None), timeout=20)
     comm.ledger.begin_step(4)
     run(comm.barrier()) if spoke else dist.barrier()

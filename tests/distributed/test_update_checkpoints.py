@@ -1,4 +1,4 @@
-"""Checkpoints while ranks have weights and moments of their own."""
+"""Checkpoints while ranks have their own weights and moments."""
 
 import contextlib
 import copy
@@ -84,7 +84,7 @@ def test_resuming_is_exact(kind, name, folder):
 @on_ranks(4)
 @pytest.mark.parametrize("call", ["save", "load", "load_state_dict"])
 def test_checkpoints_wait_for_what_is_under_way(call, folder):
-    """Only one thread at a time may use a communicator, so not this thread and the engine's."""
+    """Only one thread at a time may use a communicator, so this thread must wait for the engine's."""
     net, optimizer, sync = attached("plain", {"delay": 1, "period": 2, "density": 0.1})
     with sync, pytest.MonkeyPatch.context() as patch:
         steps(net, optimizer, range(1))
@@ -120,7 +120,7 @@ def broken_step(net, optimizer, step):
     ("kind", "name"), [("plain", "slow links"), ("plain", "dct"), ("fsdp", "weights")]
 )
 def test_a_rank_that_broke_before_the_exchange_is_saved_as_it_is(kind, name, folder):
-    """It is refused if it claims to be whole, because then a file was damaged."""
+    """A broken state that is not marked as broken is refused, because then a file was damaged."""
     ends = []
     for fresh in (False, True):
         net, optimizer, sync = attached(kind, SETTINGS[name], seed=7 * fresh)
@@ -170,7 +170,7 @@ def test_other_numbers_of_ranks_begin_without_what_broke(name, folder):
 @pytest.mark.parametrize("first", [torch.inf, 1.0])
 @pytest.mark.parametrize("name", ["default", "weights"])
 def test_a_buffer_may_be_finite_in_one_run_and_not_in_the_other(name, first, ranks, folder):
-    """Like an observer's extreme, which begins as Inf: the first run decides whether it is averaged."""
+    """E.g. an observer's extreme, which begins as Inf: the first run decides if it is averaged."""
     rank, ends, lines = dist.get_rank(), [], io.StringIO()
 
     def begin(ranks, seed, value):
@@ -239,7 +239,7 @@ DAMAGES = {
 
 @on_ranks(4)
 def test_one_ranks_damaged_file_is_refused_on_all(folder):
-    """Nothing changes, and an older checkpoint loads; ``unit/test_damaged_states`` has every damage."""
+    """Nothing changes, and an older checkpoint loads; ``unit/test_damaged_states`` tries every damage."""
     net, optimizer, sync = attached("plain", {})
     rank = dist.get_rank()
     with sync:
@@ -293,7 +293,7 @@ def test_an_optimizer_that_does_not_take_its_state_takes_all_back():
 
 
 def undelivered(states, name):
-    """Return everything done and not delivered by all ranks, for a parameter that is whole on all."""
+    """Return all ranks' undelivered changes of a parameter that is whole on all of them."""
     total = torch.zeros(1, dtype=torch.float64)
     for state in states:
         end = sum(
@@ -309,7 +309,7 @@ def undelivered(states, name):
 
 
 def attached_to(ranks, settings, inner):
-    """DDP on the first ranks, and on every other such run of them alike; of a module, or a seed's."""
+    """Attach to DDP over the first ranks, and equally over each further group of as many ranks."""
     inner = model(inner) if isinstance(inner, int) else inner
     runs = [dist.new_group(range(at, at + ranks)) for at in range(0, dist.get_world_size(), ranks)]
     group = runs[dist.get_rank() // ranks]
@@ -323,7 +323,7 @@ def attached_to(ranks, settings, inner):
 @pytest.mark.parametrize("name", RESHARDED)
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (1, 4)])
 def test_other_numbers_of_ranks_begin_from_the_shared_weights(name, before, after, folder):
-    """Undelivered entries are dealt and their sum preserved, as the average after ``finish`` shows."""
+    """Undelivered entries are dealt to ranks; the average after ``finish`` shows that none is lost."""
     net, optimizer, sync = attached_to(before, SETTINGS[name], 0)
     with sync:
         steps(net, optimizer, range(7))

@@ -45,7 +45,7 @@ def test_different_initial_weights_are_named():
     ("algorithm", "period"), [("quantised", 3), ("budgeted", 1), ("oktopk", 2)]
 )
 def test_replicas_are_equal_where_they_should_be(algorithm, period):
-    """Only there; ``test_recovery`` shows that resuming is exact."""
+    """Elsewhere they differ; ``test_recovery`` shows that resuming is exact."""
     net = model()
     optimizer = adam(net)
     local = OuterAverager(net, algorithm=algorithm, residual="weights", density=0.1, period=period)
@@ -179,7 +179,7 @@ def test_transports_agree_with_the_simulator(settings):
 
 @on_ranks(2)
 def test_a_step_that_only_one_rank_skips_still_counts():
-    """As skipped by a GradScaler, even one that sparsync was not told about."""
+    """For example a step skipped by a GradScaler that sparsync was not told about."""
     for told, wrap in itertools.product((True, False), (ddp_model, model)):
         net = wrap()
         optimizer, scaler = (
@@ -223,7 +223,7 @@ def test_nan_on_one_rank_brings_all_back():
 
 @on_ranks(2)
 def test_nan_a_second_time_is_named_where_it_is():
-    """At any rate: nothing is divided by it, and no advice blames it."""
+    """The error does not depend on the learning rate, and does not blame it."""
     for name, where in (("0.weight", "0.weight'"), ("seen", "seen' (persistent=False")):
         net = model()
         net.register_buffer("seen", torch.zeros(2))
@@ -246,7 +246,7 @@ def test_nan_a_second_time_is_named_where_it_is():
 
 @on_ranks(2)
 def test_a_statistic_that_began_with_inf_is_named_once():
-    """Like the extremes of torch's observers, they stay local: they were excluded with the masks."""
+    """Such buffers, e.g. the extremes of torch's observers, stay local: they were taken for masks."""
     net, said = model(), io.StringIO()
     net.register_buffer("lowest", torch.full((3,), torch.inf))
     net.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
@@ -298,7 +298,7 @@ def test_several_optimizers_frozen_and_unused_parameters_and_buffers():
 
 
 def replaced_by(net, other):
-    """Load another model's weights, like a script that does not know about the handle."""
+    """Load another model's weights, as a script would that does not use the handle."""
     (net.module if hasattr(net, "module") else net).load_state_dict(other.state_dict())
 
 
@@ -337,7 +337,7 @@ def test_weights_that_only_one_rank_loads_are_refused_by_all():
 
 @on_ranks(2)
 def test_weights_that_are_replaced_between_steps_are_refused_by_all():
-    """In place, or by a load; changes that are undone or small are the loop's own business."""
+    """Weights may be replaced in place or by a load; small or temporary changes are accepted."""
     net = model()
     optimizer = adam(net)
     with sparsync.attach(net, optimizer, exchange="updates") as sync:
@@ -417,7 +417,7 @@ def test_attach_says_what_it_exchanges_and_why():
 
 @on_ranks(2)
 def test_auto_exchanges_what_takes_fewer_seconds_per_step():
-    """Updates on slow links, dense gradients on fast ones; without DDP, only updates are possible."""
+    """Updates on slow links, dense gradients on fast ones; without DDP, only updates can be chosen."""
     for beta, exchange, way in (
         (1e-3, "updates", "updates on every step take about "),
         (0.0, "gradients", "dense gradients take about "),
@@ -437,7 +437,7 @@ def test_auto_exchanges_what_takes_fewer_seconds_per_step():
             stats = sync.stats()
             assert stats["exchange"] == exchange
             assert [text.startswith(way) for text in stats["choices"]] == [True]
-            assert "how many steps a loss takes" in stats["choices"][0]
+            assert "the number of steps to a given loss" in stats["choices"][0]
             assert gathered(stats["choices"]) == [stats["choices"]] * 2
             if exchange == "updates":
                 sync.finish()
@@ -449,7 +449,7 @@ def test_auto_exchanges_what_takes_fewer_seconds_per_step():
 
 @on_ranks(2)
 def test_auto_refuses_a_density_before_it_measures():
-    """On any links, because it would have been ignored if dense gradients had won."""
+    """The density is refused on any links, because dense gradients would ignore it."""
     net = ddp_model()
 
     async def never(_comm):
@@ -457,14 +457,14 @@ def test_auto_refuses_a_density_before_it_measures():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dense_or_updates, "calibrate", never)
-        with refused("density is 0.1, but updates are exchanged"):
+        with refused("density is 0.1, but algorithm= determines"):
             sparsync.attach(net, adam(net), "auto", 0.1)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("transport", ["torch", "zmq"])
 def test_auto_says_where_dense_wins(transport):
-    """Once, after 30 steps, unless updates were requested or dense takes longer."""
+    """It reports this once, after 30 steps, unless updates were requested or dense takes longer."""
     measure, calls, per_step = UpdateSync._dense_seconds, [], set()
     for exchange, dense, says in (("auto", 0.0, 1), ("auto", 1e9, 0), ("updates", 0.0, 0)):
 
@@ -564,10 +564,10 @@ class Sam(torch.optim.Optimizer):
 @pytest.mark.parametrize("wrap", [ddp_model, model])
 @pytest.mark.parametrize("closure", [False, True])
 def test_sam_steps_once_per_iteration(wrap, closure):
-    """Its second pass is from weights that it has perturbed itself, on each rank by its own gradients.
+    """SAM's second pass starts from weights that each rank has perturbed by its own gradients.
 
-    A look at a few of the weights need not notice that, as where norms alone are perturbed.  At a period
-    of 3 every exchange begins on weights that are not perturbed.
+    A sample of the weights may not show this, e.g. if only norms are perturbed. With a period of 3, every
+    exchange begins on unperturbed weights.
     """
     net = wrap()
     optimizer = Sam(net.parameters())
@@ -590,7 +590,7 @@ def test_sam_steps_once_per_iteration(wrap, closure):
 @on_ranks(2)
 @pytest.mark.parametrize("transport", ["zmq", "torch"])
 def test_other_numbers_of_steps_are_told_by_finish_and_save(transport, folder):
-    """Also in an exchange in which others do not take part, with both counts named."""
+    """The error names both counts, even in an exchange in which others do not take part."""
     net, rank = model(), dist.get_rank()
     optimizer, carried = adam(net), sparsync.Transport(transport, timeout=20.0)
     outer = OuterStep(algorithm="dense", density=1.0, period=4, residual="weights")
@@ -603,9 +603,9 @@ def test_other_numbers_of_steps_are_told_by_finish_and_save(transport, folder):
     before = flat(net)
     with refused(f"finish(): {both} {6 - rank}", more, error=PeerError):
         sync.finish()
-    with refused(f"nothing is saved: {both} {6 - rank}", more, error=CheckpointError):
+    with refused(f"nothing was saved: {both} {6 - rank}", more, error=CheckpointError):
         sparsync.save(sync, folder / "run")
-    with refused(f"nothing is saved: {both} {6 - rank}", more, error=CheckpointError):
+    with refused(f"nothing was saved: {both} {6 - rank}", more, error=CheckpointError):
         save_beside(sync, net, folder / "beside")
     assert torch.equal(flat(net), before) and not list(folder.rglob("*sparsync-rank*"))
     if rank == 1:

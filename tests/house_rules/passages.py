@@ -48,7 +48,7 @@ def of_code(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def of_page(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and text of every paragraph and list item; tables and code are passed over."""
+    """Yield line and text of every paragraph and list item; tables and code are skipped."""
     inside, block, start = False, list[str](), 0
     for number, line in enumerate([*file.read_text().splitlines(), ""], 1):
         if line.lstrip().startswith("```"):
@@ -67,7 +67,7 @@ def of_page(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def drawn(seed: int, count: int) -> list[str]:
-    """Return passages with their places, drawn from all files alike."""
+    """Return random passages with their places; every passage is equally likely."""
     found = []
     for folder in CODE:
         for file in sorted((ROOT / folder).rglob("*.py")):

@@ -1,7 +1,7 @@
-"""Count lines of code against what the house aims at: ``python -m tests.house_rules.size``.
+"""Compare lines of code with their budgets: ``python -m tests.house_rules.size``.
 
-Docstrings, comments and blank lines do not count, so that explaining costs nothing; and nothing fails
-by it, so that nobody shortens what is clear.
+Docstrings, comments and blank lines do not count, so explanations cost nothing; and no test fails because
+of the result, so nobody shortens clear code.
 """
 
 import ast
@@ -15,7 +15,7 @@ LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 
 
 def lines_of_code(source: str) -> int:
-    """Count the lines of a module that hold code."""
+    """Count the lines of a module that contain code."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     lines = {
         line

@@ -49,12 +49,12 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 
 def side(diff: str, sign: str) -> str:
-    """One side of a diff: the common lines and those with this sign."""
+    """Return one side of a diff: the common lines and those with this sign."""
     return "\n".join(line[1:] for line in diff.splitlines() if line[:1] in ("", " ", sign))
 
 
 def run(directory: Path, *code: str) -> None:
-    """Run a script in a process of its own, as a user would: a group of one rank, a model, data."""
+    """Run a script in a separate process, as a user would, with a group of one rank, a model and data."""
     script = directory / "train.py"
     script.write_text("\n".join([BEFORE, *code, "dist.destroy_process_group()"]))
     process = run_python(script, folder=directory)
@@ -134,7 +134,7 @@ def test_the_files_that_documents_name_are_there():
 
 
 def test_the_files_that_documents_link_to_are_there():
-    """On the site and in the repository alike: pages that the site makes are named, not linked."""
+    """Links work on the site and in the repository; pages that only the site has are not linked."""
     more = [
         *(ROOT / "benchmarks").glob("*.md"),
         ROOT / "papers" / "README.md",

@@ -41,7 +41,7 @@ LAYERS = (
 LEVEL_OF = {axis: level for level, row in enumerate(LAYERS) for axis in row}
 MAX_FLOORS = 14
 
-# these know no network: they see the seam of the transports, and no adapter
+# packages independent of the network: they may import the transports' seam, but no adapter
 ALGORITHMS = ("selection", "wire", "collectives", "cost", "averaging", "feedback")
 ADAPTERS = {"process_group", "zmq", "mpi", "sim", "connect", "launchers"}
 
@@ -75,7 +75,7 @@ TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()
 
 
 def imports_of(module: str) -> Iterator[str]:
-    """Every imported module, wherever in the file; ``from p import m`` gives p.m if that exists."""
+    """Return all imported modules, anywhere in the file; ``from p import m`` gives p.m if that exists."""
     for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -202,7 +202,7 @@ def is_own(node: ast.Attribute) -> bool:
 
 
 def attributes_of(module: str) -> set[str]:
-    """Attributes that the classes of a module declare or set on themselves."""
+    """Return the attributes that the classes of a module declare or set on themselves."""
     tree = TREES[module]
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     targets = [n.target for c in classes for n in c.body if isinstance(n, ast.AnnAssign)]
@@ -211,7 +211,7 @@ def attributes_of(module: str) -> set[str]:
 
 
 def test_only_a_class_and_its_module_set_its_attributes():
-    """Others call a method; a property with a setter, such as ``state``, is one."""
+    """Other modules call a method; a property with a setter, such as ``state``, counts as one."""
     own = {module: attributes_of(module) for module in MODULES}
     setters = {
         node.name
@@ -232,7 +232,7 @@ def test_only_a_class_and_its_module_set_its_attributes():
 
 
 def test_a_handle_inherits_from_few_classes():
-    """Anything else is an object that it holds, as the membership of ranks that come and go."""
+    """Anything else must be an object that the handle holds, e.g. the membership in elastic training."""
     bases = {
         node.name: [ast.unparse(base) for base in node.bases]
         for tree in TREES.values()
@@ -252,7 +252,8 @@ def test_a_handle_inherits_from_few_classes():
     assert handles == {"Handle": 0, **kinds, **third}
 
 
-# ---- pickles: what comes from others, by wire or file, is never unpickled; a pickle can call anything
+# ---- pickles: bytes from others, by wire or file, are never unpickled, because a pickle can call
+# anything
 
 # exceptions, and why they are safe
 PICKLES = {
@@ -296,7 +297,7 @@ def test_nothing_is_unpickled():
 
 
 def algorithms() -> Iterator[tuple[str, ast.ClassDef]]:
-    """Every class that fills a seam: one algorithm of an axis."""
+    """Return every class that implements a seam, i.e. one algorithm of an axis."""
     for module, tree in TREES.items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):

@@ -1,4 +1,4 @@
-"""The docstring of a paper's room is the paper's page: its names exist, and what it shows runs."""
+"""The docstring of a paper's room is the paper's page: its names exist, and its examples run."""
 
 import dataclasses
 import importlib
@@ -55,7 +55,7 @@ def text_of(room):
 
 
 def sections(room):
-    """Return the text of every section by its title; that before the first under ""."""
+    """Return the text of every section by its title; the text before the first has the title ""."""
     parts = re.split(r"^(.+)\n-{3,}$", "\n" + text_of(room), flags=re.MULTILINE)
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
@@ -144,7 +144,7 @@ def modules_of(package):
 
 
 def known_names(room):
-    """Return the names that a page may use without their module: of the room, and of the library."""
+    """Return the names of the room and the library that a page may use without their module."""
     package = importlib.import_module(room)
     homes = [
         *modules_of(package),
@@ -173,7 +173,7 @@ HOMES = (
 
 
 def parameters(room):
-    """Return the names of all arguments that something of the room, or of ``attach``, takes."""
+    """Return the names of all arguments taken by functions and classes of the room, or by ``attach``."""
     found = {"op"}
     for value in [sparsync.attach, *known_names(room).values()]:
         own = getattr(value, "__module__", "").startswith("sparsync")
@@ -188,7 +188,7 @@ def parameters(room):
 
 
 def resolved(name, names):
-    """Return what a dotted name stands for; LookupError, or that of an attribute, if nothing does."""
+    """Return the object of a dotted name; raise LookupError or AttributeError if there is none."""
     first, *rest = name.split(".")
     if first in ("sparsync", "sparsync_papers"):
         for end in range(len(rest), -1, -1):
@@ -206,7 +206,7 @@ def resolved(name, names):
     return value
 
 
-# of a step's vocabulary, and of averagers: they name no object of a module
+# terms of a step and of averagers, which are not objects of a module
 WORDS = {"average", "finish", "n", "publish", "rank", "total", "world_size"}
 
 

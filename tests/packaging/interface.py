@@ -1,7 +1,7 @@
 """The public interface as text: ``python -m tests.packaging.interface > tests/packaging/interface.txt``.
 
-One line per name, with its parameters; ``=`` marks those that may be left out.  Promised is what stands
-in ``__all__`` of the modules below, except for ``UNPROMISED``; anything else may change in any release.
+One line per name, with its parameters; ``=`` marks optional ones. The names in ``__all__`` of the modules
+below are promised, except for ``UNPROMISED``; anything else may change in any release.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def lines() -> list[str]:
 
 
 def _shape(thing: object) -> str:
-    """Return a function's parameters, or a class's own with its public methods."""
+    """Return a function's parameters, or a class's parameters and its public methods."""
     if inspect.ismodule(thing) or not callable(thing):
         return f": {type(thing).__name__}"
     if not inspect.isclass(thing):

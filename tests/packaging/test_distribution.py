@@ -1,4 +1,4 @@
-"""From a clean copy to an installed wheel: what is in it, and that it runs without the checkout."""
+"""From a clean copy to an installed wheel: its contents, and that it runs without the checkout."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def run(*words, **options):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The sdist of what git has, and the wheel that is built from it, as pip would."""
+    """Build the sdist of the files in git, and from it the wheel, as pip would."""
     pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("dist")
     environment = {
@@ -70,7 +70,7 @@ def test_the_wheel_is_small_and_pins_no_torch(built):
 
 @pytest.mark.slow
 def test_the_wheel_runs_where_there_is_no_checkout(built, tmp_path):
-    """Torch and the others are borrowed from this environment, sparsync is not."""
+    """Torch and other dependencies are borrowed from this environment, but sparsync is not."""
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     site = Path(run(python, "-c", "import site; print(site.getsitepackages()[0])").strip())

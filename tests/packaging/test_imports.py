@@ -1,10 +1,10 @@
-"""Imports are cheap: ``import sparsync`` brings no engine, and training with a default no paper."""
+"""Imports are cheap: ``import sparsync`` loads no engine, and training by default loads no paper."""
 
 import pytest
 
 from tests.fresh import run_python
 
-MOST = 60  # of this package's modules, the compiled kernels among them
+MOST = 60  # limit on this package's loaded modules, including the compiled kernels
 
 ALONE = """
 import sys

@@ -15,7 +15,7 @@ SENTENCE = "the cat sat on the mat"
 
 
 def pixels_of(number: int, count: int = 4) -> tuple[np.ndarray, list[int]]:
-    """Images and labels of a CIFAR-10 file."""
+    """Return images and labels for a CIFAR-10 file."""
     generator = np.random.default_rng(number)
     pixels = generator.integers(256, size=(count, 3072), dtype=np.uint8)
     return pixels, generator.integers(10, size=count).tolist()
@@ -55,7 +55,7 @@ def write_wav(path: Path, samples: np.ndarray, *, rate: int = 16_000, channels: 
 
 
 def write_an4(folder: Path) -> None:
-    """CMU's layout; one sound is a .wav, one is raw with the high byte first, one the other way."""
+    """Write CMU's layout; sounds are a .wav and raw files in both byte orders."""
     (folder / "etc").mkdir(parents=True)
     texts = {"train": ["YES", "GO ON", "RUBOUT"], "test": ["NO", "O'NEIL"]}
     for part, spoken in texts.items():
@@ -113,7 +113,7 @@ def pair_writer(source: str, target: str) -> Callable[[Path], None]:
     return write
 
 
-# what every workload that needs data finds in its folder, and sizes that train in no time
+# for every workload that needs data: the writer of its folder, and sizes that train quickly
 WRITERS = MappingProxyType(
     {
         **{

@@ -77,9 +77,9 @@ def test_a_broken_sound_is_one_line(tmp_path, name, content):
 
 def test_lists_that_do_not_fit_and_strange_texts_are_told(tmp_path):
     write_an4(tmp_path)
-    with pytest.raises(ConfigurationError, match=r"a.wav has '4'; write words in letters"):
+    with pytest.raises(ConfigurationError, match=r"a.wav has '4'; use only letters"):
         spelled("4 TIMES", tmp_path / "a.wav")
-    with pytest.raises(ConfigurationError, match="is empty; write words"):
+    with pytest.raises(ConfigurationError, match="is empty; use only letters"):
         spelled(" ", tmp_path / "a.wav")
     with (tmp_path / "etc/an4_test.transcription").open("a") as file:
         file.write("<s> ONE MORE </s> (x)\n")

@@ -1,4 +1,4 @@
-"""CIFAR-10: both formats say the same, broken files are told, and a pickle cannot run anything."""
+"""CIFAR-10: both formats agree, broken files are reported, and a pickle cannot run code."""
 
 import pickle
 
@@ -66,11 +66,14 @@ def test_a_pickle_that_names_anything_else_is_refused_and_not_run(tmp_path, prot
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "no batch of CIFAR-10"),
-        (b"\x80\x02}", "no batch of CIFAR-10"),
-        (pickle.dumps([1, 2]), "no batch of CIFAR-10"),
-        (pickle.dumps({b"data": b"x", b"labels": [1]}), "data is no array"),
-        (pickle.dumps({b"data": np.zeros((1, 3072)), b"labels": [1]}, 2), "no array of unsigned"),
+        (b"", "is not a batch of CIFAR-10"),
+        (b"\x80\x02}", "is not a batch of CIFAR-10"),
+        (pickle.dumps([1, 2]), "is not a batch of CIFAR-10"),
+        (pickle.dumps({b"data": b"x", b"labels": [1]}), "data is not an array"),
+        (
+            pickle.dumps({b"data": np.zeros((1, 3072)), b"labels": [1]}, 2),
+            "is not an array of unsigned",
+        ),
         (
             pickle.dumps({b"data": np.zeros((1, 12), np.uint8), b"labels": [1]}, 2),
             r"1 labels and pixels \(1, 12\)",
@@ -93,7 +96,9 @@ def test_a_cut_binary_file_and_a_missing_one_are_told(tmp_path):
     write_cifar10_binary(tmp_path)
     file = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ConfigurationError, match=r"data_batch_3.bin has 12,291 bytes, which is no"):
+    with pytest.raises(
+        ConfigurationError, match=r"data_batch_3.bin has 12,291 bytes, which is not a multiple"
+    ):
         Resnet20Cifar10(tmp_path).load()
     file.unlink()
     with pytest.raises(ConfigurationError, match=r"there is no data_batch_3.bin in .*; unpack"):

@@ -1,4 +1,4 @@
-"""Folders of images: classes, crops, and what is said when something is missing."""
+"""Folders of images: classes, crops, and the errors for missing files."""
 
 import sys
 
@@ -75,7 +75,7 @@ def test_broken_images_and_strange_folders_are_told(tmp_path):
         load(tmp_path)[0].batch(torch.tensor([0]), None)
     assert "\n" not in str(refused.value)
     (tmp_path / "val" / "n09").mkdir()
-    with pytest.raises(ConfigurationError, match=r"n09 is of a class that has no training images"):
+    with pytest.raises(ConfigurationError, match=r"n09 belongs to a class without training images"):
         load(tmp_path)
     for image in (tmp_path / "train").rglob("*.*"):
         image.unlink()

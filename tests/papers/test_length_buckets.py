@@ -1,4 +1,4 @@
-"""Lines in length buckets: none is lost, padding counts for nothing, a step's cost is known ahead."""
+"""Lines in length buckets: no line is lost, padding does not count, and costs are known in advance."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def text_of(*lines: bytes) -> torch.Tensor:
 
 
 def line_of(tokens, targets) -> bytes:
-    """The line that is predicted; its padding is where it must be."""
+    """Return the predicted line, after checking its padding."""
     inside = targets != PADDING
     count = int(inside.sum())
     assert inside[:count].all() and not tokens[count:].any()
@@ -28,7 +28,7 @@ def line_of(tokens, targets) -> bytes:
 
 @pytest.fixture(scope="module")
 def workload():
-    """Lines of 1 to 40 letters, as many of each; every line says its length."""
+    """Lines of 1 to 40 letters, equally many of each; every line states its length."""
     made = LinesWorkload(context=32, width=32, layers=1, bucket_width=8)
     buckets = made.buckets(text_of(*(bytes([64 + n]) * n for n in range(1, 41) for _ in range(3))))
     object.__setattr__(made, "parts", (buckets, buckets))
@@ -66,7 +66,7 @@ def test_every_line_is_equally_likely(workload):
     drawn = torch.cat([buckets.draw(generator, 4)[0] for _ in range(10_000)])
     counts = drawn.bincount(minlength=93).double()
     assert len(counts) == 93  # lengths 2 to 32, three lines of each
-    # 430 expected; lines of a batch share their bucket, so that counts of buckets spread twice as far
+    # 430 expected; lines of a batch share a bucket, so counts of buckets vary twice as much
     assert (counts / counts.mean() - 1).abs().max() < 0.2
 
 
@@ -80,7 +80,7 @@ def test_the_relative_cost_is_that_of_the_batch_and_1_on_average(workload):
 
 
 def test_padding_changes_neither_loss_nor_gradient(workload):
-    """A batch that is padded further is the same batch."""
+    """Further padding of a batch changes nothing."""
     lines, results = torch.tensor([0, 5, 20]), []
     for width in (8, 32):
         model = workload.make_model(0)

@@ -1,4 +1,4 @@
-"""BLEU and error rates against examples worked out by hand; sums of shares are those of the whole."""
+"""BLEU and error rates against examples worked out by hand; shares add up to the whole."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The papers' models have the papers' sizes; none of them is held in memory."""
+"""The papers' models have the papers' sizes; none is allocated."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def on_meta(name: str, **options):
         return MODELS[name].build(**options)
 
 
-# the usual counts of the same networks, from their own papers' followers
+# the usual counts of the same networks in other implementations
 KNOWN_VARIANTS = (
     ("resnet50", {"classes": 1000}, 25_557_032),
     ("resnet18x4", {"width": 64}, 11_689_512),
@@ -35,7 +35,7 @@ def test_the_table_has_the_counts_of_the_code(name):
 
 @every_model
 def test_a_size_is_the_papers(name):
-    """Counts, and 10^6 or 2^20 bytes of which the last digit is rounded up, down or "approximately"."""
+    """Papers state counts, or sizes in 10^6 or 2^20 bytes, rounded up, down or "approximately"."""
     count = MODELS[name].parameters
     for stated in filter(None, MODELS[name].stated.split("; ")):
         number, *unit = stated.split()

@@ -1,4 +1,4 @@
-"""Small variants of the papers' models: shapes, gradients, initial weights, what sees what."""
+"""Small variants of the papers' models: shapes, gradients, initial weights, receptive fields."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def tokens(batch, positions):
 
 
 def inputs_of(name):
-    """A batch of two, and the shapes of what comes out."""
+    """Return a batch of two, and the shapes of the outputs."""
     torch.manual_seed(1)
     if name == "lstm_an4":
         return (torch.randn(2, 1, 41, 15),), [(2, 8, 29)]
@@ -89,7 +89,7 @@ def test_convolutions_start_as_he_says():
 
 
 def test_speech_hears_no_further_than_documented():
-    """27 positions with a lookahead of 20: 7 more than it."""
+    """With a lookahead of 20 the reach is 27 positions."""
     model = small("lstm_an4", lookahead=3).eval()
     utterance = torch.randn(1, 1, 41, 60)
     padded = torch.cat((utterance, torch.randn(1, 1, 41, 20)), -1)
@@ -137,7 +137,7 @@ def test_bert_tells_orders_and_segments_apart():
 
 
 def test_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigurationError, match="width is 9, expected an even one"):
+    with pytest.raises(ConfigurationError, match="width is 9, expected an even number"):
         small("transformer_wmt17", width=9, heads=3)
     with pytest.raises(ConfigurationError, match="bins is 40, expected at least 41"):
         small("lstm_an4", bins=40)

@@ -1,4 +1,4 @@
-"""PPO's pieces against their definitions; what a rank collects; that it learns."""
+"""PPO's parts against their definitions, the experience of a rank, and learning."""
 
 import sys
 from statistics import fmean
@@ -37,10 +37,10 @@ def test_advantages_are_the_sum_of_discounted_errors(steps, last, discount, trac
     ("ratio", "advantage", "loss", "gradient"),
     [
         (1.1, 2.0, -2.2, -2.2),
-        (1.5, 2.0, -2.4, 0.0),  # good, and likely enough
-        (0.5, 2.0, -1.0, -1.0),  # good, and become rare: learned
-        (1.5, -2.0, 3.0, 3.0),  # bad, and become likely: unlearned
-        (0.5, -2.0, 1.6, 0.0),  # bad, and rare enough
+        (1.5, 2.0, -2.4, 0.0),  # a good action that is likely enough
+        (0.5, 2.0, -1.0, -1.0),  # a good action that has become rare: learned
+        (1.5, -2.0, 3.0, 3.0),  # a bad action that has become likely: unlearned
+        (0.5, -2.0, 1.6, 0.0),  # a bad action that is rare enough
     ],
 )
 def test_the_objective_is_clipped_on_the_side_that_gains(ratio, advantage, loss, gradient):
@@ -90,7 +90,7 @@ def test_ranks_collect_whole_episodes_of_unequal_length(task):
 
 
 def test_nothing_follows_a_failure_and_something_what_is_cut(task):
-    """With trace 0 the last advantage is one error: reward + discount * next value - value."""
+    """With trace 0, the last advantage is reward + discount * next value - value."""
 
     def collected(one):
         model = one.make_model(0)
@@ -104,7 +104,7 @@ def test_nothing_follows_a_failure_and_something_what_is_cut(task):
     assert failed.steps < 500
     assert failed.advantages[-1].item() == pytest.approx(1 - 10)
     assert failed.advantages[0].item() == pytest.approx(1 + 0.99 * 10 - 10)
-    # by chance nobody reaches the top
+    # with this seed no episode reaches the limit
     reached_the_limit = collected(Ppo("MountainCar-v0", episodes=1, trace=0.0))
     assert reached_the_limit.steps == 200
     assert reached_the_limit.advantages[-1].item() == pytest.approx(-1 + 0.99 * 10 - 10)

@@ -103,7 +103,7 @@ def test_another_conclusion_needs_a_reason():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_series_can_be_told_apart_in_grey(kind):
-    """Crossing series drawn in the other order are another picture: colour is not what differs."""
+    """Crossing series drawn in the other order give another picture, because more than colour differs."""
     points_of = {"a": [(1, 1.0), (2, 2.0)], "b": [(1, 2.0), (2, 1.0)]}
 
     def grey(names):
@@ -134,7 +134,7 @@ PRINTED = {
 
 
 def mentioned(text: str) -> set[str]:
-    """Figures and tables in "oktopk-fig8-9-table1" or "Figures 4 to 6, 9 and 11; Table I"."""
+    """Return the figures and tables in "oktopk-fig8-9-table1" or "Figures 4 to 6, 9 and 11; Table I"."""
     numbers = r"(?:\d+|I)\b"
     found = set()
     for kind, listed in re.findall(

@@ -1,4 +1,4 @@
-"""The artifacts themselves: every one in its quick form, and the computations they stand on."""
+"""The artifacts themselves: each in its quick form, and the computations behind them."""
 
 import pytest
 import torch

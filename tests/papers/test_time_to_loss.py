@@ -1,4 +1,4 @@
-"""The time to a loss: the committed fit is that of the committed curves; plans, pages and errors."""
+"""The time to a loss: the committed fit matches the committed curves; plans, pages and errors."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ def planned(machine, optimizer="adamw", size=8_443_552, ranks=4, **options):
 
 @pytest.fixture
 def fitted(monkeypatch):
-    """The benchmark, imported as its command does."""
+    """Import the benchmark as its command does."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module("steps")
     for name in [name for name in sys.modules if name.split(".")[0] in LOADED]:
@@ -95,7 +95,7 @@ def test_fewer_bytes_never_take_longer(alpha, idle):
 
 
 def test_the_seconds_behind_auto_are_about_those_of_the_lab(fitted):
-    """``docs/planning.md``: what it takes without a model of TCP's windows and losses."""
+    """``docs/planning.md`` compares seconds without a model of TCP's windows and losses."""
     surface, near, fewer = importlib.import_module("surface"), {}, set()
     found = {}
     for row in [*fitted.Results(fitted.DATA).rows, *fitted.Results(surface.CELLS).rows]:
@@ -143,7 +143,7 @@ def test_the_lab_measured_such_steps():
 
 
 def test_a_window_is_halved_in_every_pause_and_opens_again():
-    """100 Mbit/s, a round trip of 80 ms: 0.9 MB are all under way; they take 0.072 s, and the way."""
+    """100 Mbit/s, a round trip of 80 ms: 0.9 MB is all in flight, and takes 0.072 s plus latency."""
     far = Machine(alpha=0.04, beta=8e-8)
 
     def late(idle):
@@ -156,7 +156,7 @@ def test_a_window_is_halved_in_every_pause_and_opens_again():
 
 
 def test_what_does_not_fit_into_a_queue_costs_round_trips():
-    """0.1 s of 10 Mbit/s are 125 kB; 100 packets to each of 3 take sqrt(300) / 4 round trips more."""
+    """0.1 s at 10 Mbit/s is 125 kB; 100 packets to each of 3 ranks take sqrt(300) / 4 round trips."""
     far, near = (Machine(alpha=alpha, beta=8e-7) for alpha in (0.02, 0.0))
 
     def late(nbytes, world_size=4):

@@ -55,7 +55,7 @@ def test_it_trains_and_is_evaluated_in_shares(name, workload):
     torch.optim.SGD(model.parameters(), 0.01).step()
     assert any(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
-    # one by one: the LSTM of AN4 hears the padding of its neighbours
+    # one by one, because the LSTM of AN4 is affected by the padding of its neighbours
     whole = workload.evaluate(model, batch_size=1)
     assert model.training
     shares = [workload.evaluate(model, rank=rank, world_size=2, batch_size=1) for rank in range(2)]
@@ -96,7 +96,10 @@ def test_an_empty_folder_is_refused_at_once_in_one_line(name, tmp_path):
     ("options", "said"),
     [
         ({"workload": "lstm-ptb"}, "lstm-ptb needs data, which is not downloaded; give its folder"),
-        ({"workload": "atis", "data": Path("nowhere")}, "in nowhere, which is no folder; give one"),
+        (
+            {"workload": "atis", "data": Path("nowhere")},
+            "in nowhere, which is not a folder; give one",
+        ),
         (
             {"workload": "bytes", "data": Path("here")},
             "data is here, but bytes has no data; omit it",

@@ -1,1 +1,1 @@
-"""The matrix of what works and what is refused under sparse exchange: tests, and the page made of it."""
+"""The matrix of practices that work or are refused: tests, and the page that they generate."""

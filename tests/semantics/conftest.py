@@ -1,3 +1,3 @@
-"""Tests of this folder run on two ranks."""
+"""The tests of this folder run on two ranks."""
 
 from tests.on_ranks import together  # noqa: F401

@@ -14,7 +14,7 @@ class Seeded(nn.Module):
 
 
 class Branches(Seeded):
-    """``rare`` is used by none, one or both ranks, as their batches decide."""
+    """``rare`` is used by none, one or both ranks, depending on their batches."""
 
     def build(self) -> None:
         self.always, self.rare, self.never = (nn.Linear(20, 5) for _ in range(3))
@@ -34,7 +34,7 @@ class Words(Seeded):
 
 
 class Odd(Seeded):
-    """Parameters of several dtypes, a scalar and one without elements."""
+    """A module with parameters of several dtypes, a scalar, and one without elements."""
 
     def build(self) -> None:
         self.first = nn.Linear(20, 5)

@@ -1,4 +1,4 @@
-"""Tests that run in two ranks for every integration, and are rows of ``docs/semantics.md``."""
+"""Tests that run on two ranks for every integration, and are rows of ``docs/semantics.md``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Practice:
     """A practice of training scripts.
 
     Attributes:
-        section: of the page.
-        name: as a row of the page.
-        cells: by column, "works. ...", "refused. ..." or "untested. ..."; none where the practice does
-            not exist. A cell that a test of another folder proves ends with "(tests/FILE.py::NAME)".
+        section: its section of the page.
+        name: its row of the page.
+        cells: by column, "works. ...", "refused. ..." or "untested. ..."; none if the practice does not
+            exist there.  A cell proved by a test in another folder ends with "(tests/FILE.py::NAME)".
         file: the module of the test.
-        test: its name; empty if other folders prove all cells.
+        test: name of the test; empty if other folders prove all cells.
     """
 
     section: str
@@ -41,10 +41,10 @@ PRACTICES: list[Practice] = []
 
 
 def section(file: str, title: str) -> Callable[..., Any]:
-    """Return a decorator that makes a function of the column a test in two ranks, once per column.
+    """Return a decorator that runs a function of the column as a test on two ranks, once per column.
 
     It takes the practice's name and the cells by column; ``local`` stands for every column but
-    ``attach``, ``everywhere`` for all, unless given apart.
+    ``attach``, ``everywhere`` for all, unless given separately.
     """
 
     def practice(name: str, *, local: str = "", everywhere: str = "", **cells: str) -> Any:

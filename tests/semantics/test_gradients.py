@@ -276,7 +276,7 @@ def _update_space_takes_no_scaler():
     training = Training("UpdateSpace", network())
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(mean_square(training.net, 0, here())).backward()
-    with refused("takes no GradScaler", "bfloat16"):
+    with refused("does not support a GradScaler", "bfloat16"):
         scaler.step(training.optimizer)
     torch.amp.GradScaler("cpu", enabled=False).step(training.optimizer)
     assert equal_on_all_ranks(weights(training.net))
@@ -384,7 +384,7 @@ def test_complex(column):
     "::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",
 )
 def test_units_hold_one_device(column):
-    # "meta" stands for a second device: it cannot compute, but is a different one
+    # "meta" stands for a second device, although it cannot compute
     named = [(str(i), torch.zeros(4, device="meta" if i % 2 else "cpu")) for i in range(4)]
     units = plan_units(named)
     assert [(u.device.type, [s.name for s in u.slots]) for u in units] == [

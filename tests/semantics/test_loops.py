@@ -99,7 +99,7 @@ def _alone(model, step):
 
 
 def _join_delivers_what_is_left(options):
-    """The law over all steps; in the end all ranks have the weights of the last one to finish."""
+    """Check the law over all steps; in the end, all ranks have the weights of the last one to finish."""
     with attached(network(), SPARSE, ddp=options) as (ddp, sync):
         optimizer, ranks = sgd(ddp.parameters()), dist.get_world_size()
         came = applied = added((0.0, weights(ddp.module)))
@@ -123,7 +123,7 @@ def _join_delivers_what_is_left(options):
         ddp.zero_grad()  # another epoch
         mean_square(ddp, 9, here()).backward()
         assert equal_on_all_ranks(gradients(ddp.module))
-        if here() == 0:  # its residual has shrunk since its last batch, and was saved
+        if here() == 0:  # rank 0's residual has shrunk since its last batch, and was saved
             assert 0 < sum(float(v.square().sum()) for v in left.values()) < norms[-1] ** 2
 
 
@@ -220,7 +220,7 @@ def quiet(training, column):
 
 
 def assert_follows(column, iteration, gradient, optimizer=sgd, after=lambda training: None):
-    """Assert that an iteration is one step, by the mean over ranks of ``gradient(model, step, rank)``."""
+    """Assert that an iteration steps once, by ranks' mean of ``gradient(model, step, rank)``."""
     training, twin = Training(column, network(), 1.0, optimizer=optimizer), network()
     for step in range(STEPS):
         training.optimizer.zero_grad()
@@ -437,7 +437,7 @@ def test_other_optimizers(column):
     finally:
         training.close()
     optimizer.step()  # nothing is attached any more
-    # other parameters, and wrappers whose inner optimizer was attached, are no concern of it
+    # other parameters, and wrappers whose inner optimizer was attached, are not refused
     if column == "updates":
         one, other = network(), network()
         inner = sgd(one.parameters())
@@ -450,7 +450,7 @@ def test_other_optimizers(column):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Steps another optimizer, whose parameters it shows as its own."""
+    """Steps another optimizer, and exposes its parameters as its own."""
 
     def __init__(self, inner):
         super().__init__(inner.param_groups, {})
@@ -576,7 +576,7 @@ def test_sam(column):
 
 
 class Outer(torch.optim.SGD):
-    """Its base's ``step`` has hooks as well, once there was an SGD."""
+    """An optimizer whose base's ``step`` has hooks as well, once an SGD was created."""
 
     def step(self, closure=None):
         return super().step(closure)

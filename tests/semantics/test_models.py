@@ -216,7 +216,7 @@ def test_ignored_by_name(column):
 )
 def test_functional_call(column):
     with attached(network(), column=column) as (ddp, _):
-        for step in range(2):  # the first forward pass knows no other one
+        for step in range(2):  # at the first forward pass there is no earlier one
             ddp.zero_grad()
             doubled = {name: 2 * parameter for name, parameter in ddp.named_parameters()}
             x, y = batch(step)
@@ -297,7 +297,7 @@ def test_still_buffers(column):
         training = Training(column, net, 1.0)
         try:
             for step in range(5):
-                net.seen += here()  # as a statistic of what this rank has seen
+                net.seen += here()  # like a statistic of this rank's own inputs
                 if step == 4 and here() == 1:
                     net.table += 1.0
                 training.backward(step)

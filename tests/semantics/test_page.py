@@ -1,4 +1,4 @@
-"""The page says what the tests say."""
+"""The page agrees with the tests."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Train one model by every integration, and in one process that has the batches of all ranks.
+"""Train one model by every integration, and in one process with the batches of all ranks.
 
-If everything is exchanged (density 1, period 1) all of them are the same training.  If little is
-exchanged, nothing is lost on any step: gradients and updates are delivered, or kept in the residual.
+If everything is exchanged (density 1, period 1), all of these trainings are the same. If little is
+exchanged, nothing is lost on any step: gradients and updates are delivered or kept in the residual.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def same(thing: Any) -> Any:
 
 
 class Training:
-    """A model ``net`` trained by one of the integrations, whose loop calls ``called``.
+    """A model ``net`` trained by one of the integrations; the loop calls ``called``.
 
-    ``handle`` is what sparsync returned; if it averages, its step follows the optimizer's.
+    ``handle`` was returned by sparsync; if it averages, its step follows the optimizer's.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Training:
         self._before = weights(self.net)
 
     def step(self) -> None:
-        """Step the optimizer and, where there is one, the averager."""
+        """Step the optimizer, and the averager if there is one."""
         self.optimizer.step()
         if self.averages:
             self.average()
@@ -213,22 +213,24 @@ class Case:
     """A way to train."""
 
     make: Callable[[], nn.Module] = network  # equal on all ranks
-    loss: Callable[[nn.Module, int, int], Tensor] = mean_square  # of model, micro-batch and rank
+    loss: Callable[[nn.Module, int, int], Tensor] = (
+        mean_square  # loss of a model, micro-batch and rank
+    )
     micro: int = 1  # backward passes per step
-    no_sync: bool = True  # all of them but the last
+    no_sync: bool = True  # whether all of them but the last are within no_sync
     ddp: Mapping[str, Any] = field(default_factory=dict)
-    wrap: Callable[[Any], Any] = same  # what is called: the DDP model, or the plain one
-    wrap_inner: Callable[[Any], Any] = same  # the model, before DDP does
+    wrap: Callable[[Any], Any] = same  # wraps the called model: the DDP model, or the plain one
+    wrap_inner: Callable[[Any], Any] = same  # wraps the model before DDP does
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
-    clip: float | None = None  # the gradients that the optimizer gets
+    clip: float | None = None  # clips the gradients that the optimizer gets
     set_to_none: bool = True  # of ``zero_grad``
     before: Callable[[nn.Module, int], None] = lambda model, rank: None  # every step
-    tolerance: float = 1e-5  # of weights and of the law
-    exact: bool = True  # local optimizers equal the common one if everything is exchanged
+    tolerance: float = 1e-5  # tolerance of weights and of the law
+    exact: bool = True  # whether local optimizers equal the common one if everything is exchanged
 
 
 def same_training(column: str, make: Callable[[], nn.Module] = network, **settings: Any) -> None:
-    """Assert that a column trains as one process would, and that it loses nothing."""
+    """Assert that a column trains like one process, and loses nothing."""
     case, local = Case(make, **settings), column != "attach"
     ends = _train(case, column, 1.0)
     assert equal_on_all_ranks(ends), "replicas differ"
@@ -240,7 +242,7 @@ def same_training(column: str, make: Callable[[], nn.Module] = network, **settin
 
 
 def _train(case: Case, column: str, density: float) -> Named:
-    """Train by a column and check the law on every step; return the weights in the end."""
+    """Train by a column and check the law on every step; return the final weights."""
     net, twin, ranks = case.make(), case.make(), dist.get_world_size()
     names = ("ddp", "wrap", "wrap_inner", "optimizer", "tolerance")
     training = Training(column, net, density, **{name: getattr(case, name) for name in names})
@@ -287,7 +289,7 @@ def local_gradients(
 
 
 def _one_process(case: Case, *, clip_local: bool) -> Named:
-    """Train on the mean of all ranks' gradients."""
+    """Train in one process on the mean of all ranks' gradients."""
     model, ranks = case.make(), dist.get_world_size()
     optimizer = case.optimizer(model.parameters())
     for step in range(STEPS):

@@ -15,9 +15,9 @@ def update(rank, step):
 
 
 def on_all_ranks(make, steps, *, update=update, world_size=WORLD_SIZE, reload_at=None, watch=None):
-    """Models `[steps + 1, P, n]` after every step and at the end; all begin with ones.
+    """Return models `[steps + 1, P, n]` after every step and at the end; all begin with ones.
 
-    ``watch(rank, step, averager, local)`` sees every step, after it.
+    ``watch(rank, step, averager, local)`` is called after every step.
     """
 
     async def program(comm):

@@ -1,4 +1,4 @@
-"""Small models to average, on ranks that are threads; a scheme with memory."""
+"""Small models to average, on threads as ranks; and a scheme with memory."""
 
 from typing import final
 
@@ -30,7 +30,7 @@ def linear(seed=0, **options):
 
 
 def add_(model, value):
-    """A local step whose outcome is easy to compute."""
+    """Take a local step whose outcome is easy to compute."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

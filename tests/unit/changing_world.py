@@ -1,9 +1,9 @@
-"""A world whose ranks die, join, leave and stall between any two messages, as drawn from a seed.
+"""A world whose ranks die, join, leave and stall between any two messages, drawn from a seed.
 
-Messages between two members arrive in the order sent; some of a dying member's last ones never do.  A
-member that is away, because it stalls or its links are cut, is given up by the others and gets no
-quorum until it is back.  The next event (an arrival, a member's next move, a death, a birth, an
-absence) is drawn at random.
+Messages between two members arrive in the order sent; some of a dying member's last ones never arrive. If
+a member is away, because it stalls or its links are cut, the others give it up, and it gets no quorum
+until it is back. The next event (an arrival, a member's next move, a death, a birth, an absence) is drawn
+at random.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from sparsync.transports.groups import SoloCommunicator
 from sparsync.units import plan_units
 
 GIVE_UP, DEATH, TIMEOUT = "give up", "death", "timeout"
-MOST = 30_000  # events of a world; one takes a few hundred
+MOST = 30_000  # limit on events of a world; most take a few hundred
 
 
 class Withdrawn(Exception):
@@ -61,9 +61,9 @@ class Waiting(Operation):
 
 
 class Ends(Communicator):
-    """A member's handle on its present group.
+    """A member's handle on its current group.
 
-    It carries whole tensors where transports pack bytes, and keeps no ledger: a world is cheap.
+    It carries whole tensors instead of bytes, and keeps no ledger, so worlds are cheap.
     """
 
     def __init__(self, world, member):
@@ -94,7 +94,7 @@ class Ends(Communicator):
             self.world.post(self.member, end, (self.job, None, GIVE_UP))
 
     def take(self, source, job, tag, payload):
-        """Something has arrived."""
+        """Record that something has arrived."""
         if job is not None and job != self.job:
             if job not in self.past:
                 self.early.append((source, job, tag, payload))
@@ -150,7 +150,7 @@ class Ends(Communicator):
         return await self.allgatherv(tensor, (), phase, None)
 
     async def allgatherv(self, payload, capacities, phase, framing, *, ring=False):
-        """Send the messages of any other transport, none of them packed."""
+        """Send the same messages as other transports, but not packed."""
         ranks, me = self.world_size, self.rank
         blocks = [payload.clone()]
         for skip, count in [(1, 1)] * (ranks - 1) if ring else reversed(list(rounds(ranks))):
@@ -167,23 +167,23 @@ class Ends(Communicator):
 
 
 class Account(NamedTuple):
-    """A member's part in an attempt at a step, should it be committed."""
+    """A member's part in an attempt at a step, in case it is committed."""
 
     accumulated: np.ndarray
     total: np.ndarray
     rest: np.ndarray  # the undelivered part
-    gained: np.ndarray  # what those that leave have dealt to it
-    deals: bool  # the rest goes to other members
+    gained: np.ndarray  # mass dealt to it by leaving members
+    deals: bool  # whether the rest goes to other members
     lost: np.ndarray  # rounded away
 
     @property
     def kept(self):
-        """The residual with which it begins the next step."""
+        """The member's residual at the beginning of the next step."""
         return self.gained if self.deals else self.rest + self.gained
 
     @property
     def change(self):
-        """The attempt's change to the residual, if it is applied."""
+        """The change to the residual if the attempt is applied."""
         return self.kept - self.accumulated if np.isfinite(self.total).all() else 0.0
 
 
@@ -198,14 +198,14 @@ class Member:
         )
         self.members = Members(self.reducer, start=int(weights.sum()) + 1)
         self.met = self.left = False
-        self.ready = False  # it has the weights of some step, and all averages since
+        self.ready = False  # whether it has the weights of some step, and all averages since
         self.whole = number < world.ranks  # it has had the weights
-        self.granted = 0  # its last group, which it may not know yet
-        self.outside = None  # that before it was away, until it has met the others again
+        self.granted = 0  # its last group, even if it does not know it yet
+        self.outside = None  # its group before it was away, until it has met the others again
         self.copied, self.log = None, []  # the step of the copied weights, and averages since
-        self.swapped = 0.0  # of the residual, at the last roll: what another past has changed
-        self.last = (-1, 0)  # the last step that is closed here, and the attempt that was applied
-        # the residual that it must begin its next step with
+        self.swapped = 0.0  # change of the residual at the last roll, due to another past
+        self.last = (-1, 0)  # the last step closed on this member, and the applied attempt
+        # the residual with which it must begin its next step
         self.before = np.zeros(world.size, np.float32)
 
     def __str__(self):
@@ -214,7 +214,7 @@ class Member:
 
     @property
     def residual(self):
-        """A copy of it, between steps."""
+        """A copy of the residual, between steps."""
         residual = self.reducer.residuals[0]
         if residual.empty:
             return np.zeros(self.world.size, np.float32)
@@ -222,7 +222,7 @@ class Member:
 
     @property
     def is_outside(self):
-        """Whether it was away, and has not met the others again."""
+        """Whether the member was away and has not met the others again."""
         return self.outside is not None
 
     @property
@@ -250,7 +250,7 @@ class Member:
                     raise Withdrawn from None
 
     def has_last_weights(self):
-        """Fetch them at some time."""
+        """Return whether it has the last weights; otherwise fetch them at some time."""
         last = self.world.weights.get(self.world.steps)
         if self.members.behind and last is not None and self.world.rng.random() < 0.4:
             self.weights = last
@@ -281,7 +281,7 @@ class Member:
             return verdict
 
     def adopt(self, was):
-        """Go over to the past of the others, from this open step."""
+        """Adopt the others' past, from this open step."""
         world, (step, attempt) = self.world, self.last
         holds = self.attempt_of(step)
         self.swapped = 0.0
@@ -342,7 +342,7 @@ class Member:
                 if self.ends.rank in verdict.commits:
                     break
                 if self.ends.rank in verdict.stale:
-                    kept = before if broken else accumulated  # if nothing of it is delivered
+                    kept = before if broken else accumulated  # the residual if nothing is delivered
                     kept = world.meanwhile(self, step, before, kept)
                     self.before = kept + self.swapped
                     return
@@ -350,7 +350,7 @@ class Member:
         self.commit(step, before)
 
     def fetch(self, step):
-        """Copy the weights of this step, if any member has them, and be ready some time later."""
+        """Copy the weights of this step if any member has them; be ready some time later."""
         if self.copied is None and step in self.world.weights:
             self.copied, self.log = step, []
         elif self.copied is not None and self.world.rng.random() < 0.4:
@@ -384,12 +384,12 @@ class Member:
 
 @cache
 def prepared(name):
-    """Return a preset that delivers sums; some measure the machine first."""
+    """Return a preset that delivers sums; some presets measure the machine first."""
     return replace(run(resolve(name).on(SoloCommunicator())), average=False)
 
 
 def planned(size, ranks, *given, k, plan=auto.plan, known={}, **named):  # noqa: B006
-    """Return a plan of ``auto``, once: it takes longer than a world, and every new group wants it."""
+    """Return a plan of ``auto``, cached: it takes longer than a world, and every group needs it."""
     key = size, ranks, k
     if key not in known:
         known[key] = plan(size, ranks, *given, k=k, **named)
@@ -401,10 +401,11 @@ class World:
 
     Args:
         change: probability of a death, and of a birth, at every message and move.
-        absence: that of an absence.
-        alone: that of an absence that begins when a member has committed, perhaps before others can.
-        leaving: that of a member's wish to leave, in every step.
-        broken: that of NaN in a gradient.
+        absence: probability of an absence.
+        alone: probability of an absence that begins when a member has committed, perhaps before others
+            can.
+        leaving: probability, in every step, that a member wants to leave.
+        broken: probability of NaN in a gradient.
     """
 
     def __init__(
@@ -428,20 +429,23 @@ class World:
         self.change, self.leaving, self.broken = change, leaving, broken
         self.absence, self.alone = absence, alone
         self.generator, self.gradients = torch.Generator().manual_seed(seed), []
-        self.links = defaultdict(deque)  # (source, destination) -> what is under way
-        self.busy = []  # links on which something is, and may arrive
+        self.links = defaultdict(deque)  # (source, destination) -> messages in flight
+        self.busy = []  # links with messages that may arrive
         self.members, self.tasks, self.born, self.changes = {}, {}, 0, 0
-        self.away = {}  # members that are: whether they stand still
-        self.back = 0.0  # probability, at every message and move, that one returns
-        self.severed = {}  # members that were cut off: the last group whose messages are lost
+        self.away = {}  # members that are away -> whether they stall
+        self.back = 0.0  # probability, at every message and move, that an absent member returns
+        self.severed = {}  # members that were cut off -> the last group whose messages are lost
         self.returned = Counter()
         self.forks = 0  # steps that were taken back
         self.withdrawn = 0  # members that have left without training on
         self.standing = ()  # the last group that has committed
-        self.over = False  # somebody has reached the end
-        self.asked, self.groups = {}, [()]  # who asks for a quorum; the groups by number
-        self.weights = {0: np.zeros(size, np.float32)}  # by step, of all that are not behind
-        # by step and attempt: accounts, who has committed, and weights afterwards; the attempt that holds
+        self.over = False  # whether a member has reached the end
+        self.asked, self.groups = {}, [()]  # members that ask for a quorum; the groups by number
+        self.weights = {
+            0: np.zeros(size, np.float32)
+        }  # by step, of all members that are not behind
+        # by step and attempt: accounts, members that have committed, and weights afterwards; then the
+        # valid attempt
         self.accounts, self.committers = {}, defaultdict(list)
         self.reached, self.attempts = {}, {}
         for _ in range(ranks):
@@ -459,7 +463,7 @@ class World:
     # ---- what happens ------------------------------------------------------------------------------
 
     def run(self):
-        """Run until all members are at the end; return how often the group has changed."""
+        """Run until all members are at the end; return the number of changes of the group."""
         with patch.object(auto, "plan", planned):
             for _ in range(MOST):
                 self.grant()
@@ -524,7 +528,7 @@ class World:
         self.born += 1
 
     def can_bear(self):
-        """Whether fresh weights can no longer win (at the first step they do, if most have them)."""
+        """Whether fresh weights can no longer win (in the first step, a majority of them wins)."""
         all_ahead = all(one.reducer.step > 0 for one in self.members.values() if one.whole)
         return all_ahead and len(self.members) < 6
 
@@ -617,11 +621,11 @@ class World:
         return await operation
 
     def grant(self):
-        """Give a quorum once all present members have asked, and another one if anything has changed."""
+        """Grant a quorum once all present members have asked, a new one if anything has changed."""
         if self.over and all(
             one.is_outside or not one.members.attempt for one in self.members.values()
         ):
-            for number in list(self.members):  # no member is left to learn from
+            for number in list(self.members):  # no member with weights is left
                 self.kill(number)
         if len(self.asked) < len(self.members) - len(self.away):
             return
@@ -629,7 +633,7 @@ class World:
         if not asked or len(asked) < len(self.members) - len(self.away):
             return
         if not asked.keys() & self.standing and self.members.keys() & self.standing:
-            return  # until one of these returns
+            return  # wait until one of these returns
         ends = self.rng.sample(sorted(asked), len(asked))
         failed = any(operation.failed for operation in asked.values())
         if failed or set(self.groups[-1]) != set(ends):
@@ -639,10 +643,10 @@ class World:
             self.members[number].granted = len(self.groups) - 1
             operation.end((len(self.groups) - 1, list(self.groups[-1])))
 
-    # ---- what must hold ----------------------------------------------------------------------------
+    # ---- invariants ----------------------------------------------------------------------------
 
     def prepared(self, member, accumulated):
-        """Keep the account of a member's part in an attempt, should it be committed."""
+        """Record the account of a member's part in an attempt, in case it is committed."""
         reduced, members = member.reducer.reduced[0], member.members
         gained = np.zeros(self.size, np.float32)
         for _, where, values in members._dealt:
@@ -659,12 +663,14 @@ class World:
         self.accounts.setdefault(key, {})[member.number] = account
 
     def committed(self, member, step, *, applied):
-        """Check that one group committed a step, all of which was prepared, and that nothing is lost."""
+        """Check that one group committed a step for which all its members were prepared, without loss."""
         attempt = member.members._past[-1][1]
         if step not in self.attempts or member.members.attempt == len(self.groups) - 1:
             self.hold(step, attempt)
         by = self.committers[step, attempt]
-        holds = self.attempts[step] == attempt  # or it is late, and others have repeated the step
+        holds = (
+            self.attempts[step] == attempt
+        )  # otherwise it is late, and others have repeated the step
         if holds:
             self.standing = self.groups[attempt]
         accounts = self.accounts[step, attempt]
@@ -689,7 +695,7 @@ class World:
             assert np.array_equal(member.weights, known), "replicas differ"
 
     def hold(self, step, attempt):
-        """Go over to the past in which this attempt has committed the step."""
+        """Adopt the past in which this attempt has committed the step."""
         former = self.attempts.get(step, attempt)
         self.attempts[step] = attempt
         if former == attempt:
@@ -704,7 +710,7 @@ class World:
         return 0.0 if account is None else account.change
 
     def check_law(self, accounts):
-        """Check that nothing is lost in an attempt, or by members that leave with it."""
+        """Check that an attempt loses nothing, not even the residuals of members that leave with it."""
         acc, totals, rests, gains, lasts, lost = zip(*accounts, strict=True)
         assert all(np.array_equal(total, totals[0]) for total in totals), "totals differ"
         near(sum(acc), totals[0] + sum(rests) + sum(lost), "the law")
@@ -714,9 +720,10 @@ class World:
             near(sum(gains), sum(left, zeros), "a residual was lost by leaving")
 
     def meanwhile(self, member, step, before, kept):
-        """Return the residual that a member must come back with, whose open step was this one.
+        """Return the required residual of a returning member whose open step was this one.
 
-        Its part in that, if the others have applied it; else it has ``kept`` everything.
+        If the others have applied the step, this depends on its part in it; otherwise it has ``kept``
+        everything.
         """
         account = self.accounts.get((step, member.attempt_of(step)), {}).get(member.number)
         if account is None:
@@ -725,7 +732,7 @@ class World:
 
 
 def near(found, expected, what):
-    """Gradients are whole numbers, and so are residuals, unless values are quantised."""
+    """Compare residuals exactly, because gradients are whole numbers, unless values are quantised."""
     assert (np.abs(found - expected) <= 2e-2 + 1e-5 * np.abs(expected)).all(), what
 
 
@@ -735,20 +742,20 @@ def near(found, expected, what):
 def world_of(seed, name):
     """Return a world with more events than in the tests.
 
-    Four ranks and six steps find the most per second: fewer are cheaper, and violations far rarer.
+    Four ranks and six steps find the most violations per second; with fewer, they are far rarer.
     """
     return World(seed, name, steps=6, change=0.006, absence=0.008, alone=0.05)
 
 
 def play(job):
-    """Run the worlds of a preset with some seeds; return their changes, and the violations."""
+    """Run the worlds of a preset with some seeds; return their changes and the violations."""
     name, seeds = job
     changes, seen, violations = 0, Counter(), []
     for seed in seeds:
         world = world_of(seed, name)
         try:
             changes += world.run()
-        except Exception as error:  # an assertion of the world, or an error of the library in it
+        except Exception as error:  # an assertion of the world, or an error of the library
             why = str(error) or type(error).__name__
             violations.append(f"{name}, seed {seed}: {why}")
         seen += world.returned + Counter(forks=world.forks)
@@ -757,7 +764,7 @@ def play(job):
 
 
 def start():
-    """Set up a process that plays: members and worlds are cycles, which are collected after a while."""
+    """Set up a process that plays; members and worlds form cycles, which are collected later."""
     torch.set_num_threads(1)
     gc.freeze()
     gc.disable()

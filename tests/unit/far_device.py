@@ -1,9 +1,9 @@
 """A stand-in for a GPU: tensors that claim to be on ``cuda:0``, and refuse operands from the CPU.
 
-It shows what would fail on a device, without one: operations whose operands lie on two, and reading
-memory of the device from Python.  It counts the bytes that tensors hold there (``memory``), and the
-operations for which the host would wait until the device has caught up (``waits``).  It computes on the
-CPU, and knows nothing of streams.
+Without a device, it detects errors that would occur on one: operands on two devices, and reading device
+memory from Python. It counts the bytes that tensors hold there (``memory``), and the operations for which
+the host would wait until the device has caught up (``waits``). It computes on the CPU, and knows nothing
+of streams.
 """
 
 import threading
@@ -23,7 +23,7 @@ __all__ = ["FAR", "Memory", "far", "far_device", "memory", "waits"]
 FAR = torch.device("cuda", 0)
 # operations that copy between devices, by name
 _CROSSING = ("copy_", "_to_copy")
-# Operations whose results the host reads: a number (``item``, ``bool``), or how many elements there are.
+# Operations whose results the host reads: a number (``item``, ``bool``), or the number of elements.
 _READS = (
     "_local_scalar_dense",
     "equal",
@@ -37,14 +37,14 @@ _READS = (
 
 
 class Memory:
-    """The bytes of the device that tensors hold, and the most that they held since ``reset``."""
+    """The bytes of device memory that tensors hold, and their maximum since ``reset``."""
 
     def __init__(self):
         self._holders, self._lock = Counter(), threading.RLock()  # tensors by storage
         self.now = self.most = 0
 
     def reset(self):
-        """Forget the most so far."""
+        """Reset the maximum."""
         self.most = self.now
 
     def hold(self, far, near):
@@ -66,12 +66,12 @@ class Memory:
 
 
 memory = Memory()
-# by operation, how often the host had to wait for the device; for tests on one thread
+# number of waits for the device, by operation; for tests on one thread
 waits = Counter()
 
 
 class _Far(Tensor):
-    """A tensor of the device; its elements are in the ``near`` one."""
+    """A tensor on the device; its elements are in the tensor ``near``."""
 
     @staticmethod
     def __new__(cls, near):
@@ -81,7 +81,7 @@ class _Far(Tensor):
             strides=near.stride(),
             storage_offset=near.storage_offset(),
             dtype=near.dtype,
-            device="meta",  # of the device itself, torch would ask its driver
+            device="meta",  # for the device itself, torch would ask its driver
         )
         far.near = near
         memory.hold(far, near)
@@ -121,7 +121,7 @@ def far(tensor):
 
 @contextmanager
 def far_device():
-    """Let tensors be made on the device, and moved to it; kernels are PyTorch's."""
+    """Allow tensors to be made on the device and moved to it; kernels are PyTorch's."""
 
     def tensor(*args, device=None, **kwargs):
         made = plain_tensor(*args, **kwargs)
@@ -164,7 +164,7 @@ def _compute(function, args, kwargs):
     asked = kwargs.get("device")
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    # C++ code that copies a tensor's device sees the one that it was made with
+    # C++ code that copies a tensor's device sees the device with which it was made
     moves = bool(there) if asked is None else torch.device(asked).type in (FAR.type, "meta")
     near_args, near_kwargs = _mapped((args, kwargs), lambda x: getattr(x, "near", x))
     result = function(*near_args, **near_kwargs)
@@ -175,7 +175,7 @@ def _compute(function, args, kwargs):
     return _mapped(result, lambda x: by_memory[id(x)] if id(x) in by_memory else _Far(x))
 
 
-# arguments and results of operations hold nothing else; torch.utils._pytree takes three times as long
+# arguments and results contain no other types; torch.utils._pytree takes three times as long
 def _tensors(tree):
     """Yield the tensors of nested lists, tuples and dictionaries."""
     if isinstance(tree, Tensor):
@@ -198,7 +198,7 @@ def _mapped(tree, change):
 
 
 def _waits_for(name, args, kwargs):
-    """Return what the host waits for in an operation on tensors of the device, or an empty name."""
+    """Return the name of the wait that an operation on device tensors causes, or an empty string."""
     if name in _READS:
         return name
     mask = (torch.bool, torch.uint8)

@@ -1,4 +1,4 @@
-"""Small linear problems, whole and divided over ranks, and their training on virtual ranks."""
+"""Small linear problems, whole or divided over ranks, and their training on virtual ranks."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from sparsync.published.sparcml.linear.solvers import Sgd
 
 
 def make_data(rows=60, dimensions=40, density=0.15, seed=0):
-    """Sparse rows whose labels a linear model can mostly tell; the last columns are empty."""
+    """Return sparse rows whose labels a linear model can mostly predict; the last columns are empty."""
     generator = np.random.default_rng(seed)
     features = random(rows, dimensions, density, format="csr", random_state=generator)
     features.data = generator.standard_normal(features.nnz)
@@ -27,7 +27,7 @@ def make_problem(data, model="logistic", dtype=np.float64, **options):
 
 
 def shares(data, world_size):
-    """Contiguous rows; with more ranks than rows, some have none."""
+    """Return contiguous rows per rank; with more ranks than rows, some have none."""
     features, labels = data
     cuts = [len(labels) * rank // world_size for rank in range(world_size + 1)]
     return [(features[a:b], labels[a:b]) for a, b in pairwise(cuts)]

@@ -23,7 +23,7 @@ def smallest(dtype: torch.dtype) -> float:
 
 
 def palette(dtype: torch.dtype, *, finite: bool = False) -> list[float]:
-    """Few values, so that drawn vectors are full of ties; every kind of float among them."""
+    """Few values, so that drawn vectors have many ties; they include every kind of float."""
     tiny, big = smallest(dtype), torch.finfo(dtype).max
     values = [0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 0.5, tiny, -tiny, big, -big]
     return values if finite else [*values, float("inf"), float("-inf"), float("nan")]
@@ -43,7 +43,7 @@ def sparse_vectors(draw, dtype: torch.dtype | None = None, max_size: int = 30):
 
 @st.composite
 def families(draw, max_parts: int = 5, max_size: int = 12):
-    """Several dense vectors of one size and dtype, one per rank, of any float32 values."""
+    """Several dense vectors of one size and dtype, one per rank, with any float32 values."""
     size = draw(st.integers(0, max_size))
     element = st.one_of(st.just(0.0), st.floats(width=32))
     part = st.lists(element, min_size=size, max_size=size)
@@ -52,13 +52,13 @@ def families(draw, max_parts: int = 5, max_size: int = 12):
 
 @st.composite
 def boundaries_of(draw, size: int, max_parts: int = 5) -> list[int]:
-    """Ascending cuts of ``[0, size]``, empty regions among them."""
+    """Ascending cuts of ``[0, size]``, including empty regions."""
     inner = draw(st.lists(st.integers(0, size), max_size=max_parts - 1))
     return [0, *sorted(inner), size]
 
 
 def same(a: Tensor, b: Tensor) -> None:
-    """Equal in shape, dtype and every bit that counts (NaN equals NaN)."""
+    """Assert equal shape, dtype and bits, except that any NaN equals any NaN."""
     assert a.dtype == b.dtype
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 

@@ -28,7 +28,7 @@ def reduce_all(make, vectors, k=0, step=0):
 
 
 def make_vectors(world_size, size=200, per_rank=20, dtype=torch.float32):
-    """Small whole numbers at random places, so that sums are exact in any order."""
+    """Return small whole numbers at random places, whose sums are exact in any order."""
     result = []
     for rank in range(world_size):
         generator = torch.Generator().manual_seed(rank)

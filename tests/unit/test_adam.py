@@ -76,7 +76,7 @@ def test_update_space_adam_keeps_its_moments_when_a_step_is_refused():
 
 
 def test_a_frozen_moment_has_a_floor():
-    """A row that was never seen in the warm-up does not make a giant step when it is."""
+    """A row that first occurs after the warm-up does not make a giant step."""
     net = nn.Embedding(4, 3)
     optimizer = UpdateSpaceAdamW(net, 0.01, "dense", second_moment="frozen", warmup_steps=3)
     for step in range(6):

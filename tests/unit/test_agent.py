@@ -65,7 +65,7 @@ def arrive(agent, step, value):
 
 
 def test_who_begins_an_ended_round_anew_is_given_its_result():
-    """Rank 1 ends the round; rank 0 has lost its last message, starts again and is answered."""
+    """Rank 1 ends the round; rank 0, which has lost its last message, restarts it and gets the result."""
     agents = make(2, deadline=1.0)
     first, second = arrive(agents[0], 0, 1), arrive(agents[1], 0, 3)
     deliver(agents, lost=lambda source, dest, kind: dest == 0 and kind == Kind.DATA)
@@ -95,7 +95,7 @@ def test_word_goes_down_the_tree_once(root):
 
 
 def test_who_comes_back_is_given_the_last_model_that_all_had():
-    """Not the last average of a group, which others never saw."""
+    """It is not the last average of a group, which others never saw."""
     agents = make(2, deadline=1.0)
     arrive(agents[0], 0, 1), arrive(agents[1], 0, 3)
     deliver(agents)
@@ -112,7 +112,7 @@ def test_who_comes_back_is_given_the_last_model_that_all_had():
 
 
 def test_the_average_of_a_group_that_waits_is_no_model_of_all():
-    """Without a global average since, who comes back is given the initial model."""
+    """Without a global average since then, a returning rank gets the initial model."""
     agents = make(4, 2, "synchronous", deadline=1.0)
     for rank, agent in enumerate(agents):
         arrive(agent, 0, rank)
@@ -159,7 +159,7 @@ class Idle(Actor):
 
 
 class Racing(ZmqHost):
-    """Its actor fails at the very moment at which ``ask`` registers a wait."""
+    """A host whose actor fails exactly when ``ask`` registers a wait."""
 
     waits = ()
 

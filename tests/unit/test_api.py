@@ -99,7 +99,7 @@ def test_results_go_to_other_libraries(dense):
     matrix = total.to_scipy()
     assert matrix.shape == (1, 4) and matrix.toarray().tolist() == [values.tolist()]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of tensors whose invariants PyTorch was not told to check
+        warnings.simplefilter("error")  # PyTorch warns of tensors whose invariants are not checked
         tensor = total.to_torch()
     assert tensor.is_coalesced() and torch.equal(tensor.to_dense(), values)
     for form in (total.to_numpy(), matrix, tensor):
@@ -192,7 +192,7 @@ def test_the_size_of_the_last_total_is_remembered_between_calls():
 
 
 def test_a_remembered_size_chooses_the_collective():
-    """Equal supports; with random ones, 2 % on 64 ranks would make the sum dense."""
+    """Supports are equal; with random ones, 2 % on 64 ranks would make the sum dense."""
     size, same = 100_000, torch.arange(2_000)
 
     def equal(_rank):
@@ -310,7 +310,7 @@ def test_several_calls_are_under_way_at_once_and_end_in_any_order():
         (
             torch.ones(2),
             {"op": "max", "algorithm": "budgeted"},
-            "budgeted sums, and knows no 'max'",
+            "budgeted only sums, and does not support 'max'",
         ),
         ("text", {}, "got str; give a 1-D tensor"),
         (np.array(["a"]), {}, "convert it to a numeric dtype"),
@@ -389,7 +389,7 @@ def test_disagreement_shows_long_values_where_they_differ():
 
 
 def worst_of(outcomes, parts):
-    """Let replicas of ``parts`` parts report their outcomes; return what the ranks learn."""
+    """Let replicas of ``parts`` parts report their outcomes; return the result on each rank."""
 
     async def program(comm):
         home, part = comm.rank // parts * parts, comm.rank % parts
@@ -439,7 +439,7 @@ def test_ranks_that_give_equal_codecs_agree():
 
 
 def test_attach_compares_the_options_too(monkeypatch):
-    """Ranks with another cap post receives of another length: gloo aborts the process."""
+    """With unequal caps, ranks would post receives of unequal lengths, and gloo would abort."""
     told = []
 
     async def listen(comm, facts):

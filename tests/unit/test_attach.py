@@ -75,7 +75,9 @@ def test_what_the_optimizer_would_do_again_is_refused(what):
 def test_a_density_that_updates_would_ignore_is_refused(algorithm):
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(net.parameters())
-    with pytest.raises(ConfigurationError, match=r"density is 0.01, but updates .* omit density="):
+    with pytest.raises(
+        ConfigurationError, match=r"density is 0.01, but algorithm= .* omit density="
+    ):
         sparsync.attach(net, optimizer, algorithm, density=0.01)
 
 
@@ -221,7 +223,7 @@ def test_copies_of_a_closed_model_are_as_if_nothing_had_been_attached(alone, wra
 
 
 def test_a_handle_that_goes_leaves_no_hook_on_the_optimizers_of_others(alone):
-    """The hook that refuses steps of other optimizers is one of all optimizers of the process."""
+    """The hook that refuses steps of other optimizers applies to all optimizers of the process."""
     before = len(_global_optimizer_pre_hooks)
     for close in (True, False):
         net = torch.nn.Linear(4, 1)
@@ -265,7 +267,7 @@ def test_two_backward_passes_within_a_forward_pass_are_two_steps(alone):
 
 
 class Gaps(torch.nn.Module):
-    """Two of three elements of its weight's memory belong to another; DDP's gradients have no gaps."""
+    """The weight's memory has gaps, two of three elements; the gradients of DDP have none."""
 
     def __init__(self):
         super().__init__()
@@ -319,7 +321,7 @@ def test_strided_gradients_that_a_user_set_are_exchanged(alone):
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize("wrap", [lambda net: net, DistributedDataParallel], ids=["plain", "ddp"])
 def test_a_refused_step_keeps_no_gradients(alone, wrap, policy):
-    """They would live on until the next step, next to its own and, in DDP, to rebuilt buckets."""
+    """They would stay in memory until the next step, besides new ones and DDP's rebuilt buckets."""
     net = wrap(Whole())
     where = {} if wrap is DistributedDataParallel else {"replicate": dist.group.WORLD}
     with attach(net, density=0.5, transport="torch", nonfinite=policy, **where):

@@ -13,7 +13,7 @@ from sparsync.units import Slot, Unit
 
 SIZE, RANKS = 20_000, 4
 SLOW, FAST = Links(alpha=1e-5, beta=1e-6), Links(alpha=1e-7, beta=1e-12)
-IDLE = {"gamma": 0.0, "select": 0.0, "encode": 0.0, "decode": 0.0}  # as virtual ranks work
+IDLE = {"gamma": 0.0, "select": 0.0, "encode": 0.0, "decode": 0.0}  # virtual ranks work in no time
 
 
 def unit(size=SIZE, name="w"):
@@ -67,7 +67,7 @@ def test_a_slow_network_makes_it_sparse_and_a_fast_one_dense(units):
 
 
 def test_what_was_measured_corrects_a_wrong_plan():
-    """The machine claims to be fast: dense is planned, found slow, and abandoned within a few checks."""
+    """The machine is declared fast: dense is planned, found slow, and abandoned within a few checks."""
     results = train(SLOW, 30, machine=machine_of(FAST, select=1e-8), check_period=3, patience=2)
     names = [step[0] for step in results[0][0]]
     assert names[1] == "dense" and names[7] != "dense" and "dense" not in names[20:]

@@ -309,7 +309,7 @@ def test_a_resumed_run_continues_bit_for_bit(load_first):
 
 @pytest.mark.parametrize(("first", "then"), [(torch.inf, 1.0), (1.0, -torch.inf)])
 def test_a_state_of_a_run_in_which_a_buffer_was_finite_or_not_is_refused_by_its_name(first, then):
-    """Not by size: only one of the two ranks averages it."""
+    """The error names the buffer, not a size, although only one of the two ranks averages it."""
 
     def averager(value):
         model = linear()
@@ -352,7 +352,7 @@ def test_the_example_learns_and_ends_with_equal_replicas(launcher, ranks):
 
 # ---- numbers ---------------------------------------------------------------------------------------
 
-# of 4 ranks: S, tau, the averages of 8 steps, and models in each; None: it depends on who arrives when
+# on 4 ranks: S, tau, the averages in 8 steps, and models in each; None: depends on the order of arrival
 NUMBERS = {
     "allreduce": (4, 1, 8, 4),
     "local": (1, 8, 1, 4),

@@ -24,7 +24,7 @@ def sparse(*values):
 
 ZERO = [0.0, 0.0, 0.0]
 ONE = [1.0, 0.0, 0.0]
-EPS = 2.0**-23  # the collective chooses the tree of additions; twice as much is wrong
+EPS = 2.0**-23  # collectives add in different orders, within this error; twice as much is wrong
 
 
 def dense(*values):

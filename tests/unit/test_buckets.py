@@ -1,4 +1,4 @@
-"""Buckets' gradients arrive in the units, and averages in the buckets, whatever parameters are joined."""
+"""Gradients of buckets reach the units, and averages the buckets, for any joined parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ORDERS = {"reverse": list(range(9, -1, -1)), "mixed": [8, 9, 4, 3, 5, 6, 7, 0, 1
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """Return the elements in the order of memory, as a bucket has them."""
+    """Return the elements in memory order, as in a bucket."""
     if tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize:
         return tensor.flatten()  # DDP keeps no strides that leave gaps
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).clone()

@@ -201,7 +201,7 @@ def test_neither_is_ever_negative(times, alpha, beta):
 
 
 def noisy(draw, count):
-    """Times that are never shorter, often a little and sometimes much longer."""
+    """Return times that are often a little and sometimes much longer than the true one."""
     return {
         size: [
             seconds(size) * (1 + draw.expovariate(20)) * (10 if draw.random() < 0.1 else 1)

@@ -109,7 +109,7 @@ def test_the_last_whole_checkpoint_counts_and_old_ones_go(tmp_path):
     load(other, tmp_path)
     assert other.reducer.step == 3
     load(other, tmp_path, step=3)
-    with pytest.raises(CheckpointError, match="no whole checkpoint of step 1 in"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint of step 1 in"):
         load(other, tmp_path, step=1)
     assert save(sync, tmp_path, keep=None).name == "000005-step-00000004"
     for keep in (0, 10**39, 2.5, True):
@@ -121,7 +121,7 @@ def test_the_last_whole_checkpoint_counts_and_old_ones_go(tmp_path):
 
 @contextlib.contextmanager
 def small_disk():
-    """Files cannot grow beyond 1 kB, as on a disk that is full; nor can pytest's own, so be brief."""
+    """Limit files to 1 kB, as on a full disk; this includes pytest's own files, so be brief."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
@@ -323,7 +323,7 @@ def test_what_is_shared_and_does_not_fit_changes_nothing(tmp_path):
 
 def test_an_error_of_the_last_part_takes_all_back(tmp_path):
     class Late(Sync):
-        """Refuses a state after the reducer has taken it, as an optimizer may refuse its groups."""
+        """Refuses a state after the reducer has loaded it, as an optimizer may refuse its groups."""
 
         def load_state_dict(self, state):
             super().load_state_dict(state)
@@ -352,5 +352,5 @@ def test_fields_of_other_types_are_refused(key, value):
 
 
 def test_no_checkpoint_is_no_hang(tmp_path):
-    with pytest.raises(NoCheckpointError, match="there is no whole checkpoint in"):
+    with pytest.raises(NoCheckpointError, match="there is no complete checkpoint in"):
         load(Sync(), tmp_path / "nowhere")

@@ -20,7 +20,7 @@ def test_a_command_of_the_papers_names_their_package(command, monkeypatch, name)
     code, out, err = command(name, "--ranks", 4)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(
-        f"error: sparsync {name} is of the package sparsync-papers, which is not "
+        f"error: sparsync {name} is in the package sparsync-papers, which is not "
     )
     assert "No such command" in command("nonsense")[2]
     assert command()[0] == 0 and "time-to-loss" not in command()[1]
@@ -72,9 +72,9 @@ BAD_INPUT = {
         (["--algorithm", "fp16:bits=7"], "fp16 has no option bits; it has none"),
         (["--elastic", "--algorithm", "D-PSGD"], "dpsgd averages models"),
         (["--elastic", "--algorithm", "dense,budgeted"], "--elastic trains by one algorithm"),
-        (["--algorithm", "dense,local", "--target-step", "9"], "none could be ahead in local"),
+        (["--algorithm", "dense,local", "--target-step", "9"], "no rank could run ahead in local"),
         (["--json", "."], "cannot write to '.'"),
-        (["--json", "-"], "'-' is no file"),
+        (["--json", "-"], "'-' is not a file"),
         (["--plot", "loss.txt"], "cannot draw 'loss.txt'"),
         (["--stpes", "3"], "--stpes"),
         (["--seed", str(2**64)], f"seed is {2**64}; give at most 4.295e+09"),
@@ -92,7 +92,7 @@ BAD_INPUT = {
             ["--collectives", "WAGMA-SGD"],
             "or on the command line: sparsync train --algorithm WAGMA",
         ),
-        (["--collectives", "oktopk:cap"], "oktopk: 'cap' is no OPTION=VALUE"),
+        (["--collectives", "oktopk:cap"], "oktopk: 'cap' is not OPTION=VALUE"),
         (["--collectives", "dense,cap=2"], "'cap=2' follows no NAME: of an algorithm"),
         (["--ranks", "0"], "ranks is 0; give at least 1"),
         (["--size", "many"], "size is 'many'; give whole numbers"),
@@ -125,10 +125,13 @@ BAD_INPUT = {
         (["--kernels", "--verify", "every"], "--kernels has no --verify; leave it out"),
         (["--size", "1000000000000"], "give a smaller --size, or fewer --ranks"),
         (["--size", "9" * 30], "give at most 1e+12"),
-        (["--transport", "torch", "--network", "1mbit,1ms"], "--network is for --transport sim"),
+        (
+            ["--transport", "torch", "--network", "1mbit,1ms"],
+            "--network describes the simulated network",
+        ),
     ],
     "bench --selectors": [
-        (["--sizes", "big"], "sizes is 'big'; give bytes, with commas between, e.g. 64KB,1MB"),
+        (["--sizes", "big"], "sizes is 'big'; give bytes separated by commas, e.g. 64KB,1MB"),
         (["--sizes", "64KB,,1MB"], "sizes is '64KB,,1MB'"),
         (["--sizes", "0KB"], "sizes is '0KB'"),
         (["--input", "dominant"], "input is dominant; give uniform, normal"),
@@ -173,12 +176,15 @@ BAD_INPUT = {
     "plan --ranks 2 --model-size 1000": [
         (["--network", "1gbit,1us", "--algorithm", "topk"], "(did you mean TopkA or gtopk"),
         (["--network", "1gbit,1us", "--algorithm", "gtopk", "--all"], "choose one of them"),
-        (["--network", "1gbit,1us", "--algorithm", "auto"], "no cost is known of 'auto'"),
+        (["--network", "1gbit,1us", "--algorithm", "auto"], "the cost of 'auto' is unknown"),
         ([], "name one, e.g. --network 10gbit,20us, or give --machine FILE"),
         (["--network", "fast"], "cannot read 'fast'"),
         (["--network", "1gbit,1us", "--density", "7"], "density is 7.0"),
         (["--network", "1gbit,1us", "--ranks", "0"], "ranks is 0; give at least 1"),
-        (["--network", "1gbit,1us", "--ranks", "two"], "ranks is 'two'; give whole numbers, with"),
+        (
+            ["--network", "1gbit,1us", "--ranks", "two"],
+            "ranks is 'two'; give whole numbers separated",
+        ),
         (["--network", "1gbit,1us", "--ranks", "2,0"], "ranks is 0; give at least 1"),
         (["--network", "1gbit,1us", "--model", "none"], "model is 'none'; give full or paper"),
         (
@@ -198,7 +204,7 @@ BAD_INPUT = {
         (["--network", "1gbit,1us", "--json", "/proc/none/plan.json"], "cannot write to"),
     ],
     "linear": [
-        (["--data", "nowhere.svm"], "--data 'nowhere.svm' is no file; name an svmlight file"),
+        (["--data", "nowhere.svm"], "--data 'nowhere.svm' is not a file; name an svmlight file"),
         (["--model", "ridge"], "unknown model 'ridge'; choose one of logistic, svm"),
         (["--solver", "newton"], "solver is newton; give sgd or scd"),
         (["--solver", "scd", "--model", "svm"], "choose logistic"),
@@ -233,7 +239,7 @@ BAD_INPUT = {
         (["100mbit", "--ranks", "0", "python"], "ranks is 0; give at least 1"),
         (["100mbit", "--ranks", "1000", "python"], "ranks is 1000; give at most 999"),
         (["100mbit", "--grace", "nan", "python"], "grace is nan; give at least 0"),
-        (["100mbit;2=1mbit", "python"], "link '2=1mbit' is of none of 2 ranks"),
+        (["100mbit;2=1mbit", "python"], "link '2=1mbit' belongs to none of 2 ranks"),
         (["100mbit", "--", "pyton", "a.py"], "there is no program 'pyton'; give one after --"),
         (["100mbit", "--plot", "a.txt", "python"], "cannot draw 'a.txt'"),
         (["100mbit,1ms", "--up", "1mbit", "python"], "rate '100mbit,1ms' is not a number"),

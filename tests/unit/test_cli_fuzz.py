@@ -1,9 +1,9 @@
 """Hostile values for every option of every command; the commands themselves list their options.
 
-A call ends with 0 or 2 within its limits of memory and time, without a traceback (with 1 where memory
-was too little for an input that could work); with 2 it has said one line, and nothing else.  No rank is
-started: where a command would, the call has been accepted.  Some of the accepted ones are then made
-once more, with ranks.
+A call must end with 0 or 2 within its limits of memory and time, without a traceback (or with 1 if a
+valid input needs more memory); with 2 it has printed one line and nothing else. No rank is started: if a
+command would start ranks, the call counts as accepted. Some of the accepted calls are then repeated with
+ranks.
 """
 
 import contextlib
@@ -112,7 +112,7 @@ def commands():
     return dict(made.commands)
 
 
-# settings that keep a command short, unless a hostile value replaces them
+# settings that make a command short, unless a hostile value replaces them
 SHORT = {
     "train": [],
     "bench": ["--ranks", "2", "--size", "1000", "--steps", "1", "--warmup", "0"],
@@ -237,14 +237,14 @@ def call(line):
         return f"ends with {code}", code
     if code == 2 and (out.getvalue() or said.count("\n") != 1 or not said.startswith("error: ")):
         return f"ends with 2, and says {said[-300:]!r}", code
-    # some files refuse what is written only when it is, like those of a full disk
+    # some files, e.g. on a full disk, refuse data only while it is written
     if code == 1 and not ("out of memory" in said or "[Errno 5] Input/output error" in said):
         return f"a wrong input ends with 1, and says {said[-300:]!r}", code
     return ("a traceback" if "Traceback" in said else "", code)
 
 
 def fuzz(count, seed, folder):
-    """Return the calls that ended wrong, and how many ended with each code."""
+    """Return the calls that ended wrongly, and the number of calls by exit code."""
     rng, paths = random.Random(seed), files(folder)
     known, wrong, codes = commands(), [], {}
     with contextlib.suppress(ImportError):

@@ -147,7 +147,7 @@ def passes(folder, name, **environment):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A clone of the working tree with a remote, and with an environment that borrows this one's."""
+    """Return a clone of the working tree with a remote, and an environment borrowing this one's."""
     folder = tmp_path / "checkout"
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     git = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True)
@@ -253,7 +253,7 @@ def test_the_site_is_deployed_by_version(checkout):
     mkdocs = checkout / ".venv" / "bin" / "mkdocs"  # a borrowed one would not see mike
     mkdocs.write_text('#!/bin/sh\nexec python -m mkdocs "$@"\n')
     mkdocs.chmod(0o755)
-    # one page in place of all, which `make docs` builds with its warnings as errors
+    # one page instead of all, which `make docs` builds with warnings as errors
     (checkout / "mkdocs.yml").write_text("site_name: small\ndocs_dir: small\nplugins: [mike]\n")
     (checkout / "small").mkdir()
     (checkout / "small" / "index.md").write_text("# A page of the site\n")

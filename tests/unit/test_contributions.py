@@ -17,7 +17,8 @@ from sparsync.updates.fragments import Weights
 from sparsync.updates.outer_engine import OuterEngine
 
 SIZE, RANKS = 96, 4
-# what each rank sees in every step; one nothing, then nobody, then a single rank
+# samples of each rank in every step: at first one rank has none, then all have none, then a single rank
+# has some
 SEEN = ([3, 1, 2, 2], [0, 5, 1, 7], [0, 0, 0, 0], [0, 0, 9, 0], [100, 1, 1, 1], [2, 2, 2, 2])
 
 
@@ -99,7 +100,7 @@ def test_the_law_holds_with_weights(name, residual):
     ],
 )
 def test_finish_leaves_the_weighted_mean_of_all_steps(settings):
-    """Where every element is delivered; numbers are alike in every period."""
+    """Every element is delivered, and the numbers are equal in every period."""
     numbers, steps = [1.0, 9.0, 0.0, 2.0], 13
 
     async def program(comm):
@@ -133,7 +134,7 @@ def test_steps_of_which_nobody_has_seen_anything_count_nothing():
 
 
 def test_equal_numbers_are_as_none():
-    """Bit for bit; a rank that never counts sends nothing more after the first exchange."""
+    """Results are bit-identical; ranks that never count send nothing more after the first exchange."""
     ends = []
     for seen in (None, 7):
 

@@ -58,7 +58,7 @@ def test_a_copy_of_an_earlier_step_does_not_do(server):
 
 
 def test_copies_may_be_offered_while_the_thread_looks_through_them(server):
-    """An iteration over the present ones, as the thread's, goes on when another is offered."""
+    """The thread's iteration over existing copies continues when another one is offered."""
     server.offer(1, b"first")
     present = iter(server._copies)
     server.offer(2, b"second")

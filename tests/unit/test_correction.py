@@ -23,7 +23,7 @@ SIZE, STEPS, RANKS = 60, 50, 4
 
 
 def gradient(rank: int, step: int, weights: torch.Tensor) -> torch.Tensor:
-    """A noisy quadratic's: local, and dependent on the weights."""
+    """Return a local gradient of a noisy quadratic, which depends on the weights."""
     noise = torch.randn(SIZE, generator=torch.Generator().manual_seed(step * 100 + rank))
     return 0.2 * weights + noise
 
@@ -58,7 +58,7 @@ def trained(
 
 
 def reference(**options) -> list[torch.Tensor]:
-    """The same by torch's SGD on the dense average."""
+    """Train in the same way with torch's SGD on the dense average."""
     weights = torch.nn.Parameter(torch.linspace(-1, 1, SIZE))
     optimizer = torch.optim.SGD([weights], lr=0.05, **options)
     history = []
@@ -133,7 +133,7 @@ def test_below_density_1_it_is_algorithm_4(nesterov):
             velocity = 0.9 * velocity + g
             residual = residual + velocity
         mask = torch.ones(SIZE)
-        # two units share the k entries by where the last step's largest lay: take the same counts
+        # two units share the k entries by the places of the last step's largest, so take the same counts
         moved = (mine[step] - (mine[step - 1] if step else torch.linspace(-1, 1, SIZE))) != 0
         assert int(moved.sum()) == sum(entries)
         for start, stop in ((0, 20), (20, 60)):
@@ -158,7 +158,7 @@ def test_clipping_equals_torchs_on_one_rank():
 
 @pytest.mark.parametrize("ranks", [4, 16, 64])
 def test_independent_gradients_are_clipped_to_the_global_norm(ranks):
-    """N independent local gradients of which the average has the norm ``clip``: the edge of clipping."""
+    """N independent local gradients whose average has the norm ``clip``, the limit of clipping."""
     generator = torch.Generator().manual_seed(0)
     local = torch.randn(ranks, 100_000, generator=generator)
     clip = float(local.mean(0).norm())
@@ -181,7 +181,7 @@ def test_the_previous_norm_is_this_norm_one_step_later():
     corrector.retain([SparseVector.empty(2, first[0])])
     assert not corrector.waits
     second = torch.tensor([10.0])
-    corrector.correct_(0, 0, second)  # by the norm 5 of the step before
+    corrector.correct_(0, 0, second)  # by the norm of the previous step, 5
     assert second.tolist() == pytest.approx([2.0])
     corrector.restore()  # a refused step leaves no trace
     assert corrector.previous_norm == pytest.approx(5.0)

@@ -1,4 +1,4 @@
-"""Every field of a saved state, damaged in every way: its rank refuses it, or finds others differ."""
+"""Damage every field of a saved state in every way: its rank refuses it, or others find a difference."""
 
 import copy
 from collections.abc import Iterator
@@ -24,11 +24,10 @@ UNKNOWN = "a field that nobody knows"
 
 
 def damages(state: Any) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
-    """Yield places in a state, what is wrong there, and a state in which it is.
+    """Yield a place in a state, the damage there, and the damaged state.
 
-    Every field is missing; every dictionary has one more; every value has other types; every tensor
-    another shape, size or dtype, NaN or Inf in it, or no memory; every number is NaN, Inf, or beyond 64
-    bits.
+    Each field is omitted; each dictionary gets another; each value gets other types; each tensor another
+    shape, size or dtype, NaN or Inf, or no memory; each number becomes NaN, Inf, or more than 64 bits.
     """
     for path in places(state):
         value = at(state, path)
@@ -81,7 +80,7 @@ def is_switch(value: Any) -> bool:
 
 
 def changed(value: Any, path: tuple[Any, ...], other: Any = None, *, remove: bool = False) -> Any:
-    """Return a copy with another value at a place; what lies elsewhere is shared."""
+    """Return a copy with another value at a place; everything else is shared."""
     if not path:
         return other
     key, *rest = path
@@ -136,7 +135,7 @@ def of_gradients():
 
 
 def test_a_state_of_an_older_torch_fits():
-    """Missing values stay as they are here, as when torch's own optimizers load the state."""
+    """Missing values keep their current ones, as when torch's own optimizers load the state."""
     with of_updates({}) as sync:
         saved, (group,) = sync.state_dict(), sync.outer.optimizers[0].param_groups
         group["foreach"] = False
@@ -211,7 +210,7 @@ def test_no_damaged_state_is_like_the_others(name):
             if what == "long" and path[0] == "groups":
                 continue  # a rate that was given as a whole number
             if what == "missing" and path[0] == "groups" and is_switch(at(saved, path)):
-                continue  # torch has had it only since the state was saved
+                continue  # the state was saved before torch had this field
             try:
                 if common(damaged) == expected:
                     loaded.append((path, what))
@@ -237,7 +236,7 @@ def stepped(make):
 
 
 def copies_of_gradients():
-    """What a rank that joins fetches, as an object that saves and loads it."""
+    """The copy that a joining rank fetches, as an object that saves and loads it."""
     pytest.importorskip("zmq")
     from sparsync.elastic.catch_up import load_copy, make_copy
 
@@ -278,7 +277,7 @@ def resharding():
     )
 
 
-SAVERS = {  # by name, which begins with the kind: what saves and loads states of that kind
+SAVERS = {  # by name, which begins with the kind: an object that saves and loads states of that kind
     "gradients": of_gradients,
     "gradients, resharded": resharding,
     "updates": lambda: of_updates({}),
@@ -295,7 +294,7 @@ def test_every_kind_of_state_has_its_envelope_damaged():
 
 
 def damaged_envelopes(state: Any) -> Iterator[tuple[Any, str]]:
-    """Yield envelopes that no object of this kind may open, and the words of its refusal."""
+    """Yield envelopes that an object of this kind must refuse, with the words of its error."""
     kind, here = state["kind"], f"load a state of {STATE_KINDS[state['kind']]}"
     for other in (None, 7, [], "state", UNKNOWN):
         yield other, f"the saved state is {other!r}, expected a dictionary; {here}"
@@ -313,7 +312,7 @@ def damaged_envelopes(state: Any) -> Iterator[tuple[Any, str]]:
     for other, place in STATE_KINDS.items():
         if other != kind:
             said = f"the saved state['kind'] is '{other}', expected '{kind}'; load it into {place}, and"
-            # whatever the other's version and content are, its kind is said
+            # the error names the other kind, whatever its version and content
             yield {"kind": other, "version": 99, "content": {"a": 1}}, said
     for other in (STATE_VERSION + 1, 0, -1, float(STATE_VERSION), str(STATE_VERSION), True, None):
         said = (

@@ -1,4 +1,4 @@
-"""SGD's default: its density by model, that it keeps up with dense, and its notices."""
+"""SGD's default: its density for each model, its loss compared with dense, and its notices."""
 
 import math
 from dataclasses import replace
@@ -105,7 +105,7 @@ def test_a_density_that_was_given_is_taken_as_given(capsys):
 
 
 def train(make_model, lr, momentum, density=None, steps=120, ranks=2):
-    """Train with SGD to do as another network of the kind; return held-out loss and notices."""
+    """Train with SGD to imitate another network of the same kind; return held-out loss and notices."""
     torch.manual_seed(0)
     taught, begin = make_model(), make_model().state_dict()
     size = sum(p.numel() for p in taught.parameters())
@@ -153,7 +153,7 @@ def small():
     [(linear, 0.5, 0.0), (linear, 0.05, 0.9), (small, 0.1, 0.0), (small, 0.1, 0.9)],
 )
 def test_small_networks_train_as_with_dense_sgd(make_model, lr, momentum):
-    """At 1 %, they were 1e16 and 47 times behind: entries that are 100 steps late act as a momentum."""
+    """At 1 %, losses were 1e16 and 47 times as large: entries 100 steps late act like momentum."""
     dense, _ = train(make_model, lr, momentum, density=1.0)
     loss, notices = train(make_model, lr, momentum)
     assert loss <= 1.15 * dense + 1e-12 and not notices

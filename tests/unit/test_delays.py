@@ -1,4 +1,4 @@
-"""Injected delays: all ranks agree on who waits; invalid text is refused in one clear line."""
+"""Injected delays: all ranks agree on which wait; invalid text is refused in one clear line."""
 
 import math
 from statistics import median
@@ -65,7 +65,7 @@ def test_heavytail_is_figure_9_of_wagma():
         ("slow:1:2", "delay is 'slow:1:2'"),
         ("random:0:1", "COUNT is 0; give at least 1 rank"),
         ("random:1:nan", "SECONDS is nan; give seconds from 0 to a day's"),
-        ("persistent:-1:1", "RANK is -1; give one from 0 on"),
+        ("persistent:-1:1", "RANK is -1; give a rank >= 0"),
         ("persistent:1:1e9", "SECONDS is 1000000000.0"),
         ("heavytail:2:1", "MAX is 1.0; give at least MIN, 2"),
     ],

@@ -29,7 +29,7 @@ def seconds(machine, period=2):
     ("beta", "dense", "updates"), [(8e-7, 43.5, 1.04), (8e-8, 4.5, 0.382), (8e-9, 0.644, 0.317)]
 )
 def test_the_lab_measured_such_steps(beta, dense, updates):
-    """``benchmarks/time_to_loss.md``: 4 ranks on 2 cores; 0.22 s of each are computation."""
+    """``benchmarks/time_to_loss.md``: 4 ranks on 2 cores; 0.22 s of each step is computation."""
     found = [0.22 + part for part in seconds(Machine(alpha=1e-4, beta=beta))]
     assert found == pytest.approx([dense, updates], rel=0.12)
 
@@ -50,7 +50,7 @@ def test_updates_are_chosen_below_one_bandwidth_and_dense_above(alpha):
 
 
 def test_dense_is_chosen_unless_updates_save_a_tenth():
-    """From about 5.7 Gbit/s on, dense gradients take no longer."""
+    """From about 5.7 Gbit/s, dense gradients take no longer."""
     near = 0
     for beta in (1.3e-9 + 1e-11 * step for step in range(60)):
         machine = Machine(beta=beta)
@@ -76,11 +76,14 @@ def test_it_says_both_times_and_what_they_do_not_tell():
         fast.why.startswith("dense gradients take about ") and ", updates every 2 steps" in fast.why
     )
     for made in (slow, fast):
-        assert "how many steps a loss takes differs between the two, and is not known" in made.why
+        assert (
+            "the number of steps to a given loss differs between the two and is not known"
+            in made.why
+        )
         assert "sparsync-papers" in made.why and "\n" not in made.why
     assert choice(Machine(beta=8e-8), period=8).why.startswith("updates every 8 steps take")
 
 
 def test_updates_whose_seconds_are_not_known_are_refused():
-    with pytest.raises(ConfigurationError, match="no cost is known of"):
+    with pytest.raises(ConfigurationError, match="the cost of 'auto' is unknown"):
         seconds_of_updates(resolve("auto"), 2, size=9, world_size=2, machine=Machine())

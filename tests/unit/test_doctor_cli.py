@@ -1,4 +1,4 @@
-"""``sparsync doctor`` before and after its ranks: arguments, judgements, the page, the JSON."""
+"""``sparsync doctor`` without its ranks: arguments, checks, the page, the JSON."""
 
 import dataclasses
 import json
@@ -54,7 +54,7 @@ def examination(*checks):
 
 @pytest.fixture
 def examine(command, monkeypatch):
-    """Run the command with given findings of its ranks."""
+    """Run the command as if its ranks had these findings."""
 
     def run(found, *arguments):
         monkeypatch.setattr(network_choice, "launch", lambda *_, **__: found)
@@ -144,7 +144,7 @@ def changed(**of_rank_2):
                 for rank in range(2)
             ],
             "note",
-            "MPICH may bypass containers' network",
+            "MPICH may bypass the network of containers",
         ),
         ([dataclasses.replace(FACTS, backends={"torch.distributed gloo": ""})], "note", "PowerSGD"),
     ],
@@ -168,7 +168,7 @@ def test_links_and_clocks_are_judged():
     assert slow[0].what == "the link from rank 1 to rank 2 is 3.0 x slower than most"
     off = list(check_links(calibration(ahead=2.5), [0.0] * 4))[-1]
     assert (off.level, off.what) == ("note", "rank 1's wall clock is +2.5 s off rank 0's")
-    # another steady clock, the same wall clock: machines that started at different times
+    # different monotonic clocks and equal wall clocks: machines that booted at different times
     assert list(check_links(calibration(ahead=2.5), [0.0, -2.5, -2.5, -2.5]))[-1].level == "ok"
 
 
@@ -207,12 +207,12 @@ def far(alpha, beta, *changes, controls=("bbr",) * 4):
 
 
 def test_buffers_that_far_links_fill_are_named_with_the_command():
-    # 1 Gbit/s and 24 ms are 3 MB in flight; 3 MiB are what half of 6 MiB allow
+    # 1 Gbit/s times 24 ms is 3 MB in flight; half of 6 MiB allows 3 MiB
     (narrow,) = [check for check in far(12e-3, 8e-9) if "in flight" in check.what]
     assert narrow == Check(
         "note",
-        "the links have 3 MB in flight, rate x round trip, and TCP of ranks 0, 1 allows 3.15 MB at most, "
-        "which may hold the rate down",
+        "the links hold 3 MB in flight (rate x round trip), but TCP of ranks 0, 1 allows at most "
+        "3.15 MB, which may limit the rate",
         'sysctl -w net.ipv4.tcp_wmem="4096 16384 12582912" net.ipv4.tcp_rmem="4096 131072 24117248" '
         "(then measure again)",
     )
@@ -226,8 +226,8 @@ def test_starting_slowly_after_a_pause_is_said_of_far_links():
     (found,) = far(40e-3, 8e-8)
     assert found == Check(
         "note",
-        "after a pause of 280 ms TCP of ranks 0, 1 starts slowly again, which costs round trips of 80 ms "
-        "in each exchange after a long computation",
+        "after a pause of 280 ms, TCP of ranks 0, 1 returns to slow start, which costs each exchange "
+        "after a long computation several round trips of 80 ms",
         "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
     )
     off = {"tcp_slow_start_after_idle": (0,)}
@@ -238,7 +238,7 @@ def test_starting_slowly_after_a_pause_is_said_of_far_links():
 def test_congestion_control_that_shrinks_windows_is_named_on_far_links():
     changes, controls = [{}] * 4, ("cubic", "bbr", "reno", "")
     (found,) = far(40e-3, 8e-7, *changes, controls=controls)
-    assert "TCP of ranks 0, 2 shrinks its window at a loss (cubic)" in found.what
+    assert "TCP of ranks 0, 2 shrinks its window at a packet loss (cubic)" in found.what
     assert "net.ipv4.tcp_congestion_control=bbr" in found.advice
     assert far(1e-3, 8e-7, *changes, controls=controls) == [], "near"
 
@@ -316,7 +316,7 @@ def ranks_with(memory, device=None, count=2):
         # 12 GB; the residual 4, and 12 bytes for every hundredth entry
         (33 * GB, None, "sgd", "ok", "16.1 GB; a rank has 16.5 GB left"),
         (32 * GB, None, "sgd", "bad", "fits alone, but with attach takes 16.1 GB"),
-        (None, None, "adamw", "note", "28.3 GB, and what is free is unknown"),
+        (None, None, "adamw", "note", "28.3 GB; how much is free here is unknown"),
     ],
 )
 def test_a_model_is_compared_with_the_free_memory(memory, device, optimizer, level, words):

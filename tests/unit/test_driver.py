@@ -15,7 +15,7 @@ SECONDS = 10.0  # far more than any of these takes: a hang fails instead of hang
 
 
 class Manual(Operation):
-    """Done when a test says so; counts how often it has been waited for."""
+    """An operation that ends when a test says so; counts the waits for it."""
 
     def __init__(self):
         self.waits = 0
@@ -139,7 +139,7 @@ def test_together_returns_in_the_order_given():
 
 @pytest.mark.filterwarnings("error")
 def test_what_together_did_not_start_is_closed():
-    """Python would write that it was never awaited, whenever it happens to collect it."""
+    """Otherwise Python would warn, when it collects the coroutine, that it was never awaited."""
 
     async def failing():
         raise PeerError("gone")
@@ -171,7 +171,7 @@ def test_channels_do_not_mix(world_size):
 
 
 def test_a_strided_view_of_one_element_is_gathered():
-    """Torch calls it contiguous, and keeps its stride when it is asked for a contiguous one."""
+    """Torch considers such a view contiguous, so ``contiguous()`` keeps its stride."""
 
     async def program(comm):
         return await comm.allgather(torch.full((6, 6), float(comm.rank))[:1, 0], "values")
@@ -322,7 +322,7 @@ def test_an_engine_without_work_that_is_dropped_aborts_nothing():
 
 
 def test_an_engine_that_a_job_drops_last_is_not_busy_there():
-    """A job's resources are therefore closed on the same thread."""
+    """The job's resources can therefore be closed on the same thread."""
     engine, seen = Engine("test"), []
     assert engine.busy
 

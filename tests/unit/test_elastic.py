@@ -92,7 +92,7 @@ def test_only_a_manager_with_the_right_group_will_do(net):
 
 
 def test_a_torchft_that_passes_no_addresses_on_is_refused_at_the_import():
-    """As its releases up to 0.2.0, under which every quorum would fail."""
+    """Like torchft's releases up to 0.2.0, with which every quorum would fail."""
     old = "import torchft.manager as m; del m.Manager._reconfigure_pg; import sparsync.elastic"
     process = run_python(old)
     assert process.returncode == 1
@@ -162,7 +162,7 @@ def test_updates_are_handed_over_but_for_those_from_weights_of_the_programs(net,
 
 
 def test_a_rank_does_not_catch_up_in_the_exchange_in_which_it_joins(net, manager):
-    """It is outside of its loop's steps: schedulers that it took over would be a step behind."""
+    """It is outside of the loop's steps: schedulers that it took over would be a step behind."""
     optimizer = torch.optim.AdamW(net.parameters(), 0.1)
     with attached(net, manager, optimizer) as sync:
         attendance = sync.attendance

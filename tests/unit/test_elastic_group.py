@@ -130,7 +130,7 @@ KINDS = {
     ],
 )
 def test_who_does_not_fit_ends_and_the_others_go_on(make, keys, capsys, mine, theirs, words):
-    """It is the one that has not met any other yet."""
+    """The incompatible rank is the one that has not met any other yet."""
     group, other = make(**KINDS[mine](keys)), make(**KINDS[theirs](keys))
     group.reconfigure(told(other, group))
     with pytest.raises(ConfigurationError, match=f"^1 of 2 members .*{words}"):
@@ -165,7 +165,7 @@ def test_members_with_keys_exchange_and_copy(make, keys):
 
 
 def test_a_key_that_is_not_listed_does_not_get_in_whatever_its_handle_says(make, keys, capsys):
-    """It claims to fit, has met the members before, and knows all that the lighthouse does."""
+    """The stranger claims to fit, has met the members before, and knows all the lighthouse knows."""
     members = [make(curve_keys=keys[0] / f"rank-{r}.key_secret") for r in range(2)]
     stranger = make(curve_keys=keys[1] / "rank-4.key_secret")
     stranger._card["transport"] = members[0]._card["transport"]
@@ -176,7 +176,7 @@ def test_a_key_that_is_not_listed_does_not_get_in_whatever_its_handle_says(make,
     assert capsys.readouterr().err.count("a key is not listed here") == 2
     members[0].copies.offer(5, b"weights")
 
-    # it takes the members' number and endpoints as its own, and so a member's place
+    # it uses the members' number and endpoints, and so takes a member's place
     quorum = members[0].quorum
     stranger.comm.regroup(1, quorum.number, quorum.endpoints)
     stranger.comm.isend(EIGHT, 0, "p", RAW)
@@ -233,7 +233,7 @@ def test_over_gloo_every_group_fulfils_the_contract_and_nothing_piles_up(make):
 
 @pytest.mark.gloo
 def test_over_gloo_who_gives_up_lets_nobody_wait(make):
-    """Not for itself, nor for ranks that are alive, even after one of them gives up as well."""
+    """No rank waits for one that gave up, or for live ranks, even after another gives up as well."""
     members = [make(transport="torch") for _ in range(3)]
     failed = threading.Barrier(3, timeout=10)
 
@@ -259,7 +259,7 @@ def test_over_gloo_who_gives_up_lets_nobody_wait(make):
 
 @pytest.mark.gloo
 def test_over_gloo_every_wait_ends(make):
-    """Waits for a message that is never sent, for a missing rank, and for a store that is gone."""
+    """Waits for a message that is never sent, for a missing rank, and for a lost store."""
     one, two = make(transport="torch"), make(transport="torch")
 
     def silent(comm):

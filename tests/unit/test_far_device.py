@@ -1,6 +1,6 @@
 """Every algorithm, scheme, codec, selector and engine on tensors of a device, from one table.
 
-Messages are in the host's memory.  The rows are the registries' own, so that a new one is tried without
+Messages are in the host's memory. The rows are those of the registries, so a new row is tested without
 being named here, and the variants of the contracts.
 """
 
@@ -31,7 +31,7 @@ def noise(rank, step):
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-# ---- what a row computes on a device: tensors ------------------------------------------------------
+# ---- the tensors that a row computes on a device ------------------------------------------------------
 
 
 def averages_and_residuals(algorithm, device):
@@ -81,7 +81,7 @@ def selections(make, device):
 
 
 def weights_after_training(optimizer, exchange, device):
-    """A plain module with the exchange that ``attach`` chooses or is given; DDP itself needs a driver."""
+    """Train a plain module with an exchange of ``attach``; DDP itself would need a driver."""
     torch.manual_seed(0)
     net = nn.Linear(SIZE, 3)
     if device == FAR:
@@ -103,7 +103,7 @@ def weights_after_training(optimizer, exchange, device):
 
 
 def made_small(name):
-    """Return a scheme whose period ends within the test; the noise correction is the optimizer's."""
+    """Return a scheme whose period ends within the test."""
     small = {"period": STEPS, "noise_correction": False}
     return partial(SCHEMES[name], **{k: v for k, v in small.items() if k in options_of(name)})
 
@@ -121,7 +121,7 @@ ROWS = {
         f"preset {name}": partial(averages_and_residuals, algorithm)
         for name, algorithm in {**PRESETS, **table.ALGORITHMS, **BITS}.items()
     },
-    # two ranks make groups of two: there WAGMA doubles recursively
+    # with groups of two, WAGMA uses recursive doubling
     **{
         f"scheme {name} of {ranks}": partial(models, make, ranks)
         for name, make in AVERAGERS.items()

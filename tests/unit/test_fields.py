@@ -1,4 +1,4 @@
-"""Descriptions of saved states: their refusals, and the values that ranks compare."""
+"""Schemas of saved states: their refusals, and the values that ranks compare."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The native forwarder between sockets in place of network devices, which need no privileges."""
+"""The native forwarder between sockets, which need no privileges, instead of network devices."""
 
 import contextlib
 import os
@@ -77,7 +77,8 @@ def test_a_packet_takes_its_time_on_both_wires():
         ends[0].send(packet)
         ends[0].send(packet)
         assert [ends[1].recv(2_000) for _ in range(2)] == [packet] * 2
-        # 0.2 s for two on the slower wire, less its millisecond of credit; 0.05 s for one on the other
+        # two frames take 0.2 s on the slower wire, less a millisecond of credit; one takes 0.05 s on the
+        # other
         assert 0.325 < time.perf_counter() - started < 0.45
 
 
@@ -116,7 +117,7 @@ def self_paced(end):
 
 
 def test_of_several_segments_single_ones_are_lost():
-    """The others arrive as if sent alone: their numbers, lengths and checksums are right."""
+    """The remaining segments arrive as if sent alone: their numbers, lengths and checksums are right."""
     lossy = (1e9, 0.0, 0.0, 0.3, 1.0)
     payload = bytes(range(250))  # 25 segments
     header = b"\0\1\0\2" + (1_000).to_bytes(4, "big") + bytes(4) + b"\x50\x19" + bytes(6)

@@ -28,7 +28,7 @@ steps = st.integers(0, 200)
 
 
 class Star(Graph):
-    """Rank 0 sends to all, all send to rank 0: not regular, so columns sum to 1 and rows do not."""
+    """Rank 0 sends to all, and all to rank 0: not regular, so columns sum to 1, but rows do not."""
 
     def neighbours(self, rank, world_size, step):
         return list(range(1, world_size)) if rank == 0 else [0]
@@ -97,7 +97,7 @@ def test_dpsgd_multiplies_by_the_mixing_matrix(world_size, mixing_steps):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("graph", [Exponential(), Exponential(2), Exponential(4), Star()])
 def test_sgp_is_push_sum(graph, world_size):
-    """Updates enter the numerator undivided: Algorithm 1 to the letter, also if weights differ."""
+    """Updates are added to the numerator unscaled, exactly as in Algorithm 1, even if weights differ."""
     expected, weights = push_sum(graph, world_size)
     torch.testing.assert_close(trained(partial(Sgp, graph=graph), world_size)[:-1], expected)
     differ = bool((weights - 1).abs().max() > 0.2)
@@ -230,7 +230,9 @@ def test_everyone_is_in_one_group_of_about_the_size_asked_for(case):
 
 
 def test_a_rank_finds_its_group_without_listing_the_others():
-    members = group_of(123_456_789, 10**9 + 7, 4, step=10**6)  # listing would take minutes
+    members = group_of(
+        123_456_789, 10**9 + 7, 4, step=10**6
+    )  # listing all ranks would take minutes
     assert 123_456_789 in members
     assert all(group_of(rank, 10**9 + 7, 4, step=10**6) == members for rank in members)
 
@@ -243,7 +245,7 @@ def test_the_composition_changes_on_every_step(case):
 
 
 def different_groups(world_size):
-    """Group sizes > 1 that give different groups (20 and 21 give the same of 40 ranks)."""
+    """Return group sizes > 1 that give different groups (for 40 ranks, 20 and 21 give the same)."""
     sizes = range(world_size, min(2, world_size) - 1, -1)
     return {len(partition(world_size, size, 0)): size for size in sizes}.values()
 

@@ -22,7 +22,7 @@ gpu = [
 
 
 def results(device):
-    """What the specification makes of ordinary and awkward floats."""
+    """Return the specification's results on ordinary and awkward floats."""
     generator = torch.Generator().manual_seed(0)
     awkward, n = torch.tensor(palette(torch.float32)), 5000
     mixed = awkward[torch.randint(len(awkward), (n,), generator=generator)]

@@ -33,7 +33,7 @@ def trained(kind=torch.optim.AdamW, **options):
     "options", [{}, {"weight_decay": 0.1, "maximize": True}, {"foreach": False}]
 )
 def test_a_corrected_step_is_that_of_the_averages_second_moment(share, options):
-    """With 4 ranks, at least a fourth of the squares remains, whatever a few samples suggest."""
+    """With 4 ranks, at least a fourth of the squares remains, even if a few samples suggest less."""
     parameter, optimizer, before = trained(**options)
     ((_, state, _),) = with_moments(optimizer)
     correct(optimizer, {} if share is None else {parameter: share}, 4)
@@ -58,7 +58,7 @@ def test_a_rate_of_zero_and_elements_without_gradients_move_nothing():
 
 
 def test_joined_parameters_are_treated_as_each_alone(monkeypatch):
-    """With other steps, rates and memory formats among them, bit for bit."""
+    """Results are bit-identical, even with different steps, rates and memory formats."""
     shapes = ((3, 5), (7,), (2, 3, 4, 5), (0,), (11,), (4,), (1,))
     ends = []
     for small in (0, 20, 1000):
@@ -116,7 +116,7 @@ def test_the_share_is_what_averaging_leaves_of_the_squares():
         return {
             "noise": noise,
             "signal": signal,
-            # what all ranks have in common and turns at every step is no noise
+            # a part that all ranks share is not noise, even if its sign changes at every step
             "turns": torch.full((30,), (-1.0) ** at),
             "both": noise + signal,
             "none": torch.zeros(3),
@@ -159,7 +159,7 @@ def test_measurements_go_on_from_a_saved_state():
 
 @pytest.mark.parametrize(("apart", "noise"), [(0.0, 1.0), (0.0, 30.0), (1.0, 1.0), (3.0, 10.0)])
 def test_agreement_tells_data_that_differ_from_noise(apart, noise):
-    """Gradients of unit size in common, differences that last, and noise: what lasts is divided."""
+    """Gradients consist of a common part of unit size, lasting differences, and noise."""
     own = torch.randn(4, 40, 50, generator=torch.Generator().manual_seed(1))
     own -= own.mean(0)
     own /= own.square().mean().sqrt()
@@ -177,7 +177,7 @@ def test_agreement_tells_data_that_differ_from_noise(apart, noise):
 
 
 def test_a_fused_step_that_a_scaler_skips_is_not_corrected():
-    """The first one has moments without bias nowhere: torch counts it back."""
+    """Torch sets the count of a skipped first step back to 0, which the bias correction divides by."""
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(3, 5))
     optimizer = torch.optim.AdamW([parameter], **GROUP, fused=True)

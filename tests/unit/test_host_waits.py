@@ -1,4 +1,4 @@
-"""How often the host waits for a device: as ``docs/kernels.md`` says of every preset, on the stand-in."""
+"""How often the host waits for a device: as ``docs/kernels.md`` states, on a stand-in."""
 
 import re
 from collections import Counter
@@ -45,7 +45,7 @@ def of_gradients(name):
 
 
 def of_updates(monkeypatch):
-    """Return the waits per rank and step of AdamW's default, with all that a step takes."""
+    """Return the waits per rank and step of AdamW's default, including all parts of a step."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from virtual_updates import ONE_BIT, train_updates
 

@@ -1,4 +1,4 @@
-"""Which interfaces ``GLOO_SOCKET_IFNAME`` selects, and hosts whose own name is 127.0.1.1."""
+"""Interfaces selected by ``GLOO_SOCKET_IFNAME``, and hosts whose own name maps to 127.0.1.1."""
 
 import os
 import socket
@@ -81,7 +81,7 @@ def test_the_machines_own_interfaces_are_found():
 
 @pytest.fixture
 def cards(monkeypatch):
-    """Let this machine have the cards, and a hosts file as Debian's."""
+    """Let this machine have these cards, and a hosts file like Debian's."""
     monkeypatch.setattr(rendezvous, "own_interfaces", lambda: CARDS)
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     real = socket.getaddrinfo
@@ -123,7 +123,8 @@ def test_a_host_whose_own_name_is_loopback_is_found_by_others(cards):
     assert way_to("node7") == usual_address(CARDS) == "10.0.0.5"
     assert way_to("localhost") == way_to("127.0.0.1") == "127.0.0.1"
     cards.setenv("WORLD_SIZE", "4")
-    cards.setenv("LOCAL_WORLD_SIZE", "4")  # all ranks are here: nothing need leave the machine
+    # all ranks are on this machine, so no message needs to leave it
+    cards.setenv("LOCAL_WORLD_SIZE", "4")
     assert way_to("node7") == "127.0.0.1"
     cards.setenv("LOCAL_WORLD_SIZE", "2")
     assert way_to("node7") == "10.0.0.5"

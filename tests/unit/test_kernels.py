@@ -9,7 +9,7 @@ from .strategies import FLOATS, dense_tensors, same
 
 
 def by_magnitude(x: torch.Tensor) -> list[int]:
-    """Positions of what is not zero: NaN, then by falling magnitude, of ties the lower first."""
+    """Return positions of nonzero elements: NaN, then by falling magnitude, ties in ascending order."""
 
     def order(at):
         value = abs(x[at].item())

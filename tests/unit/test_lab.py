@@ -73,7 +73,7 @@ def test_links_are_read(text, links):
         ("1gbit,1ms,100%", "a loss of 100%; give less"),
         ("1gbit,11s", "an RTT of 11 s; give at most 10 s"),
         ("1gbit,1ms,0%,2ms", "a jitter of 0.002 s; give at most the RTT, 0.001 s"),
-        ("1gbit;1gbit", "link '1gbit' is of none of 2 ranks; write RANK=RATE"),
+        ("1gbit;1gbit", "link '1gbit' belongs to none of 2 ranks; write RANK=RATE"),
     ],
 )
 def test_other_links_are_refused_in_one_line(text, words):
@@ -142,7 +142,7 @@ def test_the_sizes_of_a_lab_fit_each_other(ranks, rate):
         ({"ranks": 1001}, "ranks is 1001"),
         ({"ranks": 2.0}, "ranks is 2.0"),
         ({"links": "1 furlong"}, "'1 furlong'"),
-        ({"links": "1gbit;2=1mbit"}, "link '2=1mbit' is of none of 2 ranks; .*of rank 0 to 1"),
+        ({"links": "1gbit;2=1mbit"}, "link '2=1mbit' belongs to none of 2 ranks; .*of rank 0 to 1"),
         ({"links": [Link(MBIT, MBIT)]}, "1 links for 2 ranks; give one for each"),
         ({"carrier": "pigeon"}, "unknown carrier 'pigeon'; choose auto, tbf, netem, forwarder"),
         ({"links": "1gbit,20ms", "carrier": "tbf"}, "tbf neither delays nor loses packets; choose"),
@@ -218,7 +218,7 @@ def test_other_systems_are_refused(monkeypatch):
 
 @pytest.fixture
 def nobody(monkeypatch, tmp_path):
-    """A process without privileges: what ``unshare`` does, and what was executed in its place."""
+    """A process without privileges; records the commands that would have replaced it."""
     executed, unshare = [], tmp_path / "unshare"
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(sys, "orig_argv", ["python", "-W", "error", "train.py", "--lab", "1gbit"])

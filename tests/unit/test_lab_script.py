@@ -1,4 +1,4 @@
-"""``sparsync lab`` before and after the ranks: their environment, checks, prefixes, tables, pictures."""
+"""``sparsync lab`` around its ranks: environment, checks, prefixes, tables, pictures."""
 
 import io
 import os

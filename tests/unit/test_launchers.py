@@ -223,7 +223,7 @@ def test_the_batch_script_trains_under_srun(tmp_path):
 
 
 def test_leaving_ends_the_threads_of_gloo(tmp_path):
-    """Also when a cycle refers to the group; one that is left at exit may abort the process."""
+    """Also if a reference cycle holds the group, because a group left at exit may abort the process."""
     program = tmp_path / "leave.py"
     program.write_text(
         "import gc, pathlib, torch, torch.distributed as dist\n"

@@ -63,7 +63,7 @@ def test_traffic_as_plain_numbers():
 
 
 def test_time_that_another_thread_books_is_not_taken_from_a_stage():
-    """Autograd's thread accumulates while the engine's communicates: both take their whole time."""
+    """Autograd's thread accumulates while the engine's communicates; each stage gets its full time."""
     ledger = Ledger()
     before = ledger.booked
     other = threading.Thread(target=ledger.spent, args=("accumulate", 5.0))

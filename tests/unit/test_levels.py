@@ -1,4 +1,4 @@
-"""Lloyd-Max levels: a block as received, and the size of its rounding error."""
+"""Lloyd-Max levels: decoded blocks, and the size of their rounding errors."""
 
 import math
 from fractions import Fraction
@@ -21,7 +21,7 @@ from .wire_messages import rounded
 
 @st.composite
 def any_floats(draw):
-    """Vectors of any finite values of any dtype: alike ones, ones far apart, denormals."""
+    """Vectors of finite values of any dtype: similar values, values far apart, denormals."""
     dtype, most = draw(float_dtypes), 30
     if draw(st.booleans()):
         return draw(dense_tensors(most, dtype, finite=True))
@@ -139,7 +139,7 @@ def test_a_run_is_quantised_as_part_of_the_whole_also_as_a_sum(bits, block):
 @each_width
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_messages_are_summed_in_their_order_and_the_own_share_last(bits, dtype):
-    # in this order the first two cancel, and the third is not lost in them
+    # in this order the first two cancel, so the third is not rounded away
     rows = [torch.full((600,), value, dtype=dtype) for value in (2.0**60, -(2.0**60), 1.0)]
     codec = LloydMax(bits, block=64)
     messages = [codec.open(codec.written(row), 600) for row in rows]
@@ -192,11 +192,11 @@ def test_codes_outside_a_message_are_refused_before_any_memory_is_touched():
     scales, codes = torch.zeros(4, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
     known = native.Codes(scales, codes, 128, (1, 64, 1.0, *tables))
     for start, count in [(64, 128), (-64, 64), (32, 64), (0, 100), (128, 64)]:
-        with pytest.raises(ConfigurationError, match="are no whole blocks of 64 of 128 values"):
+        with pytest.raises(ConfigurationError, match="are not whole blocks of 64 of 128 values"):
             known.write_(torch.zeros(count), start)
-        with pytest.raises(ConfigurationError, match="are no whole blocks of 64 of 128 values"):
+        with pytest.raises(ConfigurationError, match="are not whole blocks of 64 of 128 values"):
             known.decode_(torch.zeros(count), start, 1.0, keep=False)
-        with pytest.raises(ConfigurationError, match="are no whole blocks of 64 of 128 values"):
+        with pytest.raises(ConfigurationError, match="are not whole blocks of 64 of 128 values"):
             native.sum_codes_(torch.zeros(count), [known], start, None)
         with pytest.raises(ConfigurationError, match="are no whole blocks of 64 of 128 values"):
             known.decode_(torch.zeros(count), start, 1.0, keep=True, less=[known])

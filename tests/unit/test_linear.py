@@ -61,7 +61,7 @@ def test_the_gradient_is_autograds():
     smallest_scale=st.sampled_from([1e-3, 0.5]),
 )
 def test_lazy_steps_equal_dense_ones(steps, l1, l2, smallest_scale):
-    """Elements of 0 are not stored: those weights must decay and shrink all the same."""
+    """Zeros of a gradient are not stored, but those weights must still decay and shrink."""
     dense, intercept = np.zeros(4), 0.0
     lazy = LazyWeights(4, np.dtype(np.float64), l1=l1, l2=l2)
     for numbers, lr in steps:
@@ -86,7 +86,7 @@ def test_lazy_steps_equal_dense_ones(steps, l1, l2, smallest_scale):
     l2=st.sampled_from([0.0, 0.1, 0.95, 2.0]),
 )
 def test_adaptive_steps_equal_dense_ones(steps, lr, l1, l2):
-    """Proximal AdaGrad; weights that no gradient reaches decay and shrink all the same."""
+    """Proximal AdaGrad; weights that no gradient reaches must still decay and shrink."""
     dense, squares = np.zeros(4), np.zeros(5)
     intercept = 0.0
     adaptive = AdaptiveWeights(4, np.dtype(np.float64), l1=l1, l2=l2)
@@ -225,7 +225,7 @@ def test_more_ranks_than_rows_and_no_rows_at_all():
 
 @pytest.mark.parametrize("staleness", [1, 2, 7])
 def test_totals_are_applied_exactly_that_many_steps_late(staleness):
-    """Against a loop that keeps the last models: step t uses the model of t - staleness steps."""
+    """Compared with a loop that keeps earlier models: step t uses the model after t - staleness steps."""
     features, labels, lr = DATA[0].toarray(), DATA[1], 0.5
     models = [np.zeros(features.shape[1])]
     for step in range(6):
@@ -285,7 +285,7 @@ def test_bad_options_are_one_clear_line(make, said):
 
 
 def optimum(l2):
-    """The minimum of the objective, by another way."""
+    """Return the minimum of the objective, computed by another method."""
     features, labels = DATA
 
     def objective(w):
@@ -319,7 +319,7 @@ def test_scd_with_l1_never_rises_and_makes_exact_zeros():
 
 
 def test_scd_exchanges_give_the_same_bits():
-    """Slices do not overlap, so nothing is rounded in any sum."""
+    """Slices do not overlap, so no sum rounds."""
     results = [
         train(lambda c, p, name=name: Scd(c, p, name, coordinates=4), shares(DATA, 3))
         for name in EXCHANGES

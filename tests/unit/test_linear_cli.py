@@ -1,4 +1,4 @@
-"""``sparsync linear`` on virtual ranks: what it reports."""
+"""Reports of ``sparsync linear`` on virtual ranks."""
 
 import io
 import json
@@ -85,14 +85,14 @@ def test_sparse_exchanges_of_trigrams_send_a_tenth(tmp_path):
 
 @pytest.mark.slow
 def test_sgd_reaches_scds_accuracy_of_trigrams_at_its_defaults():
-    """In equal epochs; some 96 % of 5,000 held-out rows, so the standard error is 0.28 %."""
+    """After equal epochs; accuracy is about 96 % on 5,000 held-out rows, standard error 0.28 %."""
     sgd, scd = (
         linear.train_linear(LinearSettings(transport="sim", solver=solver, exchanges=(exchange,)))[
             0
         ]
         for solver, exchange in (("sgd", "split-allgather"), ("scd", "allgather"))
     )
-    # how many depends on the Python whose sources they are
+    # their number depends on the version of Python
     assert sgd.rows == scd.rows > 20_000 and scd.accuracy[-1] > 0.955
     assert sgd.accuracy[-1] > scd.accuracy[-1] - 0.003
 
@@ -104,12 +104,12 @@ def test_ranks_are_real_unless_they_are_asked_to_be_virtual(command, file):
     with pytest.raises(AssertionError, match="ranks were started"):
         command("linear", "--data", file)
     code, out, err = command("linear", "--data", file, "--network", "10gbit,1us")
-    assert (code, out) == (2, "") and "--network is for --transport sim" in err
+    assert (code, out) == (2, "") and "--network describes the simulated network" in err
 
 
 @pytest.fixture
 def saved(command, tmp_path):
-    """A model of rows with the labels 3 and 7, columns counted from 1; and other such rows."""
+    """Save a model of rows with labels 3 and 7, whose columns start at 1; write other such rows."""
     features, labels = make_data(400)
     labels = np.where(labels > 0, 7, 3)
     for name, rows in (("train", slice(0, 300)), ("test", slice(300, None))):
@@ -128,7 +128,7 @@ def test_a_saved_model_predicts_the_labels_of_other_rows(command, saved, tmp_pat
     predicted = np.array(out.split(), float)
     assert code == 0 and set(predicted) == {3, 7}
     right = (predicted == labels).mean()
-    assert right > 0.85 and f"100 labels, {100 * right:.2f} % of them as --data has them" in err
+    assert right > 0.85 and f"100 labels, {100 * right:.2f} % of them equal to --data's" in err
     to = ["--out", tmp_path / "new" / "labels", "--json", tmp_path / "j"]
     code, out, _ = command("linear", "--predict", model, "--data", rows, *to)
     assert (code, out) == (0, "")
@@ -137,7 +137,7 @@ def test_a_saved_model_predicts_the_labels_of_other_rows(command, saved, tmp_pat
     assert numbers == {"rows": 100, "accuracy": pytest.approx(right)}
     trained = LinearModel.load(model)
     assert (trained.labels, trained.positive, trained.base) == ((3, 7), (7,), 1)
-    # labels that nobody knows, a column that the model has not, and one that it has at the end
+    # rows with unknown labels, a column that the model lacks, and its last column
     (tmp_path / "odd.svm").write_text("0 1:1.5 400:2\n0 5:1\n")
     code, out, err = command("linear", "--predict", model, "--data", tmp_path / "odd.svm")
     one, two = trained.weights[[0, 4]]
@@ -162,7 +162,7 @@ def test_options_that_a_prediction_would_ignore_are_refused(command, saved, opti
 
 
 def npy(save):
-    """The bytes of a file of NumPy's that is no model."""
+    """Return the bytes of a NumPy file that is not a model."""
     file = io.BytesIO()
     save(file, np.ones(3))
     return file.getvalue()
@@ -180,11 +180,11 @@ def damaged(path, **arrays):
         (lambda p: p.write_bytes(npy(np.save)), "cannot read the model"),
         (lambda p: p.write_bytes(npy(np.savez)), "cannot read the model"),
         (lambda p: p.write_bytes(p.read_bytes()[:-40]), "cannot read the model"),
-        (lambda p: damaged(p, format=np.int64(9)), "is no model of this version"),
-        (lambda p: damaged(p, indices=np.array([10**9])), "is no model of this version"),
-        (lambda p: damaged(p, size=np.int64(-1)), "is no model of this version"),
-        (lambda p: damaged(p, values=np.array(["x"])), "is no model of this version"),
-        (lambda p: p.unlink(), "is no file"),
+        (lambda p: damaged(p, format=np.int64(9)), "is not a model of this version"),
+        (lambda p: damaged(p, indices=np.array([10**9])), "is not a model of this version"),
+        (lambda p: damaged(p, size=np.int64(-1)), "is not a model of this version"),
+        (lambda p: damaged(p, values=np.array(["x"])), "is not a model of this version"),
+        (lambda p: p.unlink(), "is not a file"),
     ],
 )
 def test_a_file_that_is_no_model_is_one_clear_line(command, saved, damage, said):

@@ -1,4 +1,4 @@
-"""Rows for the linear solvers: every line read once, by one rank; trigrams of sources."""
+"""Rows for the linear solvers: each line is read once, by one rank; trigrams of sources."""
 
 import bz2
 import gzip
@@ -96,7 +96,7 @@ def test_every_line_is_in_one_block(scratch, texts, block_bytes, suffix):
     path.write_bytes(WRITERS[suffix](content))
     os.utime(
         path, ns=(0, next(TIMES))
-    )  # another state of the file, whatever the clock's resolution
+    )  # makes the file count as changed, whatever the clock's resolution
     with patch.object(_Blocks, "block_bytes", block_bytes), _Blocks(path, None) as blocks:
         labels = blocks.complete(0, 1)[1]
     assert np.concatenate(labels).tolist() == [
@@ -321,7 +321,9 @@ def test_the_cache_may_be_elsewhere(write, tmp_path):
 
 def test_a_cache_that_cannot_be_written_is_named(write, tmp_path):
     (tmp_path / "taken").write_text("a file, not a folder")
-    with pytest.raises(ConfigurationError, match=r"cannot be written .*; name a folder .* cache="):
+    with pytest.raises(
+        ConfigurationError, match=r"cannot be written .*; give a writable folder with cache="
+    ):
         load_shard(write("rows.svm", lines()), cache=tmp_path / "taken")
 
 
@@ -330,7 +332,7 @@ DIMENSIONS = 100_003
 
 @pytest.fixture
 def root(tmp_path):
-    """Two packages and a module; every line tells where it is from."""
+    """Make two packages and a module, in which every line shows its origin."""
     folder = tmp_path / "sources"
     for name, number in (
         ("alpha/a.py", 50),
@@ -369,7 +371,7 @@ def rows_of(shard):
 
 def test_every_run_of_lines_is_a_sample_with_its_label(make):
     shard = make()
-    # 50, 7, 30 and 20 lines, five at a time; two bytes make no trigram
+    # 50, 7, 30 and 20 lines, five per sample; two bytes have no trigram
     assert shard.features.shape == (10 + 2 + 6 + 4, DIMENSIONS) and shard.rows_total == 22
     assert Counter(shard.labels.tolist()) == {1.0: 12, -1.0: 10}
     assert shard.labels.dtype == np.float32 and shard.features.dtype == np.float32

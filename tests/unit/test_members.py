@@ -1,4 +1,4 @@
-"""Groups that change: no step is lost, none counts twice, whoever dies, comes or leaves, and whenever."""
+"""Changing groups: no step is lost or counted twice, whoever dies, joins or leaves, at any time."""
 
 import math
 from collections import Counter
@@ -22,7 +22,7 @@ def test_nothing_is_lost_and_nothing_counts_twice(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_nothing_is_lost_in_many_more_orders(name):
-    """As many as one likes: ``python -m tests.unit.changing_world PRESET FIRST LAST``."""
+    """To try more: ``python -m tests.unit.changing_world PRESET FIRST LAST``."""
     assert sum(World(seed, name).run() for seed in range(6, 72)) > 72
 
 
@@ -59,16 +59,17 @@ def test_residuals_are_dealt_by_those_that_leave(size):
         ([FRESH._replace(history=5), FRESH, FRESH], 0, {1, 2}, set(), {0}),
         ([FRESH._replace(history=5), FRESH], 0, {0}, set(), {1}),
         ([FRESH, FRESH._replace(step=9, history=3)], 9, {1}, set(), {0}),
-        # one has committed what the other has prepared; one had it prepared in a group before
+        # one rank has committed the step that another has prepared, and a third had prepared in an
+        # earlier group
         ([Entry(4, 2, 3, 0, 0, 1), Entry(5, 3, 0, 0, 0, 1)], 5, {0, 1}, {0}, set()),
         ([Entry(4, 2, 2, 0, 0, 1), Entry(5, 3, 0, 0, 0, 1)], 5, {1}, set(), {0}),
-        # the one that has committed is behind: what it knows counts, its weights do not
+        # the committed rank is behind: its history counts, but not its weights
         ([Entry(4, 2, 3, 0, 0, 1), Entry(5, 3, 0, 1, 0, 1)], 5, {0}, {0}, set()),
         ([Entry(4, 2, 0, 0, 0, 1), Entry(5, 3, 0, 1, 0, 1)], 4, {0}, set(), {1}),
-        # one has applied a step that the others did again, in a later group
+        # one rank has applied a step that the others repeated in a later group
         ([Entry(5, 3, 0, 0, 0, 1, 0, 6), Entry(5, 4, 0, 0, 0, 1, 0, 7)], 5, {1}, set(), {0}),
         ([Entry(5, 3, 0, 0, 0, 1, 0, 6), Entry(4, 2, 0, 0, 0, 1, 0, 7)], 4, {1}, set(), {0}),
-        # one has trained on alone: no past of equal ranks is that far behind
+        # one rank has trained on alone, so its history is longer than any of equal ranks
         ([Entry(6, 3, 0, 0, 0, 1, 0, 6), Entry(4, 2, 0, 0, 0, 1, 0, 7)], 6, {0}, set(), {1}),
     ],
 )
@@ -102,7 +103,7 @@ def test_a_rank_that_is_set_up_otherwise_is_told_so():
     world = World(3, "budgeted", ranks=3, change=0, leaving=0)
     world.members[1].members._set_up = 5
     with pytest.raises(
-        ValueError, match=r"is set up otherwise than rank . and those that go on with it"
+        ValueError, match=r"is set up differently from rank . and those that continue with it"
     ):
         world.run()
 

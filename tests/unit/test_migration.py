@@ -1,4 +1,4 @@
-"""The jobs of docs/migration.md: every "after" is run on two ranks, and so is PyTorch's "before"."""
+"""The examples of docs/migration.md: every "after" runs on two ranks, and so does PyTorch's "before"."""
 
 import ast
 import re
@@ -12,13 +12,13 @@ import sparsync
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
 
-# the marker in bold, at most one sentence, then a block
+# a marker in bold, at most one sentence, then a block of code
 JOBS = re.compile(
     r"^(## .+?)$|^\*\*((?:Before|After)[^*]*)\*\*[^\n]*\n\n```python\n(.*?)^```$", re.M | re.S
 )
 BEGINNING = re.search(r'^```python title="job.py, the beginning"\n(.*?)^```$', PAGE, re.M | re.S)[1]
 
-# runs a job, and prints what a reader expects: it learns, and all ranks end with the same weights
+# runs an example, and prints whether it learns and all ranks end with the same weights
 CHECKED = """
 def check(name, code):
     namespace = dict(globals())
@@ -44,7 +44,7 @@ dist.destroy_process_group()
 
 
 def jobs() -> dict[str, str]:
-    """Every job of the page, by its heading and its marker."""
+    """Return every example of the page, by heading and marker."""
     found, heading = {}, ""
     for title, marker, code in JOBS.findall(PAGE):
         if title:
@@ -94,7 +94,9 @@ def test_every_after_trains_on_two_ranks(tmp_path):
     assert process.returncode == 0, process.stderr
     lines = [line.split(" | ") for line in process.stdout.splitlines() if " | " in line]
     assert [name for name, *_ in lines] == list(mine)
-    assert "UserWarning" not in process.stderr  # as attach gives where an optimizer does not fit
+    assert (
+        "UserWarning" not in process.stderr
+    )  # the warning of attach about an unsuitable optimizer
     for name, equal, learns, losses in lines:
         assert (equal, learns) == ("equal True", "learns True"), (name, losses)
     assert all((tmp_path / name).is_dir() for name in ("onebit", "checkpoints"))

@@ -1,4 +1,4 @@
-"""Measurements and logs: xi against equation 5, the log's contents, and that logging is harmless."""
+"""Measurements and logs: xi against equation 5, the contents of logs, and training unchanged by them."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_run_of_weights_and_biases_gets_the_numbers_with_the_users(tmp_path, m
     monkeypatch.setenv("WANDB_SILENT", "true")
     with wandb.init(mode="offline", dir=tmp_path, project="p") as run:
         three_steps(run)
-        run.log({"loss": 1.0}, step=7)  # later than all that sparsync has given
+        run.log({"loss": 1.0}, step=7)  # a later step than any that sparsync has logged
         found = dict(run.summary)
     assert found["sparsync/step"] == 2 and found["sparsync/residual_norm"] > 0
 
@@ -249,7 +249,7 @@ def test_an_error_of_the_log_leaves_the_step_whole(ddp):
         assert torch.equal(a.grad, b.grad)
     mine, other = (one.state_dict()["content"]["reducer"]["residual"] for one in handles)
     assert all(torch.equal(value, other[name]) for name, value in mine.items())
-    backward(watched, 2)  # and there is no message about it
+    backward(watched, 2)  # without a message
     for handle in handles:
         handle.close()
 
@@ -266,7 +266,7 @@ EXACT_OKTOPK = Algorithm("oktopk", Exact, OkTopk)
 
 
 def signal_and_noise(size: int, step: int, rank: int) -> torch.Tensor:
-    """A signal that all ranks share, and twice as much noise; magnitudes over three decades."""
+    """Return a signal common to all ranks, plus twice as much noise; magnitudes span three decades."""
     common, own = (torch.Generator().manual_seed(1000 * step + seed) for seed in (999, rank))
     scale = torch.randn(size, generator=torch.Generator().manual_seed(5)).exp()
     return scale * (torch.randn(size, generator=common) + 2 * torch.randn(size, generator=own))
@@ -322,7 +322,7 @@ def test_every_coordinate_gives_equation_5():
 
 @pytest.mark.parametrize(("size", "k"), [(6_000, 600), (40_000, 400), (60_000, 6_000)])
 def test_a_sample_estimates_xi(size, k):
-    """A mean over steps lies within two of the stated deviations of one step."""
+    """The mean over steps lies within twice the documented deviation of one step."""
     steps = 4
     expected = sum(equation_5(size, k, steps)) / steps
     found = sum(one.xi for one in measured(size, k, steps)) / steps
@@ -337,7 +337,7 @@ def test_units_are_measured_together_and_in_any_order():
 
 
 def test_signal_and_noise_are_told_apart():
-    """Signal 1, noise 4 per rank, 1 in the mean of 4: their squares are as large."""
+    """Signal 1 and noise 4 per rank: in the mean of 4 ranks, their squares are equal."""
     found = [one.signal_to_noise for one in measured(20_000, 200, 4, every=1)]
     assert sum(found) / 4 == pytest.approx(1.0, rel=0.15)
 
@@ -351,7 +351,7 @@ def test_rounding_is_part_of_it():
 
 
 def test_all_exchanged_lacks_all_but_the_largest():
-    """With k = n nothing is missing; nothing is measured while a warm-up runs dense."""
+    """With k = n, nothing is missing; in a dense warm-up, nothing is measured."""
     assert measured(500, 500, 2, resolve("dense"), every=1)[0].xi == pytest.approx(0.0, abs=1e-6)
     assert len(measured(500, 50, 5, every=1, warmup=Warmup(3))) == 2
 

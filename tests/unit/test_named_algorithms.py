@@ -1,4 +1,4 @@
-"""Algorithms with options as text: one grammar, for every row of the tables and each of its options."""
+"""Algorithms with options as text: one grammar for every row of the tables and all its options."""
 
 import json
 
@@ -35,7 +35,7 @@ HOSTILE = [
 
 
 def written(value):
-    """Return a value as the command line has it; an ``Algorithm`` by its name."""
+    """Return a value as written on the command line; an ``Algorithm`` by its name."""
     if isinstance(value, Algorithm):
         return value.name
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
@@ -80,8 +80,8 @@ def test_a_list_is_divided_into_algorithms_and_options(text, expected):
         ("dense,,oktopk", "unknown algorithm ''"),
         ("cap=2", "'cap=2' follows no NAME: of an algorithm; write NAME:cap=2"),
         ("dense,cap=2", "'cap=2' follows no NAME:"),
-        ("oktopk:", "oktopk: '' is no OPTION=VALUE"),
-        ("oktopk:cap", "oktopk: 'cap' is no OPTION=VALUE"),
+        ("oktopk:", "oktopk: '' is not OPTION=VALUE"),
+        ("oktopk:cap", "oktopk: 'cap' is not OPTION=VALUE"),
         ("oktopk:cap=1,CAP=2", "oktopk: cap is given twice"),
         (
             "oktopk:capp=1",
@@ -130,7 +130,7 @@ def test_a_scheme_among_presets_says_where_it_lives():
 def test_every_option_of_a_preset_is_read_as_in_python(name, option):
     default = PRESETS[name].options[option].default
     text = f"{name}:{option}={written(default)}"
-    if option == "op":  # of ``allreduce`` alone
+    if option == "op":  # an option of ``allreduce`` alone
         with pytest.raises(ConfigurationError, match="has no option op"):
             algorithm_of(text)
         return
@@ -163,7 +163,7 @@ def test_a_value_of_another_type_names_the_option_and_its_types(name, option):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_bad_number_is_refused_before_the_first_step(name):
-    """Each is accepted, or refused in one line; nothing else is raised."""
+    """Each number is accepted, or refused in one line; no other error is raised."""
     for option in PRESETS[name].options:
         for value in HOSTILE:
             try:

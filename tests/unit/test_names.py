@@ -30,8 +30,8 @@ SPELLINGS = (
     lambda name: name.replace("-", "\u2010"),  # as PDFs print it
 )
 
-# the papers' words, and the rows that do it: Ok-Topk, Table 1; SparCML, section 5.3; RedSync, section 6;
-# WAGMA-SGD, section 5
+# the papers' names and their rows: Ok-Topk, Table 1; SparCML, section 5.3; RedSync, section 6; WAGMA-SGD,
+# section 5
 OF_PAPERS = {
     "TopkA": "allgather",
     "TopkDSA": "topkdsa",

@@ -1,4 +1,4 @@
-"""Only for the C++ kernels: refusals, forced instruction sets, and life without a compiler."""
+"""C++ kernels alone: refusals, forced instruction sets, and installation without a compiler."""
 
 import logging
 import os
@@ -208,6 +208,6 @@ def test_other_threads_run_while_a_kernel_does():
     while worker.is_alive():
         turns.append(time.perf_counter())
         time.sleep(0)
-    # with the lock held, nothing would happen here in the middle of a call
+    # if the call held the lock, this thread could not run in the middle of it
     middles = [((3 * a + b) / 4, (a + 3 * b) / 4) for a, b in calls]
     assert sum(any(a < t < b for t in turns) for a, b in middles) >= 3

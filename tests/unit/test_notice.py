@@ -64,7 +64,7 @@ print(signal.getsignal(signal.SIGTERM) is theirs)
     "state",
     [
         "time.sleep(60)",
-        # in native code that no signal interrupts: a mutex that is locked twice
+        # blocks in native code that no signal interrupts: a mutex locked twice
         "mutex = ctypes.create_string_buffer(128)\n"
         "for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(mutex)",
     ],

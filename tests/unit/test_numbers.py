@@ -16,7 +16,7 @@ SETTINGS = [Compression, Correction, Monitoring, OuterStep, Sentinel]
 
 
 def numbers(types):
-    """Names of those arguments whose type is a number, by annotation."""
+    """Return the names of arguments annotated as numbers."""
     found = []
     for name, annotation in types.items():
         text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")

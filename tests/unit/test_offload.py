@@ -1,4 +1,4 @@
-"""Which memory of exchanged updates lives on the host, and what is refused."""
+"""Memory of exchanged updates that is on the host, and refused settings."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_memory_is_where_it_was_asked_for(asked, expected):
 def test_without_room_on_the_device_all_of_it_is_on_the_host_and_that_is_said(capsys):
     n = 64 * 8 + 8
     with far_device():
-        # shared weights, gradients, and Adam's two moments, of 4 bytes each, are yet to come
+        # the shared weights, gradients, and Adam's two moments, of 4 bytes each, do not exist yet
         assert attached(free=16 * n) == ("cpu", "cuda")
         assert "kept in host memory" not in capsys.readouterr().err
         assert attached(free=16 * n - 1) == ("cpu", "cpu")
@@ -56,7 +56,7 @@ def test_without_room_on_the_device_all_of_it_is_on_the_host_and_that_is_said(ca
     ("given", "message"),
     [
         ({"algorithm": "allgather", "density": 0.5, "exchange": "updates"}, "is not for allgather"),
-        ({"exchange": "gradients", "replicate": "world"}, "is for exchanges of updates"),
+        ({"exchange": "gradients", "replicate": "world"}, "is for exchanging updates"),
     ],
 )
 def test_what_reads_the_whole_residual_cannot_be_offloaded(given, message):

@@ -34,7 +34,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class Show:
-    """Shows the optimizer inside by a property alone."""
+    """Exposes the inner optimizer only through a property."""
 
     __slots__ = ("_inner",)
 
@@ -47,20 +47,20 @@ class Show:
 
 
 class Bare(torch.optim.Optimizer):
-    """Does not initialise the optimizer that it is."""
+    """Does not call the constructor of ``Optimizer``."""
 
     def __init__(self, params):
         self.param_groups = [{"params": list(params), "lr": 0.1}]
 
 
 class Free(torch.optim.AdamW):
-    """Has two kinds of weights, as schedule-free optimizers."""
+    """Has two kinds of weights, like schedule-free optimizers."""
 
     def train(self):
-        """Take the weights to train."""
+        """Switch to the weights for training."""
 
     def eval(self):
-        """Take the weights to evaluate."""
+        """Switch to the weights for evaluation."""
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_what_is_no_optimizer_is_refused(made, message):
 def part_of(parameters):
     first, second = parameters
     whole = Wrapper(torch.optim.AdamW([first, second]))
-    whole.base_optimizer = torch.optim.AdamW([first])  # the other is another rank's
+    whole.base_optimizer = torch.optim.AdamW([first])  # the other parameter belongs to another rank
     return whole
 
 
@@ -192,7 +192,7 @@ def test_small_models_spare_steps_and_large_ones_bytes(alone):
     for more in ({"fragments": 2}, {"delay": 1}):
         settings = OuterStep(**{**OUTER_SETTINGS["updates"], **more}).for_size(100)
         assert settings.first_period == 2 and dict(settings.chosen.options)["bits"] == 8
-    # whatever is given stays
+    # given settings are kept
     assert OuterStep(algorithm=None, period=7).for_size(100).first_period == 7
     given = OuterStep(algorithm="quantised")
     assert given.for_size(100) is given

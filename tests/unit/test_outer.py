@@ -23,7 +23,7 @@ from .small_training import STEPS, backward, flat, model, trained
 
 
 def broken(rank, step, value=math.nan):
-    """Updates of which one is not finite."""
+    """Return updates of which one is not finite."""
     return lambda r, s: update(r, s) * (value if (r, s) == (rank, step) else 1)
 
 
@@ -56,7 +56,7 @@ def test_replicas_are_equal_after_every_exchange(name):
 @settings(max_examples=4)
 @given(decay=st.sampled_from([0.5, 1.0]), density=st.floats(0.02, 0.3), seed=st.integers(0, 10**6))
 def test_nothing_is_lost(algorithm, decay, density, seed):
-    """Residuals before and what ranks moved is what was applied, and residuals after."""
+    """Residuals before plus all moves equal the applied total plus residuals after."""
     movements, kept = {}, {}
 
     def watch(rank, step, averager, local):
@@ -145,7 +145,7 @@ def test_what_is_broken_at_the_end_is_left_out():
 
 
 def divided(**options):
-    """On a vector of three parameters: of a model, whose names divide it."""
+    """Return an averager of vectors of three named parameters, as a model would divide them."""
     averager = OuterAverager(**{"algorithm": "allgather", "density": 0.2, "period": 4, **options})
     averager.parts = lambda vector: dict(zip("abc", vector.split([10, 10, 20]), strict=True))
     return averager
@@ -155,7 +155,7 @@ def divided(**options):
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 3), (2, 0), (2, 1), (4, 3), (9, 2)])
 @pytest.mark.parametrize("algorithm", ["allgather", "budgeted", "quantised"])
 def test_nothing_is_lost_on_the_way(algorithm, fragments, delay, residual_in):
-    """After every step: what ranks moved is what was applied, is kept, is under way or in the weights."""
+    """After every step, all moves are applied, in residuals, in flight, or in the weights."""
     kept, movements, steps = {}, {}, 13
 
     def watch(rank, step, averager, local):
@@ -168,14 +168,14 @@ def test_nothing_is_lost_on_the_way(algorithm, fragments, delay, residual_in):
 
     models = on_all_ranks(make, steps, watch=watch)
     everything = sum(movements.values()) / WORLD_SIZE
-    # concluded: the sum of all that was done is in the shared weights
+    # after ``conclude``, the shared weights contain the sum of all moves
     torch.testing.assert_close(models[-1, 0], 1 + everything)
     assert torch.equal(models[-1], models[-1][:1].expand_as(models[-1]))
     assert not torch.equal(models[-2, 0], models[-2, 1])
 
 
 def test_a_delayed_exchange_leaves_what_was_done_meanwhile():
-    """With everything delivered, a delay moves the average of period r by d steps, and nothing else."""
+    """If everything is delivered, a delay only shifts the average of period r by d steps."""
     at_once = on_all_ranks(lambda: OuterAverager(density=1.0, period=4), 12)
     late = on_all_ranks(lambda: OuterAverager(density=1.0, period=4, delay=2), 12)
     for step in (5, 9):
@@ -185,7 +185,7 @@ def test_a_delayed_exchange_leaves_what_was_done_meanwhile():
 
 
 def test_fragments_are_exchanged_in_turn():
-    """Each after every period, evenly spaced, and never two parts of one parameter."""
+    """Each fragment is exchanged once per period, at even distances, and no parameter is divided."""
     seen = {}
 
     def watch(rank, step, averager, local):
@@ -208,14 +208,14 @@ def test_fragments_are_exchanged_in_turn():
 
 
 def cosines(size):
-    """Rows of the DCT-II, by its formula."""
+    """Return the rows of the DCT-II, by its formula."""
     rows = [[math.cos(math.pi * k * (i + 0.5) / size) for i in range(size)] for k in range(size)]
     basis = torch.tensor(rows, dtype=torch.float64)
     return basis / basis.norm(dim=1, keepdim=True)
 
 
 def test_demo_is_decoupled_momentum():
-    """Its loop, on one vector: chunks of 16, 16 and 8."""
+    """DeMo's own loop, on one vector with chunks of 16, 16 and 8."""
     basis = torch.block_diag(cosines(16), cosines(16), cosines(8))
     momenta, weights, expected = torch.zeros(WORLD_SIZE, SIZE, dtype=torch.float64), 1.0, []
     for step in range(6):
@@ -254,7 +254,7 @@ def test_a_step_by_signs_has_the_rate_that_is_scheduled():
         before = flat(net)
         train(net, local, [step], optimizer)
         moved = (flat(net) - before).abs()
-        moved = moved[moved > 0]  # a gradient may be zero in all of a chunk
+        moved = moved[moved > 0]  # the gradient may be zero in a whole chunk
         assert moved.numel() > 10
         torch.testing.assert_close(moved, torch.full_like(moved, rate), rtol=1e-3, atol=0)
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.3})
@@ -269,7 +269,7 @@ INNER = {"muloco": torch.optim.Muon, "demo": torch.optim.SGD}
 
 @pytest.mark.parametrize("name", sorted(OUTER_SETTINGS))
 def test_every_member_trains(name):
-    """Ranks whose matrices are to become different ones find the mean, with the optimizer it is for."""
+    """Ranks with different target matrices find their mean, with the method's intended optimizer."""
     generator = torch.Generator().manual_seed(0)
     mean = torch.randn(8, 4, generator=generator)
     apart = torch.randn(WORLD_SIZE, 8, 4, generator=generator) / 2
@@ -315,7 +315,7 @@ def test_nan_under_way_brings_all_fragments_back(residual_in):
     models = on_all_ranks(make, 12, update=broken(1, 4))
     assert models[-1].isfinite().all()
     assert torch.equal(models[-1], models[-1][:1].expand_as(models[-1]))
-    # the rank that broke is broken until its first exchange that holds it ends, and then no more
+    # the broken rank stays broken until its first exchange with the broken values ends
     finite = models[:-1, 1].isfinite().all(1).tolist()
     assert finite.count(False) <= 2 and all(finite[7:])
     assert models[:-1, 0].isfinite().all()
@@ -408,7 +408,7 @@ def adaptive(drift=0.1, least=1, most=8, **options):
 
 
 def exchanges(rate, steps, make=adaptive, **options):
-    """The steps that end with an exchange, of three ranks whose steps have random directions."""
+    """Train three ranks with steps in random directions; return the steps that end with an exchange."""
     seen = set()
 
     def watch(rank, step, averager, local):
@@ -426,11 +426,12 @@ def exchanges(rate, steps, make=adaptive, **options):
 
 
 def test_a_period_follows_the_drift_of_the_ranks():
-    """At a step of twice the limit: exchanges on every one; at a tenth of it: as rarely as allowed."""
+    """Steps of twice the limit exchange every time; at a tenth of it, as rarely as allowed."""
     assert exchanges(lambda step: 0.2, 6)[0] == [(step, 1) for step in range(6)]
     quiet, _ = exchanges(lambda step: 0.01, 32)
     assert quiet == [(0, 2), (2, 4), (6, 8), (14, 8), (22, 8), (30, 8)]
-    # longer steps: halved until it is within a factor of two of the limit, and there it stays
+    # longer steps: the period is halved until the drift is within a factor of two of the limit, and then
+    # stays
     louder, _ = exchanges(lambda step: 0.01 if step < 15 else 0.055, 45)
     periods = [period for _, period in louder]
     assert periods[:4] == [2, 4, 8, 8] and periods[4:] == [4, 2] + [2] * (len(louder) - 6)
@@ -609,7 +610,7 @@ def test_settings_are_checked_when_they_are_made_and_can_be_sent():
 
 
 def test_a_loaded_averager_still_tells_its_numbers_alone():
-    """``stats`` and ``reducer`` are asked on one rank; only a step begins together with all."""
+    """``stats`` and ``reducer`` may be called on one rank; only a step is collective."""
     local = OuterAverager(model(), period=1, density=1.0)
     local.step()
     state, reducer = local.state_dict(), local.reducer

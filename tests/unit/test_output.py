@@ -1,4 +1,4 @@
-"""Reports of the commands: tables of 80 columns with whole words in their heads, JSON, progress."""
+"""Reports of the commands: tables of 80 columns whose heads wrap between words, JSON, progress."""
 
 import pytest
 from hypothesis import given

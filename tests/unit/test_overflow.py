@@ -1,4 +1,4 @@
-"""Overflows and changes of a GradScaler's scale: the law holds, and nothing waits in wrong units."""
+"""Overflows and changes of a GradScaler's scale: the law holds, and residuals have the right units."""
 
 import random
 
@@ -17,7 +17,7 @@ from tests.contracts.table import ALGORITHMS
 
 SCALES = [8.0, 1.0, 2.0, 65536.0, 65536.0, 32768.0, 0.25, 0.25, 4096.0, 4096.0]
 
-# their random rounding depends on every bit of the message, so on the scale
+# codecs whose random rounding depends on all bits of the message, and so on the scale
 ROUND_AT_RANDOM = [
     name
     for name in ALGORITHMS
@@ -38,7 +38,7 @@ def one_unit():
 
 
 def averages(name, scales, correction=None):
-    """Train on noise that is multiplied by scales; return every average without them."""
+    """Train on noise multiplied by scales; return every average divided by its scale."""
 
     async def program(comm):
         reducer = Reducer(comm, one_unit(), ALGORITHMS[name], 0.08, correction=correction)
@@ -74,7 +74,7 @@ def integers(step, rank, size):
 
 
 async def overflowing(comm, algorithm, steps, seed=0):
-    """Train on whole numbers under a scaler that works as torch's; check the law on every step."""
+    """Train on whole numbers with a scaler like torch's; check the law on every step."""
     size, scale, good = 60, 2.0**10, 0
     units = plan_units([("a", torch.zeros(23)), ("b", torch.zeros(37))])
     reducer = Reducer(comm, units, algorithm, 0.1)

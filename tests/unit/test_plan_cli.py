@@ -1,4 +1,4 @@
-"""``sparsync plan``: what it prints and writes, and one clear line for bad input."""
+"""``sparsync plan``: its output and files, and one clear line for bad input."""
 
 import json
 
@@ -60,7 +60,7 @@ def test_a_round_trip_comes_on_top(command):
     far = [*BERT, "--density", "0.001", "--rtt", "80ms"]
     assert "40 ms per message" in command("plan", *far)[1]
     code, _, err = command("plan", *BERT, "--rtt", "80")
-    assert code == 2 and "--rtt '80' is no duration; write it like 80ms" in err
+    assert code == 2 and "--rtt '80' is not a duration; write it like 80ms" in err
 
 
 def test_one_rank_has_one_sentence(command):
@@ -103,7 +103,7 @@ def test_a_collective_over_the_budget_has_a_dash(command):
 
 
 def test_the_papers_model_is_table_1_on_my_alpha_and_beta(command):
-    """Equation 3 at P = 64 by hand, and TopkA's and gTopk's rows."""
+    """Equation 3 at P = 64, and TopkA's and gTopk's rows, computed by hand."""
     given = ["--model-size", 10**8, "--density", 0.01, "--network", "alpha=1.5us,beta=0.4ns/word"]
     code, out, err = command("plan", "--model", "paper", "--ranks", "16,64", *given)
     assert (code, err) == (0, "")
@@ -134,7 +134,7 @@ def test_the_memory_of_a_rank_needs_no_network(command):
     found = {one["name"]: one for one in json.loads(out)["memory"]}
     assert (code, err) == (0, "")
     assert found["training itself"] == {"name": "training itself", "device": 140 * 10**9, "host": 0}
-    # a float per parameter on the device and one on the host; offloaded, both are on the host
+    # one float per parameter on the device and one on the host; with offload, both are on the host
     assert found["updates"]["host"] == 28 * 10**9 < found["updates"]["device"] < 30 * 10**9
     offloaded = found["updates, offload=True"]
     assert offloaded["device"] < 0.15 * 28 * 10**9 and offloaded["host"] == 56 * 10**9
@@ -147,4 +147,4 @@ def test_memory_stands_below_a_plan_and_other_optimizers_are_refused(command):
     code, _, err = command(*given, "--optimizer", "adam")
     assert code == 2 and "choose one of sgd, sgd-momentum, adamw, muon" in err
     code, _, err = command("plan", "--model-size", "7.5", "--network", "1gbit,50us")
-    assert code == 2 and "'7.5' is no whole number" in err
+    assert code == 2 and "'7.5' is not a whole number" in err

@@ -1,4 +1,4 @@
-"""Predictions: every preset has one, its bytes are those of the ledger, its seconds add up."""
+"""Predictions: every preset has one, its bytes match the ledger, and its seconds add up."""
 
 import math
 from dataclasses import replace
@@ -25,7 +25,7 @@ MACHINE = Machine()
 NOTHING = Machine(alpha=0, beta=0, gamma=0, select=0, encode=0, decode=0)
 SIZE, DENSITY = 1 << 16, 1 / 64  # of whole blocks of 512, which "sparcml" selects in
 
-# measured over predicted bytes, on steps after the first (which cuts regions): from, to
+# interval of measured over predicted bytes, on steps after the first (which cuts regions)
 USUAL = 0.97, 1.03
 TOLERANCE = {
     "budgeted": (0.97, 1.05),  # the busiest rank, where the form has the mean
@@ -35,13 +35,13 @@ TOLERANCE = {
     "split-allgather": (0.97, 1.06),  # the busiest rank
     "topkdsa": (0.97, 1.06),
     "oktopk": (0.97, 1.15),  # the busiest rank, and histograms that are refined
-    "gaussiank": (0.5, 2 / 1.5),  # its count lies between 3 k / 4 and its cap
-    "oktopk-paper": (1, 20),  # what its reused thresholds find, nothing bounds
+    "gaussiank": (0.5, 2 / 1.5),  # its number of entries lies between 3 k / 4 and its cap
+    "oktopk-paper": (1, 20),  # nothing bounds the entries that reach its reused thresholds
 }
 
 
 def measured(algorithm, world_size, density=DENSITY, size=SIZE, steps=2):
-    """Most bytes that any rank sent or received, and most messages that any sent, on the last step."""
+    """Return the most bytes sent or received, and messages sent, by any rank on the last step."""
     ranks = SimulatedRanks(Case(algorithm, world_size, size, density))
     for _ in range(steps):
         traffic = [ledger.total() for ledger in ranks.step(keep=False).ledgers]
@@ -108,7 +108,8 @@ def test_the_terms_of_dense(machine, seconds):
 @pytest.mark.parametrize(
     ("name", "selected", "encoded", "decoded", "applied"),
     [
-        ("allgather", 1000, 100, 3 * 100, 1000 * (1 - 0.9**4)),  # what four hit at random
+        # the entries that four ranks hit at random
+        ("allgather", 1000, 100, 3 * 100, 1000 * (1 - 0.9**4)),
         # others' entries, then sums; two passes
         ("budgeted", 1000, 100, 75 + 75 + 2 * 100, 100),
         ("quantised", 0, 0, 0, 0),
@@ -164,7 +165,7 @@ def test_the_lemmas_meet_at_their_ends():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"name": "auto"}, "no cost is known of 'auto'"),
+        ({"name": "auto"}, "the cost of 'auto' is unknown"),
         ({"size": -1}, "size is -1"),
         ({"k": -1}, "k is -1"),
         ({"world_size": 0}, "world_size is 0"),

@@ -71,7 +71,7 @@ def test_bad_options_fail_before_the_first_step(name, options, says):
 
 @pytest.mark.parametrize("trigger", [0.5, float("nan")])
 def test_a_balance_trigger_below_the_mean_is_refused(trigger):
-    """It would leave no rank that entries could be handed to."""
+    """With such a trigger, no rank could take over entries."""
     with pytest.raises(ConfigurationError, match=f"balance_trigger is {trigger}; give a"):
         resolve("oktopk", balance_trigger=trigger)
 

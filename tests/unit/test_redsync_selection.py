@@ -1,4 +1,4 @@
-"""RedSync's selectors, as far as ``tests/contracts`` does not check them."""
+"""RedSync's selectors, beyond the checks in ``tests/contracts``."""
 
 import copy
 from functools import partial
@@ -37,7 +37,7 @@ def largest(accumulated: Tensor, k: int) -> SparseVector:
 
 
 def check_promise(accumulated: Tensor, k: int, selected: SparseVector) -> None:
-    """K to 2k entries, all of them the largest; or all that are not zero, if fewer than k."""
+    """Check that the k to 2k largest entries were selected, or all nonzero ones if fewer than k."""
     selected.check()
     nnz = int((accumulated != 0).sum())
     assert min(k, nnz) <= selected.nnz <= 2 * max(k, 0)
@@ -63,7 +63,7 @@ def test_trimmed_is_the_top_of_the_whole_vector(accumulated, k, eps):
 
 
 def test_equal_numbers_have_no_mean_above_them():
-    """Their rounded sum may: then the thresholds of the walk would not descend."""
+    """A rounded mean may exceed equal numbers; the thresholds of the walk would then not descend."""
     for value in torch.rand(50, generator=torch.Generator().manual_seed(2)).tolist():
         accumulated = torch.full((SIZE,), value)
         assert Trimmed().select(accumulated, 10, 0).indices.tolist() == list(range(10))
@@ -78,7 +78,7 @@ def test_mean_and_maximum_of_several_blocks(dtype):
 
 
 def walked(accumulated: Tensor, k: int, eps: float) -> int:
-    """Algorithm 2 as its text means it: how many survive the first threshold that k reach."""
+    """Follow the text of Algorithm 2: return how many reach the first threshold that k reach."""
     magnitudes = accumulated.abs()
     mean, most = magnitudes.double().mean(), magnitudes.max().double()
     ratio, nnz = 1 - eps, 0
@@ -150,7 +150,7 @@ def test_search_keeps_its_promise(accumulated, k, eps):
 
 
 def bisected(accumulated: Tensor, k: int, eps: float) -> float | None:
-    """Algorithm 3 as its text means it: the threshold; None where eps ended the search."""
+    """Follow the text of Algorithm 3: return the threshold, or None if eps ended the search."""
     magnitudes = accumulated.abs()
     mean, most = float(magnitudes.double().mean()), float(magnitudes.max())
     left, right = 0.0, 1.0
@@ -182,7 +182,7 @@ def test_search_ends_where_the_published_walk_does(name, k):
 
 
 def test_the_published_walk_ends_regularly_on_ordinary_inputs():
-    """Else the test above would compare little."""
+    """Otherwise the test above would compare few thresholds."""
     ended = [bisected(inputs(torch.float64)["normal"], k, 1e-3) for k in (1, 10, 100)]
     assert None not in ended
     assert bisected(inputs(torch.float64)["halving"], 100, 1e-3) is None
@@ -193,7 +193,7 @@ def test_the_published_walk_ends_regularly_on_ordinary_inputs():
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Every search that a test makes: each looks at mean and maximum once."""
+    """Record every search that a test makes, as each computes mean and maximum once."""
     made = []
     monkeypatch.setattr(redsync, "mean_and_max", lambda x: made.append(x) or mean_and_max(x))
     return made
@@ -202,7 +202,7 @@ def searches(monkeypatch):
 @pytest.mark.parametrize("period", [1, 2, 5])
 def test_it_searches_on_one_call_of_a_period(period, searches):
     selector, steps = BinarySearch(reuse_period=period), []
-    for step in range(7, 22):  # the count is by calls, whatever the step
+    for step in range(7, 22):  # calls count, not steps
         before = len(searches)
         selector.select(noise(step), 40, step)
         if len(searches) > before:
@@ -211,7 +211,7 @@ def test_it_searches_on_one_call_of_a_period(period, searches):
 
 
 def settled(threshold: float, served: int = 1, **arguments) -> BinarySearch:
-    """A selector that has searched and ended at a threshold."""
+    """Return a selector whose search has found a threshold."""
     selector = BinarySearch(reuse_period=5, **arguments)
     key = int(kernels.magnitude_keys(torch.tensor([threshold])))
     selector.state = BinarySearchState(key, served)
@@ -243,7 +243,7 @@ def test_reuse_searches_afresh_when_nothing_reaches(searches):
 
 
 def of_sign(accumulated, sign) -> SparseVector:
-    """The entries of one sign, and those that are not finite."""
+    """Return the entries of one sign, and those that are not finite."""
     vector = SparseVector.from_dense(accumulated)
     return vector.keep((vector.values * sign > 0) | ~vector.values.isfinite())
 

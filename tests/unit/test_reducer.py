@@ -28,7 +28,7 @@ from sparsync_papers.baseline_optimizers import UpdateSpaceSGD
 def test_quotas_are_derived_once_per_step_however_many_parameters_there_are(
     parameters, monkeypatch
 ):
-    """Per parameter it was every unit's quota again: parameters x units on autograd's thread."""
+    """Deriving all quotas for every parameter would take parameters x units on autograd's thread."""
     calls = []
     collect_from = Exact.collect_from
     monkeypatch.setattr(

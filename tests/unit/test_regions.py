@@ -51,7 +51,9 @@ def test_schedule_gives_every_message_its_turn(world_size, rotate):
         others = [r for r in range(world_size) if r != rank]
         assert sorted(dest for dest, _ in mine) == sorted(source for _, source in mine) == others
     for turn in range(world_size - 1):
-        if rotate:  # a pairing: what r sends to d in this turn, d expects from r in this turn
+        if (
+            rotate
+        ):  # turns are paired: if r sends to d in a turn, d expects r's message in the same turn
             for rank in range(world_size):
                 dest, _ = turns[rank][turn]
                 assert turns[dest][turn][1] == rank

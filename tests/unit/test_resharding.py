@@ -1,4 +1,4 @@
-"""Resharding: another number of ranks, or other shards, have the same residual between them."""
+"""Resharding: with another number of ranks or other shards, the total residual is the same."""
 
 import copy
 
@@ -23,7 +23,7 @@ from .small_reducers import SIZES, gradients, reducer_on
 
 
 def wrapped(state):
-    """A reducer's state, with its "pieces" if it has any, as a handle saves it."""
+    """Return a reducer's state as a handle saves it, with its "pieces" if it has any."""
     if not isinstance(state, dict):
         return state
     kept = dict(state)
@@ -161,7 +161,7 @@ def test_thresholds_and_boundaries_start_afresh_and_steps_go_on():
 
 
 def divided(state, parts):
-    """The states of ``parts`` shards of one replica, each with a run of rows of every parameter."""
+    """Return the states of ``parts`` shards of a replica, each with a run of every parameter's rows."""
     result = []
     for part in range(parts):
         pieces, residual, sizes = {}, {}, []
@@ -205,21 +205,21 @@ def test_a_piece_of_two_dimensions_finds_its_place():
     assert torch.equal(found["residual"]["a"], torch.arange(30.0).view(5, 6)[:, 2:4].flatten())
 
 
-# ---- what is no set of states ----------------------------------------------------------------------
+# ---- invalid sets of states ----------------------------------------------------------------------
 
 
 outside = {"shape": [30], "offset": [5], "size": [30]}
 BROKEN = {
     "a rank is missing": (lambda s: s[:2], "state of rank 2 of 3 is missing"),
-    "no states": (lambda s: [], "there are no states"),
+    "no states": (lambda s: [], "no states were given"),
     "a state is no dictionary": (lambda s: [*s[:2], 7], "the saved state is 7, expected a dictionary"),
     "a key is missing": (lambda s: s[1].pop("step"), r"has no state\['reducer'\]\['step'\]"),
     "another step": (lambda s: s[1].update(step=9), "ranks 0 and 1 have step 1 and 9"),
     "another scale": (lambda s: s[2].update(scale=2.0), "ranks 0 and 2 have scale 1.0 and 2.0"),
-    "a rank of nowhere": (lambda s: s[0].update(rank=8), "is of rank 8 of 3"),
+    "a rank of nowhere": (lambda s: s[0].update(rank=8), "belongs to rank 8 of 3"),
     "a size": (lambda s: s[1]["residual"].update(a=torch.ones(3)), r"'a' on rank 1 has shape \(3,\)"),
-    "a list": (lambda s: s[1]["residual"].update(a=[1.0]), "is no tensor of floating-point"),
-    "integers": (lambda s: s[1]["residual"].update(a=torch.ones(30).int()), "is no tensor of floating"),
+    "a list": (lambda s: s[1]["residual"].update(a=[1.0]), "is not a tensor of floating-point"),
+    "integers": (lambda s: s[1]["residual"].update(a=torch.ones(30).int()), "is not a tensor of"),
     "NaN": (lambda s: s[1]["residual"].update(a=torch.full((30,), torch.nan)), "'a' on rank 1 holds NaN"),
     "an unknown name": (lambda s: s[1]["residual"].update(z=torch.ones(3)), "'z' on rank 1 has shape"),
     "no dictionary": (lambda s: s[1].update(residual=3), r"\['residual'\] is 3, expected Mapping"),
@@ -227,10 +227,10 @@ BROKEN = {
     "sizes of others": (lambda s: s[1].update(sizes=[[30]]), r"sizes \[\[30\]\], expected one for each"),
     "a tensor": (lambda s: s[1].update(step=torch.ones(2)), r"\['step'\] is a tensor .*expected a whole"),
     "infinity": (lambda s: s[1].update(previous_norm=torch.inf), r"\['previous_norm'\] is inf, expected"),
-    "pieces": (lambda s: s[1].update(pieces=None), "pieces of rank 1 are no dictionary"),
+    "pieces": (lambda s: s[1].update(pieces=None), "pieces of rank 1 are not a dictionary"),
     "a piece": (lambda s: s[1].update(pieces={"a": outside}), "saved piece of 'a' on rank 1 is"),
     "many ranks": (lambda s: [x.update(world_size=2**40) for x in s] and None, "rank 3 of 10995116"),
-    "a sparse one": (lambda s: s[1]["residual"].update(a=torch.ones(30).to_sparse()), "is no tensor of"),
+    "a sparse one": (lambda s: s[1]["residual"].update(a=torch.ones(30).to_sparse()), "not a tensor of"),
     "two of one rank": (lambda s: [*s, {**s[0], "residual": s[1]["residual"]}], "rank 0 differ in the"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Rounded values: unbiased or contractive, of bounded error; at the edges of floats."""
+"""Rounded values are unbiased or contractive, with a bounded error, even at the limits of floats."""
 
 import math
 from fractions import Fraction
@@ -30,17 +30,17 @@ def noise(length: int = LENGTH, seed: int = 0) -> torch.Tensor:
 
 
 def spread(length: int = LENGTH) -> torch.Tensor:
-    """Magnitudes of many orders, zeros among them."""
+    """Return values whose magnitudes span many orders, with zeros."""
     return noise(length) * torch.logspace(0, -9, length) * (torch.arange(length) % 7 > 0)
 
 
 def samples(codec: Qsgd, x: torch.Tensor, copies: int = COPIES) -> torch.Tensor:
-    """`[copies, length]` independent roundings of one block, in float64."""
+    """Return `[copies, length]` independent roundings of one block, in float64."""
     return rounded(codec, x.repeat(copies)).view(copies, x.numel()).double()
 
 
 def deviations(quantiser: Qsgd, x: torch.Tensor) -> torch.Tensor:
-    """The standard deviation of every entry of one block, by the definition of the scheme."""
+    """Return the standard deviation of every entry of a block, by the definition of the scheme."""
     x = x.double()
     scale = float(x.norm()) if quantiser.scale == "l2" else float(x.abs().max())
     exact = x.abs() / scale * quantiser.levels
@@ -49,7 +49,7 @@ def deviations(quantiser: Qsgd, x: torch.Tensor) -> torch.Tensor:
 
 
 def worst(quantiser: Qsgd, length: int) -> torch.Tensor:
-    """The block whose relative variance is the largest there is (nearly so under "l2")."""
+    """Return the block of largest relative variance (nearly so for "l2")."""
     s = quantiser.levels
     if quantiser.scale == "l2":
         return torch.ones(length)
@@ -64,7 +64,7 @@ def worst(quantiser: Qsgd, length: int) -> torch.Tensor:
 @every_setting
 @pytest.mark.parametrize("x", [noise(), spread(), torch.ones(LENGTH)], ids=["noise", "spread", "1"])
 def test_the_expectation_is_the_value(bits, scale, x):
-    """Within 5 standard errors, which the definition of the scheme gives; exact where it says so."""
+    """Within 5 standard errors by the definition of the scheme, and exact where it is exact."""
     codec = Qsgd(bits, block=LENGTH, scale=scale)
     error = samples(codec, x).mean(0) - x.double()
     standard = deviations(codec, x) / COPIES**0.5
@@ -74,7 +74,7 @@ def test_the_expectation_is_the_value(bits, scale, x):
 
 
 def test_the_expectation_survives_a_second_quantisation():
-    """A sum of what a rank quantised before, in the same step, is not rounded by the same draws."""
+    """A sum of values quantised earlier in the same step must be rounded with other draws."""
     codec, x, y = Qsgd(2, block=LENGTH, scale="max").seeded(1, 1), noise(), noise(seed=1)
     first = samples(codec, x)
     summed = (first + y.double()).float()
@@ -97,7 +97,7 @@ def test_no_block_has_more_variance_than_omega(values, setting):
 
 @given(packable(), st.sampled_from(SETTINGS), st.booleans())
 def test_dense_and_sparse_messages_round_alike(original, setting, shrink):
-    """One scheme: the blocks of a sparse vector are those of its values."""
+    """The scheme is the same: a sparse vector's blocks are blocks of its values."""
     arguments = {"bits": setting[0], "scale": setting[1], "shrink": shrink, "block": 3}
     sparse = SparseQsgd(**arguments).encode(original)
     same(sparse.decoded.values, rounded(Qsgd(**arguments), original.values))
@@ -125,7 +125,7 @@ def test_draws_depend_on_seed_rank_step_and_message_alone(codec):
 
 
 def test_draws_are_the_same_on_every_machine():
-    """What torch's generator, the hash and the arithmetic give is pinned here."""
+    """This pins the results of torch's generator, the hash and the arithmetic."""
     payload = Qsgd(4, seed=3).seeded(2, 5).encode(DenseVector(torch.arange(-12, 12) / 8)).payload
     assert hex_of(payload[16:]) == "00008840eefeeffeff00000011212132"
 
@@ -177,7 +177,7 @@ def test_contractive_says_whether_the_error_may_be_kept(arguments, expected):
 
 
 def residual_after(codec: Qsgd, steps: int = 60) -> float:
-    """The residual's norm, in units of a gradient's, when the error is fed back."""
+    """Return the residual's norm under error feedback, relative to a gradient's."""
     residual = torch.zeros(1024)
     for step in range(steps):
         accumulated = residual + noise(1024, seed=step)
@@ -186,7 +186,7 @@ def residual_after(codec: Qsgd, steps: int = 60) -> float:
 
 
 def test_the_residual_of_unbiased_qsgd_explodes_and_that_of_shrunk_qsgd_does_not():
-    """DESIGN: "2 bits: 10^6 x in 60 steps"; the bound of a contraction is a few omega."""
+    """DESIGN: "2 bits: 10^6 x in 60 steps"; a contraction is bounded by a few omega."""
     assert residual_after(Qsgd(2)) > 1e6
     shrunk = Qsgd(2, shrink=True)
     assert residual_after(shrunk) < 2 * shrunk.omega(1024)

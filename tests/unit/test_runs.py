@@ -1,4 +1,4 @@
-"""Exchanges of updates work in runs: the same bits as on whole vectors, and no memory of their size."""
+"""Exchanges of updates work in runs: the same bits as on whole vectors, without memory of their size."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ BYTES = 4
 
 
 class Largest(TorchDispatchMode):
-    """Notes the bytes of the largest storage that is new since ``watches`` was set."""
+    """Records the bytes of the largest storage allocated since ``watches`` was set."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ def test_an_exchange_takes_no_memory_of_the_models_size():
     largest = Largest()
 
     def before_step(step):
-        largest.watches = step > 0  # the first exchange makes what is kept
+        largest.watches = step > 0  # the first exchange allocates the memory that is kept
 
     with largest:
         run_default(2, SIZE, before_step=before_step)

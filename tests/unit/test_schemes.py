@@ -1,4 +1,4 @@
-"""Schemes by name: the command line's table, and its requirements."""
+"""Schemes by name: the table of the command line, and the command's requirements."""
 
 from importlib.metadata import EntryPoint
 
@@ -93,7 +93,7 @@ def test_what_moves_by_signs_runs_sgd_at_the_rate_that_is_scheduled(one_rank, bu
 def test_the_default_exchange_of_updates_may_train_to_a_target():
     settings = TrainSettings(optimizer="adamw", steps=20, target_step=9)
     assert check_algorithms(settings, ["dense", "updates"]) == ("dense", "updates")
-    with pytest.raises(ConfigurationError, match="none could be ahead in diloco"):
+    with pytest.raises(ConfigurationError, match="no rank could run ahead in diloco"):
         check_algorithms(settings, ["dense", "updates", "diloco"])
 
 
@@ -121,7 +121,7 @@ def test_an_installed_package_adds_a_scheme(monkeypatch):
 
 
 def test_two_packages_with_one_name_are_refused(monkeypatch, capsys):
-    """Which comes first depends on the path, and ranks' paths may differ."""
+    """The first of two depends on the path, and ranks' paths may differ."""
 
     def points(group):
         found = [EntryPoint(name, f"sparsync.averaging.averager:{one}", group)

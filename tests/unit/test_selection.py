@@ -1,4 +1,4 @@
-"""Selectors, as far as ``tests/contracts`` does not check them; RedSync's have their own file."""
+"""Selectors, beyond the checks in ``tests/contracts``; RedSync's have their own file."""
 
 import math
 from unittest import mock
@@ -109,7 +109,8 @@ def test_reused_takes_at_most_cap_times_k_the_largest_first(cap, expected):
 @pytest.mark.parametrize(
     ("floor", "values", "expected", "threshold"),
     [
-        (0.5, [1.0, 0.5, 0.2, 0.1], [0, 1], 0.5),  # none of 2 reach 3: exact again
+        # no element reaches 3, fewer than the floor: exact again
+        (0.5, [1.0, 0.5, 0.2, 0.1], [0, 1], 0.5),
         (0.5, [3.0, 0.5, 0.2, 0.1], [0], 3.0),  # 1 of 2 is not below the floor
         (1.0, [3.0, 0.5, 0.2, 0.1], [0, 1], 0.5),
         (None, [1.0, 0.5, 0.2, 0.1], [], 3.0),  # as published
@@ -140,7 +141,7 @@ def auto(cap: float | None = None, **options) -> Reused:
 
 
 def about(reaching: int, k: int = 100) -> torch.Tensor:
-    """A vector of 10 k elements of which this many are 1 or larger; all differ."""
+    """Return a vector of 10 k distinct elements of which this many are at least 1."""
     values = torch.linspace(0.1, 0.9, 10 * k)
     values[:reaching] = torch.linspace(1.0, 2.0, reaching)
     return values
@@ -169,7 +170,7 @@ def test_auto_takes_exactly_k_outside_the_band_and_renews_the_threshold(reaching
 
 @pytest.fixture
 def looks(monkeypatch):
-    """The selections among all n that a test makes."""
+    """Record the selections among all n elements that a test makes."""
     made = []
     monkeypatch.setattr(reused, "largest", lambda *given: made.append(given) or largest(*given))
     return made
@@ -177,7 +178,7 @@ def looks(monkeypatch):
 
 @pytest.mark.parametrize(("reaching", "near"), [(50, 60), (50, 2000), (150, 0), (100, 2000)])
 def test_auto_looks_at_all_elements_only_where_it_must(reaching, near, looks):
-    """What lies just below the threshold is enough; too much of that is passed over."""
+    """Entries just below the threshold suffice; too many of them are passed over."""
     selector, accumulated = with_threshold_1(), torch.zeros(5000)
     accumulated[:reaching] = torch.linspace(1.0, 2.0, reaching)
     accumulated[1000 : 1000 + near] = torch.linspace(0.9, 0.99, near)
@@ -188,7 +189,7 @@ def test_auto_looks_at_all_elements_only_where_it_must(reaching, near, looks):
 
 
 def test_no_step_deviates_by_more_than_the_band_and_few_are_exact(looks):
-    """Error feedback on a gradient that shrinks by a third: a period drifts, the band holds."""
+    """The gradient shrinks by a third under error feedback: a period drifts, the band holds."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.randn(SIZE, generator=generator).exp()
     gradients = [
@@ -225,19 +226,19 @@ def test_auto_selects_within_the_band_whatever_came_before(accumulated, k, step,
 
 
 def peaked() -> Tensor:
-    """Most mass near zero and a sharp cut: as gradients late in training, narrower than normal."""
+    """Return values mostly near zero, cut sharply, like late gradients: narrower than normal."""
     uniform = torch.rand(SIZE, generator=torch.Generator().manual_seed(1)) * 2 - 1
     return uniform.sign() * uniform.abs().clamp(max=0.9) ** 2
 
 
 def first_trial(accumulated: Tensor, k: int) -> int:
-    """How many reach the predicted threshold: with no part of k to exceed, one trial serves."""
+    """Return how many entries reach the predicted threshold, with a single trial."""
     return GaussianK(enough=0.0).select(accumulated, k, 0).nnz
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])
 def test_normal_entries_are_selected_at_their_density(density):
-    """The assumption of the method: then it is accurate to a few per cent, without a trial more."""
+    """Under the method's assumption, it is accurate to a few per cent without further trials."""
     k = round(density * SIZE)
     nnz = first_trial(0.3 * noise(), k)
     assert nnz == pytest.approx(k, abs=5 * k**0.5)
@@ -245,7 +246,7 @@ def test_normal_entries_are_selected_at_their_density(density):
 
 @given(dense_tensors(max_size=60), st.integers(1, 80))
 def test_gaussian_returns_what_it_promises(accumulated, k):
-    """All entries from some magnitude on; more than 3k/4 of them, or all that are not zero."""
+    """All entries above some magnitude are selected: more than 3k/4, or all nonzero ones."""
     before = accumulated.clone()
     selected = GaussianK().select(accumulated, k, 0).check()
     nnz = int((before != 0).sum())
@@ -288,7 +289,7 @@ def test_nan_and_inf_are_selected_by_gaussian_and_have_no_part_in_the_threshold(
     accumulated[: len(broken)] = torch.tensor(broken)
     selected = GaussianK().select(accumulated, 100, 0)
     assert int((~selected.isfinite()).sum()) == len(broken)
-    # zeros instead of NaN and Inf move mean and deviation by their share of the elements
+    # replacing NaN and Inf by zeros changes mean and deviation in proportion to their number
     assert selected.nnz == pytest.approx(GaussianK().select(sane, 100, 0).nnz + len(broken), abs=4)
     assert GaussianK().select(torch.tensor(broken), 1, 0).nnz == len(broken)
 
@@ -297,7 +298,7 @@ def test_nan_and_inf_are_selected_by_gaussian_and_have_no_part_in_the_threshold(
 
 
 def block_by_block(accumulated, entries: int, block: int) -> SparseVector:
-    """The simple version: the exact top of one block after the other."""
+    """Return the result of the simple version: the exact top of one block after the other."""
     size, parts = accumulated.numel(), []
     for start in range(0, size, block):
         piece = accumulated[start : start + block]
@@ -329,7 +330,7 @@ def test_without_entries_a_block_gives_its_part_of_k(accumulated, block, k):
 
 
 def check_sampled(selected: SparseVector, accumulated: Tensor, k: int, enough: float) -> None:
-    """So many as promised, and none is left out that is larger than one that came."""
+    """Check that the promised number was selected, and that no larger entry was left out."""
     nnz = int((accumulated != 0).sum())
     assert min(math.ceil(enough * k), nnz) <= selected.nnz <= k
     same_vector(selected.check(), SparseVector.from_dense(accumulated).top(selected.nnz))
@@ -347,7 +348,7 @@ def test_sampled_returns_the_largest_between_enough_and_k(accumulated, k, enough
 
 def test_without_enough_entries_in_the_sample_the_selection_is_exact():
     rare = torch.zeros(SIZE)
-    rare[:3] = noise(3)  # in all of 200 sampled, hardly one
+    rare[:3] = noise(3)  # in a sample of 200, hardly one of them
     assert Sampled().select(rare, 1600, 0).indices.tolist() == [0, 1, 2]
     same_vector(Sampled().select(noise(), 16, 0), SparseVector.from_dense(noise()).top(16))
 

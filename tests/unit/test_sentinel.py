@@ -73,7 +73,7 @@ def test_digests_know_dtype_shape_and_sign_of_zero():
 
 
 def compare(world_size, change, policy="raise"):
-    """Compare three tensors after ``change(rank, tensors)``; return what each rank holds then."""
+    """Compare three tensors after ``change(rank, tensors)``; return each rank's tensors afterwards."""
 
     async def program(comm):
         tensors = {"a": torch.arange(5.0), "b": torch.ones(2, 3), "count": torch.tensor(7)}
@@ -119,7 +119,7 @@ def test_many_tensors_are_counted():
         await check_replicas(Sentinel(), comm, tensors, place="step 0")
 
     with pytest.raises(
-        PeerError, match=r"'t0' .*'t1' .*'t2' differs on rank 1; and 5 tensors more"
+        PeerError, match=r"'t0' .*'t1' .*'t2' differs on rank 1; and 5 more tensors"
     ):
         simulate(program, 3)
 
@@ -145,7 +145,7 @@ def test_a_majority_heals_in_place(world_size, torn):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if not healthy:  # there is no majority: all keep what they have, and are told
+        if not healthy:  # without a majority, all ranks keep their tensors, and get an error
             with pytest.raises(PeerError, match="none of which is a majority: nobody can tell"):
                 compare(world_size, change, "heal")
             return
@@ -155,13 +155,13 @@ def test_a_majority_heals_in_place(world_size, torn):
 
 
 def groups_of(comm):
-    """The replicas of this rank's part, and the parts of its replica, of six ranks."""
+    """Return the replicas of this rank's part, and the parts of its replica, among six ranks."""
     home = comm.rank // 2 * 2
     return Subgroup(comm, range(comm.rank % 2, 6, 2)), Subgroup(comm, [home, home + 1])
 
 
 def compare_parts(policy, *torn):
-    """Three replicas of two parts, ranks 10 to 15; return what each holds then, and what was said."""
+    """Compare three replicas of two parts, ranks 10 to 15; return their tensors and messages."""
 
     async def program(comm):
         peers, parts = groups_of(comm)
@@ -214,7 +214,7 @@ def test_any_dtype_and_layout_is_healed(dtype):
         pointer, stride = image.data_ptr(), image.stride()
         if comm.rank == 0:
             image.copy_(torch.zeros_like(values))
-        # of one element, contiguous to torch whatever the stride
+        # with one element, which torch considers contiguous whatever its stride
         single = torch.full((6, 6), comm.rank > 0, dtype=dtype)[:1, 0]
         tensors = {"image": image, "empty": torch.zeros(0, dtype=dtype), "single": single}
         torn = await divergences(comm, tensors)

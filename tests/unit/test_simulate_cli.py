@@ -1,4 +1,4 @@
-"""``sparsync simulate``: what it prints, and one clear line for bad input."""
+"""``sparsync simulate``: its output, and one clear line for bad input."""
 
 import json
 

@@ -82,7 +82,7 @@ def test_a_buffer_may_be_reused_once_its_send_is_done():
     assert simulate(program, 2, links=LINKS).results[1] == [1, 1]
 
 
-# ---- what goes wrong is said, not waited for --------------------------------------------------------
+# ---- errors are raised at once --------------------------------------------------------
 
 
 def test_a_deadlock_names_who_waits_for_whom_in_which_phase():
@@ -162,7 +162,7 @@ INNER = Links(alpha=0.25, beta=0.125)
 
 
 async def all_to_one(comm):
-    """Send 10 bytes from every rank to rank 0; return when this rank was done."""
+    """Send 10 bytes from every rank to rank 0; return the time at which this rank was done."""
     if comm.rank:
         await comm.isend(payload(10), 0, "p", BYTES)
     else:
@@ -261,7 +261,7 @@ def test_entries_cost_who_packs_them_and_everyone_who_receives_them():
         await comm.allgatherv(payload(4), [4] * 4, "p", BYTES)
         return comm.ledger.stages["pack"], comm.ledger.stages["unpack"]
 
-    # packed once, though a rank passes others' messages on; two rounds bring a message each
+    # packed once, although ranks forward messages of others; each of two rounds brings a message
     simulation = simulate(program, 4, links=Links(0.0, 0.0), prices=prices)
     assert simulation.results == [(20.0, 4.0)] * 4
     assert simulation.seconds == 24.0

@@ -1,4 +1,4 @@
-"""The site's pages: those that the code writes are whole, and what pages show is run."""
+"""The site's pages: generated pages are complete, and examples on pages are run."""
 
 import contextlib
 import doctest
@@ -195,7 +195,7 @@ def test_the_rows_of_the_page_of_extensions_are_a_rooms():
 
 
 def test_a_link_on_the_page_of_extensions_that_loses_messages_is_seen():
-    """The contract of that page can fail: a transport that hands over what came last."""
+    """The page's contract can fail, e.g. for a transport that returns only the last message."""
     code = blocks(page_of("extending.md"))[-1]
     broken = code.replace("comm.posted[link].popleft()", "comm.posted[link].pop()")
     assert broken != code

@@ -1,4 +1,4 @@
-"""Sites by the speed of links: of made-up times, and measured in the simulator."""
+"""Sites by the speed of links, from made-up times and from measurements in the simulator."""
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ def pairs(ranks, seconds_of):
 
 
 def between(*grid, near=2e-3, far=40e-3):
-    """Return the seconds of a pair of ranks that are in these sites."""
+    """Return the seconds of a pair of ranks in these sites."""
     site_of = {rank: number for number, site in enumerate(grid) for rank in site}
     return lambda a, b: near if site_of[a] == site_of[b] else far
 
@@ -93,7 +93,7 @@ def test_every_pair_takes_its_turn_together(ranks):
 
 
 class Asymmetric(Topology):
-    """Two ranks that send over a slow line, on which they receive fast."""
+    """Two ranks that send over a slow line and receive over a fast one."""
 
     def route(self, source, dest):
         if source // 2 == dest // 2:

@@ -1,4 +1,4 @@
-"""Vectors and operations on them: sums, folds, cuts, and what is refused."""
+"""Vectors and operations on them: sums, folds, cuts, and refusals."""
 
 from itertools import pairwise
 
@@ -113,7 +113,7 @@ LOGICAL = ("logical_and", "logical_or")
 
 
 def elements(name: str, dtype: torch.dtype):
-    """Values on which the operation is associative bit for bit, its neutral element among them."""
+    """Values for which the operation is associative bit for bit, including its neutral element."""
     if name in LOGICAL:
         return st.sampled_from([0, 1])
     if name in BITWISE:

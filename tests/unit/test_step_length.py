@@ -1,4 +1,4 @@
-"""Steps of a length of their own: they keep it when they are averaged over ranks."""
+"""Steps whose length does not depend on gradients keep it when they are averaged over ranks."""
 
 import copy
 
@@ -10,7 +10,7 @@ from sparsync.updates.gradient_noise import GradientNoise, noise_of
 from sparsync.updates.step_length import lengthen, of_own_length, remember
 
 RATE, DECAY = 0.1, 0.3
-# optimizer, and whether weights decay apart from gradients
+# optimizer, and whether its weight decay is decoupled
 KNOWN = {
     "amsgrad": (lambda p: torch.optim.Adam(p, RATE, weight_decay=DECAY, amsgrad=True), False),
     "amsgrad, apart": (
@@ -33,7 +33,7 @@ KNOWN = {
 
 
 def stepped(optimizer, steps=3):
-    """Make steps, the last one remembered; return the weights before it and after it."""
+    """Make steps, and remember the last one; return the weights before and after it."""
     (parameter,) = optimizer.param_groups[0]["params"]
     noise, draw = noise_of([optimizer], {"p": parameter}), torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -52,7 +52,7 @@ def weights(seed=0):
 @pytest.mark.parametrize(("make", "apart"), KNOWN.values(), ids=KNOWN)
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0, None])
 def test_a_step_is_lengthened_without_the_decay(make, apart, share):
-    """Of 4 ranks at least a fourth is left of the squares, whatever a few samples say."""
+    """With 4 ranks, at least a fourth of the squares remains, even if a few samples suggest less."""
     parameter = weights()
     optimizer = make([parameter])
     noise, before, after = stepped(optimizer)
@@ -88,7 +88,7 @@ def test_adams_own_correction_is_the_only_one_of_its_steps():
 
 
 def test_other_classes_of_a_name_need_neither_rate_nor_decay():
-    """Neither has transformers' Adafactor, which chooses its rate."""
+    """Neither is known for transformers' Adafactor, which chooses its own rate."""
 
     class Adafactor(torch.optim.Optimizer):
         def step(self):
@@ -120,7 +120,7 @@ def test_what_does_not_move_stays():
 
 
 def test_the_share_is_that_of_steps_however_the_rate_falls():
-    """Noise is averaged away, what ranks have in common is not; agreement is of gradients alone."""
+    """Averaging removes noise, but not the common part; agreement is measured for gradients only."""
 
     async def program(comm):
         parameters = [torch.nn.Parameter(torch.zeros(40, 50)) for _ in range(2)]
@@ -139,6 +139,6 @@ def test_the_share_is_that_of_steps_however_the_rate_falls():
         return [noise.shares[one] for one in parameters], noise.agreement
 
     (shares, agreement), *others = simulate(program, 4).results
-    kept = 0.98**40  # of what was measured at the larger rate
+    kept = 0.98**40  # the remaining weight of measurements at the larger rate
     assert shares == pytest.approx([1 / 4, (1 / 4 + kept) / (1 + kept)], rel=0.15)
     assert agreement is None and all(theirs == (shares, None) for theirs in others)

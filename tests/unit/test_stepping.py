@@ -32,7 +32,7 @@ def backward(model, factor=1.0, scaler=None):
 
 
 class Subclass(torch.optim.AdamW):
-    """Its base's ``step`` has hooks as well, as soon as there is an ``AdamW``."""
+    """An optimizer whose base's ``step`` has hooks as well, once an ``AdamW`` was created."""
 
     def step(self, closure=None):
         loss = super().step(closure)
@@ -72,7 +72,7 @@ def test_a_step_that_an_exception_ends_is_none_and_hides_no_other():
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As sharpness-aware minimisation has one."""
+    """A wrapper like that of sharpness-aware minimisation."""
 
     def __init__(self, inner):
         super().__init__(inner.param_groups, {})
@@ -107,7 +107,7 @@ def test_what_a_scaler_skips_counts_once(wrap, told, make):
 
 
 def test_a_skipped_step_is_not_measured():
-    """Gradients that a fused optimizer did not take have the scale still: noise drowns in them."""
+    """Gradients that a fused optimizer has skipped are still scaled, and would dominate the noise."""
     model, scaler = net(), torch.amp.GradScaler("cpu")
     optimizer = fused(model.parameters())
     with sparsync.attach(model, optimizer) as sync:

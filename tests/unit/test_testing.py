@@ -25,7 +25,7 @@ class Calls:
 
 
 class Broken(Selector):
-    """Exact, except that ``change`` modifies its result."""
+    """The selector ``Exact``, except that ``change`` modifies its result."""
 
     def __init__(self, change):
         self.change, self.exact, self.state = change, Exact(), Calls()
@@ -157,7 +157,7 @@ class Changed(Collective):
 
 
 def all_delivered(comm, selected, reduced):
-    """The total is cut, and no rank keeps the rest."""
+    """A violation: the total is cut, and no rank keeps the rest."""
     return Reduced(reduced.total.top(5), reduced.delivered)
 
 
@@ -212,7 +212,7 @@ def test_check_averager_finds():
 
 
 class Ending(SoloCommunicator):
-    """One of two ranks; a wait for the other one ends as ``outcome`` does."""
+    """One of two ranks; a wait for the other one ends with ``outcome``."""
 
     def __init__(self, rank, outcome, closed):
         Communicator.__init__(self, rank, 2, torch.device("cpu"))

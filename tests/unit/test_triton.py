@@ -1,4 +1,4 @@
-"""The Triton kernels: compiled where a GPU is, else interpreted on CPU tensors."""
+"""The Triton kernels: compiled if there is a GPU, otherwise interpreted on CPU tensors."""
 
 import importlib
 import importlib.util
@@ -23,13 +23,13 @@ from tests.fresh import run_python
 from .strategies import dense_tensors, palette
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# the interpreter computes in NumPy, which warns where a float overflows or is NaN
+# the interpreter computes in NumPy, which warns of overflows and NaN
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @contextmanager
 def interpreting():
-    """Have Triton interpret kernels where there is no GPU, both when it is imported and when it runs."""
+    """Make Triton interpret kernels without a GPU, both when it is imported and when it runs."""
     with pytest.MonkeyPatch.context() as environment:
         if DEVICE == "cpu":
             environment.setenv("TRITON_INTERPRET", "1")
@@ -49,7 +49,7 @@ def load():
     with interpreting():
         module = importlib.import_module("sparsync.kernels.triton")
     if DEVICE == "cpu" and type(module._positions).__name__ != "InterpretedFunction":
-        # no reason to skip: in the usual order of tests nothing imports Triton before
+        # this is not a reason to skip: in the usual order of tests nothing imports Triton earlier
         raise RuntimeError("something imported Triton before, for a GPU; run this file by itself")
     return module
 
@@ -72,14 +72,14 @@ def identical(mine, expected):
 
 triton = load()
 few = settings(max_examples=20)  # the interpreter takes milliseconds for a launch
-# around one block, and several of which the last is not full
+# sizes around one block, and several blocks of which the last is not full
 SIZES = [0, 1, triton.BLOCK, 2 * triton.BLOCK + 900]
 BIG = SIZES[-1]
 LARGEST_KEY, _ = key_range(torch.float32)
 
 
 def vectors(n):
-    """Vectors of n elements: ordinary, all ties and awkward floats, constant, zero."""
+    """Return vectors of n elements: ordinary, with many ties and awkward floats, constant, zero."""
     generator = torch.Generator().manual_seed(n)
     awkward = torch.tensor(palette(torch.float32))
     mixed = awkward[torch.randint(len(awkward), (n,), generator=generator)]
@@ -98,7 +98,7 @@ def identical_found(mine, expected):
 
 
 def stream(n, seed):
-    """Ascending indices below n, most of them, with small integers as values."""
+    """Return most indices below n, ascending, with small integers as values."""
     generator = torch.Generator().manual_seed(seed)
     indices = (torch.rand(n, generator=generator) < 0.7).nonzero().flatten()
     values = torch.randint(-2, 3, indices.shape, generator=generator).float()
@@ -205,14 +205,14 @@ SHAPES = [
 
 
 def ascending(nnz, size, seed=0):
-    """About ``nnz`` indices below ``size``, the first and the last among them."""
+    """Return about ``nnz`` indices below ``size``, including the first and the last."""
     generator = torch.Generator().manual_seed(seed)
     drawn = (torch.rand(nnz, generator=generator, dtype=torch.float64) * size).long()
     return torch.cat([drawn, torch.tensor([0, size - 1][:nnz], dtype=torch.int64)]).unique()
 
 
 def awkward(n):
-    """Ordinary values, any bits, denormals whose scale underflows, and what is not finite."""
+    """Return ordinary values, any bits, denormals whose scale underflows, and nonfinite values."""
     generator = torch.Generator().manual_seed(n)
     bits = torch.randint(-(2**31), 2**31, (n,), generator=generator).int()
     special = [0.0, -0.0, 1e-45, -1e-45, 1e-43, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan]

@@ -74,7 +74,7 @@ AT = [1, 10, 100, 1000]
 
 
 def filled(k, sizes):
-    """One entry for every unit, the rest to the first ones that have room."""
+    """Return one entry for every unit, and the rest for the first units with room."""
     quotas = [1] * len(sizes)
     for i, size in enumerate(sizes):
         quotas[i] += min(size - 1, k - sum(quotas))
@@ -128,7 +128,7 @@ def test_the_first_step_counts_from_an_octave_below_and_later_ones_what_was_coll
 
 
 def test_after_silence_magnitudes_are_looked_for_afresh():
-    """A step of zeros says nothing about shares: they stay, and the magnitude is forgotten."""
+    """After a step of zeros, shares stay as they were, and the magnitude is forgotten."""
     state = SharesState((30, 70), key=100)
     found = shares.next_shares(state, AT, [[0, 0, 0, 0], [9, 0, 0, 0]], 100, [900, 900], 1)
     assert found == SharesState((30, 70), None)

@@ -30,7 +30,7 @@ COMPUTE = 0.1  # virtual seconds of a step
 
 
 def late(world_size, seconds, count=1, seed=0):
-    """A delay in seconds by step and rank: ``count`` random ranks per step are late."""
+    """Return delays in seconds by step and rank: ``count`` random ranks per step are late."""
 
     def delay(step, rank):
         drawn = random.Random(1000 * seed + step).sample(range(world_size), count)
@@ -40,7 +40,7 @@ def late(world_size, seconds, count=1, seed=0):
 
 
 def train(make, steps, delay, seen=None):
-    """A program that trains: every step adds rank + 1 to the model."""
+    """Return a program that trains: every step adds rank + 1 to the model."""
 
     async def program(comm):
         averager, vector, step = make(), torch.zeros(6, dtype=torch.float64), 0
@@ -134,7 +134,7 @@ def test_stale_parts_in_averages_are_counted():
 
 
 def test_the_age_of_a_partners_model_is_counted_in_the_askers_steps():
-    """AD-PSGD: rank 0 answers at its step 1 a rank that asks after its step 4."""
+    """AD-PSGD: rank 0, at its step 1, answers a rank that asks after its step 4."""
     agent = _PairAgent(torch.zeros(2), seed=0, step=0)
     agent.host = SimpleNamespace(rank=0, world_size=2, send=lambda dest, message: None)
     agent.update(torch.zeros(2), 1, lambda answer: None, ask=True)
@@ -167,14 +167,14 @@ def test_the_staleness_that_a_scheme_declares_is_that_of_its_averages(name):
 
     simulate(program, 4)
     least, most = AGES[declared]
-    if name == "streaming-diloco":  # by its delay, on all ranks alike: counted with a model alone
+    if name == "streaming-diloco":  # its delay, equal on all ranks, is only counted with a model
         assert (declared, averager.settings.delay) == ("bounded", 1)
     else:
         assert least <= averager.participation.oldest <= most
 
 
 def test_a_result_is_taken_once():
-    """P = S = 2; rank 1 misses steps 1 and 2: it takes the newer result, and then there is none."""
+    """P = S = 2; rank 1 misses steps 1 and 2, takes the newer result, and then finds no other."""
 
     def delay(step, rank):
         return 0.15 if (step, rank) == (1, 1) else 0.0
@@ -323,7 +323,7 @@ def trained(make, world_size, steps, size=301, seen=None, conclude=True):
                 seen.setdefault(step, {})[comm.rank] = mine, vector, error
         return await averager.conclude(comm, vector, steps) if conclude else None, comm.ledger
 
-    # messages take no time: nobody is late because of how many there are
+    # messages take no time, so their number makes no rank late
     return simulate(program, world_size, links=Links(0.0, 0.0))
 
 
@@ -350,7 +350,7 @@ def test_the_mean_of_models_and_errors_is_preserved_on_every_step(values, world_
     trained(make, world_size, 12, seen=seen)
     owed = 0
     for step, ranks in seen.items():
-        # all are fresh, and groups of 3 and of 2 weigh ranks alike only within themselves
+        # all models are fresh, but groups of 3 and of 2 weigh ranks equally only within a group
         before = sum(mine for mine, _, _ in ranks.values()) + owed
         after = sum(vector for _, vector, _ in ranks.values())
         owed = sum(error for _, _, error in ranks.values())
@@ -434,7 +434,7 @@ def seconds_of(make, world_size=8):
 
 
 def test_whoever_waits_less_ends_earlier():
-    """Per step two of eight ranks are late: allreduce waits for both, a drawn rank is late at times."""
+    """Two of eight ranks are late per step: allreduce waits for both, a random rank is rarely late."""
     allreduce, majority = (
         seconds_of(ALL_SCHEMES["allreduce"]),
         seconds_of(SCHEMES["eager, majority"]),
@@ -444,7 +444,7 @@ def test_whoever_waits_less_ends_earlier():
     assert pairs <= solo * 1.01 < majority < 0.75 * allreduce
 
 
-# seconds per step: ranks that starve, by turns or for good, as where they share too few cores
+# seconds per step of ranks that starve, in turn or permanently, as on too few cores
 STARVED = {
     "three of four": lambda rank, step: 1e-2 * (50 if rank else 1),
     "by turns": lambda rank, step: 1e-2 * (60 if step // 15 % 4 == rank else 1),
@@ -477,7 +477,7 @@ def test_the_drawn_ranks_begin_equally_often():
 
 
 def test_whoever_has_an_answer_knows_that_both_models_are_averaged():
-    """It may conclude at once, and the mean over ranks is then taken of what agents have."""
+    """The rank may conclude at once, and the mean over ranks is then taken of the agents' models."""
     agent, told = _PairAgent(torch.zeros(2), seed=0, step=0), []
 
     class Host:
@@ -507,5 +507,5 @@ def test_it_runs_next_to_real_threads_and_one_may_be_late(scheme):
 
     moves = together(rank, 3)
     assert all(torch.equal(moves[0], moved) for moved in moves)
-    if scheme in SCHEMES.values():  # those in which nothing that was learnt counts less
+    if scheme in SCHEMES.values():  # schemes in which all learnt updates count fully
         torch.testing.assert_close(moves[0], torch.full_like(moves[0], 6.0))

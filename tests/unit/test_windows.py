@@ -1,8 +1,8 @@
-"""Without what only POSIX systems have, the library works, and local ranks name WSL2 in one line."""
+"""Without POSIX features the library works; starting local ranks fails with a hint at WSL2."""
 
 from tests.fresh import run_python
 
-# the others come first, so only this library's own code misses what is taken away
+# other modules are imported first, so only this library's code misses the removed features
 TAKEN_AWAY = """
 import multiprocessing.connection, multiprocessing.context, os, signal, socket, subprocess, sys
 import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp

@@ -1,4 +1,4 @@
-"""The laws of all wire formats: literal bytes, round trips, sizes, what a sender refuses."""
+"""The laws of all wire formats: literal bytes, round trips, sizes, refusals of a sender."""
 
 import re
 from pathlib import Path
@@ -180,7 +180,7 @@ def test_strided_views_are_encoded_as_their_copies(codec, each_backend):
 @pytest.mark.parametrize("codec", [*CODECS, Packed("fp32")], ids=str)
 @pytest.mark.parametrize("nnz", [0, 1])
 def test_strides_of_a_single_element_do_not_matter(codec, nnz, each_backend):
-    """To torch such a view is contiguous, and keeps its stride when it is asked for a contiguous one."""
+    """Torch considers such a view contiguous, so ``contiguous()`` keeps its stride."""
     values = torch.arange(36.0).view(6, 6)[1 : 1 + nnz, 1]
     indices = torch.zeros(6, 6, dtype=torch.int64)[:nnz, 0]
     assert values.is_contiguous() and values.stride() == indices.stride() == (6,)
@@ -256,7 +256,7 @@ def test_the_size_of_a_stream_bounds_both_forms(size, factor, sparse):
         assert sizes[nnz] >= (sparse if stays_sparse else codec.dense).nbytes(nnz, size)
 
 
-# ---- settings, and what a sender refuses ------------------------------------------------------------
+# ---- settings, and refusals of a sender ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

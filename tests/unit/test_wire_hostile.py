@@ -49,7 +49,7 @@ SPARSE_QSGD = qsgd(body=SCALE + bytes([0xD7, 0b01010011, 0]))
 QSGD = qsgd(4, 3, 3, body=SCALE + bytes([0xD7, 0x07]))
 MEANS, PACKED_MEANS = means(), means(body=b"\x6d\x05", form=2)
 
-GOOD = {  # a receiver, a message, its size, and what it says
+GOOD = {  # a receiver, a message, its size, and its content
     "coo": (Coo(), COO, 10, [0, 0, 0, 1, 2, 0, 0, 0, 0, 0]),
     "whole": (Whole(), WHOLE, 2, [1, 2]),
     "packed": (Packed(), PACKED, 10, [0, 0, 0, 1, 2, 0, 0, 0, 0, 0]),
@@ -180,7 +180,7 @@ def test_a_hostile_count_allocates_nothing():
 
 
 def outcome(codec, raw, size, backend="torch"):
-    """What a decoder makes of the bytes: a checked vector, or the text of its error."""
+    """Return a decoder's result for the bytes: a checked vector, or the text of its error."""
     with using(backend):
         try:
             decoded = codec.decode(uint8(raw), size)
@@ -205,7 +205,7 @@ def test_every_changed_byte_is_refused_or_changes_the_vector(name):
 
 @st.composite
 def hostile_messages(draw):
-    """A plausible header with any body of the right length, a good message changed, or any bytes."""
+    """A plausible header with any body of the right length, a damaged valid message, or any bytes."""
     codec, original = draw(messages())
     size, kind = original.size, draw(st.sampled_from(["body", "flips", "bytes"]))
     if kind == "bytes":

@@ -1,4 +1,4 @@
-"""Data and models: functions of their arguments, of nothing else; the small VGG learns the digits."""
+"""Data and models depend on their arguments alone; the small VGG learns the digits."""
 
 import math
 import sys
@@ -28,7 +28,7 @@ OFFLINE = [name for name in workload_names() if not workload_class(name).reads_f
 
 @pytest.fixture
 def library(tmp_path):
-    """Forty files of twenty bytes each, and some that are not to be read."""
+    """Make forty files of twenty bytes each, and some that must not be read."""
     for number in range(1, 41):
         (tmp_path / f"module_{number:02}.py").write_bytes(f"{number:02}".encode() * 10)
     for skipped in ("test/a.py", "json/tests/b.py", "site-packages/c.py", "notes.txt"):
@@ -89,7 +89,7 @@ DRAW = Draw(seed=0, step=0, rank=0, world_size=4, batch_size=3)
 
 @pytest.fixture(autouse=True)
 def little_text(text, monkeypatch):
-    """Reading the library takes a second; none of these tests needs it."""
+    """Use a short text, because reading the library takes a second."""
     for kind in ("bytes", "lstm"):
         monkeypatch.setattr(workload_class(kind), "text", replace(text, context=8))
     lined = text.training.clone()

@@ -32,7 +32,7 @@ def test_the_contract_of_a_communicator_holds(world_size):
     st.sampled_from([1000, 10_000, 10**9]),
 )
 def test_messages_of_any_size_and_channel_arrive_whole_and_in_order(plan, inline, zero_copy, piece):
-    """Whatever way a payload travels: with the header, apart, in pieces, from the tensor's memory."""
+    """However a payload is sent: with the header, separately, in pieces, or from the tensor's memory."""
 
     def content(place, size):
         return torch.arange(place, place + size).to(torch.uint8)
@@ -93,7 +93,7 @@ def test_polling_never_waits_and_makes_everything_advance():
             time.sleep(0.001)
         deadline = time.monotonic() + 5
         while second.claims[0].payload is None and time.monotonic() < deadline:
-            first.mesh.drain()  # what a poll of any other operation does
+            first.mesh.drain()  # as a poll of any other operation would do
         assert second.poll(0) and second.result.tolist() == [2]
         return meet(comm)
 
@@ -172,7 +172,7 @@ def test_one_built_over_another_communicator_is_the_same_group():
 def test_ranks_that_meet_over_a_communicator_take_part_in_the_same_collectives(
     at, tmp_path, monkeypatch
 ):
-    """Also those that are told their interface, or that cannot take part."""
+    """This includes ranks that are given their interface, or that cannot take part."""
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
@@ -190,7 +190,7 @@ def test_ranks_that_meet_over_a_communicator_take_part_in_the_same_collectives(
         assert said == ["met"] * 3
     else:
         assert all(": rank 1 cannot take part: " in said[rank] for rank in (0, 2))
-        assert ("which is all of them" if at else "is missing") in said[1]
+        assert ("which means all of them" if at else "is missing") in said[1]
 
 
 def test_a_payload_beyond_the_limit_is_refused_by_the_sender(monkeypatch):
@@ -224,7 +224,7 @@ def test_it_exchanges_messages_with_the_point_to_point_one_and_counts_the_same(
         calls = [comm.alltoallv, lambda *a: Communicator.alltoallv(comm, *a)]
         counted = []
         for call in calls if rank % 2 else reversed(calls):
-            # 0 bytes from rank 0 to all: of a fixed length, nothing travels
+            # 0 bytes from rank 0 to all: with a fixed length, nothing is sent
             payloads = [payload(rank, 0) for _ in everyone]
             capacities = [10_000 * source for source in everyone]
             received = run(call(payloads, capacities, "p", framing))
@@ -241,7 +241,7 @@ def test_it_exchanges_messages_with_the_point_to_point_one_and_counts_the_same(
 
 @pytest.mark.parametrize("size", [9, 300, 20_000])
 def test_the_same_payload_for_all_reaches_ranks_that_got_other_messages_before(size, monkeypatch):
-    """Its frame is reused where the header is the same, sequence number included."""
+    """A frame is reused if headers are equal, including the sequence number."""
 
     def program(comm):
         rank = comm.rank

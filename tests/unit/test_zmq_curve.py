@@ -43,7 +43,7 @@ def forged(comm, source):
 
 @pytest.mark.parametrize("kind", ["no key", "unlisted key", "wrong server key"])
 def test_a_stranger_is_refused_and_the_group_is_not_affected(keys, kind):
-    """It knows the port, the job's number and the protocol; it lacks a listed key."""
+    """The stranger knows the port, the job's number and the protocol, but has no listed key."""
 
     def program(comm):
         if comm.rank == 0:
@@ -68,7 +68,7 @@ def test_a_stranger_is_refused_and_the_group_is_not_affected(keys, kind):
             comm.isend(message(1), 0, "p", RAW).wait()
         run(testing.exercise_communicator(comm.channel(4)))
         seen = dict(comm.lost), dict(comm.dropped)
-        meet(comm)  # nobody closes before all have looked
+        meet(comm)  # no rank closes before all have checked
         return seen
 
     assert together(program, 3, curve_keys=keys) == [({}, {})] * 3
@@ -92,7 +92,7 @@ def test_a_rank_cannot_pose_as_another(keys):
 
 @pytest.mark.parametrize("encrypted", [True, False])
 def test_a_connection_that_broke_may_mean_that_bytes_were_changed_if_it_has_keys(keys, encrypted):
-    """ZeroMQ may report such an end alone, or first, and then it looks like that of a rank."""
+    """ZeroMQ may report only the end of the connection, or report it first, like a rank's end."""
 
     def program(comm):
         run(comm.barrier())
@@ -115,7 +115,7 @@ def test_a_connection_that_broke_may_mean_that_bytes_were_changed_if_it_has_keys
 
 
 def test_a_rank_with_a_key_that_others_do_not_list_gets_a_named_error(keys, tmp_path):
-    """It takes the addresses of a running group and poses as its rank 1, with a key of its own."""
+    """The rank takes the addresses of a running group and poses as its rank 1, with its own key."""
     make_curve_keys(tmp_path, 2)
     (tmp_path / "rank-0.key").write_text((keys / "rank-0.key").read_text())
 
@@ -141,7 +141,7 @@ def test_a_rank_with_a_key_that_others_do_not_list_gets_a_named_error(keys, tmp_
         meet(comm)
         run(testing.exercise_communicator(comm))
         seen = dict(comm.lost), dict(comm.dropped)
-        meet(comm)  # nobody closes before all have looked
+        meet(comm)  # no rank closes before all have checked
         return seen
 
     assert together(program, 3, curve_keys=keys) == [({}, {})] * 3
@@ -156,7 +156,7 @@ def test_secret_keys_are_for_their_owner_alone(tmp_path):
 
 
 def test_secret_keys_are_for_their_owner_alone_while_they_are_written(tmp_path, monkeypatch):
-    """In a folder that is open to others, and whatever the umask."""
+    """Even in a folder that is open to others, and with any umask."""
     modes, create = [], zmq.auth.create_certificates
 
     def watched(directory, name):
@@ -212,13 +212,13 @@ def test_the_doorkeeper_lets_nobody_in_by_mistake(request_):
     assert zap_reply(request_, None)[2] == b"400"
 
 
-SO_RCVBUFFORCE = 33  # beyond the system's limit: others talk on this interface, too
+SO_RCVBUFFORCE = 33  # beyond the system's limit, because other programs use this interface as well
 EVERY_PROTOCOL = 0x0003  # ETH_P_ALL
 SECRET = b"gradients tell what a model was trained on. " * 4
 
 
 class Listener:
-    """Everything that crosses the loopback interface, as root can record it."""
+    """Records everything that crosses the loopback interface, which root can do."""
 
     def __init__(self):
         try:

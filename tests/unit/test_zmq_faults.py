@@ -149,7 +149,7 @@ def test_a_slow_receiver_makes_the_sender_wait_and_nothing_is_lost(monkeypatch):
 
     def program(comm):
         if comm.rank == 1:
-            meet(comm)  # meanwhile nothing is taken in
+            meet(comm)  # meanwhile this rank receives nothing
             for place in range(count):
                 operation = comm.irecv(0, size, "p", RAW)
                 operation.wait()
@@ -207,7 +207,7 @@ def test_the_last_messages_are_delivered_after_close(monkeypatch):
 
 @pytest.mark.parametrize("held", [0.0, 2.0])
 def test_the_last_messages_are_delivered_after_abort_to_a_peer_that_stood_still(held, monkeypatch):
-    """For longer than the thread whose waits end; and nobody waits once they have left."""
+    """Closing waits longer for them than for the thread whose waits end, and no longer than needed."""
 
     def program(comm):
         if comm.rank == 0:
@@ -236,7 +236,7 @@ def test_an_aborted_communicator_drops_what_does_not_leave_in_time(monkeypatch):
             comm.isend(torch.full((200_000,), place, dtype=torch.uint8), 1, "p", RAW)
         begin = time.monotonic()
         comm.abort()
-        time.sleep(1.0)  # as a thread that takes its time to end
+        time.sleep(1.0)  # like a thread that takes time to end
         comm.close()
         seconds = time.monotonic() - begin
         meet(comm)

@@ -29,7 +29,7 @@ HOSTILE = {
         [b"x" * HEADER_BYTES],
         [header(comm=c)],  # a byte short
         [header(comm=c) + b"ab"],
-        [header(comm=c), b"a"],  # said to be in one frame
+        [header(comm=c), b"a"],  # claims to be in one frame
         [header(flags=APART, comm=c)],
         [header(flags=APART, comm=c) + b"a", b"a"],
         [header(flags=APART, comm=c), b"a", b"b"],

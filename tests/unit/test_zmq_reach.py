@@ -28,7 +28,7 @@ ELSEWHERE = "127.0.0.9"
 
 
 def errors_of(program, options_of, world_size=2, **options):
-    """Run a program on every rank with options of its own; return the errors, and the seconds."""
+    """Run a program on every rank with its own options; return the errors and the seconds."""
     store, began = HashStore(), time.monotonic()
 
     def rank(number):
@@ -78,7 +78,7 @@ def test_a_rank_that_is_reached_in_one_direction_alone_says_so():
     def one_way(number):
         return {} if number else advertised(number)
 
-    def twice(comm):  # the first time rank 1 needs nothing of what it has sent
+    def twice(comm):  # the first time, rank 1 does not need any message that rank 0 has sent
         exchange(comm)
         exchange(comm)
 
@@ -93,7 +93,9 @@ def test_a_name_that_nobody_resolves_is_called_that():
     assert seconds < 30
     for error in found:
         assert isinstance(error, ConfigurationError)
-        assert "tcp://rank-0.invalid:" in str(error) and "there is no such name here" in str(error)
+        assert "tcp://rank-0.invalid:" in str(
+            error
+        ) and "this machine cannot resolve that name" in str(error)
 
 
 def test_a_rank_that_cannot_listen_tells_the_others():
@@ -135,7 +137,7 @@ def test_too_few_descriptors_are_refused_before_a_socket_is_opened():
 
 
 def test_parts_of_a_stranger_are_not_taken_in():
-    """However many: ZeroMQ would collect all parts of a message before anybody sees the first."""
+    """ZeroMQ would collect all parts of a message, however many, before handing over the first."""
 
     def program(comm):
         exchange(comm)
@@ -234,9 +236,9 @@ def test_early_messages_are_counted_once_and_bounded(monkeypatch):
 
 @pytest.mark.parametrize("reads", ["at once", "late"])
 def test_bytes_that_were_changed_on_the_way_end_the_wait(tmp_path, reads):
-    """CURVE refuses them; ZeroMQ does not say whose they were, and may close the connection first.
+    """CURVE refuses such bytes; ZeroMQ does not report their sender, and may close the connection first.
 
-    A rank that reads late learns of the connection, of its first message and of its failure at once.
+    A rank that reads late learns of the connection, its first message and its failure at the same time.
     """
     make_curve_keys(tmp_path, 2)
     change, changed = threading.Event(), threading.Event()
@@ -245,8 +247,8 @@ def test_bytes_that_were_changed_on_the_way_end_the_wait(tmp_path, reads):
         if change.is_set() and len(data) > 1000 and not changed.is_set():
             changed.set()
             data = bytearray(data)
-            # in the payload, whatever else came in this read: the end may be a heartbeat's, and a length
-            # that is changed only shows when no more bytes come
+            # change the payload, not the end of the read, which may be a heartbeat's; a changed length
+            # would only show when no more bytes come
             data[len(data) // 2] ^= 1
         return data
 

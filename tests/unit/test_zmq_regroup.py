@@ -20,7 +20,7 @@ RAW = Raw("value", variable=True)
 
 @pytest.fixture
 def members():
-    """Return four that are in no group yet, and a call that runs a program in a group of some."""
+    """Return four members without a group, and a function that runs a program in a group of some."""
     with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
         every = [
             stack.enter_context(
@@ -124,7 +124,7 @@ def test_too_many_early_messages_are_dropped_and_counted(members, monkeypatch):
 
 
 def test_who_gives_up_lets_nobody_wait(members):
-    """Not for itself, nor for ranks that are alive: these may wait for the one that gave up."""
+    """No rank waits for one that gave up, nor for live ranks, which may wait for that one."""
     _, group = members
     failed = threading.Barrier(3, timeout=5)
 

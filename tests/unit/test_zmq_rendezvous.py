@@ -1,4 +1,4 @@
-"""The rendezvous of the ZeroMQ transport, and what it refuses."""
+"""The rendezvous of the ZeroMQ transport, and its refusals."""
 
 import os
 import socket
@@ -70,8 +70,8 @@ def test_missing_ranks_are_named():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"store": HashStore(), "interface": "0.0.0.0"}, "which is all of them"),
-        ({"store": HashStore(), "interface": "*"}, "which is all of them"),
+        ({"store": HashStore(), "interface": "0.0.0.0"}, "which means all of them"),
+        ({"store": HashStore(), "interface": "*"}, "which means all of them"),
         ({"store": HashStore(), "interface": "nic7"}, "cannot listen on interface 'nic7'"),
         ({"store": HashStore(), "interface": "192.0.2.1"}, "cannot listen"),
         ({"store": HashStore(), "port_range": (9, 8)}, "port_range is (9, 8); give the first and"),

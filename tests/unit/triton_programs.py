@@ -1,14 +1,14 @@
-"""Compile every kernel for a GPU, with Triton's own assembler: this takes no GPU and no driver.
+"""Compile every kernel for a GPU with Triton's own assembler, without a GPU or a driver.
 
-Run as a program, since a process compiles kernels or interprets them.  Triton is imported when that is
-done: collecting tests imports this file everywhere.
+This is a separate program, because a process either compiles kernels or interprets them. Triton is only
+imported when it runs, because collecting tests imports this file everywhere.
 """
 
 import argparse
 import importlib
 
 B = 2048
-# by name, in the order of the parameters; a number is a compile-time constant
+# arguments by kernel, in the order of the parameters; a number is a compile-time constant
 SIGNATURES = {
     "_swap_accumulate": ("*fp32", "*fp32", "*i32", "i32", "i32", B, 1),
     "_count_above": ("*i32", "*i32", "i32", "i32", B),
@@ -49,7 +49,7 @@ def compiled(kernel, types, capability):
 
 
 def forms_of(types):
-    """Of lengths of 32 and 64 bits; of lengths of 1, which Triton makes compile-time constants."""
+    """Return forms with lengths of 32 and 64 bits, and lengths of 1, which Triton treats as constants."""
     return [tuple(length if t == "i32" else t for t in types) for length in ("i32", "i64", 1)]
 
 
@@ -71,7 +71,7 @@ def main():
     for kernel, types in SIGNATURES.items():
         for form in forms_of(types):
             ptx = compiled(found[kernel], form, capability)
-            # flushed denormals, approximate division or contraction would not be bit-equal
+            # with flushed denormals, approximate division or contraction, results would not be bit-equal
             wrong = [word for word in ("ftz", "div.full", "div.approx", "fma") if word in ptx]
             assert not wrong, f"{kernel} uses {wrong}"
 

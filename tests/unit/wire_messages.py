@@ -25,13 +25,13 @@ def vector(indices, values, size, dtype=torch.float32) -> SparseVector:
 
 
 def using(backend: str):
-    """Make the door choose a backend: for float32 on the CPU it would always be the fastest."""
+    """Make the dispatcher choose a backend, which for float32 on the CPU would always be the fastest."""
     return mock.patch.object(native, "chosen", return_value=backend)
 
 
 @st.composite
 def packable(draw, max_nnz: int = 40):
-    """Vectors of any density, in regions of up to 2^32 elements, of every kind of float."""
+    """Vectors of any density, in regions of up to 2^32 elements, with every kind of float."""
     nnz = draw(st.integers(0, max_nnz))
     size = draw(st.one_of(st.integers(nnz, 2 * nnz + 9), st.integers(nnz, 1 << 32)))
     edges = st.one_of(st.integers(0, max(size - 1, 0)), st.sampled_from([0, max(size - 1, 0)]))
@@ -51,13 +51,13 @@ def uint8(raw: bytes) -> torch.Tensor:
 
 
 def rounded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    """What arrives of a dense vector."""
+    """Return a dense vector as it arrives."""
     return codec.encode(DenseVector(values)).decoded.values
 
 
 @st.composite
 def messages(draw, codecs=(Coo, Whole, Packed, Qsgd, SparseQsgd, SignMean, LloydMax)):
-    """A codec of any settings, and a vector that it takes."""
+    """A codec with any settings, and a vector that it accepts."""
     make, sparse = draw(st.sampled_from(codecs)), draw(packable())
     block = draw(st.sampled_from([1, 3, 8, 256]))
     if make is Packed:
@@ -80,7 +80,7 @@ def messages(draw, codecs=(Coo, Whole, Packed, Qsgd, SparseQsgd, SignMean, Lloyd
 
 
 def receiver_of(codec: Codec) -> Codec:
-    """A codec with other settings, where the message tells those of its sender."""
+    """Return a codec with other settings, if messages state those of their sender."""
     if isinstance(codec, SignMean):
         return SignMean("coo" if codec.indices == "packed" else "packed", codec.layers)
     return type(codec)()

@@ -36,7 +36,7 @@ def together(program, world_size, **options):
 
 @contextlib.contextmanager
 def forwarded(outside, inside, ports, change=lambda data: data):
-    """Pass on what comes to one address to the same ports of another, as a router does, once changed."""
+    """Forward one address to the same ports of another, as a router would, after changing the bytes."""
 
     def accept(listener):
         with contextlib.suppress(OSError):

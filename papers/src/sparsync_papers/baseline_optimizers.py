@@ -144,8 +144,9 @@ class UpdateSpace(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Refuse a GradScaler, which reads this: an overflow would skip the step on a single rank."""
         raise ConfigurationError(
-            f"{type(self).__name__} takes no GradScaler: a rank that skips its step would leave the "
-            "others waiting; use bfloat16 autocast, which needs none, or sparsync.attach"
+            f"{type(self).__name__} does not support a GradScaler: a rank that skipped its step "
+            "would leave the others waiting; use bfloat16 autocast, which needs none, or "
+            "sparsync.attach"
         )
 
     @torch.no_grad()

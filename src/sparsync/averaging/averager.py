@@ -314,8 +314,8 @@ class Averager(Stateful):
             runs = ("this run", "the saved one") if name in here else ("the saved run", "this one")
             raise ConfigurationError(
                 f"buffer '{name}' held NaN or Inf when {runs[0]} made its averager, which leaves such "
-                f"buffers out, and was finite in {runs[1]}; make the averager with a model in which it "
-                "is as it was when the saved run began"
+                f"buffers out, and was finite in {runs[1]}; make the averager from a model in "
+                "which that buffer is as it was when the saved run began"
             )
 
     def kinds(self, content: Mapping[str, Any]) -> dict[str, Kind]:

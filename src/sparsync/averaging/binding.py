@@ -79,7 +79,7 @@ class Binding:
             require(value in choices, f"{name} is {value!r}; choose {' or '.join(choices)}")
         require(
             moments == "local" or optimizer is not None,
-            f"moments is '{moments}' but no optimizer was given; give optimizer=, whose they are",
+            f"moments is '{moments}' but no optimizer was given; give the optimizer= that has them",
         )
         _check_model(model)
         self.model, self.comm, self.nonfinite = model, comm, nonfinite
@@ -114,8 +114,9 @@ class Binding:
         trained = sum(parameter.numel() for parameter in self.trained.values())
         if self.nonfinite == "raise" and not vector[:trained].sum().isfinite():
             raise NonFiniteGradientError(
-                f"rank {self.comm.rank}: NaN or Inf in the parameters; they were not averaged, other "
-                "ranks' models are clean; load a checkpoint, or let them with nonfinite='spread'"
+                f"rank {self.comm.rank}: NaN or Inf in the parameters; they were not averaged, and "
+                "other ranks' models are clean; load a checkpoint, or average them anyway with "
+                "nonfinite='spread'"
             )
         return vector
 

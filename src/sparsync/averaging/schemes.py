@@ -39,7 +39,7 @@ def averaged_by(scheme: str) -> str:
     """Return a sentence on how to use a scheme, for users who look for it among the presets."""
     name = SCHEMES.name_of(scheme)
     return (
-        f"{name} averages models, and so is no algorithm for gradients: give the plain module to "
+        f"{name} averages models and is not an algorithm for gradients: give the plain module to "
         f'sparsync.averaging.schemes.SCHEMES["{name}"](model), call its step() after optimizer.step(), '
         "and finish() at the end (docs/averaging.md)"
     )

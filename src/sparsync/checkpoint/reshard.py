@@ -388,7 +388,7 @@ def _box(whole: Tensor, piece: Piece) -> Tensor:
 def _check_states(states: Sequence[State]) -> None:
     """Refuse anything but the states of all ranks at one step, before allocating their memory."""
     if not states:
-        raise ConfigurationError("there are no states; give those of all ranks")
+        raise ConfigurationError("no states were given; give those of all ranks")
     for key in _EQUAL:
         different = [s for s in states if s[key] != states[0][key]]
         if different:
@@ -400,7 +400,7 @@ def _check_states(states: Sequence[State]) -> None:
     for rank in ranks:
         if not 0 <= rank < world_size:
             raise ConfigurationError(
-                f"a saved state is of rank {rank} of {world_size}; give those of one save"
+                f"a saved state belongs to rank {rank} of {world_size}; give those of one save"
             )
     missing = next((rank for rank in range(world_size) if rank not in ranks), None)
     # only the first is named, because a damaged world_size may be any number
@@ -421,7 +421,7 @@ def _check_tensors(state: State) -> None:
         )
     sizes, pieces = _sizes(state), state["pieces"]
     if not isinstance(pieces, Mapping):
-        raise ConfigurationError(f"the saved pieces of rank {state['rank']} are no dictionary")
+        raise ConfigurationError(f"the saved pieces of rank {state['rank']} are not a dictionary")
     for name, piece in pieces.items():
         if not _is_box(piece) or math.prod(piece["size"]) != sizes.get(name):
             raise ConfigurationError(
@@ -433,7 +433,7 @@ def _check_tensors(state: State) -> None:
             where = f"the saved {what} of '{name}' on rank {state['rank']}"
             strided = isinstance(values, Tensor) and values.layout == torch.strided
             if not strided or values.is_meta or not values.is_floating_point():
-                raise ConfigurationError(f"{where} is no tensor of floating-point numbers")
+                raise ConfigurationError(f"{where} is not a tensor of floating-point numbers")
             if values.shape != (sizes.get(name),):
                 raise ConfigurationError(
                     f"{where} has shape {tuple(values.shape)}, expected {sizes.get(name, 'none')} "

@@ -176,7 +176,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         for name in [seat.name, SHARED] if seat.place == 0 else [seat.name]:
             remove_file(target / name)
         remove_folder(target)
-        raise CheckpointError(f"{error}; earlier checkpoints are as they were") from error
+        raise CheckpointError(f"{error}; earlier checkpoints are unchanged") from error
     if keep is not None:
         remove_old(folder, keep)
     return target
@@ -224,7 +224,7 @@ def load(
         if not older:
             raise
         raise CheckpointError(
-            f"{error}; an older checkpoint is there: load it with step={older[-1]}"
+            f"{error}; an older checkpoint exists: load it with step={older[-1]}"
         ) from error
 
 
@@ -247,8 +247,8 @@ def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[
     steps = [step_of(whole[n]) for n in sorted(whole)]
     error = CheckpointError if _greatest(sync, len(whole)) else NoCheckpointError
     raise error(
-        f"there is no whole checkpoint{at} in {folder} (this rank sees {steps or 'none'}): every rank "
-        "must see the folder, and in it the files of all ranks"
+        f"there is no complete checkpoint{at} in {folder} (this rank sees {steps or 'none'}): "
+        "every rank must see the folder and the files of all ranks in it"
     )
 
 
@@ -339,8 +339,9 @@ def load_states(sync: Saveable, folder: Path, weights: str) -> None:
     def compare() -> None:
         if weights and beside.get("weights") not in (None, "", weights):
             raise ConfigurationError(
-                f"the state in {folder} was saved with other weights: one of them is of another step "
-                "or run, as when a job ends between writing the two; resume from another checkpoint, or "
+                f"the state in {folder} was saved with other weights: the two come from different "
+                "steps or runs, as when a job ends after writing only one of them; resume from "
+                "another checkpoint, or "
                 "without that folder (residuals then start at zero)"
             )
 
@@ -454,7 +455,7 @@ def _same_steps(sync: Saveable) -> int:
     here = getattr(sync, "steps", sync.reducer.step)
     least, most = -_greatest(sync, -here), _greatest(sync, here)
     if least != most:
-        raise CheckpointError(f"nothing is saved: {unequal_steps(least, most, here)}")
+        raise CheckpointError(f"nothing was saved: {unequal_steps(least, most, here)}")
     return int(here)
 
 

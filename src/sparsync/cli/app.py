@@ -35,7 +35,7 @@ COMMANDS: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
         "linear": ("linear.command", "Train a linear model on sparse data, data-parallel."),
         "lab": ("lab_script.command", "Run any script, unchanged, behind real slow links."),
         "doctor": ("doctor.command", "Measure the links of a job, and check its software."),
-        "plan": ("plan", "Predict which collective is fastest, and where dense is."),
+        "plan": ("plan", "Predict the fastest collective, and where dense is faster."),
         "simulate": ("simulate.command", "Simulate training steps on virtual ranks."),
         "keys": ("keys", "Make one certificate per rank, for --curve-keys and curve_keys=."),
     }
@@ -46,7 +46,7 @@ _GROUP = "sparsync.commands"
 _OF_PAPERS = MappingProxyType(
     {
         "reproduce": "Reproduce tables and figures of the papers; --list shows them.",
-        "time-to-loss": "Predict which training method is soonest at the loss of dense.",
+        "time-to-loss": "Predict which training method reaches the loss of dense first.",
     }
 )
 
@@ -66,7 +66,8 @@ def make_app(wanted: str | None = None) -> typer.Typer:
     points = sorted(entry_points(group=_GROUP), key=lambda point: point.name)
     require(
         wanted not in _OF_PAPERS or any(point.name == wanted for point in points),
-        f"sparsync {wanted} is of the package sparsync-papers, which is not installed: {INSTALL_PAPERS}",
+        f"sparsync {wanted} is in the package sparsync-papers, which is not installed: "
+        f"{INSTALL_PAPERS}",
     )
     for name, (module, line) in COMMANDS.items():
         if wanted in (name, None):

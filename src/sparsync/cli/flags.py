@@ -68,7 +68,7 @@ CurveKeys = Annotated[
 # at least 0.1 s, because a store or a socket needs a fraction of a second even when nothing is slow
 Timeout = Annotated[float, Bounds(0.1, 1e6), Option(help="Seconds that a rank waits for another.")]
 Json = Annotated[Path | None, Option(help="Write the measurements to this file.")]
-Plot = Annotated[Path | None, Option(help="Draw them in this file (.png, .pdf or .svg).")]
+Plot = Annotated[Path | None, Option(help="Plot them in this file (.png, .pdf or .svg).")]
 
 
 def option(text: str, default: str | bool = True) -> Any:
@@ -90,7 +90,7 @@ def whole(text: str) -> int:
             found = Decimal(text)
             if found.adjusted() < _LONGEST and found == found.to_integral_value():
                 return int(found)
-        raise BadParameter(f"{text!r} is no whole number") from None
+        raise BadParameter(f"{text!r} is not a whole number") from None
 
 
 def ranks_option(default: int) -> Any:
@@ -106,12 +106,12 @@ def ranks_option(default: int) -> Any:
 _LINKS = tuple(
     Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, shown])
     for name, kind, text in (
-        ("up", str | None, "Rate at which a rank sends, if not --lab's."),
-        ("down", str | None, "Rate at which a rank receives, if not --lab's."),
+        ("up", str | None, "Rate at which a rank sends, if it differs from --lab's."),
+        ("down", str | None, "Rate at which a rank receives, if it differs from --lab's."),
         ("rtt", str | None, "Round trip between two ranks, e.g. 20ms."),
         ("loss", str | None, "Packets lost between two ranks, each way, e.g. 0.1%."),
         ("jitter", str | None, "Variation of the RTT, either way, e.g. 2ms."),
-        ("link", list[str] | None, "Of one rank: RANK=RATE[,RTT[,LOSS]], e.g. 3=10mbit,80ms."),
+        ("link", list[str] | None, "Link of one rank: RANK=RATE[,RTT[,LOSS]], e.g. 3=10mbit,80ms."),
     )
     for shown in [Option(help=text, rich_help_panel="Links of the lab")]
 )
@@ -191,4 +191,4 @@ def numbers(name: str, text: str, convert: Callable[[str], T]) -> tuple[T, ...]:
         return tuple(convert(part) for part in names(text))
     except (ValueError, OverflowError) as error:
         kind = "whole numbers" if convert is int else "numbers"
-        raise ConfigurationError(f"{name} is {text!r}; give {kind}, with commas between") from error
+        raise ConfigurationError(f"{name} is {text!r}; give {kind} separated by commas") from error

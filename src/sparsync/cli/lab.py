@@ -206,7 +206,7 @@ class Lab:
     def __enter__(self) -> Lab:
         _require_linux()
         if self._bridge is not None:
-            raise ConfigurationError("lab: this one is open already; make another")
+            raise ConfigurationError("lab: it is already open; make another")
         try:
             self._build()
         except BaseException:

@@ -103,7 +103,7 @@ def parse_links(text: str, ranks: int) -> tuple[Link, ...]:
         name, _, link = part.partition("=")
         rank = int(name) if re.fullmatch(r"\s*\d+\s*", name) else ranks
         most = f"{_OWN}, of rank 0 to {ranks - 1}"
-        require(rank < ranks, f"link {part!r} is of none of {ranks} ranks; {most}")
+        require(rank < ranks, f"link {part!r} belongs to none of {ranks} ranks; {most}")
         links[rank] = _parse_link(link, links[rank])
     return tuple(links)
 

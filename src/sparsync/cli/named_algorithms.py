@@ -31,8 +31,8 @@ from sparsync.wire import CODECS, Codec
 __all__ = ["OPTIONS_HELP", "Named", "algorithm_of", "labels", "named", "read_option"]
 
 OPTIONS_HELP: Final = (
-    "Or a paper's name for it, in any spelling. Options follow a colon: NAME:OPTION=VALUE,OPTION=VALUE; "
-    "a wrong one lists all."
+    "Papers' names work too, in any spelling. Options follow a colon: "
+    "NAME:OPTION=VALUE,OPTION=VALUE; an unknown option lists all."
 )
 
 # a description of the values, and a function that reads one or raises ValueError
@@ -117,7 +117,7 @@ def named(
     shown = []
     for piece in rest.split(",") if colon else ():
         key, equals, value = (part.strip() for part in piece.partition("="))
-        require(bool(equals), f"{given}: {piece.strip()!r} is no OPTION=VALUE")
+        require(bool(equals), f"{given}: {piece.strip()!r} is not OPTION=VALUE")
         option = next((known for known in parameters if fold(known) == fold(key)), None)
         if option is None:
             listed = partial(_described, parameters)
@@ -189,7 +189,7 @@ def read_option(owner: str, parameter: Parameter, text: str) -> Any:
         except ValueError:
             continue
     expected = " or ".join(said for said, _ in readers)
-    cure = f"give {expected}" if readers else "it can be given in Python alone"
+    cure = f"give {expected}" if readers else "it can be given only in Python"
     raise ConfigurationError(f"{owner}: {parameter.name} is {text!r}; {cure}")
 
 

@@ -41,7 +41,9 @@ _NATIVE = "dense"  # always a native allreduce, the baseline that every job has
 _UNITS = MappingProxyType(
     {
         "bandwidth": MappingProxyType({"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}),
-        "latency": MappingProxyType({"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}),  # of a second
+        "latency": MappingProxyType(
+            {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}
+        ),  # units per second
     }
 )
 _BITS_PER_BYTE = 8
@@ -106,7 +108,7 @@ def parse_seconds(text: str, option: str) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ns|us|ms|s)", text.strip().lower())
     if match is None:
-        raise ConfigurationError(f"{option} {text!r} is no duration; write it like 80ms")
+        raise ConfigurationError(f"{option} {text!r} is not a duration; write it like 80ms")
     return float(match[1]) / _UNITS["latency"][match[2]]
 
 
@@ -137,13 +139,13 @@ class Connection:
         require(known, f"unknown transport {self.transport!r}; choose one of sim, {choices}")
         if self.simulated:
             option = "--lab" if self.lab else "--curve-keys"
-            none = f"{option} needs real ranks, --transport sim has none"
+            none = f"{option} needs real ranks, and --transport sim has none"
             require(not (self.lab or self.curve_keys), f"{none}; choose --transport {choices}")
             return
         if self.lab is not None and self.transport == "mpi":
             raise ConfigurationError(
-                "--lab and --transport mpi do not go together: MPI's ranks of one machine share "
-                "memory, past the lab's links; choose zmq or torch"
+                "--lab and --transport mpi do not go together: MPI ranks of one machine use shared "
+                "memory and bypass the lab's links; choose zmq or torch"
             )
         check_transport(self.transport or "auto", {"curve_keys": self.curve_keys})
         if self.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
@@ -177,7 +179,8 @@ class Connection:
         """Refuse a simulated network if the ranks are real."""
         require(
             self.simulated or network == USUAL_NETWORK,
-            "--network is for --transport sim, whose network it is; leave it out, or shape real links "
+            "--network describes the simulated network of --transport sim; leave it out, or shape "
+            "real links "
             "with --lab",
         )
 
@@ -190,7 +193,7 @@ class Connection:
         if self.lab is not None:
             if detect():
                 raise ConfigurationError(
-                    "--lab starts its own ranks; start it as one process, no launcher"
+                    "--lab starts its own ranks; start it as one process, without a launcher"
                 )
             ensure_privileges()
         if self.simulated and detect():

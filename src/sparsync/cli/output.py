@@ -149,7 +149,7 @@ def check_outputs(json: Path | None = None, plot: Path | None = None) -> None:
     for path in (path for path in (json, plot) if path is not None):
         if str(path) == "-":
             raise ConfigurationError(
-                "'-' is no file, and standard output has the table; name a file"
+                "'-' is not a file, and standard output has the table; name a file"
             )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -219,7 +219,7 @@ def _plain(value: Any) -> Any:
 def drawing(path: Path, size: tuple[float, float], title: str, panels: int = 1) -> Iterator[Any]:
     """Yield matplotlib axes for a picture of this size in inches, which is saved at the end.
 
-    Several panels are a list of axes, side by side with a shared y axis.
+    For several panels, yield a list of axes, side by side with a shared y axis.
     """
     from matplotlib.figure import Figure  # the object interface needs no display or global state
 

@@ -62,7 +62,8 @@ RoundTrip = Annotated[
     str | None, option("Round trip between ranks, e.g. 80ms, on top of the latency.")
 ]
 Compute = Annotated[
-    Seconds | None, option("Seconds of a step without exchange, which hide part of it.")
+    Seconds | None,
+    option("Seconds of computation per step, behind which part of the exchange can hide."),
 ]
 MachineFile = Annotated[
     InputFile | None,
@@ -73,9 +74,9 @@ MachineFile = Annotated[
 def command(
     model_size: Annotated[
         ModelSize,
-        Option(help="Trained elements, e.g. 7e9: parameters of the model.", parser=whole),
+        Option(help="Trained parameters of the model, e.g. 7e9.", parser=whole),
     ],
-    ranks: Annotated[str, option("World size; several, with commas.")] = "8",
+    ranks: Annotated[str, option("World size; several separated by commas.")] = "8",
     density: Annotated[
         float | None, option("k / n to exchange.", "0.01, or what the budget allows")
     ] = None,
@@ -91,16 +92,17 @@ def command(
         option(f"With commas: {', '.join(sorted(PRESETS))}. {OPTIONS_HELP}", "those of auto"),
     ] = None,
     all_: Annotated[
-        bool, Option("--all", help="Every collective, also those that quantise.")
+        bool, Option("--all", help="Compare every collective, including those that quantise.")
     ] = False,
     optimizer: Annotated[
-        str | None, option(f"Also tell the memory of a rank: {', '.join(get_args(Optimizer))}.")
+        str | None, option(f"Also report the memory of a rank: {', '.join(get_args(Optimizer))}.")
     ] = None,
     model: Annotated[
-        str, option("full, or paper: Ok-Topk's Table 1, of alpha and beta alone.")
+        str, option("full, or paper: Ok-Topk's Table 1, with alpha and beta alone.")
     ] = "full",
     json: Annotated[
-        Path | None, option("Write the plan here; -: to standard output, alone.")
+        Path | None,
+        option("Write the plan as JSON to this file; -: to standard output, without the table."),
     ] = None,
 ) -> None:
     """Predict which collective is fastest, and from which bandwidth and density on dense is.
@@ -313,7 +315,8 @@ def _memory(uses: Sequence[Footprint], optimizer: str) -> list[Any]:
         for at, use in enumerate(uses)
     ]
     lines = [
-        f"{optimizer} in float32, without activations; a model on the CPU has it all in host memory"
+        f"{optimizer} in float32, without activations; a model on the CPU keeps all of it in host "
+        "memory"
     ]
     if any(use.host for use in uses):
         lines.append(

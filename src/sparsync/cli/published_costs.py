@@ -1,4 +1,4 @@
-"""Table 1 of Ok-Topk as a plan, which counts only alpha per message and beta per word."""
+"""Table 1 of Ok-Topk as a plan that counts only alpha per message and beta per word."""
 
 from __future__ import annotations
 

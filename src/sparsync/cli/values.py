@@ -159,10 +159,12 @@ Ranks = Annotated[int, Bounds(1, 4096)]
 Steps = Annotated[int, Bounds(1, 10**9)]
 Warmup = Annotated[int, Bounds(0, 10**9)]
 Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # as for NumPy's generators, which allow the least
-Size = Annotated[int, Bounds(1, 10**6)]  # of a batch, a layer, a window: lengths
-Elements = Annotated[int, Bounds(1, 10**12)]  # of a model
+Size = Annotated[int, Bounds(1, 10**6)]  # lengths of a batch, a layer or a window
+Elements = Annotated[int, Bounds(1, 10**12)]  # elements of a model
 Bytes = Annotated[float, Bounds(0, 10**18)]
-ModelSize = Annotated[int, Bounds(0, 10**15)]  # larger than any, since nothing is made of it
+ModelSize = Annotated[
+    int, Bounds(0, 10**15)
+]  # larger than any real model, because nothing is allocated
 Positive = Annotated[float, Bounds(0, 10**9, above=True)]
 Rates = Annotated[float, Bounds(0, 10**9)]  # learning rates, penalties and similar, which may be 0
 Seconds = Annotated[float, Bounds(0, 10**6)]

@@ -80,7 +80,7 @@ class Allgather(Collective):
         return sent + Cost(0, 0, encoded=job.k, decoded=decoded, turns=sent.messages)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return the cost of k entries, which is a bound if the cap is 1."""
+        """Return the cost of k entries if the cap is 1 (then it is a bound), else None."""
         return self.cost(job).words if self.cap == 1 and self.codec.exact else None
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:

@@ -127,7 +127,7 @@ class Budgeted(Collective):
             return Reduced(*decode_undealt(codec, messages, k, comm.rank, share, sent))
 
     def _limits(self, world_size: int, k: int, size: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Return how many of its entries, and of the sums that it owns, a rank may send to another.
+        """Return how many entries, and how many of its owned sums, a rank may send to another.
 
         Each exchange has half of the budget.  With few entries per rank there is no budget, only a limit
         that is hardly ever reached by chance.

@@ -19,7 +19,7 @@ __all__ = ["Halving"]
 
 # Fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a budgeted turn.
 _PASSES = 12  # per entry received: merge, select again, note the dropped ones
-_TURN = 2 / 3  # of a turn: a round in which a rank waits for a single peer
+_TURN = 2 / 3  # share of a turn, because a rank waits for a single peer in a round
 
 
 @final

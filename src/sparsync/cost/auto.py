@@ -41,7 +41,8 @@ class AutoState:
 
     choice: int = -1  # number of the candidate in use; -1 before the first step
     streak: int = 0  # consecutive comparisons that favoured another candidate
-    factors: tuple[float | None, ...] = ()  # measured over predicted seconds; None: never measured
+    # ratios of measured to predicted seconds; None: never measured
+    factors: tuple[float | None, ...] = ()
     parts: tuple[Any, ...] = ()  # the candidates' own states
 
     def checked(
@@ -120,7 +121,8 @@ class Auto(Collective):
         self._plannable = list(candidates)
         self._parts = [algorithm.make_collective() for algorithm in candidates]
         self._state = AutoState(factors=(None,) * len(self.candidates))
-        self._seconds: list[float] = []  # since the last check; differs by rank, so it is not state
+        # since the last check; not part of the state, because it differs by rank
+        self._seconds: list[float] = []
         self._why = "the first step is not planned yet"
         sparse = [i for i, part in enumerate(self._parts) if not part.whole]
         self._first = sparse[0] if sparse else 0

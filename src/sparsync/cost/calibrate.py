@@ -38,11 +38,12 @@ _PHASE = "calibrate"
 _ITEM_BYTES = 4  # float32
 _DENSITY = 0.01  # k / n of the selections
 _REGIONS = 4  # regions of the vector, and number of messages merged at once
-_BATCHES, _AT_LEAST = 8, 3  # per kind of work, and if time is short; one warm-up batch comes on top
+# batches per kind of work, and the least number if time is short, besides a warm-up batch
+_BATCHES, _AT_LEAST = 8, 3
 _SETTLED = 12  # steps until the selector's threshold has adapted to a residual that starts at zero
 _REHEARSAL = 0.2  # fraction of the time for whole exchanges
-_REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # two turns and little else
-_LEAST, _MOST = 8, 50  # exchanges
+_REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # its cost is two turns and little else
+_LEAST, _MOST = 8, 50  # number of rehearsed exchanges
 # seconds from the last arrival to the start: 10 x the time that 8 ranks on 2 cores need to agree
 _AHEAD = 0.03
 _FAR = 1e-3  # seconds in flight below which most of a message's latency is work at both ends

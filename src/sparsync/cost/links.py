@@ -35,7 +35,7 @@ _CONTROL = Raw("control")
 _SHORTEST = 1e-12  # seconds, added to every time because ratios to zero are undefined
 _SMALLEST, _FACTOR = 256, 4  # bytes of the first messages, and the factor to the next size
 _ROUNDS = 4  # counted rounds per visit of a size, at every shift; an uncounted round precedes them
-_PINGS = 8  # per rank, for its clock
+_PINGS = 8  # round trips per rank to compare its clock
 _SHARE = 0.25  # fraction of the remaining time that the first visit of a size may take
 _CONFIDENCE, _RESAMPLES = 0.95, 200  # of intervals: 5 of 200 resamples lie beyond each end
 
@@ -145,13 +145,18 @@ class Probe:
 
     # bytes of the largest message; a 10 Gbit/s wire takes 70 times a latency of 50 us for it
     largest: int = 1 << 22
-    visits: int = 8  # at most, of each size; sizes alternate, so a busy moment affects all of them
-    shifts: int = 8  # at most; if there are fewer, all, and then every link is measured
+    # maximum number of visits per size; sizes alternate, so a busy moment affects all of them
+    visits: int = 8
+    shifts: int = (
+        8  # largest number of shifts; if fewer exist, all are used and every link is measured
+    )
     budget: float = 0.6  # fraction of the calibration's time for the links
     elements: int = (
         1 << 22
     )  # elements of the ranks' vectors: 16 MB, more than most second-level caches
-    calls: int = 1000  # at most, in a batch of work, which also ends when its time is up
+    calls: int = (
+        1000  # largest number of calls in a batch of work, which also ends when its time is up
+    )
 
 
 async def measure_links(

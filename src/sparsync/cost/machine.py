@@ -84,6 +84,6 @@ class Machine:
         # deeply nested brackets raise a RecursionError
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigurationError(
-                'no machine in it; give a file that "sparsync doctor --json FILE" wrote'
+                'it describes no machine; give a file that "sparsync doctor --json FILE" wrote'
             ) from error
         return cls.from_dict(machine)

@@ -1,11 +1,10 @@
 """The memory that a rank needs, before anything runs: training itself, and what ``attach`` adds.
 
-Counted in bytes per parameter.  Training holds the weights, the gradients, DDP's buckets, and the
-optimizer's state.  To it are added::
+Training holds the weights, the gradients, DDP's buckets, and the optimizer's state. ``attach`` adds::
 
     gradients   the residual, n words, and 12 bytes for each of k entries
-    updates     the shared weights and the residual, n words each, and an exchange's messages: of bits per
-                element, sent and received in two rounds
+    updates the shared weights and the residual, n words each, and an exchange's messages: bits per
+    element, sent and received in two rounds
 
 Measured on a GPT of 124 million parameters (``benchmarks/memory_gpt.md``) gradients take 1.1 words and
 updates 2.0 to 2.1.
@@ -28,12 +27,14 @@ Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
 _STATES: Final = MappingProxyType({"sgd": 0, "sgd-momentum": 1, "adamw": 2, "muon": 1})
 _REPLICA: Final = 3  # weights, gradients, DDP's buckets
 _ENTRY: Final = 12  # bytes of a selected entry: its index, its value, its place in a message
-_BITS: Final = 1 + 16 / 256  # of an update, with its block's share of a scale, and each way
+_BITS: Final = (
+    1 + 16 / 256
+)  # bits per element of an update, with its share of a block's scale, in each direction
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank: of the accelerator (or of the host, if the model is there), and of the host."""
+    """Bytes of one rank on the accelerator (or on the host, if the model is there), and on the host."""
 
     name: str
     device: int
@@ -49,7 +50,7 @@ def footprints(size: int, k: int, optimizer: Optimizer) -> list[Footprint]:
         optimizer: "sgd", "sgd-momentum", "adamw" or "muon".
 
     Raises:
-        ConfigurationError: another optimizer.
+        ConfigurationError: the optimizer is unknown.
 
     Example:
         >>> for one in footprints(10**9, 10**7, "adamw")[:2]:

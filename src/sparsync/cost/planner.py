@@ -57,18 +57,21 @@ __all__ = [
     "seconds_of_updates",
 ]
 
-# compared with all candidates, whether or not it is one of them
+# the algorithm to which all candidates are compared, even if it is not one of them
 _DENSE = Algorithm("dense", Everything, Dense, source="Ok-Topk, Table 1, Dense")
 DEFAULT_DENSITY = 0.01
-BUCKET_BYTES = 25 * 2**20  # of gradients per dense exchange, as in PyTorch's DDP
-BACKWARD = 2 / 3  # of a pass: backward has two matrix products per layer, forward has one
+BUCKET_BYTES = 25 * 2**20  # bytes of gradients per dense exchange, as in PyTorch's DDP
+BACKWARD = 2 / 3  # share of a pass: backward has two matrix products per layer, forward has one
 # The overhead of updates besides their exchange, per local step (the optimizer's) and per exchange (for
 # the shared weights), in passes over the model, each as long as a dense addition.  Set by hand to match
 # steps of a GPT with 8.4 M parameters in the lab (benchmarks/time_to_loss.md)
 STEP_PASSES, EXCHANGE_PASSES = 8, 8
-_NEARLY = 0.9  # fraction of the most entries that fit a budget
+_NEARLY = 0.9  # fraction of the largest number of entries that fit a budget
 _SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second between which break-even is searched
-_PER_DECADE, _HALVINGS = 4, 40  # points of this search, and halvings of the interval after it
+_PER_DECADE, _HALVINGS = (
+    4,
+    40,
+)  # points per decade of this search, and later halvings of the interval
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,9 @@ class Prediction:
     """The predicted cost of one step of one collective."""
 
     collective: str  # name of the preset
-    seconds_selection: float  # to accumulate and select, and to apply the total
-    seconds_exchange: float  # from the selected entries to their sum
-    bytes_sent: float  # the maximum that a rank sends or receives
+    seconds_selection: float  # seconds to accumulate and select, and to apply the total
+    seconds_exchange: float  # seconds from the selected entries to their sum
+    bytes_sent: float  # largest number of bytes that a rank sends or receives
     messages: float  # sequential messages of a rank
     equation: str  # paper and number, or "sparsync"
     # lower bound for the same result in words of 4 bytes: two per entry, or one per value
@@ -324,7 +327,7 @@ def _why(
         beyond = "sparse would win below"
     elif any(entry.collective == "dense" for entry in others):
         rival, beyond = f"dense's {format_seconds(dense.seconds)}", "dense would win above"
-    else:  # over the budget, or not asked for
+    else:  # dense is over the budget, or is not a candidate
         needed = f"dense's {format_seconds(dense.seconds)} and {format_bytes(dense.bytes_sent)}"
         return f"{won} and {format_bytes(best.bytes_sent)} against {needed}"
     limits = [format_bandwidth(bandwidth)] if bandwidth else []

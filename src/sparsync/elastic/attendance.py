@@ -286,7 +286,7 @@ class Attendance:
             if time.monotonic() > until:
                 raise DeadlineError(
                     f"{self.reducer.place}: there was no quorum for {_PATIENCE:g} s ({reason}); check "
-                    "that the lighthouse runs, and that as many ranks as it waits for are there"
+                    "that the lighthouse runs, and that as many ranks as it waits for are running"
                 )
             if not said:
                 said = True
@@ -364,7 +364,7 @@ class Attendance:
                 self._extras = unpacked(raw.numpy())
 
     def _numbers(self) -> tuple[float, ...]:
-        """Return a digest of the rates, the learning rate, and periodically a digest of the weights."""
+        """Return a digest of all rates, the learning rate, and, periodically, a digest of the weights."""
         present = self.rates()
         rates, lr = number_of(repr(_numbers(present))), float(present[0][0].get("lr") or 0)
         # periodically, and in the step after a rank has joined; otherwise 0
@@ -395,11 +395,12 @@ class Attendance:
             raise ConfigurationError(
                 f"{place}: the learning rate is {lr:g} here and {its_lr:g} on rank {first}, or other "
                 "rates differ; name their scheduler on all ranks, as in sync.carry(scheduler=scheduler): "
-                "a rank that joins then goes on with the others' schedule"
+                "a rank that joins then continues the others' schedule"
             )
         if weights and its_weights and weights != its_weights:
             raise ConfigurationError(
-                f"{place}: the weights are not those of rank {first}; do the same on all ranks between "
+                f"{place}: the weights differ from those of rank {first}; do the same on all ranks "
+                "between "
                 "backward() and the optimizer's step, and name objects that have a state in sync.carry()"
             )
 

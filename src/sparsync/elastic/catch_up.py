@@ -176,7 +176,7 @@ def repeat(
                 raise PeerError(
                     f"after exchange {done} optimizer {number} of those given to attach has stepped on "
                     "the others and not on this rank; where optimizers take turns, let sync.steps, read "
-                    "after backward(), decide which of them step"
+                    "after backward(), decide which of them steps"
                 )
             one = optimizers[number]
             for group, its in zip(one.param_groups, groups, strict=True):

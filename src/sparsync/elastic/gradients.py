@@ -1,7 +1,8 @@
-"""``attach(model, optimizer, elastic=manager)``: gradients exchanged by the ranks that are there.
+"""``attach(model, optimizer, elastic=manager)``: gradients exchanged by the ranks currently present.
 
-In every step torchft's manager is asked for a quorum while the forward pass runs.  If its members are not
-those of the step before, or an exchange breaks off, they call the roll (``members``) before they go on.
+In every step torchft's manager is asked for a quorum while the forward pass runs. If its members differ
+from those of the previous step, or an exchange fails, they call the roll (``members``) before they
+continue.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ __all__ = ["ElasticSync", "PresentRanks", "attach_elastic"]
 def attach_elastic(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: Options, manager: Any
 ) -> ElasticSync:
-    """Exchange gradients with the ranks of the present quorum; see ``attach``."""
+    """Exchange gradients with the ranks of the current quorum; see ``attach``."""
     check_options(options, optimizers)
     given, watched = options.compression, options.monitoring
     group = group_of(manager)
@@ -63,7 +64,7 @@ def attach_elastic(
     options = options.for_size(elements, said.append)
     assert options.density is not None
     names = [shard.name for shard in shards]
-    # no other rank holds a part of this replica: it agrees with itself, whatever the group
+    # no other rank holds a part of this replica, so its consensus is with itself in every group
     consensus = PartsConsensus(SoloCommunicator(), {n: i for i, n in enumerate(sorted(names))})
     reducer = Reducer(
         group.comm,
@@ -84,7 +85,7 @@ def attach_elastic(
     )
     steps = GradientSteps(model, reducer, engine, options, consensus=consensus, ranks=ranks)
     overlap = options.compression.overlap
-    # the roll compares the weights
+    # because the roll compares the weights
     source = ParameterSource(
         model, steps, consensus, shards, Fsdp(model), overlap=overlap, compares=False
     )
@@ -93,9 +94,9 @@ def attach_elastic(
 
 @final
 class ElasticSync(GradientSync):
-    """The handle of a model whose gradients are exchanged by ranks that come and go.
+    """The handle of a model whose gradients are exchanged by ranks that may join and leave.
 
-    ``membership`` does what is elastic about it, and ``attendance`` is this rank's part in quorums.
+    ``membership`` does the elastic part of it, and ``attendance`` represents this rank in quorums.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class ElasticSync(GradientSync):
     carry, leave = handles.carry, handles.leave
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers; "elastic" has the present members, changes, and lost residuals."""
+        """Return plain numbers; "elastic" has the current members, changes, and lost residuals."""
         return {**super().stats(), "elastic": self.attendance.members.state()}
 
     def finish(self) -> None:
@@ -128,21 +129,21 @@ class ElasticSync(GradientSync):
 
 @final
 class PresentRanks(Ranks):
-    """The ranks of the present quorum, which agree on every step until a group has all of it.
+    """The ranks of the current quorum, which repeat each step's exchange until a whole group has its sum.
 
     Args:
         model: the plain module, whole on every rank.
         weights: the parameters that are exchanged.
-        reducer: of a ``summing`` algorithm, and ``changing``.
-        engine: the handle's.
-        parts: of a replica that is not divided.
-        options: of ``attach``.
-        manager: torchft's.
-        optimizers: apply the averages; a rank that joins takes their states over.
-        said: a line for the user, once per job.
+        reducer: has a ``summing`` algorithm, and is ``changing``.
+        engine: the handle's engine.
+        parts: the consensus of a replica that is not split.
+        options: the options of ``attach``.
+        manager: torchft's manager.
+        optimizers: apply the averages; a joining rank takes over their states.
+        said: a line for the user, shown once per job.
 
     Attributes:
-        attendance: this rank's part in quorums.
+        attendance: represents this rank in quorums.
         membership: lets this rank leave.
     """
 
@@ -170,7 +171,9 @@ class PresentRanks(Ranks):
             average=options.algorithm.average,
             nonfinite=watched.policy,
         )
-        scaled = "its residual has the scale of a GradScaler, which goes on with its own steps"
+        scaled = (
+            "its residual has the scale of a GradScaler, which changes only with its rank's steps"
+        )
         self.membership = Membership(
             self.attendance,
             engine,
@@ -178,20 +181,20 @@ class PresentRanks(Ranks):
             "" if watched.scaler is None else scaled,
         )
         self._missed = self._exchanged = False
-        self._position = 0, 0  # steps that were made and skipped before the open one
-        self._taken: Taken = {}  # since a copy was offered
-        # of autograd: the backward pass that found that this rank has left
+        self._position = 0, 0  # number of steps made, and skipped, before the open one
+        self._taken: Taken = {}  # optimizer steps since a copy was offered
+        # autograd's number of the backward pass that found that this rank has left
         self._last_task: int | None = None
 
     @property
     def counts(self) -> bool:
-        """Whether this rank is not behind: gradients at old weights do not count."""
+        """Whether this rank is up to date; gradients at old weights do not count."""
         return self.attendance.members.counts
 
     def watch(self) -> list[Any]:
-        """Watch forward passes and optimizers; return what ends that by ``remove()``."""
+        """Watch forward passes and optimizers; return handles whose ``remove()`` ends that."""
         model = self._model()
-        # weakly: the model holds its hooks, and the handle goes with the model
+        # weakly, because the model holds its hooks, and the handle must end with the model
         hooks: list[Any] = [model.register_forward_pre_hook(weakly(self._before_forward))]
         before = weakly(self._before_step)
         return hooks + [one.register_step_pre_hook(before) for one in self._optimizers]
@@ -209,12 +212,12 @@ class PresentRanks(Ranks):
     # ---- a step ------------------------------------------------------------------------------------
 
     def begin(self, *, again: bool) -> bool:
-        """Wait for the quorum; False in the backward pass that finds that this rank has left.
+        """Wait for the quorum; return False in the backward pass that finds that this rank has left.
 
-        Ranks that have broken a step off meet again in any case, so ``again`` makes no difference.
+        Ranks that have abandoned a step meet again in any case, so ``again`` is ignored.
         """
-        # before the first gradient is accumulated: whether this rank's gradients count, and by which plan
-        # entries are collected, are the group's to say
+        # before the first gradient is accumulated, because the group decides whether this rank's
+        # gradients count, and how entries are collected
         self.membership.turns.take()
         if self._is_late():
             self.membership.turns.end()
@@ -224,20 +227,20 @@ class PresentRanks(Ranks):
         return True
 
     def _is_late(self) -> bool:
-        """Tell whether this rank has left, and the program does not know yet."""
-        # one pass is dropped without an error, so that a program may read ``sync.left`` after its step;
-        # another one is refused by ``Membership.check_here``
+        """Return whether this rank has left and the program does not know yet."""
+        # one backward pass is dropped without an error, so that a program can read ``sync.left`` after
+        # its step; the next one is refused by ``Membership.check_here``
         if not self.membership.gone:
             return False
-        # the same private number by which ``ParameterSource`` tells backward passes apart: PyTorch has no
-        # other
+        # the same private number by which ``ParameterSource`` tells backward passes apart, because
+        # PyTorch has no public one
         task = torch._C._current_graph_task_id()
         if self._last_task is None:
             self._last_task = task
         return task == self._last_task
 
     def averages(self, this: Step) -> list[Vector] | None:
-        """Exchange until a group has all of the step, then commit; None: others did without this rank."""
+        """Exchange until a whole group has the sums, then commit; None if this rank was left out."""
         assert isinstance(this, ReplicaStep)
         return self._averages(this.jobs, this.came)
 
@@ -248,8 +251,8 @@ class PresentRanks(Ranks):
         self._position = reducer.step, reducer.skipped
 
         async def attempt() -> None:
-            # In the order in which ``ParameterSource`` starts its jobs: a rank that has just joined makes
-            # its first attempt by these, in the same group.
+            # In the order in which ``ParameterSource`` starts its jobs, because a rank that has just
+            # joined makes its first attempt with these, while others in its group use the jobs.
             units = [reducer.exchange(unit) for unit in range(len(reducer.units))]
             used = self._parts.share_used(reducer.channel("used"), came)
             await together([*units, used, reducer.share()])
@@ -258,40 +261,40 @@ class PresentRanks(Ranks):
         try:
             for job in jobs:
                 job.result()
-            # the jobs have exchanged all units but not voted; without jobs (``_take_part``) nothing is
-            # done
+            # the jobs have exchanged all units but not voted; without jobs (``_take_part``) nothing has
+            # been exchanged yet
             run(self._agree() if jobs else attempt())
         except CommunicationError as error:
-            # missed: the roll has closed this step here, with its gradients in the residual, and there
-            # are no further ones before the next backward pass
+            # missed: the roll has closed this rank's step and put its gradients into the residual; there
+            # are no others before the next backward pass
             if not self.attendance.persist(error, attempt, missed=lambda: False):
                 self._missed = True
                 return None
         self._exchanged = True
-        # a rank without gradients, as one that leaves in the others' steps, is no contributor
+        # a rank without gradients, e.g. one that leaves in the others' steps, does not contribute
         self.attendance.members.count_only(self._parts.came)
         return self.attendance.commit(propagate_nonfinite=self._policy == "propagate")
 
     def finished(self) -> None:
-        """Go on to the next step with the ranks that are there."""
-        # not after a missed step: the roll has brought the reducer to the others' step already
+        """Continue with the next step and the current ranks."""
+        # not after a missed step, because the roll has already brought the reducer to the others' step
         if self._exchanged:
             step, skipped = self._position
             self.attendance.close(step, applied=self._reducer.skipped == skipped)
         if self.attendance.members.behind:
-            self._reducer.take_notice()  # a rank that joins has nothing to say that is new
+            self._reducer.take_notice()  # a joining rank has nothing new to report
 
     def _take_part(self) -> None:
-        """Do the others' steps without training until this rank has left; on the engine's thread."""
+        """Take part in the others' steps on the engine's thread, without training, until left."""
         reducer = self._reducer
         while not self.membership.left:
             self.attendance.ready()
-            # zeros: entries are selected from its residual as ever, until that is dealt
+            # with zeros, entries are still selected from the residual, until it is dealt to others
             for unit, its in enumerate(reducer.units):
                 zeros = torch.zeros(its.size, dtype=its.dtype, device=its.device)
                 reducer.accumulate(unit, 0, zeros)
             try:
-                self._averages()  # for the others to apply
+                self._averages()  # only the others apply the averages
             except NonFiniteGradientError:
                 reducer.skip()
             except BaseException:
@@ -301,7 +304,7 @@ class PresentRanks(Ranks):
                 self.finished()
 
     async def _agree(self) -> None:
-        # the training thread waits for this step, so nobody writes to the weights that are copied
+        # the training thread waits for this step, so nothing writes to the weights while they are copied
         self.attendance.offer(self._copy)
         await self.attendance.agree(self._told)
 
@@ -309,30 +312,31 @@ class PresentRanks(Ranks):
         return make_copy(self._model(), self._optimizers)
 
     def _told(self) -> dict[str, Any]:
-        """Return the optimizers' steps since the copy was made, and the states to take over."""
+        """Return the optimizers' steps since the copy was made, and states for a joining rank."""
         present, weights = rates_of(self._optimizers), weights_digest(self._weights)
         mine = {"taken": self._taken, "present": present, "weights": weights}
         return {**self.membership.told(), **mine}
 
     def settled(self, applies: bool) -> bool:
-        """Bring this rank's weights to where the averages apply, if it has caught up."""
+        """Bring this rank's weights to the state to which the averages apply, if it has caught up."""
         if applies:
-            # every process comes by itself: the first step tells which rank is to say it
+            # processes start independently, so only the first step reveals which rank should print it
             said, self._said = self._said, ""
             if said and not self.attendance.members.behind and self._reducer.comm.rank == 0:
                 say(said)
         if (arrival := self.attendance.arrival()) is not None:
             extras, catch_up = arrival
-            # the step that has just been exchanged: its average is written to the gradients, and the
+            # the step that has just been exchanged; its average is written to the gradients, and the
             # program's own ``optimizer.step()`` applies it
             step = self._reducer.step - 1
             repeat(catch_up, step, extras["taken"], self._model(), self._optimizers)
-            self._taken.clear()  # the optimizers' hooks have noted the repeated steps as well
+            self._taken.clear()  # the optimizers' hooks have also recorded the repeated steps
             self.membership.take_over(extras, self._optimizers)
             if weights_digest(self._weights) != extras["weights"]:
                 place = self._reducer.comm.ledger.place(step)
                 raise PeerError(
-                    f"{place}: this rank has repeated the others' steps, and its weights are not theirs; "
+                    f"{place}: this rank has repeated the others' steps, but its weights differ "
+                    "from theirs; "
                     "between backward() and the optimizer's step, do the same on all ranks, and to "
                     "gradients alone"
                 )
@@ -345,9 +349,9 @@ class PresentRanks(Ranks):
         self.membership.turns.end()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Keep the gradients of this step if this rank catches up, or its rates for one that does."""
+        """Keep this step's gradients if this rank is catching up, or its rates for a rank that is."""
         number = next(i for i, one in enumerate(self._optimizers) if one is optimizer)
-        # the commit has counted the step already that this optimizer applies
+        # the commit has already counted the step that this optimizer applies
         step, attendance = self._reducer.step - 1, self.attendance
         if attendance.catch_up is not None and attendance.members.behind:
             keep_gradients(attendance.catch_up, step, number, optimizer)
@@ -358,8 +362,8 @@ class PresentRanks(Ranks):
             self._taken.setdefault(step, []).append((number, groups))
 
     def part(self) -> None:
-        """Wait until all have applied the last step; a rank that is behind takes the others' weights."""
-        # the waiting is the engine thread's, which owns the sockets; the weights are this one's to write
+        """Wait until all ranks have applied the last step; a rank that is behind gets new weights."""
+        # the engine's thread, which owns the sockets, waits; this thread may write the weights
         with self.membership.turns.step(), self._reducer.comm.ledger.outside_steps():
             taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()
         if taken is not None:

@@ -36,7 +36,7 @@ except ImportError as error:
 # field for the members' own addresses; every quorum would fail, and ranks would wait for the next.
 if not hasattr(Manager, "_reconfigure_pg"):
     raise ConfigurationError(
-        "this torchft passes no reconfigure handles between ranks, as releases up to 0.2.0; "
+        "this torchft passes no reconfigure handles between ranks, like all releases up to 0.2.0; "
         "pip uninstall torchft, then pip install 'sparsync[elastic]'"
     )
 

@@ -1,4 +1,4 @@
-"""The members that both kinds of handles have in addition where ranks come and go."""
+"""The additional members of both kinds of handles in elastic training."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from sparsync.elastic.membership import Membership
 
 __all__ = ["carry", "last_step", "leave", "left"]
 
-# Functions that the classes take over, and no base class: these handles have another one each, and a
-# handle inherits from one class.
+# Functions that the classes adopt, instead of a base class: each of these handles already has one, and a
+# handle inherits from a single class.
 
 
 class _Elastic(Protocol):
@@ -19,7 +19,7 @@ class _Elastic(Protocol):
 
 
 def left(sync: _Elastic) -> bool:
-    """Return whether this rank has left; its program is to end."""
+    """Return whether this rank has left; its program should then end."""
     return sync.membership.left
 
 
@@ -29,20 +29,20 @@ def last_step(sync: _Elastic) -> tuple[int, int, bool]:
 
 
 def carry(sync: _Elastic, **named: Any) -> None:
-    """Name further objects whose states a rank that joins takes over, as ``scheduler=scheduler``.
+    """Name further objects whose states a joining rank takes over, e.g. ``scheduler=scheduler``.
 
-    They have ``state_dict()`` and ``load_state_dict()``; states are small (64 MiB in all), and of
-    plain values and tensors.
+    They need ``state_dict()`` and ``load_state_dict()``. States must be small (64 MiB in all) and consist
+    of plain values and tensors.
 
     Raises:
-        ConfigurationError: an object without one of these.
+        ConfigurationError: an object lacks one of these methods.
     """
     sync.membership.carry(**named)
 
 
 def leave(sync: _Elastic) -> None:
-    """Leave with the next two exchanges, of which the first deals the residual to others.
+    """Leave with the next two exchanges; the first of them deals the residual to others.
 
-    SIGTERM calls it, and ends the process when this rank has ``left``.
+    SIGTERM calls this, and ends the process once this rank has ``left``.
     """
     sync.membership.leave()

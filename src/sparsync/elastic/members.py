@@ -418,8 +418,9 @@ class Members:
         self.first = verdict.donor
         if entries[comm.rank].set_up != entries[verdict.donor].set_up:
             raise ConfigurationError(
-                f"rank {comm.rank} is set up otherwise than rank {verdict.donor} and those that go on "
-                "with it: another model, algorithm, density or version; attach alike on all ranks"
+                f"rank {comm.rank} is set up differently from rank {verdict.donor} and those that "
+                "continue with it: another model, algorithm, density or version; attach alike on "
+                "all ranks"
             )
         if comm.rank in verdict.stale:
             # the furthest clock: some ranks of this history have not started the open exchange yet, and

@@ -164,12 +164,12 @@ class Membership:
         self.turns.unless_leaving(self.attendance.ask)
 
     def check_here(self) -> None:
-        """Refuse another step of a rank that has left; take the place of a new SIGTERM handler."""
+        """Refuse another step of a rank that has left; replace a SIGTERM handler set in the meantime."""
         self.watch()
         if self.left:
             raise PeerError("this rank has left; end it, or start another one")
         if self.attendance.members.idle:  # the averages were not applied on this rank
-            raise PeerError("this rank was leaving, and that failed; end it, or start another one")
+            raise PeerError("this rank failed to leave; end it, or start another one")
 
     def end_of_leaving(self) -> None:
         """End the process if this rank has left because of SIGTERM."""

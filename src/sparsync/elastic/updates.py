@@ -95,7 +95,7 @@ def attach_elastic_updates(
         sink=None if log is None else sink_of(log, 0),
         changing=True,
     )
-    # no comparison of weights here, unlike in ``attach_updates``: the first roll compares their digests
+    # unlike in ``attach_updates``, weights are not compared here: the first roll compares their digests
     sync = ElasticUpdates(
         model, weights, outer, layout, reducer, densities, optimizers, options, manager
     )
@@ -125,7 +125,7 @@ class _Densities(Warmup):
 class ElasticUpdates(UpdateSync):
     """The handle of a model whose ranks take local steps, and may join and leave.
 
-    ``membership`` does the elastic part of it, and ``attendance`` represents this rank in quorums.
+    ``membership`` does the elastic part, and ``attendance`` represents this rank in quorums.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class ElasticUpdates(UpdateSync):
             weighs=False,
         )
         outer = self.outer
-        # as of the start of an exchange: with ``delay``, schedulers advance meanwhile on the training
-        # thread
+        # the rates at the start of an exchange: with ``delay``, schedulers advance meanwhile on the
+        # training thread
         self._rates = rates_of(outer.optimizers)
 
         def rates() -> Rates:
@@ -207,7 +207,7 @@ class ElasticUpdates(UpdateSync):
     def contribute(self, *_seen: Any, **_named: Any) -> None:
         """Refuse to weigh updates: all present ranks weigh the same."""
         raise ConfigurationError(
-            "contribute() is not for elastic=, where all ranks that are there weigh the same; omit it"
+            "contribute() is not for elastic=, where all present ranks have equal weight; omit it"
         )
 
     # ---- on the training thread --------------------------------------------------------------------
@@ -249,7 +249,8 @@ class ElasticUpdates(UpdateSync):
         # in elastic training ranks do not attach together, so they cannot agree on new weights together
         require(
             not loaded,
-            "weights were loaded after attach; load them before, so that ranks that join meet the same",
+            "weights were loaded after attach; load them before, so that joining ranks start from "
+            "the same ones",
         )
         return False
 
@@ -462,8 +463,9 @@ class ElasticUpdates(UpdateSync):
         if self._shared_weights() != extras["weights"]:
             place = self.reducer.comm.ledger.place(step)
             raise PeerError(
-                f"{place}: this rank has repeated the others' exchanges, and its shared weights are not "
-                "theirs; run all ranks on the same kind of processor, and the same build of torch"
+                f"{place}: this rank has repeated the others' exchanges, but its shared weights "
+                "differ from theirs; run all ranks on the same kind of processor, and the same "
+                "build of torch"
             )
         if (noise := self._weights.noise) is not None:  # its random signs must match the others'
             noise.load_state_dict(extras["noise"])

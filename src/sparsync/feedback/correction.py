@@ -106,10 +106,10 @@ class Corrector:
     def __init__(self, correction: Correction, units: Sequence[Unit], world_size: int) -> None:
         self.correction, self.world_size = correction, world_size
         self.scale = 1.0  # a GradScaler's factor on gradients; norms are stored without it
-        self.previous_norm: float | None = None  # of the last step's local gradient
-        self._norm: float | None = None  # of the open step, if measured
+        self.previous_norm: float | None = None  # norm of the last step's local gradient
+        self._norm: float | None = None  # norm of the open step, if measured
         self._squares = 0.0
-        self.velocities = []  # of every unit, [n]; empty without momentum
+        self.velocities = []  # velocity of every unit, [n]; empty without momentum
         for unit in units:
             wide = torch.promote_types(unit.dtype, torch.float32)
             size = unit.size if correction.momentum else 0

@@ -377,9 +377,9 @@ class Reducer:
         density, self.growth = self.plan.density, None
         cure = f"density={min(1.0, 10 * density):.2g}"
         if not (self.correction and self.correction.momentum):
-            cure += ", or where there is momentum correction=sparsync.Correction(momentum=...)"
+            cure += ", or, if there is momentum, correction=sparsync.Correction(momentum=...)"
         self.notice = (
-            f"{self.place}: what waits to be exchanged has grown fourfold within "
-            f"{8 / density:,.0f} steps: it arrives too late for this learning rate, and training may "
-            f"diverge. Give attach {cure}, or lower the rate"
+            f"{self.place}: the residual has grown fourfold within "
+            f"{8 / density:,.0f} steps: its entries arrive too late for this learning rate, and "
+            f"training may diverge. Give attach {cure}, or lower the rate"
         )

@@ -256,7 +256,8 @@ def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
         unknown = [name for name in state[what] if name not in named]
         if unknown:
             raise ConfigurationError(
-                f"the saved {what} has '{_brief(unknown[0])}', which is no parameter here; load each "
+                f"the saved {what} has '{_brief(unknown[0])}', which is not a parameter here; load "
+                "each "
                 "rank's own state into the same set-up"
             )
     expected = {
@@ -311,7 +312,7 @@ def _saved_values(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | N
     if broken.numel():
         raise ConfigurationError(
             f"the saved {what} of '{unit.name_at(int(broken[0]))}' holds NaN or Inf, which no step "
-            "leaves behind; load another checkpoint"
+            "produces; load another checkpoint"
         )
     return whole
 

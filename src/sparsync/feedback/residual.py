@@ -60,7 +60,7 @@ class Residual:
         self.empty = True
         self._pieces: list[_Piece] = []
         self._later: Runs | None = (
-            None  # of the open step, if nothing is accumulated before its commit
+            None  # the gradients of the open step, if they are accumulated only at its commit
         )
         # starts, indices and values of the collected entries; None: not requested, or too many
         self._found: list[tuple[int, Tensor, Tensor]] | None = []
@@ -119,7 +119,7 @@ class Residual:
         return made
 
     def terms(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return what ``run`` adds: the gradient, in separate memory, and any residual."""
+        """Return the terms that ``run`` adds: the gradient, in separate memory, and any residual."""
         assert self._later is not None
         made = self._later(start, stop)
         if self.empty:

@@ -44,7 +44,8 @@ class Warmup:
         )
         require(
             not self.densities or self.steps > 0,
-            f"warmup_densities {self.densities} need warmup_steps > 0: how long they take",
+            f"warmup_densities {self.densities} need warmup_steps > 0, the number of steps they "
+            "last",
         )
 
     def density(self, step: int, final: float) -> float | None:

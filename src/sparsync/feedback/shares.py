@@ -25,9 +25,9 @@ from sparsync.units import Unit
 
 __all__ = ["SharesState", "Sharing", "edges", "next_shares"]
 
-_BINS = 32  # per unit: 128 bytes
+_BINS = 32  # bins per unit: 128 bytes
 _GAP_OCTAVES = 0.15  # within 10 % below the last magnitude there are up to 5 times k entries
-_ROOM = 8  # times k; if more entries reach the key, a unit's entries are not counted
+_ROOM = 8  # limit, times k; if more entries reach the key, a unit's entries are not counted
 _FINEST_OCTAVES, _WIDEST_OCTAVES = 1 / 128, 4.0  # distances of edges from the last magnitude
 
 

@@ -90,8 +90,8 @@ class SparsyncCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Attach to the wrapped model; resume where the trainer does."""
-        # a second train() goes on with the same handle, unless the trainer has wrapped the model again
+        """Attach to the wrapped model; resume from the trainer's checkpoint, if any."""
+        # a second train() continues with the same handle, unless the trainer has wrapped the model again
         model = self._trainer.model_wrapped
         if self.sync is None or model is not self._model:
             if self.sync is not None:
@@ -109,7 +109,7 @@ class SparsyncCallback(TrainerCallback):
         self._training = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make replicas equal, where updates were exchanged; a best model that was loaded is equal."""
+        """Make replicas equal if updates were exchanged; a loaded best model is equal already."""
         self._training = False
         if isinstance(self.sync, UpdateSync) and not args.load_best_model_at_end:
             self.sync.finish()
@@ -121,7 +121,7 @@ class SparsyncCallback(TrainerCallback):
             save_beside(self.sync, self._model, run / f"checkpoint-{state.global_step}" / _FOLDER)
 
     def close(self) -> None:
-        """Leave the trainer, which then trains as if nothing had been attached."""
+        """Detach from the trainer, which then trains as if nothing had been attached."""
         self._restore.close()
         self._trainer.remove_callback(self)
         if self.sync is not None:

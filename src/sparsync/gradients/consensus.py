@@ -145,4 +145,4 @@ class PartsConsensus:
 
 
 def _failure(found: Outcome) -> str:
-    return f"the exchange of part {found.rank} of this replica failed, its own error says why"
+    return f"the exchange of part {found.rank} of this replica failed; its own error says why"

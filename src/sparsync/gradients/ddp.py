@@ -101,8 +101,9 @@ def check_ddp(model: Any) -> None:
         )
     if getattr(model, "skip_all_reduce_unused_params", False):
         raise ConfigurationError(
-            "DDP(skip_all_reduce_unused_params=True) hands over only some buckets, and not always the "
-            "last, so that the end of a backward pass would never come; omit it: sparse algorithms send "
+            "DDP(skip_all_reduce_unused_params=True) hands over only some buckets, not always "
+            "including the last, which marks the end of a backward pass; omit it: sparse "
+            "algorithms send "
             "hardly anything for parameters that no rank has used"
         )
     _check_not_nested(model)

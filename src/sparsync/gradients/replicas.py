@@ -1,4 +1,4 @@
-"""Exchange gradients without DDP: of FSDP2 modules, pipeline stages, tensor-parallel or plain models.
+"""Exchange gradients without DDP, for FSDP2 modules, pipeline stages, tensor-parallel or plain models.
 
 A hook on every parameter sees its complete gradient: with FSDP2 the gradient of this rank's shard, in a
 pipeline the sum over all micro-batches.  A complete unit is exchanged while other layers or stages are
@@ -77,12 +77,12 @@ def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> Gradi
 def _microbatches(schedule: Any) -> tuple[int, float] | None:
     """Return the backward passes of a pipeline per step, and the factor on its gradients.
 
-    The schedule scales ``parameter.grad`` once all micro-batches are done.  Gradients whose exchange has
-    begun by then were taken out of there, and are scaled here.
+    The schedule scales ``parameter.grad`` once all micro-batches are done. Gradients whose exchange has
+    already begun are no longer there, and are scaled here.
     """
     if schedule is None:
         return None
-    # torch has no public way to ask a schedule for either (2.13)
+    # torch (2.13) has no public way to ask a schedule for either number
     count, scales = (getattr(schedule, name, None) for name in ("_n_microbatches", "scale_grads"))
     if not isinstance(count, int) or not isinstance(scales, bool):
         raise ConfigurationError(
@@ -93,7 +93,7 @@ def _microbatches(schedule: Any) -> tuple[int, float] | None:
 
 
 def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -> Options:
-    """Choose the density, where none was given, by the size of the whole model, alike on all parts."""
+    """Choose the density by the size of the whole model if none was given, equal on all parts."""
     mine = torch.tensor([elements_of(shards)])
     elements = sum(int(size) for size in driver.run(parts.allgather(mine, "sizes")))
     return options.for_size(elements, say_on_rank_0)
@@ -101,18 +101,19 @@ def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -
 
 def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:
     """Turn off decisions that would differ from part to part, or refuse the options."""
-    # With several kinds, some parameters lie on several ranks of this replica, each time next to other
-    # shards.  All these ranks must select the same entries of them: nothing may depend on the shards.
+    # With several kinds, some parameters are copied to several ranks of this replica, next to different
+    # shards. All these ranks must select the same entries of the copies, so nothing may depend on the
+    # shards.
     kinds = {p.kind for p in shards}
     if len(kinds) == 1:
         return options
     if options.algorithm.prepare is not None:
         raise ConfigurationError(
             f"the algorithm '{options.algorithm.name}' decides by what a rank holds, and parameters that "
-            f"lie on several ranks ({', '.join(sorted(kinds))}) would be treated differently there; give "
-            "another one"
+            f"lie on several ranks ({', '.join(sorted(kinds))}) would be treated differently on "
+            "each; choose another algorithm"
         )
-    # shares of k depend on all units of a rank, shards among them
+    # shares of k depend on all units of a rank, including shards
     return replace(options, algorithm=replace(options.algorithm, shared=False))
 
 
@@ -120,7 +121,8 @@ def _units(options: Options, model: nn.Module, shards: Sequence[Shard]) -> list[
     """Plan units of one kind each.
 
     A parameter that is replicated over tensor-parallel ranks must not share a unit with shards, which
-    differ from rank to rank: each rank would select other entries of it, and copies would drift apart.
+    differ from rank to rank: each rank would select different entries of the parameter, and its copies
+    would drift apart.
     """
     units: list[Unit] = []
     for kind in dict.fromkeys(p.kind for p in shards):
@@ -131,17 +133,17 @@ def _units(options: Options, model: nn.Module, shards: Sequence[Shard]) -> list[
 
 @final
 class ParameterSource(Source):
-    """Brings the gradients of single parameters, of a model without DDP.
+    """Brings the gradients of single parameters of a model without DDP.
 
     Args:
         model: the plain module.
-        steps: take them.
+        steps: the steps that take the gradients.
         parts: agrees with the ranks that hold other parts of this replica.
         shards: the parameters that are exchanged.
-        fsdp: of the model.
-        schedule: of a pipeline, the backward passes per step and the factor on its gradients.
+        fsdp: the switches of FSDP2 in the model.
+        schedule: for a pipeline, the backward passes per step and the factor on its gradients.
         overlap: exchange units while others are in their backward pass.
-        compares: see that replicas begin with equal weights.
+        compares: check that replicas begin with equal weights.
     """
 
     def __init__(
@@ -158,7 +160,8 @@ class ParameterSource(Source):
     ) -> None:
         self._model, self._steps, self._parts, self._fsdp = weakref.ref(model), steps, parts, fsdp
         self._overlap = overlap
-        self._compared = not compares  # replicas' weights were, before the first step is committed
+        # whether replicas' weights have been compared, which happens before the first commit
+        self._compared = not compares
         self._parameters = {p.name: p.parameter for p in shards}
         self._place = {
             self._parameters[slot.name]: (i, slot)
@@ -187,7 +190,7 @@ class ParameterSource(Source):
         # a ModuleList or ModuleDict is never called itself, so its hooks would never run
         several = isinstance(model, nn.ModuleList | nn.ModuleDict)
         modules = list(model.children()) if several else [model]
-        # not weakly: by this hook the model keeps the handle, which nobody else need do
+        # not weakly: through this hook the model keeps the handle alive, even if the user drops it
         check = Hook(partial(self._check_model, sync))
         handles += [module.register_forward_pre_hook(check) for module in modules]
         for handle in handles:
@@ -210,23 +213,24 @@ class ParameterSource(Source):
         self._close()
 
     def _check_model(self, _kept: Handle, model: nn.Module, _inputs: Any) -> None:
-        """Refuse parameters that came after attach, whose gradients would stay on this replica."""
+        """Refuse parameters added after attach, whose gradients would stay on this replica."""
         check_outside_ddp(model)
         check_same_parameters(model, self._place, self._fsdp.check_same(self._place))
 
-    # ---- while gradients come, on autograd's thread ----------------------------------------------
+    # ---- while gradients arrive, on autograd's thread ----------------------------------------------
 
     def on_gradient(self, parameter: Tensor) -> None:
         """Count a gradient; exchange the units whose turn has come."""
-        # not counted: it adds up in ``parameter.grad``, from which a later pass takes the sum
+        # not counted: it accumulates in ``parameter.grad``, from which a later pass takes the sum
         if not self._fsdp.admits(parameter) or self._paused:
             return
         this = self._present_step()
         if this is None:
-            parameter.grad = None  # every optimizer passes over it
+            parameter.grad = None  # so every optimizer skips this parameter
             return
         unit, slot = self._place[parameter]
-        if unit not in this.order:  # its gradients were taken out: this one would stay on this rank
+        # the unit's gradients were already taken, so this one would stay on this rank
+        if unit not in this.order:
             if self._scheduled:
                 advice = "call step() after every step of the schedule that attach was given"
             else:
@@ -237,19 +241,20 @@ class ParameterSource(Source):
         this.passes[parameter] += 1
         if this.passes[parameter] == self._passes[parameter]:
             this.ready[unit] += 1
-        # Only the first of ``order`` may start, complete or not: gradients come in different orders on
-        # different ranks (graphs depend on data), exchanges must not.
+        # Only the first unit of ``order`` may start, even if others are complete: gradients arrive in
+        # different orders on different ranks (graphs depend on data), but exchanges must start in the
+        # same order.
         if self._overlap and not self._steps.measures:
             while this.order and this.ready[first := this.order[0]] == len(this.units[first].slots):
                 self._launch(this, self._scale)
 
     def _present_step(self) -> ReplicaStep | None:
         """Return the open step, or open one; None: this rank takes no further steps."""
-        # A step is one backward pass, told by autograd's number for it, which only torch._C shows; in a
-        # pipeline it is all backward passes until ``step()``.
+        # A step is one backward pass, recognised by autograd's number for it, which only torch._C
+        # exposes; in a pipeline it is all backward passes until ``step()``.
         task = -1 if self._scheduled else torch._C._current_graph_task_id()
         if self._open is not None and self._open.task != task:
-            # the backward pass of the open step broke off, or goes on around this one (checkpointing)
+            # the backward pass of the open step has failed, or encloses this one (checkpointing)
             self.discard()
         if self._open is None:
             if not self._steps.begin():
@@ -263,8 +268,8 @@ class ParameterSource(Source):
         return self._open
 
     def _close_outermost(self) -> None:
-        # callbacks of the outermost backward pass run when no node does; within a nested one, the node
-        # that called it is still running
+        # callbacks of the outermost backward pass run when no node is running; within a nested pass, the
+        # node that called it still runs
         if torch._C._current_autograd_node() is not None:
             raise self._broken(
                 "a backward pass inside another brought gradients, as in torch.utils.checkpoint, and "
@@ -290,10 +295,11 @@ class ParameterSource(Source):
         gradients = [local_of(this.take(*pair)) for pair in zip(names, parameters, strict=True)]
         if scale != 1:
             torch._foreach_mul_(gradients, scale)
-        # kept for ``write``; of a large parameter the residual uses this very memory until the commit
+        # kept for ``write``; for a large parameter the residual uses the same memory until the commit
         this.gradients[unit] = gradients
         for its in self._runs[unit]:
-            # 1-D and strided, as a user may set .grad, ``reshape`` alone would leave it
+            # copied, because ``reshape`` alone keeps the strides of a 1-D tensor that the user has put
+            # into .grad
             own = [gradients[number].reshape(-1).contiguous() for number in its.members]
             gradient = own[0] if len(own) == 1 else torch.cat(own)
             self._steps.accumulate(its, gradient, [parameters[number] for number in its.members])
@@ -304,8 +310,8 @@ class ParameterSource(Source):
     # ---- the end of the step -----------------------------------------------------------------------
 
     def _close(self) -> None:
-        # A rank whose stage got no gradient takes part all the same, with zeros: others wait for it, and
-        # its residual is delivered.
+        # A rank whose stage got no gradient still takes part, with zeros, because others wait for it and
+        # its residual must be delivered.
         steps, reducer, engine = self._steps, self._steps.reducer, self._steps.engine
         if self._open is None:
             steps.begin()
@@ -316,15 +322,15 @@ class ParameterSource(Source):
             reducer.corrector.measure(map(local_of, grads))
         while this.order:
             self._launch(this, 1.0)  # the schedule has scaled gradients still in ``parameter.grad``
-        # jobs start in one order on all ranks: units, then the rest, in the order of these lines
+        # jobs must start in the same order on all ranks: units, then the rest in the order of these lines
         if not self._compared:
             this.jobs.append(engine.submit(self._check_first_weights()))
         used = self._parts.share_used(reducer.channel("used"), this.came)
         this.jobs.append(engine.submit(used))
         this.jobs.append(engine.submit(reducer.share()))
-        # A gradient goes back where any rank used the parameter: None on one replica and zeros on another
-        # would let weight decay move only the latter.  If the step was refused all stay None, and every
-        # optimizer passes over them.
+        # A gradient is written if any rank used the parameter: with None on one replica and zeros on
+        # another, weight decay would move only the latter. If the step was refused, all stay None, so
+        # every optimizer skips them.
         try:
             if steps.settle(this, engine.submit(lambda: steps.finish(this))):
                 for name in this.taken.keys() & self._parts.used:
@@ -337,7 +343,7 @@ class ParameterSource(Source):
     async def _check_first_weights(self) -> None:
         """Refuse replicas that began with different weights: DDP would have sent rank 0's."""
         self._compared, reducer = True, self._steps.reducer
-        # a handle that was loaded goes on from a later step
+        # a loaded handle continues from a later step
         if not reducer.step + reducer.skipped:
             named = [(name, local_of(weights)) for name, weights in self._parameters.items()]
             await check_equal_parameters(reducer.channel("weights"), named)
@@ -345,18 +351,19 @@ class ParameterSource(Source):
 
 @final
 class ReplicaStep(Step):
-    """One step; takes gradients out of ``parameter.grad``, so that nobody scales or clips them meanwhile.
+    """One step; takes gradients out of ``parameter.grad``, so nothing scales or clips them meanwhile.
 
-    Units start in one order on all ranks, the last first, as gradients mostly come: a rank on which they
-    come in another order must not wait for a unit that its peers have not started.
+    Units start in the same order on all ranks, the last first, because gradients mostly arrive in this
+    order: if they arrive in another order on one rank, it must not wait for a unit that its peers have
+    not started.
 
     Attributes:
         task: the number of autograd's task in which the step was opened.
         gradients: those of the units that have started, by slot.
-        passes: backward passes that have reached a parameter.
-        ready: complete parameters, per unit.
+        passes: number of backward passes that have reached each parameter.
+        ready: number of complete parameters, by unit.
         order: the units that have not started.
-        taken: gradients out of ``parameter.grad``, zeros where there was none, by name.
+        taken: gradients taken out of ``parameter.grad``, or zeros if there was none, by name.
         came: names of parameters that had a gradient here.
     """
 
@@ -371,7 +378,7 @@ class ReplicaStep(Step):
         self.came: set[str] = set()
 
     def take(self, name: str, parameter: Tensor) -> Tensor:
-        """Take the gradient out of ``parameter.grad``, whichever backward passes it came from.
+        """Take the gradient out of ``parameter.grad``, the sum of one or more backward passes.
 
         A parameter without one counts as zeros: peers may have used it, and a residual may wait for it.
         """

@@ -181,4 +181,4 @@ def _named(torn: Sequence[Divergence], called: Sequence[int], place: str) -> str
         str(replace(each, groups=tuple(tuple(called[r] for r in group) for group in each.groups)))
         for each in torn[:_NAMED]
     )
-    return f"{place}: {shown}" + (f"; and {more} tensors more" if more > 0 else "")
+    return f"{place}: {shown}" + (f"; and {more} more tensors" if more > 0 else "")

@@ -30,7 +30,11 @@ PairTimes = Mapping[tuple[int, int], float]
 _GAP: Final = 3.0
 _SHORTEST: Final = 5e-4  # seconds; shorter times say more about busy cores than about links
 _FEWEST: Final = 4  # ranks: two sites of two
-_SMALLEST, _FACTOR, _LARGEST = 1 << 10, 4, 1 << 18  # bytes of messages
+_SMALLEST, _FACTOR, _LARGEST = (
+    1 << 10,
+    4,
+    1 << 18,
+)  # bytes of the smallest message, factor to the next, and of the largest
 _TRIPS: Final = (
     3  # round-trips to a rank, of which the fastest counts; one more, uncounted, warms up
 )

@@ -1,7 +1,7 @@
-"""The steps of gradients: begin, accumulate, exchange, commit, and write averages where they belong.
+"""The steps of gradients: begin, accumulate, exchange, commit, and write the averages back.
 
 ``GradientSteps`` is the same for all models.  A ``Source`` (``gradients/sync.py``) brings gradients and
-calls it.  The ``Ranks`` that exchange them are those of ``attach``, or come and go
+calls it. The ``Ranks`` that exchange them are fixed by ``attach``, or join and leave
 (``elastic/gradients.py``).
 """
 
@@ -34,7 +34,7 @@ from sparsync.transports.driver import Engine, run
 from sparsync.transports.ledger import Traffic
 from sparsync.units import Unit, local_of
 
-if TYPE_CHECKING:  # neither is needed without parts
+if TYPE_CHECKING:  # not imported at run time, because neither is needed without parts
     from sparsync.gradients.consensus import PartsConsensus
     from sparsync.gradients.hierarchy import NodeReducer
 
@@ -45,7 +45,7 @@ class Step(ABC):
     """One step under way, and the engine's jobs for it.
 
     Attributes:
-        failed: an exchange has failed, so nothing is to be waited for any more.
+        failed: whether an exchange has failed; then nothing waits any more.
         spans: begin and end of every unit's exchange, by the clock of the reducer's communicator.
         waited: begin and end of the training thread's wait.
     """
@@ -68,38 +68,38 @@ class Ranks(ABC):
     @property
     @abstractmethod
     def counts(self) -> bool:
-        """Whether this rank's gradients are in the averages; else they count as zeros."""
+        """Whether this rank's gradients are in the averages; otherwise they count as zeros."""
 
     @abstractmethod
     def begin(self, *, again: bool) -> bool:
-        """Come together before the first gradient is accumulated; False: this rank has left.
+        """Meet before the first gradient is accumulated; False: this rank has left.
 
-        ``again``: the step broke off after its exchange had begun.
+        ``again``: the step is repeated because it failed after its exchange had begun.
         """
 
     @abstractmethod
     def averages(self, this: Step) -> list[Vector] | None:
-        """Wait for all jobs of a step, and commit; None: it was committed without this rank.
+        """Wait for all jobs of a step, and commit; None: the step was committed without this rank.
 
-        On the engine's thread, as ``finished``.
+        Runs on the engine's thread, like ``finished``.
         """
 
     @abstractmethod
     def finished(self) -> None:
-        """Go on to the next step: the averages are written, or the step was refused."""
+        """Continue to the next step: the averages are written, or the step was refused."""
 
     @abstractmethod
     def settled(self, applies: bool) -> bool:
-        """Return, on the training thread, whether the optimizer is to apply the averages here."""
+        """Return, on the training thread, whether this rank's optimizer should apply the averages."""
 
     @abstractmethod
     def end(self) -> None:
-        """Note that no step is open any more, whatever has become of it."""
+        """Note that the step is closed, successful or not."""
 
 
 @final
 class AllRanks(Ranks):
-    """Those that have called ``attach`` together; ``whole`` commits their steps."""
+    """The ranks that have called ``attach`` together; ``whole`` commits their steps."""
 
     def __init__(self, reducer: Reducer, whole: Reducer | NodeReducer, policy: str) -> None:
         self._reducer, self._whole, self._policy = reducer, whole, policy
@@ -112,7 +112,7 @@ class AllRanks(Ranks):
     def begin(self, *, again: bool) -> bool:
         """Begin a step again only if all ranks do.
 
-        The messages of one that still waits for the first attempt would be taken for those of the second.
+        Otherwise messages of a rank still in the first attempt would be mistaken for those of the second.
         """
         reducer = self._reducer
         if again:
@@ -137,10 +137,10 @@ class AllRanks(Ranks):
         return self._whole.commit(propagate_nonfinite=self._policy == "propagate")
 
     def finished(self) -> None:
-        """Do nothing: the reducer has gone on."""
+        """Do nothing, because the reducer has already advanced."""
 
     def settled(self, applies: bool) -> bool:
-        """Apply what was not refused."""
+        """Apply the averages unless the step was refused."""
         return applies
 
     def end(self) -> None:
@@ -151,11 +151,11 @@ class AllRanks(Ranks):
 class GradientSteps:
     """Takes the steps of one model's gradients.
 
-    ``ignored`` are parameters and buffers that may differ between ranks.  ``nodes`` exchanges whole
-    units, of which the reducer has this rank's part.
+    ``ignored`` are parameters and buffers that may differ between ranks. ``nodes`` exchanges whole units,
+    while the reducer has only this rank's part of them.
 
     Attributes:
-        before: steps and bytes before the first one here.
+        before: steps and bytes before the first step of this process.
         last: the last step that was settled.
     """
 
@@ -185,29 +185,29 @@ class GradientSteps:
         self._ranks = ranks or AllRanks(reducer, self._whole, watched.policy)
         self.before: tuple[int, Traffic] | None = None
         self.last: Step | None = None
-        self._opened = (-1, 0)  # the last step that was opened, and the bytes sent before
-        self._left = False  # averages lie in the gradients, and no backward pass has begun since
+        self._opened = (-1, 0)  # the last opened step, and the bytes sent before it
+        self._left = False  # the gradients hold averages, and no backward pass has begun since
 
     @property
     def units(self) -> Sequence[Unit]:
-        """The units that gradients are accumulated in; of a node, whole ones."""
+        """The units in which gradients are accumulated; inside a node, whole units."""
         return self._whole.units
 
     @property
     def measures(self) -> bool:
-        """Whether nothing can be accumulated before the norm of all gradients is known."""
+        """Whether the norm of all gradients must be known before any of them is accumulated."""
         return self.reducer.corrector is not None and self.reducer.corrector.waits
 
     @property
     def joins(self) -> bool:
-        """Whether small gradients are joined: a clip is by norms of single ones, bit for bit."""
+        """Whether small gradients are joined; a clip needs the exact norms of single gradients."""
         correction = self.reducer.correction
         return correction is None or correction.clip is None
 
     # ---- of every step, in this order --------------------------------------------------------------
 
     def begin(self) -> bool:
-        """Bring the residual to the scale of the gradients of this step; False: there is no step."""
+        """Rescale the residual to the gradients of this step; False: there is no step."""
         reducer, ledger = self.reducer, self.reducer.comm.ledger
         if self.before is None:
             self.before = reducer.step, ledger.set_up()
@@ -234,12 +234,12 @@ class GradientSteps:
         self._whole.accumulate(run.unit, run.start, gradient, weights)
 
     def launch(self, this: Step, unit: int) -> None:
-        """Submit the exchange of a unit that is complete."""
+        """Submit the exchange of a complete unit."""
         this.jobs.append(self.engine.submit(self._exchange(this, unit)))
 
     async def _exchange(self, this: Step, unit: int) -> None:
-        """Exchange a unit; on the engine's thread, as ``finish``."""
-        if this.failed:  # the group is broken: do not wait for every unit's deadline
+        """Exchange a unit; runs on the engine's thread, like ``finish``."""
+        if this.failed:  # the group is broken, so do not wait for the deadline of every unit
             if self.nodes is not None:
                 await self.nodes.follow(unit)
             return
@@ -268,7 +268,7 @@ class GradientSteps:
             self._ranks.finished()
 
     def settle(self, this: Step, finished: Future[None]) -> bool:
-        """Wait for ``finish`` on the training thread; False: no gradient is to be applied."""
+        """Wait for ``finish`` on the training thread; False: no gradient must be applied."""
         try:
             return self._ranks.settled(self._wait(this, finished))
         finally:
@@ -286,17 +286,18 @@ class GradientSteps:
             this.waited = begin, self.reducer.comm.now
             this.jobs.clear()
             if self.reducer.monitor is not None:
-                self.reducer.monitor.write()  # here, what it raises spoils no gradient
-        # what the reducer has noticed, once: of the lowest rank
+                self.reducer.monitor.write()  # an error raised here leaves the gradients intact
+        # the reducer's notice, once, and only from the lowest rank
         notice = self.reducer.take_notice()
         if notice and self.reducer.comm.rank == 0:
             say(notice)
         return True
 
     def compare(self, *, alike: bool = False) -> None:
-        """Compare replicas if it is time; on the training thread, when the engine has nothing to do.
+        """Compare replicas if due; on the training thread, while the engine is idle.
 
-        Parts that are ``alike``, as the ranks of a node, hold the same parameters, so they are compared.
+        Parts that are ``alike``, such as the ranks of a node, hold the same parameters and are compared
+        as well.
         """
         sentinel, done, model = self._sentinel, self.reducer.step - 1, self._plain()
         if sentinel is None or model is None or not sentinel.due(done):
@@ -310,7 +311,7 @@ class GradientSteps:
         async def job() -> None:
             replicas = self.reducer.channel("weights")
             await check_replicas(sentinel, replicas, tensors, place, parts, rank)
-            if alike and parts is not None:  # after the others: then all nodes find the same
+            if alike and parts is not None:  # after the others, so all nodes find the same
                 await check_replicas(sentinel, parts, tensors, place, None, rank)
             self.wait_for_gpu()
 
@@ -329,21 +330,21 @@ class GradientSteps:
         self._ranks.end()
 
     def restart(self) -> None:
-        """Go on from a state that the reducer has taken over."""
+        """Continue from a state that the reducer has loaded."""
         self._opened, self.before = (-1, 0), None
         self.reducer.comm.ledger.begin_step(self.reducer.step)
 
     def wait_for_gpu(self) -> None:
-        """Wait for what this thread has begun: other threads may use other streams."""
+        """Wait for the GPU work of this thread, because other threads may use other streams."""
         for device in {unit.device for unit in self.units if unit.device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
 
     def refuse_averages(
         self, modules: Iterable[nn.Module], exchanged: Collection[Tensor], until: ExitStack
     ) -> None:
-        """Refuse backward passes that add to averages, which momentum or decay would count again.
+        """Refuse a backward pass that adds to averages, which momentum or decay would count twice.
 
-        Gradients of a module's outputs come before any other of a backward pass.
+        The gradients of a module's outputs are the first in a backward pass.
         """
         correction, me = self.reducer.correction, weakref.ref(self)
         if not correction or not (correction.momentum or correction.weight_decay):

@@ -1,4 +1,4 @@
-"""The handle of a model whose gradients are exchanged, and the seam by which these come."""
+"""The handle of a model whose gradients are exchanged, and the seam that brings the gradients."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Source(ABC):
 
     @abstractmethod
     def watch(self, sync: Handle) -> None:
-        """Set hooks on the model until ``sync`` is closed; by one of them the model keeps ``sync``.
+        """Set hooks on the model until ``sync`` is closed; one keeps ``sync`` alive with the model.
 
-        The source itself must not keep it: a cycle would delay the end of a dropped model.
+        The source itself must not refer to it, because a cycle would delay freeing a dropped model.
         """
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients add up on this rank."""
+        """Return a context in which gradients accumulate on this rank."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -59,7 +59,7 @@ class Source(ABC):
 class GradientSync(Handle):
     """The handle of a model whose gradients are exchanged on every step.
 
-    ``source`` brings the gradients, and ``steps`` does all that follows.
+    ``source`` collects the gradients, and ``steps`` does the rest.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class GradientSync(Handle):
         source.watch(self)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients add up; the next backward pass exchanges the sum.
+        """Return a context in which gradients accumulate; the next backward pass exchanges the sum.
 
         FSDP2 modules still sum over shards; ``set_requires_gradient_sync(False)`` saves that as well.
         """
@@ -85,7 +85,7 @@ class GradientSync(Handle):
 
     @property
     def steps(self) -> int:
-        """Local steps that are done; a rank that joins others begins with their number."""
+        """Number of finished local steps; a rank that joins others continues from their number."""
         return self.reducer.step
 
     def contribute(
@@ -96,7 +96,7 @@ class GradientSync(Handle):
         tokens: float | None = None,
         samples: float | None = None,
     ) -> None:
-        """Where updates are exchanged, weigh this rank's by what its steps have seen.
+        """Refuse to weigh this rank's updates, because gradients are exchanged.
 
         Raises:
             ConfigurationError: gradients are exchanged.
@@ -109,11 +109,11 @@ class GradientSync(Handle):
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms.
 
-        Every exchange of gradients is also a local step.  Means of bytes are over local steps, without
-        what ``finish`` sends, which is given apart.
-        "inner" has the phases between shards of one replica, whose bytes count nowhere else.
-        "spans_last_exchange" has ``[unit, begin, end]``, "waited_last_exchange" begin and end of what the
-        training thread waited; in seconds of this machine's ``time.perf_counter()``.
+        Every exchange of gradients is also a local step. Mean bytes are per local step and exclude those
+        sent by ``finish``, which are listed separately. "inner" has the phases between shards of one
+        replica, whose bytes are not counted elsewhere. "spans_last_exchange" has ``[unit, begin, end]``,
+        "waited_last_exchange" the begin and end of the training thread's wait; in seconds of this
+        machine's ``time.perf_counter()``.
         """
         stats, last = self._numbers(self._steps.before), self._steps.last
         if self._inner is not None:
@@ -128,7 +128,7 @@ class GradientSync(Handle):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: the residuals of its "pieces" of the parameters, thresholds, ...
 
-        After a ``backward()`` that broke off it is the state before that step.
+        After a failed ``backward()`` it is the state before that step.
         """
         if self._engine.running:
             self._source.discard()
@@ -139,19 +139,20 @@ class GradientSync(Handle):
         """Check on this rank alone that a saved state fits; nothing is changed.
 
         Raises:
-            ConfigurationError: the state is of another set-up, or of other pieces of the parameters.
+            ConfigurationError: the state is from another set-up, or has other pieces of the parameters.
         """
         pieces = Fields({name: Exactly(piece) for name, piece in self._pieces.items()})
         content = opened(state, "gradients", Fields({"reducer": object, "pieces": pieces}))
         return parse_state(self.reducer, content["reducer"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
+        """Resume where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
 
         Raises:
-            ConfigurationError: see ``validate``; other ranks raise a ``CheckpointError`` that names this.
-            PeerError: the ranks' states are of different steps, or do not fit on a rank that holds
-                another part of this replica.
+            ConfigurationError: see ``validate``; other ranks raise a ``CheckpointError`` that names this
+                rank.
+            PeerError: the ranks' states are from different steps, or one does not fit on a rank that
+                holds another part of this replica.
 
         If it raises, nothing was changed on any rank.
         """
@@ -162,32 +163,29 @@ class GradientSync(Handle):
         keep_scale, former = self._scaler is not None, reducer_state(self.reducer)
 
         def take() -> None:
-            take_state(
-                self.reducer, parsed, keep_scale=keep_scale
-            )  # brought to it by the next step
+            take_state(self.reducer, parsed, keep_scale=keep_scale)  # the next step rescales to it
 
         try:
             run(on_all_or_none(comms, take, "take its saved state over"))
-        except Exception:  # at this scale a residual would overflow, on some rank
+        except Exception:  # at this scale a residual would overflow on some rank
             take_state(self.reducer, parse_state(self.reducer, former), keep_scale=True)
             raise
         self._steps.restart()
 
     def shared(self) -> AbstractContextManager[None]:
-        """Show the weights that all ranks share; where gradients are exchanged, these are the model's."""
+        """Return a context that does nothing: with exchanged gradients, all weights are shared."""
         return nullcontext()
 
     def finish(self) -> None:
-        """Make replicas equal; where gradients are exchanged, they are."""
+        """Do nothing, because exchanged gradients keep replicas equal."""
 
     def step(self) -> None:
         """Close the step of a pipeline: call it after ``schedule.step()``, before the optimizer.
 
-        Begins the exchanges that have not begun, waits for all, and puts averages into
-        ``parameter.grad``.
+        Starts the remaining exchanges, waits for all, and puts averages into ``parameter.grad``.
 
         Raises:
-            ConfigurationError: there is no pipeline, and ``backward()`` has closed the step.
+            ConfigurationError: there is no pipeline; ``backward()`` has closed the step.
             NonFiniteGradientError: NaN or Inf on some rank of some stage; no rank applied anything.
             CommunicationError: a peer is gone, or took longer than the timeout.
         """

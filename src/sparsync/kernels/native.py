@@ -277,7 +277,7 @@ class Codes:
                 f"{scales.numel()} bytes of scales and {codes.numel()} of codes are not those of "
                 f"{size} values"
             )
-        self._kept = scales, codes, levels  # they own the memory
+        self._kept = scales, codes, levels  # these tensors own the memory
         self._size, self._block, self._bits = size, levels[1], levels[0]
         self._scales = _address("scales", scales, torch.uint8)
         self._codes = _address("codes", codes, torch.uint8)
@@ -319,7 +319,8 @@ class Codes:
         whole = start % self._block == 0 and (n % self._block == 0 or stop == self._size)
         if not (0 <= start <= stop <= self._size and whole):
             raise ConfigurationError(
-                f"elements {start} to {stop} are no whole blocks of {self._block} of {self._size} values"
+                f"elements {start} to {stop} are not whole blocks of {self._block} of {self._size} "
+                "values"
             )
         return self._scales + 2 * (start // self._block), self._codes + start * self._bits // 8
 

@@ -146,7 +146,9 @@ def merge(
         (tensor([0]), tensor([1.]))
     """
     if not streams:
-        raise ConfigurationError("merge: no streams were given; pass at least one, if an empty one")
+        raise ConfigurationError(
+            "merge: no streams were given; pass at least one, which may be empty"
+        )
     if within is not None:
         kept = [restrict(indices, within) for indices, _ in streams]
         streams = [(i[which], v[which]) for which, (i, v) in zip(kept, streams, strict=True)]

@@ -143,7 +143,7 @@ def top(x: Tensor, k: int) -> Tensor:
         return positions
     bits, blocks = _bits(x), _blocks_of(n)
     state = _kth(bits, k)
-    counts = x.new_empty(2, blocks, dtype=torch.int32)  # of larger keys; of ties
+    counts = x.new_empty(2, blocks, dtype=torch.int32)  # counts of larger keys, and of ties
     _cover(_count_top, n, bits, state, counts, n)
     length = x.new_empty(1, dtype=torch.int64)
     _cover(_compact_top, n, bits, state, counts.cumsum(1), positions, length, n)
@@ -341,7 +341,7 @@ def _count_digits(
 ):
     """Count the digits above ``SHIFT`` of the keys whose higher digits are ``state[0]``.
 
-    Each program strides over the vector, so that few programs add to the histogram.  Keys that are no
+    Each program strides over the vector, so that few programs add to the histogram. Keys that are not
     candidates are counted as digit 0, whose count ``_choose_digit`` never reads.
     """
     at = _positions(BLOCK)

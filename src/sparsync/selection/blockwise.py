@@ -14,7 +14,7 @@ from sparsync.sparse import SparseVector
 
 __all__ = ["Blockwise"]
 
-_MOST = 2**31 - 1  # elements of a block
+_MOST = 2**31 - 1  # largest block, in elements
 
 
 @final
@@ -75,7 +75,7 @@ def _largest(keys: Tensor, entries: int) -> Tensor:
     least = torch.topk(keys, entries, dim=1, sorted=False).values.amin(1, keepdim=True)
     # a key of 1 is the smallest magnitude above zero
     marked = keys >= least.clamp(min=1)
-    full = (marked.sum(1) > entries).nonzero().flatten()  # rows with more ties than places
+    full = (marked.sum(1) > entries).nonzero().flatten()  # rows in which more entries tie than fit
     if full.numel():
         above, ties = keys[full] > least[full], keys[full] == least[full]
         room = entries - above.sum(1, keepdim=True)

@@ -24,7 +24,7 @@ def check_averager(
 ) -> float:
     """Check an averager: ``conclude`` leaves all models equal, and their mean is preserved.
 
-    A model of one rank is never changed.
+    With a single rank, the model is never changed.
 
     Args:
         make: builds an averager without a model.
@@ -58,7 +58,7 @@ def _drift(
         vector = slope = torch.arange(5, dtype=torch.float64)
         await averager.begin(comm, vector, 0)
         for step in range(steps):
-            vector = vector + (comm.rank + 1) * (step + 1 + slope)  # the ranks drift apart
+            vector = vector + (comm.rank + 1) * (step + 1 + slope)  # makes the ranks drift apart
             await (comm.barrier() if late is None else comm.compute(late(step, comm.rank)))
             before[step, comm.rank] = vector
             vector = await averager.average(comm, vector, step)

@@ -24,11 +24,12 @@ def check_codec(
 
     Args:
         codec: the codec to check.
-        contractive: whether the error must not exceed the vector, as error feedback requires.
+        contractive: whether to require that the error does not exceed the vector, as error feedback
+            needs.
         spreading: whether NaN or Inf may make other entries nonfinite; by default it must not.
 
     Raises:
-        AssertionError: names the case, and the demand that is not met.
+        AssertionError: the message names the case and the violated requirement.
 
     Example:
         >>> from sparsync.wire import Coo
@@ -70,7 +71,7 @@ def _check(codec: Codec[SparseVector], vector: SparseVector, where: str, contrac
     assert not contractive or error.norm() <= before.norm(), (
         f"{where}: the error exceeds the vector"
     )
-    # within the header of 8 bytes, and after it
+    # some cuts lie within the header of 8 bytes, others after it
     for length in {0, 1, 7, nbytes // 2, nbytes - 1} - {nbytes}:
         try:
             codec.decode(encoded.payload[:length], vector.size)
@@ -80,7 +81,7 @@ def _check(codec: Codec[SparseVector], vector: SparseVector, where: str, contrac
 
 
 def _check_extremes(codec: Codec[SparseVector], dtype: torch.dtype, spreading: bool) -> None:
-    """Check that NaN and Inf arrive where they were sent, for by them all ranks refuse a step."""
+    """Check that NaN and Inf arrive where they were sent, because ranks refuse a step by them."""
     most = torch.finfo(dtype).max
     values = torch.tensor(
         [most, 1.0, float("inf"), -most, float("nan"), -float("inf"), 2.0], dtype=torch.float64

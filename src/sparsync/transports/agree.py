@@ -30,7 +30,7 @@ __all__ = [
     "worst",
 ]
 
-_TEXT_BYTES = 1 << 16  # of a fact's value, when ranks disagree and exchange their values
+_TEXT_BYTES = 1 << 16  # bytes of a fact's value, exchanged when ranks disagree
 _NO_MARKS = torch.zeros(0, dtype=torch.bool)
 _NAMED = 3  # number of other ranks whose values an error shows
 _SHOWN, _BEFORE = 240, 60  # characters shown of a value; of these, before the first difference
@@ -66,7 +66,7 @@ async def worst(
 
     Args:
         comms: the replicas of this part of a model and, if it is split, the parts of this replica.
-        severity: of this rank's outcome: 0 if fine, at most 255.
+        severity: severity of this rank's outcome: 0 if fine, at most 255.
         words: explanation of an outcome that is not fine.
         phase: the phase under which messages are counted.
         marks: flags to be combined by "or", `[n]` with ``torch.bool``, equally many on every rank.
@@ -126,8 +126,9 @@ async def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T],
 def unequal_steps(least: int, most: int, here: int) -> str:
     """Return the error text for ranks with different numbers of local steps."""
     return (
-        f"ranks have done {least} to {most} local steps, this one {here}; where an iteration is left out "
-        "on some ranks (no batch, no loss), call sync.step() there, as often as others' optimizers step"
+        f"ranks have done {least} to {most} local steps, this one {here}; on a rank that skips an "
+        "iteration (no batch, no loss), call sync.step() as often as the other ranks' optimizers "
+        "step"
     )
 
 

@@ -38,7 +38,8 @@ class Subgroup(Communicator):
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send through the parent."""
-        # looked up by tag on every call: ``Subgroup.channel`` copies this handle but not ``parent``
+        # looked up by tag on every call, because ``Subgroup.channel`` copies this handle but not
+        # ``parent``
         return self.parent.channel(self.tag).start_send(payload, self.ranks[dest], phase, framing)
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:

@@ -1,7 +1,7 @@
 """The network interfaces of this machine, and which of them ``GLOO_SOCKET_IFNAME`` selects.
 
-The variable may hold names and addresses with commas between, and what NCCL's variable may hold: prefixes
-("eth"), exact names ("=eth0"), and exclusions ("^lo,docker0").  gloo itself only knows names.
+The variable may hold comma-separated names and addresses, and like NCCL's variable prefixes ("eth"),
+exact names ("=eth0"), and exclusions ("^lo,docker0"). gloo itself accepts only names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _V4, _V6 = 4, 8  # offsets of the address in sockaddr_in and sockaddr_in6
 _ELSEWHERE: Final = (
     "192.0.2.1",
     "2001:db8::1",
-)  # nobody's (RFC 5737, RFC 3849), by the default route
+)  # documentation addresses (RFC 5737, RFC 3849), which are reached by the default route
 
 
 @final
@@ -46,7 +46,7 @@ class Interface:
     """A network interface that is up.
 
     Args:
-        name: as in ``ip link``.
+        name: the name shown by ``ip link``.
         addresses: IPv4 addresses first, then IPv6 addresses, link-local ones last with their ``%name``.
     """
 
@@ -55,7 +55,7 @@ class Interface:
 
     @property
     def loopback(self) -> bool:
-        """Whether no other machine can reach it."""
+        """Whether it is a loopback interface, which no other machine can reach."""
         return bool(self.addresses) and is_loopback(self.addresses[0])
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Interface:
 
 @final
 class _Ifaddrs(ctypes.Structure):
-    """An item of the list that ``getifaddrs`` makes."""
+    """An item of the list that ``getifaddrs`` returns."""
 
     _fields_ = (
         ("next", ctypes.c_void_p),
@@ -80,7 +80,7 @@ class _Ifaddrs(ctypes.Structure):
 def own_interfaces() -> list[Interface]:
     """Return the interfaces that are up, in the system's order."""
     found: dict[str, list[str]] = {}
-    libc = ctypes.CDLL(None)  # Python has names only (``socket.if_nameindex``)
+    libc = ctypes.CDLL(None)  # Python only lists names (``socket.if_nameindex``)
     first = ctypes.c_void_p()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
         return [Interface(name) for _, name in socket.if_nameindex()]
@@ -100,9 +100,9 @@ def own_interfaces() -> list[Interface]:
 
 
 def _address_at(place: int, name: str) -> str | None:
-    """Return the text of a ``sockaddr``; None if it is no IP address."""
+    """Return the text of a ``sockaddr``; None if it is not an IP address."""
     head = ctypes.string_at(place, 2)
-    # Linux has a family of 16 bits, BSD a length and a family of 8
+    # on Linux the family has 16 bits; on BSD, length and family have 8 bits each
     family = head[1] if sys.platform == "darwin" else int.from_bytes(head, sys.byteorder)
     if family == socket.AF_INET:
         return socket.inet_ntop(family, ctypes.string_at(place + _V4, 4))
@@ -117,7 +117,7 @@ def _order(text: str) -> tuple[bool, bool]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether a text is an address that stays on its machine; a name is none.
+    """Return whether a text is a loopback address; a name is not.
 
     Example:
         >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("10.0.0.1"), is_loopback("eth0")
@@ -138,12 +138,12 @@ def selected(value: str, present: Sequence[Interface]) -> list[Interface]:
     """Return the interfaces that a value of the variable selects, in its order.
 
     Args:
-        value: not empty.
+        value: the value of the variable, not empty.
         present: the machine's interfaces.
 
     Raises:
-        ConfigurationError: it selects nothing, or a part of it does not; names the variable, and the
-            interfaces that there are.
+        ConfigurationError: it selects nothing, or a part of it matches nothing; the message names the
+            variable and the existing interfaces.
 
     Example:
         >>> cards = [Interface("lo", ("127.0.0.1",)), Interface("eth0", ("10.0.0.1", "fd00::1"))]
@@ -154,7 +154,8 @@ def selected(value: str, present: Sequence[Interface]) -> list[Interface]:
     parts = [part.strip() for part in value.removeprefix("^").split(",") if part.strip()]
     found, wrong = list[Interface](), ""
     if excludes:
-        # a machine may lack what is excluded, and nobody excludes all in order to get loopback
+        # a machine may lack excluded interfaces, and excluding all others does not mean asking for
+        # loopback
         left = [one for one in present if not any(_matches(part, one) for part in parts)]
         found = [one for one in left if one.addresses and not one.loopback]
     for part in () if excludes else parts:
@@ -162,7 +163,7 @@ def selected(value: str, present: Sequence[Interface]) -> list[Interface]:
         found += matched
         wrong = wrong or ("" if matched else part)
     if not found or wrong:
-        what = "leaves no interface" if excludes else f"'{wrong or value}' is none"
+        what = "leaves no interface" if excludes else f"'{wrong or value}' is not an interface"
         raise ConfigurationError(
             f"{VARIABLE} is '{value}', and {what} of {socket.gethostname()}; give one of "
             f"{described(present)}"
@@ -171,14 +172,14 @@ def selected(value: str, present: Sequence[Interface]) -> list[Interface]:
 
 
 def _matches(part: str, one: Interface) -> bool:
-    """Return whether a part of the variable means an interface: by name, prefix, or address."""
+    """Return whether a part of the variable matches an interface by name, prefix, or address."""
     if part.startswith("="):
         return one.name == part[1:]
     bare = part.strip("[]")
     with suppress(ValueError):
         wanted = ip_address(bare.partition("%")[0])
         return any(ip_address(text.partition("%")[0]) == wanted for text in one.addresses)
-    # as NCCL, "eth" for eth0 and eth1; but eth1 is not eth10
+    # as in NCCL, "eth" means eth0 and eth1; but eth1 does not mean eth10
     return one.name == part or (not part[-1:].isdigit() and bool(_numbered(part, one.name)))
 
 
@@ -198,9 +199,9 @@ def address_to(host: str) -> str | None:
 
 
 def usual_address(present: Sequence[Interface]) -> str | None:
-    """Return an address at which other machines may find this one; None if it has none.
+    """Return an address at which other machines can probably reach this one, or None.
 
-    It is the one of the default route, if there is one, otherwise the first.
+    This is the address on the default route if there is one, otherwise the first address.
     """
     reachable = [one for one in present if one.addresses and not one.loopback]
     known = {text for one in reachable for text in one.addresses}
@@ -212,10 +213,9 @@ def usual_address(present: Sequence[Interface]) -> str | None:
 
 @contextmanager
 def listening_on(names: str | None) -> Iterator[None]:
-    """Let gloo's new groups listen on these interfaces; None: where it would by itself.
+    """Let gloo's new groups listen on these interfaces; None: on gloo's own choice.
 
-    gloo reads the variable when a group is made, and no argument of ``new_group`` takes its place
-    (2.13).
+    gloo reads the variable when a group is made, and ``new_group`` has no argument for it (2.13).
     """
     before = os.environ.get(VARIABLE)
     if names is not None:

@@ -148,7 +148,7 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
     derived from the job's number.
 
     Args:
-        backend: of the default group.
+        backend: the backend of the default group.
         timeout: seconds that ranks wait for each other, now and in the group's operations.
 
     Returns:
@@ -166,7 +166,8 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
             "OMPI_COMM_WORLD_RANK or SLURM_PROCID is set); start it with torchrun, mpiexec or srun"
         )
     wait_at_most = timedelta(seconds=timeout)
-    # gloo would refuse all but names, in words that name neither the variable nor the interfaces
+    # gloo would refuse everything but names, with a message that mentions neither the variable nor the
+    # interfaces
     place = GlooPlace.here().listening(several=False) if "gloo" in backend else nullcontext()
     if here.launcher == "torchrun":
         with place:

@@ -22,8 +22,8 @@ __all__ = ["STAGES", "Framing", "Ledger", "Parts", "Raw", "Several", "Traffic", 
 
 C = TypeVar("C", bound="_Counts")
 
-# of a step (RedSync, Figure 10; its "mask" is our first two: correcting momentum and adding gradients,
-# and removing delivered entries from residual and velocity)
+# stages of a step (RedSync, Figure 10; its "mask" is our first two: correcting momentum and adding
+# gradients, and removing delivered entries from residual and velocity)
 STAGES = ("accumulate", "mask", "select", "pack", "communicate", "unpack")
 
 

@@ -372,7 +372,7 @@ class _Request(Operation):
     def _failure(self, error: Any) -> PeerError:
         if error.Get_error_class() == self.comm.mpi.ERR_TRUNCATE:
             return PeerError(
-                f"{self._place} is longer than it can be here; do the ranks disagree on size, k, codec "
+                f"{self._place} is longer than expected; do the ranks disagree on size, k, codec "
                 "or version?"
             )
         return PeerError(

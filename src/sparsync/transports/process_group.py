@@ -278,7 +278,8 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
             gone = comm.roll.missing()
             alive = f"{gone}."
         else:
-            # only reports: ranks whose collective fails because this one ends ask who has reported
+            # this rank only reports: when it ends, other ranks' collectives fail, and they ask who has
+            # reported
             comm.roll.missing(patience=0.0)
         # gloo does not say that its deadline has passed, so the clock must tell
         if seconds > 0.95 * comm.patience:

@@ -49,9 +49,9 @@ __all__ = [
 ]
 
 _PREFIX: Final = "sparsync/meetings"
-_CARD_BYTES: Final = 256  # of a card sent over a communicator, e.g. a host name
-_WRONG: Final = "cannot take part"  # key of a card that gives the reason
-_COMPLAINT: Final = 180  # characters of the reason, over a communicator
+_CARD_BYTES: Final = 256  # limit on a card sent over a communicator, e.g. a host name
+_WRONG: Final = "cannot take part"  # key in a card for the reason why a rank cannot take part
+_COMPLAINT: Final = 180  # limit on the characters of this reason over a communicator
 _BYE: Final = 20.0  # seconds that a rank unable to take part waits for the others
 
 
@@ -208,7 +208,7 @@ def choose_interface(interface: str | None, meeting: Store | str) -> str:
     # a port on all interfaces would be exposed to networks unrelated to the job
     if interface in ("*", "0.0.0.0", "::", ""):
         raise ConfigurationError(
-            f"interface is '{interface}', which is all of them; name the one that ranks use"
+            f"interface is '{interface}', which means all of them; name the one that ranks use"
         )
     if interface:
         return interface
@@ -245,10 +245,10 @@ class GlooPlace:
     """Where gloo listens on this machine.
 
     Attributes:
-        at: for messages.
-        near: it is loopback, which no other machine reaches.
-        names: what the variable must hold, as gloo only knows names; None: what it holds, or nothing.
-        far: if the variable is not set, an interface that other machines reach, or an empty text.
+        at: the interface and address, for messages.
+        near: whether it is loopback, which no other machine reaches.
+        names: the interface names that the variable must hold for gloo; None: its current value.
+        far: if the variable is not set, an interface that other machines can reach, or an empty text.
         present: the machine's interfaces, for messages.
     """
 
@@ -260,7 +260,7 @@ class GlooPlace:
 
     @staticmethod
     def here() -> GlooPlace:
-        """Return this machine's.
+        """Return the place on this machine.
 
         Raises:
             ConfigurationError: ``GLOO_SOCKET_IFNAME`` selects no interface.
@@ -286,17 +286,17 @@ class GlooPlace:
         return GlooPlace(at, near, None, far, described(present))
 
     def listening(self, *, several: bool) -> AbstractContextManager[None]:
-        """Return a context in which gloo listens there; with ``several`` machines, where all reach it.
+        """Return a context in which gloo listens there; with ``several`` machines, not on loopback.
 
-        A hosts file may name the machine's own name 127.0.1.1 (Debian's does), which is then avoided.
+        A hosts file may map the machine's own name to 127.0.1.1 (Debian's does), which is then avoided.
         """
         return listening_on(self.far if several and self.near and self.far else self.names)
 
     def check_reachable(self, rank: int) -> None:
-        """Refuse loopback where ranks are on several machines.
+        """Refuse loopback if ranks are on several machines.
 
         Raises:
-            ConfigurationError: names the variable, and the interfaces that there are.
+            ConfigurationError: the message names the variable and the existing interfaces.
         """
         if self.near and not self.far:
             raise ConfigurationError(
@@ -316,7 +316,8 @@ def way_to(host: str) -> str:
     own = address_to(host)
     if own is None:
         raise ConfigurationError(
-            f"there is no way to the rendezvous host '{host}'; give interface=, or set {VARIABLE} to one "
+            f"there is no route to the rendezvous host '{host}'; give interface=, or set "
+            f"{VARIABLE} to one "
             f"of {described(own_interfaces())}"
         )
     if not is_loopback(own):

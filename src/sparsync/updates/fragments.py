@@ -24,8 +24,8 @@ Begin = Callable[[], Coroutine[Operation, None, None]]
 class Fragment(NamedTuple):
     """A run of parameters."""
 
-    span: slice  # in the vector
-    units: range  # numbers of its units, which it shares with no other fragment
+    span: slice  # its place in the vector
+    units: range  # numbers of its units, which belong to no other fragment
 
 
 class _Piece(NamedTuple):
@@ -45,7 +45,7 @@ class Layout:
     Attributes:
         end: where the parameters end in the vector, and the rest begins.
         fragments: with their places in the vector, and their units.
-        units: of all fragments.
+        units: the units of all fragments.
     """
 
     def __init__(
@@ -56,7 +56,9 @@ class Layout:
         self._shapes = {name: local_of(parameter).shape for name, parameter in parameters.items()}
         self._spans, self.end = dict[str, slice](), 0
         self._pieces: list[list[_Piece]] = []  # by unit, in order
-        self._placed: list[tuple[_Piece, int]] = []  # of all units, in the order of the vector
+        self._placed: list[
+            tuple[_Piece, int]
+        ] = []  # pieces of all units, in the order of the vector
         for name, shape in self._shapes.items():
             start, self.end = self.end, self.end + shape.numel()
             self._spans[name], dtype = slice(start, self.end), parameters[name].dtype

@@ -42,7 +42,7 @@ class OuterAverager(Averager):
         given: the settings of ``OuterStep``, and the arguments of every ``Averager``.
 
     Attributes:
-        settings: of the outer step.
+        settings: the settings of the outer step.
         optimizers: their broken moments are dropped; a step by signs uses their learning rate.
 
     Cost: as ``OuterStep``.
@@ -193,7 +193,7 @@ class OuterAverager(Averager):
     # ---- applied to a model ------------------------------------------------------------------------
 
     def _close_books(self, comm: Communicator) -> None:
-        """Do nothing, because the reducer closes the ledger's books after every exchange."""
+        """Do nothing, because the reducer closes the ledger's step after every exchange."""
 
     @contextmanager
     def shared(self) -> Iterator[None]:

@@ -63,9 +63,9 @@ class OuterEngine(Stateful):
     """Runs an ``OuterStep`` on one rank: counts local steps, starts exchanges, applies those that arrive.
 
     Args:
-        settings: of the outer step.
+        settings: the settings of the outer step.
         layout: the layout of the vector of weights, made by ``settings.plan``.
-        reducer: with the layout's units.
+        reducer: the reducer of the layout's units.
         weights: this rank's weights, to be read and written; the caller must keep a reference to them.
         optimizers: their broken moments are dropped; a step by signs uses their learning rate.
         carry: starts an exchange, after earlier ones, and returns an awaitable of its end; None: the

@@ -84,7 +84,7 @@ from sparsync.updates.weights import ModelWeights, trained_of
 
 _ADVISED = 30  # steps whose mean duration is considered reliable
 _NEGLIGIBLE = 0.1  # an allreduce below this fraction of a step is not worth avoiding
-# minimum common fraction of lasting gradients; below it, the parts particular to single ranks outweigh it
+# least common fraction of lasting gradients; below it, the parts particular to single ranks are larger
 _AGREEING = 0.5
 _PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _EVERYTHING = slice(0, None)
@@ -104,8 +104,9 @@ def make_outer(
     whole = algorithm is None or isinstance(algorithm, OuterStep) or named
     if density is not None and whole:
         raise ConfigurationError(
-            f"density is {density!r}, but updates are exchanged as algorithm= says, by default all of "
-            "them in a few bits each; omit density=, or name an algorithm that selects entries, as "
+            f"density is {density!r}, but algorithm= determines how updates are exchanged, by "
+            "default all of them in a few bits each; omit density=, or name an algorithm that "
+            "selects entries, as "
             "algorithm='allgather', or exchange='gradients'"
         )
     if isinstance(algorithm, OuterStep):
@@ -282,7 +283,7 @@ class UpdateSync(Handle):
         self._begins, self._resumed = True, False  # before this handle's first step; after a load
         self._busy = self._waited = 0.0  # seconds of exchanges; seconds the training thread waited
         self._advises, self._started = advises, time.perf_counter()
-        self._warned = False  # of ranks that hardly agree
+        self._warned = False  # whether the user was warned that ranks hardly agree
         # a replica of several ranks would have to agree on one count before being weighed
         parts = 1 if consensus is None else consensus.parts.world_size
         self._countable = weights.node is None and parts == 1
@@ -622,7 +623,7 @@ class UpdateSync(Handle):
         """Put the shared weights into the model, to evaluate or save them; then restore this rank's."""
         # restored even if the block raises: training on from the shared weights would lose this rank's
         with self._swap:
-            # the model's: an engine that trains apart has a copy of its own
+            # the model's weights, because an engine that runs apart has its own copy
             outside, before = self._own, self.outer.read(self._weights)
             self._weights.reshard()
             self.outer.write(self._weights, self.outer.memory["shared"])
@@ -640,7 +641,8 @@ class UpdateSync(Handle):
         """Refuse an action that needs this rank's own weights while the model holds the shared ones."""
         require(
             self._own is None,
-            f"{what} within shared(), which hides this rank's own weights; leave that block first",
+            f"{what} within shared(), which replaces this rank's own weights; leave that block "
+            "first",
         )
 
     def finish(self) -> None:
@@ -754,7 +756,7 @@ class UpdateSync(Handle):
         parsed = run(on_all_or_none(comms, lambda: self.validate(state), "load its saved state"))
         content = state["content"]
         run(agree_state(self.reducer.comm, parsed, self.common(content), parts=self._inner))
-        # Optimizers come first: they may come from any library, so their load may still fail.
+        # Optimizers are loaded first: they may be from any library, so loading them may still fail.
         self._load_optimizers(comms, content)
         self._take(content, parsed)
         self.reducer.comm.ledger.begin_step(self.reducer.step)

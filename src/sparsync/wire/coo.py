@@ -111,7 +111,7 @@ class Whole(Codec[DenseVector]):
 
     def blank(self, size: int, like: Tensor) -> Tensor:
         """Return an unwritten message of ``size`` elements, with the dtype and device of ``like``."""
-        start = self.start(DenseVector(like.new_empty(1).expand(size)))  # of no memory
+        start = self.start(DenseVector(like.new_empty(1).expand(size)))  # takes no memory
         return self.message(start, like.new_empty(size, dtype=self.dtype or like.dtype))
 
     def write_(self, payload: Tensor, start: int, values: Tensor) -> None:

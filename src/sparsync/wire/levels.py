@@ -90,7 +90,7 @@ class LloydMax(Codec[DenseVector]):
 
     def blank(self, size: int, like: Tensor) -> Tensor:
         """Return an unwritten message of ``size`` elements, with the dtype and device of ``like``."""
-        start = self.start(DenseVector(like.new_empty(1).expand(size)))  # of no memory
+        start = self.start(DenseVector(like.new_empty(1).expand(size)))  # takes no memory
         body = self.nbytes(size, size, like.dtype) - len(start)
         return self.message(start, like.new_empty(body, dtype=torch.uint8))
 

@@ -37,11 +37,11 @@ __all__ = ["MODELS", "PaperModel", "parameter_count"]
 class PaperModel(NamedTuple):
     """A model as a paper uses it."""
 
-    build: Callable[..., nn.Module]  # builds it; without arguments: as the paper has it
-    parameters: int  # how many are learnable
-    paper: str  # where it is used, and where its size is stated
-    stated: str  # its size there; "": nowhere
-    dataset: str  # what it is trained on there
+    build: Callable[..., nn.Module]  # builds the model, without arguments in the paper's size
+    parameters: int  # number of learnable parameters
+    paper: str  # sections that use the model and state its size
+    stated: str  # size stated in the paper; "": none
+    dataset: str  # data set of the paper's training
 
 
 _ptb = partial(LstmLanguageModel, vocabulary=10_000)

@@ -1,8 +1,8 @@
 """Image classifiers: AlexNet, VGG-16 and residual networks.
 
 Images `[batch, 3, height, width]`, ``float32``, to logits `[batch, classes]`: 32 x 32 for CIFAR-10, 224 x
-224 for ImageNet, whose networks average other sizes to what their last layers want.  ``width`` is the
-number of channels of the first stage, to which all others are proportional.
+224 for ImageNet, whose networks pool other sizes to the input size of their last layers. ``width``
+is the number of channels of the first stage, to which all others are proportional.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# of VGG: channels in multiples of the width, convolutions
+# stages of VGG: channels in multiples of the width, number of convolutions
 _STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
 
 
@@ -34,8 +34,8 @@ class ImageClassifier(nn.Module):
 def he_(module: nn.Module) -> None:
     """Initialise the weights in place, for ReLUs.
 
-    Convolutions: normal, variance 2 / (outputs that a number has a part in) (He et al. 2015).  Fully
-    connected layers: normal, 0.01.  Their biases: 0.  Norms: 1 and 0 (torch's own).
+    Convolutions: normal, variance 2 / (outputs to which an input contributes) (He et al. 2015).
+    Fully connected layers: normal, 0.01. Their biases: 0. Norms: 1 and 0 (torch's own).
 
     References: He et al., `Delving Deep into Rectifiers <https://arxiv.org/abs/1502.01852>`_, 2015;
     Goyal et al., `Accurate, Large Minibatch SGD <https://arxiv.org/abs/1706.02677>`_, 2017.
@@ -57,7 +57,8 @@ def alexnet(
     Images of 63 x 63 pixels or more.
 
     Free choices: one column, without response normalisation (Krizhevsky 2014), as usual in PyTorch,
-    with which RedSync trained.  The size allows the two columns of 2012 too (60,965,224 parameters).
+    which RedSync used. The stated size would also fit the two columns of 2012 (60,965,224
+    parameters).
 
 
     References: Krizhevsky, `One Weird Trick for Parallelizing Convolutional Neural Networks
@@ -92,8 +93,8 @@ def alexnet(
 def vgg16_cifar10(*, width: int = 64, classes: int = 10) -> ImageClassifier:
     """Build the VGG-16 of Ok-Topk (Table 2) and RedSync (Table 1): 14,728,266 parameters.
 
-    Free choices: convolutions have biases and are batch-normalised; one fully connected layer.  Both
-    papers' figures ask for exactly this.
+    Free choices: convolutions have biases and are batch-normalised; one fully connected layer. Only
+    this gives both papers' figures.
 
     References: Simonyan & Zisserman, `Very Deep Convolutional Networks for Large-Scale Image
     Recognition <https://arxiv.org/abs/1409.1556>`_, 2014.
@@ -156,7 +157,7 @@ class _Residual(nn.Module):
             else (_convolution(before, width, 3, stride=stride), _convolution(width, width, 3))
         )
         body = [layer for part in parts for layer in (*part, nn.ReLU())]
-        self.body = nn.Sequential(*body[:-1])  # the last ReLU is that of the sum
+        self.body = nn.Sequential(*body[:-1])  # the last ReLU follows the sum
         self.shortcut = (
             nn.Identity()
             if before == after and stride == 1
@@ -164,7 +165,7 @@ class _Residual(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return as many images, with the channels and the stride of the block."""
+        """Return the same number of images, with the channels and the stride of the block."""
         return F.relu(self.body(x) + self.shortcut(x))
 
 
@@ -205,12 +206,12 @@ def resnet110_cifar10(*, width: int = 16, classes: int = 10) -> ImageClassifier:
 def resnet50(*, width: int = 64, classes: int = 1001) -> ImageClassifier:
     """Build the ResNet-50 of WAGMA (section 5.2): 25,559,081 parameters.
 
-    Also of RedSync (Table 1: "103 MB"; 102.2, or 102.4 with what batch normalisation keeps) and SparCML
-    (section 8.4: "approximately 25 million").
+    Also of RedSync (Table 1: "103 MB"; 102.2, or 102.4 with the statistics of batch normalisation)
+    and SparCML (section 8.4: "approximately 25 million").
 
     Free choices: 1,001 classes, that is 1,000 and "background" (class 0 or the last, never a target),
-    as is usual in TensorFlow: this alone gives WAGMA's count.  ``classes=1000``: 25,557,032.  Where a
-    bottleneck halves the images, its 3x3 convolution does.
+    as is usual in TensorFlow: this alone gives WAGMA's count. ``classes=1000``: 25,557,032. In a
+    bottleneck that halves the images, the 3x3 convolution has the stride.
 
     References: see ``resnet44_cifar10``.
     """
@@ -220,8 +221,8 @@ def resnet50(*, width: int = 64, classes: int = 1001) -> ImageClassifier:
 def resnet18x4(*, width: int = 256, classes: int = 1000) -> ImageClassifier:
     """Build the 4xResNet18 of SparCML (section 8.4): 180,645,096 parameters.
 
-    All widths of ResNet-18, the first convolution's too, times 4.  "More than 2M" of the parameters
-    are in the last layer: 2,048 features and 1,000 classes.
+    All widths of ResNet-18 times 4, including the first convolution's. "More than 2M" of the
+    parameters are in the last layer: 2,048 features and 1,000 classes.
 
     Free choices: ImageNet-1K (Table 3; the text says 11K once).
 

@@ -10,15 +10,15 @@ from sparsync.errors import ConfigurationError, require
 
 # blocks, and multiples of the width, of a ResNet-18's stages
 _STAGES = ((2, 1), (2, 2), (2, 4), (2, 8))
-_SIDE = 256  # pixels; halved at first, then by 32: 4 x 4
-_FEATURES = 2048  # of the encoder, before its fully connected layer
+_SIDE = 256  # pixels; halved first, then divided by 32: 4 x 4 remain
+_FEATURES = 2048  # outputs of the encoder, before its fully connected layer
 _EMBEDDED = 32  # numbers that describe the goal, and as many for the last action
 
 State = tuple[Tensor, Tensor]
 
 
 class _Block(nn.Module):
-    """Two convolutions around a shortcut, with group normalisation: workers' batches are small."""
+    """Two convolutions and a shortcut; group normalisation, since workers' batches are small."""
 
     def __init__(self, inner: int, outer: int, *, stride: int, groups: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class NavigationPolicy(nn.Module):
     Args:
         width: channels of the first stage, even.
         hidden: units of an LSTM layer.
-        actions: how many there are.
+        actions: number of actions.
 
     Raises:
         ConfigurationError: the width is odd, or not positive.
@@ -103,9 +103,9 @@ class NavigationPolicy(nn.Module):
         Args:
             images: `[steps, batch, 1, 256, 256]`, ``float32``, depth.
             goals: `[steps, batch, 3]`, ``float32``: distance, and cosine and sine of the angle.
-            last: `[steps, batch]`, ``int64``: the last action plus one; 0: an episode begins, which
-                empties the memory.
-            state: of the two LSTM layers, from the call before; None: empty.
+            last: `[steps, batch]`, ``int64``: the last action plus one; 0: an episode begins, and
+                the LSTM state is reset.
+            state: state of the two LSTM layers from the previous call; None: zeros.
 
         Raises:
             ConfigurationError: images have another size.
@@ -121,7 +121,7 @@ class NavigationPolicy(nn.Module):
             empty = inputs.new_zeros(self.memory.num_layers, batch, self.memory.hidden_size)
             state = empty, empty
         outputs = []
-        for step in range(steps):  # an episode may begin within the sequence, in each row elsewhere
+        for step in range(steps):  # an episode may begin within the sequence, elsewhere in each row
             goes_on = (last[step] != 0).to(inputs.dtype)[None, :, None]
             kept = state[0] * goes_on, state[1] * goes_on
             output, state = self.memory(inputs[step : step + 1], kept)

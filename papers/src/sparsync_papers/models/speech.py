@@ -15,12 +15,12 @@ class SpeechLstm(nn.Module):
     `[batch, 1, 161, frames]`, ``float32``, to logits `[batch, (frames + 1) // 2, 29]`.
 
     Free choices: the structure of Deep Speech 2 in one direction; the LSTM's layers have torch's two
-    biases; a lookahead of 20 positions, one weight each and feature; no bias in the last layer.  This
-    gives the count.  Initial weights: ``he_`` for convolutions and the last layer, torch's own
-    uniform ones for the LSTM and the lookahead.
+    biases; a lookahead of 20 positions, with a weight per position and feature; no bias in the last
+    layer. This gives the count. Initial weights: ``he_`` for convolutions and the last layer,
+    torch's own uniform ones for the LSTM and the lookahead.
 
-    Differs from the paper: padding after the end of an utterance is heard as silence, not masked; it
-    reaches 27 positions back at most, and the statistics of batch normalisation.
+    Differs from the paper: padding after the end of an utterance is treated as silence, not masked;
+    it affects at most the last 27 positions, and the statistics of batch normalisation.
 
     Raises:
         ConfigurationError: ``bins`` is less than 41.
@@ -34,12 +34,12 @@ class SpeechLstm(nn.Module):
         bins: int = 161,  # frequencies of a spectrogram (16 kHz, windows of 20 ms), at least 41
         width: int = 800,  # hidden units per LSTM layer
         layers: int = 5,  # LSTM layers
-        channels: int = 32,  # of the two convolutions
-        lookahead: int = 20,  # positions of the future that a letter depends on
+        channels: int = 32,  # channels of the two convolutions
+        lookahead: int = 20,  # future positions that a letter depends on
         letters: int = 29,  # blank, apostrophe, A to Z, space
     ) -> None:
         super().__init__()
-        if bins < 41:  # backward of torch's convolution wrote out of bounds at 21 (2.13, CPU)
+        if bins < 41:  # with 21, torch's convolution wrote out of bounds in backward (2.13, CPU)
             raise ConfigurationError(
                 f"bins is {bins}, expected at least 41, the height of the first convolution"
             )
@@ -65,7 +65,7 @@ class SpeechLstm(nn.Module):
         he_(self)
 
     def forward(self, spectrograms: Tensor) -> Tensor:
-        """Return logits for CTC: ``positions(frames)`` of them."""
+        """Return logits for CTC, for ``positions(frames)`` positions."""
         heard = self.convolutions(spectrograms).flatten(1, 2)  # [batch, channels, positions]
         *between, last = self.norms
         for layer, lstm in enumerate(self.lstms):
@@ -77,7 +77,7 @@ class SpeechLstm(nn.Module):
 
     @staticmethod
     def positions(frames: Tensor) -> Tensor:
-        """Return the number of letters for a number of frames, ``int64`` both, of any shape.
+        """Return the number of letters for a number of frames; both are ``int64`` of any shape.
 
         Example:
             >>> import torch

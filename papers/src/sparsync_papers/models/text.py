@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from sparsync.errors import ConfigurationError
 
-_EPSILON = 1e-12  # of BERT's layer normalisation (Devlin et al., published code)
+_EPSILON = 1e-12  # epsilon of BERT's layer normalisation (Devlin et al., published code)
 
 
 class LstmLanguageModel(nn.Module):
@@ -19,14 +19,14 @@ class LstmLanguageModel(nn.Module):
     Treebank ("264 MB"), 135,891,278 with the 33,278 of WikiText-2 ("543 MB").  Tokens `[batch,
     positions]`, ``int64``, to logits `[batch, positions, vocabulary]`.
 
-    Free choices: torch's two biases per gate; embeddings as wide as the layers; both sizes of Table 1
-    ask for it.  Initial weights: uniform within 0.1 for the embedding and the output layer, whose bias
-    is 0; torch's own for the LSTM, uniform within 1 / sqrt(``width``) = 0.026.
+    Free choices: torch's two biases per gate; embeddings as wide as the layers, which both sizes of
+    Table 1 require. Initial weights: uniform within 0.1 for the embedding and the output layer,
+    whose bias is 0; torch's own for the LSTM, uniform within 1 / sqrt(``width``) = 0.026.
 
     Differs from the paper: every window starts from a state of zeros.
 
-    ``dropout`` is before, between and after the layers (Zaremba et al., the large network; RedSync names
-    none).
+    ``dropout`` is applied before, between and after the layers (Zaremba et al., the large network;
+    RedSync names none).
 
     References: Press & Wolf, `Using the Output Embedding to Improve Language Models
     <https://arxiv.org/abs/1608.05859>`_, 2016; Zaremba et al., `Recurrent Neural Network
@@ -47,14 +47,14 @@ class LstmLanguageModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the word after each."""
+        """Return the logits of the word that follows each word."""
         hidden, _ = self.lstm(self.dropout(self.embedding(tokens)))
         logits: Tensor = self.head(self.dropout(hidden))
         return logits
 
 
 class EncoderDecoder(nn.Module):
-    """The state in which the encoder stops is the one in which the decoder starts.
+    """An encoder whose final state is the decoder's initial state.
 
     The "encoder-decoder network consisting of two LSTM cells each" of SparCML (section 8.3).  Pairs of
     tokens `[batch, positions]`, ``int64``, to logits `[batch, target positions, target_vocabulary]`.
@@ -73,10 +73,10 @@ class EncoderDecoder(nn.Module):
     def __init__(
         self,
         *,
-        source_vocabulary: int,  # tokens that are read, with padding
-        target_vocabulary: int,  # tokens that are written, with a start token
-        width: int = 768,  # of the embeddings, and hidden units per layer
-        layers: int = 2,  # of the encoder, and of the decoder
+        source_vocabulary: int,  # source tokens, with padding
+        target_vocabulary: int,  # target tokens, with a start token
+        width: int = 768,  # width of the embeddings, and hidden units per layer
+        layers: int = 2,  # layers of the encoder, and of the decoder
         padding: int = 0,  # the token that fills short sources
     ) -> None:
         super().__init__()
@@ -88,10 +88,10 @@ class EncoderDecoder(nn.Module):
         self.head = nn.Linear(width, target_vocabulary)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Return logits `[batch, target positions, target_vocabulary]` of what follows each of target.
+        """Return logits `[batch, target positions, target_vocabulary]` of each target's next token.
 
-        Of the source, ``padding`` at the end is not read; the target is what has been written, a start
-        token first.
+        ``padding`` at the end of the source is ignored; the target is the output so far, after a
+        start token.
         """
         lengths = (source != self.padding).sum(1).clamp(min=1).cpu()
         read = pack_padded_sequence(
@@ -110,9 +110,9 @@ class Transformer(nn.Module):
     positions]`, ``int64``, to logits `[batch, target positions, vocabulary]`.
 
     Free choices: one vocabulary of 33,708 subwords, one table for both languages and the output; no
-    biases in attention; every part is normalised before, and once at the end (TensorFlow's reference
-    model).  This gives the count.  Initial weights: Glorot's uniform, embeddings normal with variance
-    1 / ``width``.
+    biases in attention; the input of every part is normalised, and the output once at the end
+    (TensorFlow's reference model). This gives the count. Initial weights: Glorot's uniform,
+    embeddings normal with variance 1 / ``width``.
 
     Raises:
         ConfigurationError: ``width`` is odd.
@@ -123,10 +123,10 @@ class Transformer(nn.Module):
     def __init__(
         self,
         *,
-        vocabulary: int = 33_708,  # subwords of both languages
+        vocabulary: int = 33_708,  # number of subwords of both languages
         width: int = 512,  # numbers per position; even
         layers: int = 6,  # blocks of the encoder, and of the decoder
-        heads: int = 8,  # of attention; divides ``width``
+        heads: int = 8,  # attention heads; divides ``width``
         inner: int = 2048,  # units between the two linear layers of a block
         dropout: float = 0.1,  # dropout rate
         padding: int = 0,  # the token that fills short sentences
@@ -134,7 +134,7 @@ class Transformer(nn.Module):
         super().__init__()
         if width % 2:
             raise ConfigurationError(
-                f"width is {width}, expected an even one: a sine and a cosine each"
+                f"width is {width}, expected an even number: half are sines and half cosines"
             )
         self.padding = padding
         self.embedding = nn.Embedding(vocabulary, width)
@@ -158,10 +158,10 @@ class Transformer(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Return the logits `[batch, target positions, vocabulary]` of the token after each of target.
+        """Return the logits `[batch, target positions, vocabulary]` of each target's next token.
 
-        The source's ``padding`` is not looked at; the target is what has been translated, a start token
-        first, and padded at the end only.
+        The source's ``padding`` is masked; the target is the translation so far, after a start
+        token, padded only at the end.
         """
         padding = source == self.padding
         later = nn.Transformer.generate_square_subsequent_mask(target.shape[1], target.device)
@@ -191,16 +191,16 @@ def _sinusoids(positions: int, width: int, device: torch.device) -> Tensor:
 
 
 class Bert(nn.Module):
-    """Embeddings, blocks, a head for masked words, one for "is this the next sentence?".
+    """Embeddings, blocks, a head for masked words, and one for "is this the next sentence?".
 
     The BERT of Ok-Topk (Table 2), BERT-base for pre-training: 133,547,324 parameters.  Tokens and
     segments `[batch, positions]`, ``int64``, to the logits of the masked words `[batch, positions,
     vocabulary]` and of the next sentence `[batch, 2]`; both losses are added.
 
     Free choices: the uncased vocabulary, and an output layer of its own: tied to the embedding, as
-    BERT was published, it would be 110,106,428.  Initial weights: normal with 0.02, biases 0
-    (as usual in PyTorch; BERT's own are cut at 0.04, which takes half a minute to draw).  PyTorch's
-    block has one dropout more, between its two linear layers.
+    BERT was published, the count would be 110,106,428. Initial weights: normal with 0.02, biases 0
+    (as usual in PyTorch; BERT's own are cut at 0.04, which takes half a minute to draw). PyTorch's
+    block has one more dropout, between its two linear layers.
 
     References: Devlin et al., `BERT <https://arxiv.org/abs/1810.04805>`_, 2018.
     """
@@ -208,14 +208,14 @@ class Bert(nn.Module):
     def __init__(
         self,
         *,
-        vocabulary: int = 30_522,  # how many tokens there are
+        vocabulary: int = 30_522,  # number of tokens
         width: int = 768,  # numbers per position
-        layers: int = 12,  # how many blocks
-        heads: int = 12,  # of attention, per block; divides ``width``
+        layers: int = 12,  # number of blocks
+        heads: int = 12,  # attention heads per block; divides ``width``
         inner: int = 3072,  # units between the two linear layers of a block
         positions: int = 512,  # longest sequence (Ok-Topk trains on 128)
         dropout: float = 0.1,  # dropout rate
-        padding: int = 0,  # the token that fills short sequences; not the first of any
+        padding: int = 0,  # the token that fills short sequences; never the first token of one
     ) -> None:
         super().__init__()
         self.padding = padding
@@ -245,10 +245,11 @@ class Bert(nn.Module):
     def forward(self, tokens: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the words' logits `[batch, positions, vocabulary]` and the sentences' `[batch, 2]`.
 
-        Tokens equal to ``padding`` are not looked at; without segments all are of the first sentence.
+        Tokens equal to ``padding`` are masked; without segments all tokens belong to the first
+        sentence.
 
         Raises:
-            ConfigurationError: there are more positions than were asked for.
+            ConfigurationError: there are more tokens than ``positions``.
         """
         length = tokens.shape[1]
         if length > self.position_embedding.num_embeddings:

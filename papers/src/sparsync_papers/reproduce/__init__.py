@@ -35,17 +35,17 @@ _PAPERS = MappingProxyType(
 
 
 def _nothing(total: int | None) -> None:
-    """Show no progress."""
+    """Do not show progress."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """Settings for running an artifact."""
 
-    seed: int = 0  # of models, data and inputs
+    seed: int = 0  # seed of models, data and inputs
     quick: bool = False  # scaled down to run in seconds, to test the code rather than the paper
-    steps: int | None = None  # of every training; None: the artifact's own number
-    # called after every piece of work with the total number of pieces
+    steps: int | None = None  # of each training run; None: the artifact's own number
+    # called after each piece of work with the total number of pieces
     advance: Callable[[int | None], None] = _nothing
 
     def pick(self, whole: T, quick: T) -> T:
@@ -83,7 +83,7 @@ class Comparison:
 
     def __post_init__(self) -> None:
         if not self.same and not self.otherwise:
-            raise ConfigurationError(f"{self.what}: the conclusion is another one; say why")
+            raise ConfigurationError(f"{self.what}: the conclusion differs; say why")
 
     @property
     def why(self) -> str:

@@ -58,12 +58,13 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
     Unavailable(
         "Figure 6b, scaling of speech training",
         "SparCML",
-        "model and 30,000 hours of speech are not public, and it needs 32 to 128 GPUs",
+        "model and 30,000 hours of speech are not public, and training needs 32 to 128 GPUs",
     ),
     Unavailable(
         "Table 2, Webspam; the comparison with Spark",
         "SparCML",
-        "the data sets are not at hand (sparsync linear trains on them: --data FILE); no Spark",
+        "the data sets must be downloaded (sparsync linear trains on them: --data FILE); Spark is "
+        "not run",
     ),
     Unavailable(
         "Figures 1, 2, 4 and 11",
@@ -95,8 +96,8 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
     Unavailable(
         "AdaComp's bins and Strom's threshold",
         "RedSync",
-        "related work that none of its tables and figures compares with; AdaComp also selects by the "
-        "newest gradient, which a selector here does not see apart from the residual",
+        "related work that no table or figure of the paper compares with; AdaComp also selects by "
+        "the newest gradient, which a selector here cannot separate from the residual",
     ),
     Unavailable(
         "Figures 1 to 3; Table 2",

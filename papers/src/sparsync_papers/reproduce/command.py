@@ -21,15 +21,20 @@ from sparsync_papers.reproduce.drawing import png
 from sparsync_papers.reproduce.report import Finished, catalogue, page, shown, write_files
 
 _Names = Annotated[list[str] | None, typer.Argument(help="What to reproduce; see --list.")]
-_List = Annotated[bool, typer.Option("--list", help="Show what there is, and what cannot be.")]
-_All = Annotated[bool, typer.Option("--all", help="Run all; with --out also one page of all.")]
+_List = Annotated[
+    bool, typer.Option("--list", help="List what can be reproduced, and what cannot and why.")
+]
+_All = Annotated[
+    bool, typer.Option("--all", help="Run all; with --out also write one page of all results.")
+]
 _Out = Annotated[Path | None, typer.Option(help="Folder for CSV, JSON, PNG and the page.")]
 _Quick = Annotated[
-    bool, typer.Option("--quick", help="Scaled down to seconds: tries the code, not the paper.")
+    bool, typer.Option("--quick", help="Scaled down to seconds: tests the code, not the paper.")
 ]
-_Seed = Annotated[Seed, typer.Option(help="Of models, data and inputs.")]
+_Seed = Annotated[Seed, typer.Option(help="Seed of models, data and inputs.")]
 _Steps = Annotated[
-    int | None, typer.Option(min=1, help="Of every training, in place of the artifact's number.")
+    int | None,
+    typer.Option(min=1, help="Steps of every training, instead of the artifact's own number."),
 ]
 
 
@@ -42,7 +47,7 @@ def command(
     seed: _Seed = 0,
     steps: _Steps = None,
 ) -> None:
-    """Reproduce tables and figures of the papers: their figures, this run's, and what differs.
+    """Reproduce tables and figures of the papers: the paper's figures, this run's, and the differences.
 
     An artifact that fails does not stop the others; the exit code is then 1.
     """
@@ -51,7 +56,7 @@ def command(
         console.print(catalogue(ARTIFACTS, UNAVAILABLE))
         return
     if bool(names) == all_:
-        raise ConfigurationError("give names or --all, one of both; --list shows the names")
+        raise ConfigurationError("give either names or --all; --list shows the names")
     wanted = list(ARTIFACTS) if all_ else [find(name) for name in names or ()]
     fixed = [artifact.name for artifact in wanted if steps is not None and not artifact.trains]
     if fixed:
@@ -108,7 +113,7 @@ def find(name: str, artifacts: tuple[Artifact, ...] = ARTIFACTS) -> Artifact:
     """Return an artifact by its name, in any spelling.
 
     Raises:
-        ConfigurationError: there is none; names those that are spelt alike.
+        ConfigurationError: there is none; the message lists names with similar spelling.
 
     Example:
         >>> find("Ok-Topk_Table1").paper
@@ -128,7 +133,7 @@ def _run(artifact: Artifact, seed: int, *, quick: bool, steps: int | None, draw:
         try:
             outcome = artifact.run(Settings(seed, quick, steps, bar))
             picture = png(outcome.panels) if draw and outcome.panels else None
-        except Exception as failure:  # whatever it is, the others are run
+        except Exception as failure:  # run the other artifacts whatever this one raised
             outcome, error = None, f"{type(failure).__name__}: {failure}".splitlines()[0]
     seconds = time.perf_counter() - started
     return Finished(artifact, outcome, seconds, seed, quick, error, picture)

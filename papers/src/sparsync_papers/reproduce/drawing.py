@@ -16,10 +16,10 @@ _DASHES = (6, 1, 1, 1, 1, 1), (1, 1), (8, 2), (3, 1, 1, 1)
 _LINES = ("-", "--", "-.", ":", *((0, dashes) for dashes in _DASHES))
 _FILLS = ("#e8e8e8", "#9fb8cc", "#f0b98d", "#8a8a8a", "#c8d8b8", "#d5bfe0", "#ffffff")
 _HATCHES = ("", "///", "...", "", "xxx", "\\\\\\", "++")
-_FEW_POINTS = 20  # of a curve with markers
-_WIDTH_INCHES, _HEIGHT_INCHES = 4.9, 4.0  # of a panel
-_FIT = 40  # letters below a panel of bars; more are turned
-_BAR_SPACE = 0.8  # of the distance of two groups
+_FEW_POINTS = 20  # largest number of points of a curve with markers
+_WIDTH_INCHES, _HEIGHT_INCHES = 4.9, 4.0  # size of a panel
+_FIT = 40  # letters that fit below a panel of bars; longer labels are rotated
+_BAR_SPACE = 0.8  # share of the distance between two groups
 
 
 def png(panels: Sequence[Panel], *, dots_per_inch: int = 110) -> bytes:
@@ -45,7 +45,7 @@ def _draw(axis: Axes, panel: Panel) -> None:
         getattr(axis, f"{name}axis").set_minor_formatter("{x:g}" if high < 10 * low else "")
     if panel.kind == "curves" and "x" in panel.log:
         values = sorted({float(x) for points in panel.series.values() for x, _ in points})
-        if len(values) <= _FEW_POINTS // 2:  # name them all: 2, 4, 8 ranks
+        if len(values) <= _FEW_POINTS // 2:  # label every value, e.g. 2, 4, 8 ranks
             axis.set_xticks(values, [f"{x:g}" for x in values])
             axis.xaxis.minorticks_off()
     if panel.level is not None:

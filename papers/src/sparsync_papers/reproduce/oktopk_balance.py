@@ -17,11 +17,11 @@ from sparsync_papers.reproduce import ARIES, Comparison, Outcome, Panel, Setting
 from sparsync_papers.reproduce.sparcml_fill_in import gradients
 
 _RANKS = (8, 16, 32, 64)  # the text does not say which
-_DENSITY = 0.01  # of BERT in Figure 7
-_PERIOD = 64  # tau, steps that one agreement on regions serves (section 5.3)
+_DENSITY = 0.01  # density of BERT in Figure 7
+_PERIOD = 64  # tau, steps between agreements on regions (section 5.3)
 _TRIGGER = 4.0  # times the mean count (section 5.3)
-_BERT_OVER_THIS = 100  # parameters: bandwidth is divided by it, so that times are BERT's
-_K = 8192  # entries of the second part
+_BERT_OVER_THIS = 100  # ratio of parameter counts; divides the bandwidth, so that times are BERT's
+_K = 8192  # entries in the second part of the figure
 
 _WHERE = "section 5.3"
 _STATED = (  # least and most gain
@@ -44,7 +44,7 @@ def _split_seconds(selected: Sequence[SparseVector], boundaries: Sequence[int]) 
 
 
 def _averaged_boundaries(selected: Sequence[SparseVector], size: int) -> list[int]:
-    """Cut each rank's entries in P equal counts; average the cuts (section 3.1.1)."""
+    """Cut each rank's entries into P parts of equal count, and average the cuts (section 3.1.1)."""
     ranks = len(selected)
     cuts = torch.stack(
         [mine.indices[[mine.nnz * r // ranks for r in range(1, ranks)]] for mine in selected]
@@ -55,7 +55,7 @@ def _averaged_boundaries(selected: Sequence[SparseVector], size: int) -> list[in
 def gathered(
     counts: Sequence[int], *, balance: bool, links: Links = ARIES
 ) -> Simulation[Vector | None]:
-    """Collect this many entries of every rank, with balancing or by the allgatherv as it is."""
+    """Gather this many entries from each rank, with balancing or by a plain allgatherv."""
     width = max(*counts, 1)
 
     async def program(comm: SimCommunicator) -> Vector | None:
@@ -115,7 +115,7 @@ def figure_7(settings: Settings) -> Outcome:
                 _WHERE,
                 f"{min(gain):.2f} to {max(gain):.2f} x from the fewest to the most ranks",
                 min(gain) > 1 and gain[-1] >= gain[0],
-                f"it pays, but by no more on more ranks; {why}",
+                f"it pays, but not by more on more ranks; {why}",
                 why,
             )
         )
@@ -124,7 +124,7 @@ def figure_7(settings: Settings) -> Outcome:
         comparisons,
         {"density, %": 100 * _DENSITY, "n": size, "k of the allgatherv": _K, "tau": _PERIOD},
         "Virtual time on single-ported links (10 GB/s, 1.5 us); supports are a byte transformer's "
-        f"gradients after {trained} steps, over links {_BERT_OVER_THIS} times slower, as BERT is "
-        "larger; counts of the allgatherv are made up, for the text does not give them.",
+        f"gradients after {trained} steps, over links {_BERT_OVER_THIS} times slower, because BERT "
+        "is larger; counts of the allgatherv are made up, because the text does not give them.",
         [Panel("balanced over not balanced", "ranks P", "times faster", gains, log="x", level=1.0)],
     )

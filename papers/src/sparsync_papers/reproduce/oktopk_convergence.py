@@ -31,8 +31,8 @@ from sparsync_papers.reproduce.one_process import (
 )
 
 _POINTS = 25  # of a curve
-_ENTRIES = 32  # of a pair of ranks, at the scale of the simulated step: seconds, not minutes
-_LOSS_GAP = 0.05  # of dense's loss: "very close" (the paper's own is 2.43 over 2.33)
+_ENTRIES = 32  # entries per pair of ranks in the simulated step, which then takes seconds
+_LOSS_GAP = 0.05  # of dense's loss counts as "very close" (the paper: 2.43 over 2.33)
 _ACCURACY_GAP = 0.02
 _FEW = (DENSE_OVLP, GAUSSIAN_K, OKTOPK, *OURS)
 
@@ -99,7 +99,7 @@ def _outcome(
         for name, trained in found.items()
     }
     best, worst = (max, min) if rising else (min, max)
-    target = worst(best(y for _, y in curve) for curve in curves.values())  # that all reach
+    target = worst(best(y for _, y in curve) for curve in curves.values())  # reached by all
     times = {name: seconds_to(curve, target, rising=rising) for name, curve in curves.items()}
     rows: list[Row] = [
         {

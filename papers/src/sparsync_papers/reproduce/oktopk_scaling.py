@@ -29,13 +29,13 @@ from sparsync_papers.reproduce import (
 )
 
 FITTED_RANKS = 32
-# assumed here: the first three, the shares of the models, and gTopk's selections
+# assumed here: the first three constants, the shares of the models, and gTopk's selections
 _ALPHA = 50e-6  # s per message: two copies between GPU and host, and a call from Python
 _THRESHOLD = 12 * 4 / 550e9  # s per element: 12 passes at 3/4 of a P100's 732 GB/s
-_BUCKETS = 8  # of DenseOvlp
-_LEFT = 1 / 3 + 2 / 3 / _BUCKETS  # of the computation before DenseOvlp's first message
-_WINDOW = 4  # messages of Ok-Topk's split in flight (published code)
-_FOUND = 0.75  # of k: Gaussian-k's threshold is scaled until more are selected (section 5.4)
+_BUCKETS = 8  # number of buckets of DenseOvlp
+_LEFT = 1 / 3 + 2 / 3 / _BUCKETS  # share of the computation before DenseOvlp's first message
+_WINDOW = 4  # messages in flight in Ok-Topk's split (published code)
+_FOUND = 0.75  # share of k until which Gaussian-k's threshold is scaled (section 5.4)
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Model:
     size: int  # parameters n
     density: float  # k / n (captions of Figures 8, 10, 12)
     threshold_period: int  # tau' in steps (section 5.2)
-    # part of the entries that all ranks select (assumed, from the fill-in of section 5.2)
+    # share of the entries that all ranks select (assumed, from the fill-in of section 5.2)
     shared: float
-    ranks: tuple[int, ...]  # of the figure
+    ranks: tuple[int, ...]  # world sizes of the figure
 
     @property
     def k(self) -> int:
@@ -66,12 +66,12 @@ _MODELS = (VGG, LSTM, BERT)
 class Scheme:
     """A bar of the figures."""
 
-    name: str  # the paper's
+    name: str  # name in the paper
     form: str  # its row of ``PRESETS``
-    make: Callable[[int], Algorithm]  # the algorithm, from tau'
-    # nothing; by a threshold, sorting every tau' steps; by sorting on every step
+    make: Callable[[int], Algorithm]  # makes the algorithm, given tau'
+    # no selection; by a threshold, with a sort every tau' steps; by a sort on every step
     selects: Literal["nothing", "threshold", "reused", "sort"]
-    overlap: bool = False  # in buckets, hidden by the backward pass
+    overlap: bool = False  # exchange in buckets, hidden by the backward pass
     found: float = 1.0  # the share of k that it selects
 
     def cost(self, model: Model, ranks: int) -> Cost:
@@ -81,7 +81,8 @@ class Scheme:
             cost = resolve(self.form).make_collective().cost(job)
             assert cost is not None
             return cost
-        # two phases of k entries, P - 1 messages 4 at a time and two allgathers; on exact steps all sums
+        # two phases of k entries: P - 1 messages, 4 at a time, and two allgathers; exact steps send
+        # all sums
         messages = math.ceil((ranks - 1) / _WINDOW) + 2 * math.ceil(math.log2(ranks))
         entries = 2 * job.k + job.summed / model.threshold_period
         return Cost(messages, ENTRY_BYTES * entries * job.share)
@@ -135,7 +136,7 @@ class Effective:
     threshold: float  # per element, to select by a threshold
     sort: float  # per element, to select by PyTorch's ``topk``
     computation: tuple[float, float, float]  # forward and backward pass with input, per model
-    buckets: int = _BUCKETS  # of DenseOvlp
+    buckets: int = _BUCKETS  # number of buckets of DenseOvlp
 
     def compute(self, model: Model) -> float:
         """Return the computation's seconds."""
@@ -151,13 +152,13 @@ class Effective:
         }[scheme.selects]
 
     def price(self, scheme: Scheme, model: Model, ranks: int) -> float:
-        """Return seconds per byte of a scheme's messages; TopkDSA's are dense when most is filled in."""
+        """Return seconds per byte of a scheme's messages; mostly filled TopkDSA's count as dense."""
         job = Job(model.size, model.k, ranks)
         dense_sum = scheme.form == "topkdsa" and job.summed > job.size / 2
         return self.beta_dense if dense_sum or scheme.selects == "nothing" else self.beta
 
     def hierarchical(self, scheme: Scheme, model: Model, ranks: int) -> float:
-        """Return what gTopk's selections in the levels of its tree take: each of n elements."""
+        """Return the time of gTopk's selections, one among n elements per level of its tree."""
         levels = math.ceil(math.log2(ranks)) if scheme.name == GTOPK.name else 0
         return levels * self.sort * model.size
 
@@ -174,21 +175,21 @@ class Effective:
 
 @dataclass(frozen=True)
 class Statement:
-    """A sentence on P = 32 that the fit uses: a scheme's step over another's, or in seconds."""
+    """A statement about P = 32 that the fit uses: the ratio of two steps, or one in seconds."""
 
-    model: Model  # of which model
-    scheme: Scheme  # whose step
-    over: Scheme | None  # divided by whose; None: seconds
-    value: float  # of the ratio, or seconds
+    model: Model  # the model
+    scheme: Scheme  # the scheme whose step it states
+    over: Scheme | None  # the scheme to divide by; None: the value is in seconds
+    value: float  # the ratio, or seconds
 
     def found(self, seconds: Callable[[Scheme, Model], float]) -> float:
-        """Return the same figure of other steps."""
+        """Return the same figure for other step times."""
         mine = seconds(self.scheme, self.model)
         return mine / seconds(self.over, self.model) if self.over else mine
 
 
 _HOUR_PER_RUN = 3600.0 / 400_000  # seconds of a step, per hour of Figure 13's training
-STATEMENTS = (  # six, which determine six numbers: sections 5.4.1 to 5.4.3
+STATEMENTS = (  # six statements, which determine six numbers: sections 5.4.1 to 5.4.3
     Statement(BERT, DENSE_OVLP, None, 150 * _HOUR_PER_RUN),  # "400,000 steps in 150 h"
     Statement(BERT, OKTOPK, None, 47 * _HOUR_PER_RUN),
     Statement(BERT, GAUSSIAN_K, OKTOPK, 1.30),  # "outperforms Gaussiank by 1.30 x"
@@ -207,7 +208,7 @@ def _effective(alpha: float, x: Sequence[float]) -> Effective:
 def fit(alpha: float = _ALPHA) -> Effective:
     """Solve for both betas, the sort and three computations; alpha and threshold are stated.
 
-    Closed forms are linear in the six, where DenseOvlp is bound by its messages.
+    The closed forms are linear in the six numbers if messages bound DenseOvlp.
 
     Example:
         >>> fitted = fit()
@@ -215,11 +216,11 @@ def fit(alpha: float = _ALPHA) -> Effective:
         [1.35, 0.55, 0.42]
 
     Raises:
-        ConfigurationError: with this alpha something would take less than no time.
+        ConfigurationError: with this alpha one of the times would be negative.
     """
 
     def off(x: Sequence[float]) -> list[float]:
-        """Return how far each statement is from true."""
+        """Return the error of each statement."""
         costs = _effective(alpha, x)
         return [
             costs.seconds(s.scheme, s.model, FITTED_RANKS)
@@ -227,7 +228,7 @@ def fit(alpha: float = _ALPHA) -> Effective:
             for s in STATEMENTS
         ]
 
-    # DenseOvlp is bound by its messages where they take this long: one line through both points
+    # messages bound DenseOvlp where they take this long: one line through both points
     bound = torch.tensor([0.0, 1e-6, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     units = torch.tensor([1e-9, 1e-9, 1e-9, 1.0, 1.0, 1.0], dtype=torch.float64)
     start = torch.tensor(off(bound.tolist()), dtype=torch.float64)
@@ -241,7 +242,9 @@ def fit(alpha: float = _ALPHA) -> Effective:
     return _effective(alpha, x)
 
 
-_ENTRIES = 128  # of a pair of ranks at the scale C: fewer are too uneven (docs/simulation.md)
+_ENTRIES = (
+    128  # entries per pair of ranks at the scale C: fewer are too uneven (docs/simulation.md)
+)
 _QUICK = "too few ranks"
 _OTHERS = tuple(s for s in SCHEMES if s not in (OKTOPK, *OURS))
 _BERT_LEAST, _EFFICIENCY = 3.29, 0.763  # Ok-Topk over all others, and its efficiency, at P = 256
@@ -256,7 +259,7 @@ _DIFFERS = (
 
 @dataclass(frozen=True)
 class Parts:
-    """A step in seconds, in the paper's parts: communication is what no computation hides."""
+    """The paper's parts of a step, in seconds; hidden communication does not count."""
 
     sparsification: float
     communication: float
@@ -296,7 +299,7 @@ def simulate_step(
         True
     """
     reused = scheme.name == OKTOPK.name
-    # with regions, few entries per pair make the busiest rank too busy; a gatherer needs no regions
+    # with regions, too few entries per pair overload the busiest rank; a gather has no regions
     pairs = {"oktopk": ranks, "budgeted": ranks, "topkdsa": ranks / 32, "halving": 32}
     fewest = entries * pairs.get(scheme.form, 2.0)
     per_element = costs.select(scheme, model)
@@ -380,7 +383,7 @@ def _outcome(
 
 @artifact(
     "oktopk-fig8",
-    "Ok-Topk is faster than all others; selection by sorting eats up what sparsity saves",
+    "Ok-Topk is faster than all others; selection by sorting costs as much as sparsity saves",
     minutes=0.5,
 )
 def figure_8(settings: Settings) -> Outcome:
@@ -474,13 +477,13 @@ def on_aries(costs: Effective) -> Effective:
 
 
 def _over_others(scheme: Scheme, times: Times, ranks: int) -> tuple[float, float]:
-    """Return how many times longer than a scheme the best and the worst of the paper's others take."""
+    """Return how many times longer the best and the worst of the paper's other schemes take."""
     ratios = [times[s.name, ranks].seconds / times[scheme.name, ranks].seconds for s in _OTHERS]
     return min(ratios), max(ratios)
 
 
 def _range(at: str, says: str, where: str, times: Times, ranks: int) -> Comparison:
-    """Compare how far Ok-Topk is ahead of the best and the worst other."""
+    """Compare by how much Ok-Topk beats the best and the worst other scheme."""
     low, high = _over_others(OKTOPK, times, ranks)
     slowest = max(_OTHERS, key=lambda s: times[s.name, ranks].seconds)
     what, ours = f"{OKTOPK.name}: over all others at {at}", f"{low:.2f} to {high:.2f} x"

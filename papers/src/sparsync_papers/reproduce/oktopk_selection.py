@@ -30,10 +30,10 @@ _DENSITY, _LSTM_DENSITY = 0.01, 0.02  # Figures 4 and 6: of VGG-16 and BERT; of 
 _STEPS = 256
 _XI_STEPS = 200
 _DENSITIES = (0.01, 0.02)  # of xi
-_WINDOW = 20  # steps that a point of the conclusion averages (the figure: thousands)
+_WINDOW = 20  # steps averaged into one point of the conclusion (the figure: thousands)
 _AGE = 26  # steps since the threshold was calculated ("more than 25 iterations ago")
 _PUBLISHED, _EXACT = "as published", "ours"
-_BINS = 60  # of the histogram of values
+_BINS = 60  # bins of the histogram of values
 
 
 def _models() -> tuple[tuple[Recipe, float], ...]:
@@ -49,10 +49,10 @@ class _Seen:
     accumulated: Tensor  # `[n]`, the vector it selects from
     k: int  # entries to select
     local: SparseVector  # entries that the reused threshold selects
-    # entries that Gaussian-k's own threshold selects; its threshold is the smallest
+    # entries that Gaussian-k's own threshold selects; the smallest is the threshold
     gaussian: SparseVector
     total: int  # entries of the global selection
-    key: int | None  # of the reused threshold
+    key: int | None  # key of the reused threshold
 
 
 def _watch(
@@ -69,9 +69,9 @@ def _watch(
         seed=settings.seed,
     )
     k = training.units[0].entries(density)
-    # the same selector as the reducer's, with a state of its own: it makes the same choice
+    # a copy of the reducer's selector with its own state: it makes the same choice
     selector = Reused(_PERIOD, cap=None) if published else algorithm.make_selector()
-    unscaled = GaussianK(enough=0.0)  # the first threshold that anything reaches
+    unscaled = GaussianK(enough=0.0)  # the first threshold that any entry reaches
     for step in range(steps):
         gradients = training.gradients()
         mine = training.accumulated(gradients)[0]
@@ -131,7 +131,7 @@ def figure_4(settings: Settings) -> Outcome:
             where,
             joined(gaussian),
             all(ratio > 1 for ratio in gaussian),
-            "with error feedback the residual is broader than a normal one here",
+            "with error feedback the residual here is broader than a normal distribution",
         ),
     ]
     return Outcome(
@@ -144,7 +144,7 @@ def figure_4(settings: Settings) -> Outcome:
 
 
 def _distribution(name: str, values: Tensor, thresholds: dict[str, float]) -> Panel:
-    """Draw how many values there are of each magnitude, and where the thresholds are."""
+    """Plot the histogram of magnitudes, and the thresholds."""
     nonzero = kernels.magnitude_keys(values).gt(0)
     counts, edges = torch.histogram(values[nonzero].abs().log10(), _BINS)
     at = 10 ** ((edges[1:] + edges[:-1]) / 2)
@@ -209,7 +209,7 @@ def _compare_counts(rows: Table, steps: int) -> list[Comparison]:
         off = fmean(abs(ratio - 1) for ratio in published.column(f"{kind} / k"))
         what, ours = f"mean deviation of the {kind} count from k", f"{100 * off:.0f} %"
         found.append(Comparison(what, "below 11 %", where, ours, off < most, why))
-    why = "exactly k where enough entries were selected"
+    why = "exactly k when enough entries were selected"
     return [
         *found,
         Comparison(
@@ -318,7 +318,7 @@ def _compare_xi(rows: Table, steps: int, ranks: int, window: int) -> list[Compar
             where,
             f"second half over the first: {rise:.2f}; last quarter over the one before: {last[lstm]:.2f}",
             rise > 1 and last[lstm] < 1.25,
-            f"it does not in {steps} steps; the paper trains for 160 epochs",
+            f"no plateau within {steps} steps; the paper trains for 160 epochs",
         ),
         Comparison(
             "xi at a higher density",
@@ -326,7 +326,7 @@ def _compare_xi(rows: Table, steps: int, ranks: int, window: int) -> list[Compar
             where,
             f"1 %: {joined(low)}; 2 %: {joined(high)}",
             all(b <= a for a, b in zip(low, high, strict=True)),
-            "the difference is within what single steps scatter",
+            "the difference is within the scatter of single steps",
         ),
     ]
 

@@ -10,14 +10,14 @@ from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Tabl
 
 _RANKS = (4, 8, 16, 32)
 _K, _DENSITY = 8192, 1 / 32  # k / P >= 256: headers and histograms are small next to k
-_TOLERANCE = 0.04  # of the words: headers
+_TOLERANCE = 0.04  # share of the words: headers
 _HEADERS = "headers, which the table omits"
 
 
 # where an algorithm may exceed its row by more than headers
 _OTHERWISE = {
     "topkdsa": "headers and entries unevenly spread over the regions",
-    "gaussiank": "it finds more or fewer than k: its threshold is an estimate",
+    "gaussiank": "selects more or fewer than k: its threshold is an estimate",
 }
 
 
@@ -36,7 +36,7 @@ def table_1(settings: Settings) -> Outcome:
     for name, p in settings.track(cases):
         virtual = SimulatedRanks(Case(name, p, size, _DENSITY, seed=settings.seed))
         low, high = TABLE_1[name.removesuffix("-paper")].words(size, k, p)
-        for step in range(2):  # the first agrees on regions and, as published, is exact
+        for step in range(2):  # the first step agrees on regions and, as published, is exact
             ledgers = [ledger.total() for ledger in virtual.step().ledgers]
             # gTopk's messages pass in sequence
             passed = [
@@ -94,6 +94,6 @@ def _as_published(rows: Table) -> Comparison:
         "abstract and Equation 3",
         f"up to {exact:.1f} k on the exact step, {reused:.1f} k on the next",
         max(exact, reused) <= 6.0,
-        "exact steps allgather all reduced entries, which Equation 3 omits; then a threshold that is "
-        "reused selects more than k of a residual that piles up below it",
+        "exact steps allgather all reduced entries, which Equation 3 omits; a reused threshold then "
+        "selects more than k of a residual that has accumulated below it",
     )

@@ -23,11 +23,11 @@ from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync.units import output_parameters, plan_units
 from sparsync_papers.reproduce import Panel, Settings
 
-RANKS = 4  # that train (a choice made here)
-_MOMENTUM = 0.9  # of all recipes (RedSync, SparCML and Ok-Topk train with it)
+RANKS = 4  # number of ranks (a choice made here)
+_MOMENTUM = 0.9  # momentum of all recipes (RedSync, SparCML and Ok-Topk train with it)
 _RAMP = 15  # the learning rate grows over this part of the steps (a choice made here)
 
-Choice = Callable[[str, Tensor], bool]  # of parameters, by name and value
+Choice = Callable[[str, Tensor], bool]  # chooses parameters by name and value
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Recipe:
 
     name: str  # for tables
     workload: Workload  # data and loss
-    make_model: Callable[[int], nn.Module]  # from a seed
-    lr: float  # learning rate; for all algorithms that of dense
+    make_model: Callable[[int], nn.Module]  # makes the model from a seed
+    lr: float  # learning rate; all algorithms use that of dense
     batch_size: int  # samples per rank and step
     clip: float | None = None  # largest norm of the averaged gradient; None: any
 
@@ -73,19 +73,19 @@ class Trained:
 
     losses: list[float]  # per step, mean over ranks
     evaluation: Evaluation  # on held-out data
-    bytes_sent: float  # per step, mean of the rank that sent most
-    # held-out accuracy or loss, ``(step, value)``, if it was followed
+    bytes_sent: float  # mean per step, of the rank that sent most
+    # held-out accuracy or loss, ``(step, value)``, if recorded
     curve: list[tuple[float, float]]
 
 
 @final
 class SimulatedTraining:
-    """A training step by step that can be inspected between ``gradients`` and ``apply``.
+    """A training run whose steps can be inspected between ``gradients`` and ``apply``.
 
-    All replicas are equal on every step, so one model stands for them.
+    All replicas are equal at every step, so one model represents them.
 
     Attributes:
-        model: after the last step.
+        model: its state after the last step.
         losses: per step, mean over ranks.
         bytes_sent: per step, of the rank that sent most.
     """
@@ -97,10 +97,11 @@ class SimulatedTraining:
         *,
         ranks: int,
         density: float,  # k / n of every unit
-        steps: int,  # of the whole training: the learning rate grows over the first fifteenth
-        seed: int = 0,  # of weights and data
-        compress: Choice | None = None,  # what is exchanged sparsely; None: as the algorithm says
-        model: nn.Module | None = None,  # to continue with; None: a new one
+        steps: int,  # steps of the whole training: the learning rate grows over the first fifteenth
+        seed: int = 0,  # seed of weights and data
+        compress: Choice
+        | None = None,  # parameters that are exchanged sparsely; None: the algorithm's own choice
+        model: nn.Module | None = None,  # model to continue with; None: a new one
     ) -> None:
         self.recipe, self.ranks, self.steps, self.seed = recipe, ranks, steps, seed
         self.model = recipe.make_model(seed) if model is None else model
@@ -117,7 +118,7 @@ class SimulatedTraining:
 
         self.reducers = simulate(make, ranks).results
         self.clip = None if corrects else recipe.clip
-        self.lr = recipe.lr if algorithm.average else recipe.lr / ranks  # a sum is P means
+        self.lr = recipe.lr if algorithm.average else recipe.lr / ranks  # a sum is P times the mean
         self.ramp = max(steps // _RAMP, 1)
         momentum = 0.0 if corrects else _MOMENTUM
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.lr, momentum=momentum)
@@ -139,13 +140,13 @@ class SimulatedTraining:
         return gradients
 
     def accumulated(self, gradients: Sequence[Sequence[Tensor]], unit: int = 0) -> list[Tensor]:
-        """Return what every rank will select from in one unit: its residual and its gradient."""
+        """Return the vector each rank selects from in one unit: its residual plus its gradient."""
         kept = [reducer.residuals[unit].value for reducer in self.reducers]
         mine = [units[unit] for units in gradients]
         return [g.clone() if r is None else r + g for r, g in zip(kept, mine, strict=True)]
 
     def apply(self, gradients: Sequence[list[Tensor]]) -> list[Vector]:
-        """Exchange (the gradients are overwritten by the average) and step; return the averages."""
+        """Exchange, which overwrites the gradients with their average, and step; return the averages."""
 
         async def program(comm: SimCommunicator) -> list[Vector]:
             reducer = self.reducers[comm.rank]
@@ -192,7 +193,9 @@ class Way:
 
     algorithm: Algorithm
     density: float = 1.0  # k / n of every unit
-    compress: Choice | None = None  # what is exchanged sparsely; None: as the algorithm says
+    compress: Choice | None = (
+        None  # parameters that are exchanged sparsely; None: the algorithm's own choice
+    )
 
 
 def train_all(
@@ -204,7 +207,7 @@ def train_all(
     evaluations: int = 6,
     initial: nn.Module | None = None,
 ) -> dict[str, Trained]:
-    """Train one model in all ways on ``RANKS`` virtual ranks, from ``initial`` if there is one."""
+    """Train one model with each method on ``RANKS`` virtual ranks, from ``initial`` if given."""
     found = {}
     for name, way in ways.items():
         found[name] = SimulatedTraining(

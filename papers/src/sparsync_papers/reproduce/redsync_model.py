@@ -34,8 +34,8 @@ from sparsync_papers.reproduce.redsync_phases import (
     resnet50,
 )
 
-_BACKWARD = 2 / 3  # of the computation: what can hide a CNN's communication
-_EFFICIENCY = 0.4  # of the peak that training reaches (assumed: cuDNN's usual third to half)
+_BACKWARD = 2 / 3  # share of the computation that can hide a CNN's communication
+_EFFICIENCY = 0.4  # share of the peak that training reaches (assumed: cuDNN's usual third to half)
 _SCHEMES = ("SGD", RGC.name, QUANTISED_RGC.name)
 _DIFFERS = (
     "A model, not a measurement: equations 1 and 2 layer by layer, kernels of 10 us, 3/4 of the GPU's "
@@ -48,10 +48,10 @@ _DIFFERS = (
 class Platform:
     """A machine of the paper."""
 
-    name: str  # of the machine
+    name: str  # name of the machine
     machine: Machine  # network and GPU
-    flops: float  # of a GPU at its peak, per second, single precision (data sheets)
-    ranks: tuple[int, ...]  # GPUs of the figures
+    flops: float  # operations per second of a GPU at its peak, single precision (data sheets)
+    ranks: tuple[int, ...]  # numbers of GPUs in the figures
     peak: float  # GB/s of an allreduce (section 6.1)
 
 
@@ -67,7 +67,8 @@ class Training:
     make: Callable[[], Model]  # its layers
     gflops: float  # forward, one sample (Table 1)
     batch: int  # samples per GPU (Table 1)
-    overlaps: bool = True  # communication runs during the backward pass: CNNs (section 5.5)
+    # whether communication runs during the backward pass, as for CNNs (section 5.5)
+    overlaps: bool = True
 
     @property
     def model(self) -> Model:
@@ -75,7 +76,7 @@ class Training:
         return self.make()
 
     def seconds(self, platform: Platform) -> float:
-        """Return the computation: forward, and twice as much backward."""
+        """Return the seconds of computation: forward, and twice as long backward."""
         return 3e9 * self.gflops * self.batch / (_EFFICIENCY * platform.flops)
 
     def step(self, platform: Platform, ranks: int, scheme: str) -> float:
@@ -110,7 +111,7 @@ SMALL = (
 )
 
 
-# model, GPUs, and what the text says of RGC and quantised RGC over SGD; None: not said
+# model, GPUs, and speedup of RGC and quantised RGC over SGD in the text; None: not stated
 _FIGURE_7 = (
     ("VGG-16", 128, 1.42, 1.71),
     ("AlexNet", 16, None, 1.68),
@@ -159,13 +160,13 @@ def _compare(speedups: _Speedups, figure: str, rows: Table) -> list[Comparison]:
     comparisons = []
     for model, ranks, *stated in speedups:
         mine = rows.where({"model": model, "P": ranks})
-        if not mine:  # a quick run has few ranks
+        if not mine:  # a quick run lacks some ranks
             continue
         found = mine.column("over SGD")[1:]  # of RGC and quantised RGC
         pairs = [(a, b) for a, b in zip(stated, found, strict=True) if a]
         far = any(not 0.5 < ours / theirs < 2 for theirs, ours in pairs)
         says = ", ".join(f"{x:g}" if x else "-" for x in stated)
-        why = "the model's exchange, ideal but for latency and bandwidth, takes less than was measured"
+        why = "the modelled exchange, limited only by latency and bandwidth, takes less than was measured"
         what = f"{model}, {ranks} GPUs: RGC, quantised over SGD"
         ours = ", ".join(f"{x:.2f}" for x in found)
         same, remark = all((mine > 1) == (theirs > 1) for theirs, mine in pairs), why if far else ""
@@ -231,7 +232,7 @@ def figures_8_9(settings: Settings) -> Outcome:
     minutes=0.1,
 )
 def figure_10(settings: Settings) -> Outcome:
-    """Where a step goes over the number of GPUs (model)."""
+    """Shares of a step's time over the number of GPUs (model)."""
     image, text = resnet50(), lstm()
     rows = Table()
     panels = []
@@ -274,7 +275,7 @@ def figure_10(settings: Settings) -> Outcome:
             "section 6.4",
             f"{first:g} GPUs",
             16 <= first <= 32,
-            "searching on every step costs another time here",
+            "searching on every step has a different cost here",
         ),
     ]
     return Outcome(

@@ -1,7 +1,7 @@
-"""Simulate the stages of a RedSync step, and predict them: select, mask, pack, communicate, unpack.
+"""Simulate and predict the stages of a RedSync step: select, mask, pack, communicate, unpack.
 
-The real collectives exchange real messages of the models' layers on the simulator; its clock charges
-the network and, by the constants of ``Machine`` and ``Kernels``, the GPU's work before and after.
+The real collectives exchange real messages of the models' layers on the simulator; its clock charges the
+network and, with the constants of ``Machine`` and ``Kernels``, the GPU's work before and after.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from sparsync_papers.models import MODELS
 
 STAGES = ("select", "mask", "pack", "communicate", "unpack")
 DENSITY = 0.001
-SHRINK = 16  # layers and bandwidths are divided by it: the same seconds, in less memory
+SHRINK = 16  # divides layers and bandwidths: the same seconds, in less memory
 _WORD_BYTES = 4
 
 
 class Kernels(NamedTuple):
-    """A stage's work on one layer: kernels started, and how often its bytes pass through memory."""
+    """A stage's work on one layer: kernels started, and passes of its bytes through memory."""
 
     launches: float
     passes: float
@@ -55,8 +55,8 @@ class Machine:
     launch: float = 10e-6  # seconds per kernel (assumed: launched one by one from Python)
     # seconds per byte and pass: three quarters of a P100's 732 GB/s (its data sheet)
     memory: float = 1 / 550e9
-    # passes per byte of a message that is added at its indices: every 4 bytes of it read and write
-    # a sector of 32
+    # passes per byte of a message that is added at its indices: every 4 bytes read and write a sector of
+    # 32
     scattered: float = 16.0
 
     def seconds(self, kernels: Kernels, elements: int) -> float:
@@ -74,7 +74,7 @@ CLEAR = Kernels(1, 1)  # G = 0, before messages are added to it
 
 @dataclass(frozen=True)
 class Model:
-    """A model by the sizes of its parameter tensors, in registration order, and how they are masked."""
+    """The sizes of a model's parameter tensors, in registration order, and how they are masked."""
 
     name: str
     sizes: tuple[int, ...]
@@ -83,7 +83,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to exchange, and how many kernels add the received messages, by layers and ranks."""
+    """A way to exchange, with the number of kernels that add received messages, by layers and ranks."""
 
     name: str
     collective: Collective
@@ -103,7 +103,7 @@ SCHEMES = (
 
 @cache
 def model_of(name: str, key: str, mask: Kernels, **sizes: int) -> Model:
-    """List the parameter tensors of one of ``MODELS``, which takes no memory."""
+    """List the parameter tensors of one of ``MODELS``, without allocating them."""
     with torch.device("meta"):
         model = MODELS[key].build(**sizes)
     return Model(name, tuple(parameter.numel() for parameter in model.parameters()), mask)
@@ -122,10 +122,10 @@ def lstm() -> Model:
 def phases(
     model: Model, scheme: Scheme, ranks: int, shrink: int = SHRINK, machine: Machine = Machine()
 ) -> dict[str, float]:
-    """Return the virtual seconds of every stage of one step, on the mean of the ranks.
+    """Return the virtual seconds of every stage of one step, the mean over ranks.
 
-    Nothing overlaps.  Layers below 128 KB are sent dense, in one allreduce; the others of a model in
-    one message, the output layer apart and plain where the scheme quantises (section 5.2.3).
+    Nothing overlaps. Layers below 128 KB are sent dense, in one allreduce; the others in one message per
+    model; if the scheme quantises, the output layer is sent apart and plain (section 5.2.3).
     """
     groups, small = _groups(model, scheme)
 
@@ -140,7 +140,8 @@ def phases(
                 await comm.compute(sum(machine.seconds(PACK, n) for n in group))
             widths = [-(-n // shrink) for n in group]
             mine = _selected(widths, generator)
-            with comm.stage("communicate"):  # and what the collective books itself as unpacking
+            # plus the time that the collective itself counts as unpacking
+            with comm.stage("communicate"):
                 collective = exchanging.collective.for_layers(widths)
                 await collective.reduce(comm, mine, mine.nnz, step=0)
             with comm.stage("unpack"):
@@ -157,9 +158,10 @@ def phases(
 def predicted_phases(
     model: Model, scheme: Scheme, ranks: int, machine: Machine = Machine()
 ) -> dict[str, float]:
-    """Return the same in closed form, layer by layer: Equation 1, and Equation 2 where dense.
+    """Return the same in closed form, layer by layer: Equation 1, or Equation 2 for dense layers.
 
-    Headers are ignored, and messages that are larger than the mean.  For "RGC" and "quantised RGC".
+    Headers are ignored, and so are deviations of messages from the mean size. For "RGC" and "quantised
+    RGC".
     """
     groups, small = _groups(model, scheme)
     found = dict.fromkeys(STAGES, 0.0)
@@ -167,7 +169,7 @@ def predicted_phases(
         words = QUANTIZED if exchanging is QUANTISED_RGC else PLAIN
         transfer = equation_1(
             ranks, DENSITY, alpha=0.0, beta=machine.beta, words_per_entry=words
-        )  # one message carries all layers, so its latency is added once
+        )  # one message carries all layers, so add its latency once
         added = Timing(machine.launch, machine.memory * machine.scattered * words * DENSITY)
         rounds = (ranks - 1).bit_length()
         found["communicate"] += rounds * machine.alpha

@@ -13,8 +13,8 @@ from sparsync.cli.bench.selection_time import (
 )
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, artifact
 
-_SIZES = "64KB,256KB,1MB,4MB,16MB,64MB"  # the figure: 64 KB to 512 MB
-_COMM_BANDWIDTH = 3.5e9  # bytes per second, of the figure's "Comm."
+_SIZES = "64KB,256KB,1MB,4MB,16MB,64MB"  # the figure has 64 KB to 512 MB
+_COMM_BANDWIDTH = 3.5e9  # bytes per second of the figure's "Comm."
 _TOPK, _TRIMMED, _SEARCH = "torch.topk of |x|", "trimmed", "binary search, 1 of 5"
 
 
@@ -34,7 +34,7 @@ def figure_3(settings: Settings) -> Outcome:
         by_name.setdefault(row.selector, []).append(row)
     last = {name: found[-1] for name, found in by_name.items()}
     speedups = [last[name].speedup for name in (_TRIMMED, _SEARCH)]
-    communication = 2 * max(sizes) / _COMM_BANDWIDTH  # an allreduce among many ranks
+    communication = 2 * max(sizes) / _COMM_BANDWIDTH  # seconds of an allreduce among many ranks
     slower = last[_TOPK].seconds / communication
     ratio = last[_TRIMMED].seconds / last[_SEARCH].seconds
     reads = by_name[_TOPK][0].seconds / by_name["one read, x.sum()"][0].seconds

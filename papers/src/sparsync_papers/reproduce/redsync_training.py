@@ -30,10 +30,10 @@ from sparsync_papers.reproduce.one_process import (
 _STEPS = 300
 _DENSITY = 0.01  # 0.1 % delivers a third of the weights in 300 steps
 _DENSE_BELOW = 4096  # bytes: layers here are smaller than the paper's 128 KB
-_BATCHES = (32, 64, 128)  # of all ranks together (Table 2: 128 to 2048)
-_POINTS = 0.03  # of accuracy between seeds of the small VGG (`benchmarks/redsync.md`: 0.7 to 3)
-_CHANCE = 0.5  # error above which nothing was learnt: there is nothing to compare
-_NATS = 0.06  # of loss, relative; 0.6 % between seeds of dense
+_BATCHES = (32, 64, 128)  # samples of all ranks together (Table 2: 128 to 2048)
+_POINTS = 0.03  # accuracy of the small VGG between seeds (`benchmarks/redsync.md`: 0.7 to 3)
+_CHANCE = 0.5  # above this error nothing was learnt, so there is nothing to compare
+_NATS = 0.06  # relative difference in loss; seeds of dense differ by 0.6 %
 
 _WAYS = {
     "SGD": Way(resolve("dense"), _DENSITY),
@@ -72,7 +72,7 @@ def figure_6_table_1(settings: Settings) -> Outcome:
     near_images = errors[0] < _CHANCE and max(errors) <= errors[0] + _POINTS
     near_text = max(losses) <= (1 + _NATS) * losses[0]
     near = near_images and near_text
-    few = f"few steps ({steps}): what is below the threshold still lies in the residuals"
+    few = f"few steps ({steps}): entries below the threshold are still in the residuals"
     table, section = "Table 1", "section 6.3"
     vgg, lstm = (
         ", ".join(f"{100 * e:.1f}" for e in errors),
@@ -133,7 +133,7 @@ def table_2(settings: Settings) -> Outcome:
         errors = [100 * _error(run) for run in runs.values()]
         for name, error in zip(runs, errors, strict=True):
             bars[name].append((batch, error))
-    learnt = errors[0] < 100 * _CHANCE  # with the largest batch
+    learnt = errors[0] < 100 * _CHANCE  # at the largest batch
     comparison = Comparison(
         "the largest batch of all",
         "no loss of accuracy: VGG-16, 2,048: SGD 10.09, RGC 11.12, quantised 9.81 %",
@@ -148,6 +148,6 @@ def table_2(settings: Settings) -> Outcome:
         [comparison],
         {"density, %": 100 * _DENSITY, "steps": steps, "ranks": ranks},
         "A small VGG on 1,438 digits, batches of 32 to 128, equal steps and not equal epochs, one "
-        "learning rate for all; with fewer steps this network learns nothing under any scheme.",
+        "learning rate for all; with fewer steps this network learns nothing with any scheme.",
         [Panel("small VGG, digits", "images per step", "held-out error, %", series, kind="bars")],
     )

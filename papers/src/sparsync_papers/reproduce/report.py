@@ -15,7 +15,7 @@ from rich.text import Text
 
 from sparsync_papers.reproduce import Artifact, Cell, Outcome, Unavailable
 
-_MOST_ROWS = 40  # on the console
+_MOST_ROWS = 40  # most rows on the console
 _COMPARED = ("what", "paper", "this run", "same conclusion?")
 
 Lines = Sequence[tuple[str, ...]]
@@ -25,13 +25,13 @@ Lines = Sequence[tuple[str, ...]]
 class Finished:
     """An artifact that was run."""
 
-    artifact: Artifact  # what was run
-    outcome: Outcome | None  # None where it failed
-    seconds: float  # that it took
-    seed: int  # it was run with
-    quick: bool  # it was scaled down
-    error: str = ""  # why it failed, "" where it did not
-    # the panels as PNG; None where there are none or none was asked for
+    artifact: Artifact  # the artifact that was run
+    outcome: Outcome | None  # None if the run failed
+    seconds: float  # duration of the run
+    seed: int  # seed of the run
+    quick: bool  # whether the run was scaled down
+    error: str = ""  # the reason for a failure, "" if none
+    # the panels as PNG; None if there are none or none was requested
     picture: bytes | None = None
 
     @property
@@ -71,7 +71,7 @@ def _rows(outcome: Outcome) -> tuple[list[str], Lines]:
 
 
 def _compared(outcome: Outcome) -> Lines:
-    """Return what is compared: what, the paper's figure, this run's, and the conclusion."""
+    """Return the comparisons: the quantity, the paper's figure, this run's, and the conclusion."""
     return [
         (
             c.what,
@@ -91,13 +91,13 @@ def shown(finished: Finished) -> Group:
     columns, lines = _rows(outcome)
     rows = _table(columns, lines[:_MOST_ROWS])
     if len(lines) > _MOST_ROWS:
-        rows.caption = f"and {len(lines) - _MOST_ROWS} rows more: --out DIR writes all"
+        rows.caption = f"and {len(lines) - _MOST_ROWS} more rows: --out DIR writes all"
     *before, settings, differs = map(Text, _notes(finished, outcome))
     return Group(heading, *before, _table(_COMPARED, _compared(outcome)), rows, settings, differs)
 
 
 def catalogue(artifacts: Sequence[Artifact], unavailable: Sequence[Unavailable]) -> Group:
-    """Return the list of what can be reproduced, and of what cannot with the reason."""
+    """List the artifacts, and what cannot be reproduced with the reason."""
     there = [(a.name, a.paper, a.title, f"{a.minutes:g}") for a in artifacts]
     missing = [(item.what, item.paper, item.reason) for item in unavailable]
     return Group(
@@ -161,7 +161,7 @@ def page(finished: Sequence[Finished], unavailable: Sequence[Unavailable]) -> st
 
 
 def _markdown(columns: Sequence[str], lines: Lines) -> str:
-    """Write a table; a bar in a cell would end it."""
+    """Write a table; bars inside cells are replaced, because they would end the cell."""
     rows: list[Sequence[str]] = [columns, ["---"] * len(columns), *lines]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
 

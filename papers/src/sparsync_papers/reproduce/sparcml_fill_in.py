@@ -18,9 +18,9 @@ _RANKS = (1, 2, 4, 8, 16, 32, 64)
 _DENSITIES = (0.001, 0.01, 0.05, 0.1)
 _STAGES = (20, 200)  # steps of training: early and late
 _OF_SUM = "density of the sum, %"
-_DENSE = 0.5  # of n, from where indices and values take more bytes than all values
+_DENSE = 0.5  # share of n above which indices and values take more bytes than all values
 _SIZE = 512  # N of Figure 7
-_ENTRIES = (1, 8, 32, 128)  # of N, per rank
+_ENTRIES = (1, 8, 32, 128)  # entries of each rank, out of N
 
 
 def gradients(steps: Sequence[int], ranks: int, *, batch_size: int = 8) -> Iterator[list[Tensor]]:
@@ -67,7 +67,7 @@ def union_densities(
 
 @artifact(
     "sparcml-fig1",
-    "at 5 to 10 % per rank the sum over many ranks is dense, and sending it no cheaper",
+    "at 5 to 10 % per rank the sum over many ranks is dense, and sending it sparse saves nothing",
     minutes=1.0,
 )
 def figure_1(settings: Settings) -> Outcome:
@@ -107,7 +107,7 @@ def figure_1(settings: Settings) -> Outcome:
             "section 3 and Figure 1, read from the text",
             f"{100 * late:.0f} % at 10 % per rank and P = {most}",
             late > _DENSE,
-            "the ranks of this model select the same entries more often",
+            "ranks select the same entries more often with this model",
         ),
         Comparison(
             "the same early and late in training",
@@ -152,7 +152,7 @@ def figure_7(settings: Settings) -> Outcome:
             "appendix B.1 and Figure 7",
             f"drawn supports are within {100 * off:.1f} % of it",
             off < 0.5 / draws**0.5,
-            "more than chance explains",
+            "the deviation is more than chance explains",
         ),
         Comparison(
             "bound on it", "at most P k", "appendix B.1", "never exceeded", bounded, "an error"
@@ -169,7 +169,7 @@ def figure_7(settings: Settings) -> Outcome:
 
 
 def _union_of_drawn(k: int, ranks: int, generator: torch.Generator) -> int:
-    """Return the entries of a sum of ``ranks`` random supports of k."""
+    """Return the number of entries in the sum of ``ranks`` random supports of k."""
     chosen = torch.rand(ranks, _SIZE, generator=generator).topk(k, dim=1).indices
     hit = torch.zeros(_SIZE, dtype=torch.bool)
     hit[chosen.flatten()] = True

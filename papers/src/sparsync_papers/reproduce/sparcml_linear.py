@@ -22,9 +22,9 @@ from sparsync_papers.reproduce import (
     artifact,
 )
 
-_RANKS = 8  # of SCD
+_RANKS = 8  # ranks of SCD
 _BATCH = 1000  # rows per rank and step (section 8.2)
-_STEPS = {8: 2, 32: 1}  # by ranks: virtual ranks take turns
+_STEPS = {8: 2, 32: 1}  # by number of ranks; virtual ranks take turns
 _FDR = Links(alpha=1.5e-6, beta=1 / 6.8e9)  # assumed: InfiniBand FDR, four lanes
 
 
@@ -169,7 +169,7 @@ def scd(settings: Settings) -> Outcome:
 
 
 def _compare(what: str, says: str, where: str, sparse: LinearResult) -> Comparison:
-    """Compare: sparse is to be faster, and its communication by more."""
+    """Compare: the sparse exchange must be faster, and by more in its communication."""
     whole, alone = sparse.speedup or 0.0, sparse.speedup_communication or 0.0
     return Comparison(
         what,
@@ -177,6 +177,6 @@ def _compare(what: str, says: str, where: str, sparse: LinearResult) -> Comparis
         where,
         f"{whole:.2f} ({alone:.1f})",
         alone >= whole > 1,
-        "computation, which is measured here and is noise to the ratio, outweighs a fast network",
+        "on a fast network, measured computation outweighs communication and adds noise to the ratio",
         "gradients of trigrams are sparser than the paper's, and this machine computes slower",
     )

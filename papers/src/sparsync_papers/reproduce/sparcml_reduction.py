@@ -19,12 +19,12 @@ from sparsync_papers.reproduce import (
 )
 
 _SIZE = 1 << 24  # N of both plots (Figure 3)
-_DENSITY = 0.00781  # of the plot over nodes (Figure 3)
-_RANKS_OF_DENSITIES = 8  # of the plot over density (Figure 3)
-_SCALE = 64  # n, k and the bandwidth are divided by it: the same seconds, in less memory
+_DENSITY = 0.00781  # density in the plot over nodes (Figure 3)
+_RANKS_OF_DENSITIES = 8  # ranks in the plot over density (Figure 3)
+_SCALE = 64  # divides n, k and the bandwidth: the same seconds, in less memory
 _RANKS = (2, 4, 8, 16, 32, 64)
 _DENSITIES = (0.0005, 0.002, 0.00781, 0.03, 0.12, 0.4)
-_MOST = 4.0  # times over dense, when the result is dense (2 / kappa, section 5.3.4)
+_MOST = 4.0  # largest speedup over dense if the result is dense (2 / kappa, section 5.3.4)
 
 _DAINT, _GREINA = "Daint", "Greina, GigE"
 _NETWORKS = {_DAINT: ARIES, _GREINA: GIGE}
@@ -130,7 +130,7 @@ def _compare(rows: Table) -> list[Comparison]:
             f"fastest on few: {'a ring' if ring_first else 'recursive doubling or split'}; on many: "
             f"{'a ring' if ring_last else 'another'}",
             ring_first and not ring_last,
-            "reducing takes no time here: a dense ring adds cheaply what a sparse sum must merge",
+            "reducing takes no time here, although a dense ring's sums are cheaper than sparse merges",
         ),
         Comparison(
             "DSAR over the dense ring, any number of nodes",
@@ -163,6 +163,6 @@ def _compare(rows: Table) -> list[Comparison]:
             where,
             f"fastest on most nodes: {' and '.join(fastest)}",
             fastest[0] == fastest[1],
-            "latency and bandwidth are in another proportion",
+            "latency and bandwidth have a different ratio",
         ),
     ]

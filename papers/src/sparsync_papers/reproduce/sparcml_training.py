@@ -26,10 +26,10 @@ from sparsync_papers.reproduce.one_process import (
 
 _BLOCK = 512  # elements of which k are selected (section 8.3)
 _STEPS = 300
-_LARGE = 4096  # elements from which a layer is compressed: layers here are small
-_LEARNT = 0.5  # accuracy below which there is nothing to compare
-_NOISE = 0.02  # of accuracy between seeds, on 359 images
-_WIDE_HIDDEN = 1024  # units: "wide" as 4xResNet is over ResNet
+_LARGE = 4096  # smallest compressed layer, in elements: layers here are small
+_LEARNT = 0.5  # below this accuracy there is nothing to compare
+_NOISE = 0.02  # difference in accuracy between seeds, on 359 images
+_WIDE_HIDDEN = 1024  # units; wider by the factor of 4xResNet over ResNet
 
 
 _FULL = Way(resolve("dense"))
@@ -44,7 +44,7 @@ def _attention(name: str, parameter: Tensor) -> bool:
 
 
 def _topk(entries: int, bits: Literal[2, 4, 8] | None = None, compress: Choice = _large) -> Way:
-    """Return quantised top-k of this many entries of every block."""
+    """Return quantised top-k that selects this many entries of every block."""
     return Way(sparcml(bits=bits), entries / _BLOCK, compress)
 
 
@@ -79,7 +79,9 @@ def _outcome(
 
 
 @artifact(
-    "sparcml-fig4", "sparse and quantised training ends where full precision does", minutes=2.0
+    "sparcml-fig4",
+    "sparse and quantised training ends at the same quality as full precision",
+    minutes=2.0,
 )
 def figure_4(settings: Settings) -> Outcome:
     """Accuracy of quantised top-k SGD against dense (CIFAR-10, ATIS)."""
@@ -101,7 +103,7 @@ def figure_4(settings: Settings) -> Outcome:
                 "section 8.3",
                 f"{100 * (other - base):+.1f} points",
                 base > _LEARNT and other >= base - _NOISE,
-                "too few steps for what is sent so rarely",
+                "too few steps for entries that are sent so rarely",
             )
         )
     comparisons.append(
@@ -146,7 +148,7 @@ def figure_5(settings: Settings) -> Outcome:
             "section 8.4",
             f"{'faster' if early else 'slower'} over the first third of the steps",
             early,
-            "entries wait some 500 steps to be sent, and this is shorter",
+            "entries wait about 500 steps to be sent, longer than this training",
         ),
     ]
     return _outcome(settings, [(recipe, found)], comparisons, "The times (2 x) need its GPUs.")

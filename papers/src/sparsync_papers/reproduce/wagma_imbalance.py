@@ -1,4 +1,4 @@
-"""WAGMA, Figure 6: how unequal the work of a step is."""
+"""WAGMA, Figure 6: the imbalance of steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Tabl
 from sparsync_papers.workloads.length_buckets import LinesWorkload
 
 _BATCHES, _BATCH_SIZE, _REPEATS = 2000, 16, 5
-_VARIES = 0.2  # standard deviation over mean from which "high variance" holds
+_VARIES = 0.2  # standard deviation over mean that counts as "high variance"
 
 
 def _seconds_by_length(workload: LinesWorkload, settings: Settings) -> dict[int, float]:
@@ -23,14 +23,14 @@ def _seconds_by_length(workload: LinesWorkload, settings: Settings) -> dict[int,
         inputs, targets = lines.padded(chosen, length)
         times = []
         for _ in range(settings.pick(_REPEATS, 1)):
-            started = time.process_time()  # the machine may have other work
+            started = time.process_time()  # process time, since the machine may have other work
             workload.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
             times.append(time.process_time() - started)
         found[length] = min(times)
     return found
 
 
-@artifact("wagma-fig6", "even in length buckets batches differ much in run time", minutes=0.3)
+@artifact("wagma-fig6", "even in length buckets, run times of batches differ widely", minutes=0.3)
 def figure_6(settings: Settings) -> Outcome:
     """Run times of batches of sentences."""
     workload = LinesWorkload(width=64, layers=2)
@@ -62,7 +62,7 @@ def figure_6(settings: Settings) -> Outcome:
         "section 5.3",
         f"deviation {100 * varies:.0f} % of the mean, longest / shortest {max(times) / min(times):.1f}",
         varies > _VARIES,
-        "so small a batch costs this machine more than its lines",
+        "with such small batches the fixed cost outweighs that of the lines",
     )
     return Outcome(
         rows,

@@ -17,24 +17,24 @@ from sparsync.transports.sim import Links, SimCommunicator, simulate
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Row, Settings, Table, artifact
 from sparsync_papers.workloads.length_buckets import LinesWorkload
 
-# Section 5.2, 64 ranks, nobody delayed, steps per second.  AD-PSGD hides its communication, so its step
-# is computation; what local SGD's takes longer is one allreduce of 2 n (P - 1) / P elements.
+# Section 5.2, 64 ranks, nobody delayed, steps per second. AD-PSGD hides its communication, so its step is
+# computation; local SGD's step also takes one allreduce of 2 n (P - 1) / P elements.
 _LOCAL_RATE, _ADPSGD_RATE = 1.52, 1.61
 _RESNET, _TRANSFORMER, _NAVIGATION = 25_559_081, 61_362_176, 8_476_421  # parameters (5.2 to 5.4)
 COMPUTE = 1 / _ADPSGD_RATE  # seconds of ResNet-50's step
 BETA = (1 / _LOCAL_RATE - COMPUTE) / (2 * 4 * _RESNET * 63 / 64)  # seconds per byte
-ALPHA = 2e-6  # seconds per message: a hop of such a network (assumed)
-# seconds of a mean batch (assumed): 2,700 of at most 8,192 tokens, 10,000 a second
+ALPHA = 2e-6  # seconds per message, for a hop of such a network (assumed)
+# seconds of a mean batch (assumed): 2,700 of at most 8,192 tokens at 10,000 per second
 TRANSFORMER_COMPUTE = 0.27
 LATE = Delay("random", 2, 0.32)  # section 5.2
 TAIL = Delay("heavytail", 1.7, 43.5)  # section 5.4
 SIZE = 8192  # elements of the simulated vector; beta is scaled so that it takes as long as the real one
 
-_FASTER = 1.02  # throughput over another's from which it counts
+_FASTER = 1.02  # least ratio of throughputs that counts as faster
 _SPREAD = 1.07  # fastest over slowest where nobody is late (1.61 over 1.51)
-_LONG_STEPS, _MOST_RANKS = 60, 256  # delays spread by a hop per step; above, fewer steps
+_LONG_STEPS, _MOST_RANKS = 60, 256  # delays spread by a hop per step; more ranks run fewer steps
 _MANY_STEPS = 24
-_PERIODS = 4  # of schemes with a global average, on few ranks
+_PERIODS = 4  # periods of schemes with a global average, on few ranks
 
 Work = Callable[[int, int, int, int], float]  # step, rank, world_size, seed -> seconds
 
@@ -43,8 +43,8 @@ Work = Callable[[int, int, int, int], float]  # step, rank, world_size, seed -> 
 class Setting:
     """The model of a figure, its ranks, and the cost of each step."""
 
-    title: str  # of its picture
-    parameters: int  # of the paper's model, which messages carry
+    title: str  # title of its plot
+    parameters: int  # parameters of the paper's model, which messages carry
     ranks: tuple[int, ...]  # world sizes
     period: int  # steps between WAGMA's global averages, tau
     work: Work  # seconds that a rank computes at a step
@@ -64,9 +64,9 @@ class Scheme:
         (16, 10)
     """
 
-    name: str  # in ``SCHEMES``
-    options: Mapping[str, int | str | bool] = field(default_factory=dict)  # of it
-    barrier: int | str = 0  # steps between barriers, which are not the scheme's own; 0: none
+    name: str  # name in ``SCHEMES``
+    options: Mapping[str, int | str | bool] = field(default_factory=dict)  # options of the scheme
+    barrier: int | str = 0  # steps between barriers added to the scheme; 0: none
 
     def make(self, setting: Setting, ranks: int) -> Averager:
         """Make the averager of a rank."""
@@ -145,7 +145,7 @@ _WHOLE = {"sync_period": "tau", "group_size": "P"}
 _LOCAL, _SGP_2, _SGP_4 = "local SGD, H = 1", "SGP, 2 neighbours", "SGP, 4 neighbours"
 _MEETS, _EAGER_MEETS = ", barrier every step", "eager-SGD, majority, barrier every tau steps"
 _S_P, _S_P_WAITS = "WAGMA, S = P", "WAGMA, S = P, waits for its group"
-# settings that the paper's runs may have had: at one or two points only
+# settings that the paper's runs may have used, simulated at one or two points only
 VARIANTS: Mapping[str, Scheme] = {
     _S_P: Scheme("wagma", _WHOLE),
     _S_P_WAITS: Scheme("wagma", {**_WHOLE, "grouping": "synchronous"}),
@@ -158,12 +158,12 @@ VARIANTS: Mapping[str, Scheme] = {
 
 @dataclass(frozen=True)
 class Target:
-    """WAGMA's throughput over another's, as the paper states it."""
+    """The ratio of WAGMA's throughput to another scheme's, as stated in the paper."""
 
-    figure: str  # key of ``SETTINGS``
+    figure: str  # a key of ``SETTINGS``
     ranks: int  # P
-    ratio: float  # of throughputs
-    rows: tuple[str, ...]  # the other, followed by how else the paper's run of it may have been
+    ratio: float  # ratio of throughputs
+    rows: tuple[str, ...]  # the other scheme, followed by alternatives for the paper's run of it
 
 
 TARGETS = (
@@ -186,24 +186,24 @@ TARGETS = (
     Target("fig10", 1024, 2.10, (_SGP_4, f"{_SGP_4}{_MEETS}")),
 )
 
-_NEIGHBOURS = "a rank waits for neighbours alone: delays of distant ranks pass at the same time"
+_NEIGHBOURS = "a rank waits only for its neighbours, so delays of distant ranks overlap"
 _WHY = {
     "D-PSGD": _NEIGHBOURS,
     "SGP": _NEIGHBOURS,
     "eager-SGD": "late ranks need not catch up with a global average; the paper's lost more",
-    "AD-PSGD": "it never waits for the network here; the paper's could not hide its messages",
-    "WAGMA, S = P": "here groups of all ranks wait for nobody, either",
+    "AD-PSGD": "here AD-PSGD never waits for the network; the paper's could not hide its messages",
+    "WAGMA, S = P": "here groups of all ranks do not wait either",
 }
 _DIFFERS = (
-    "Simulated: 8,192 elements in the model's place on links slower by as much; computation and beta "
+    "Simulated: 8,192 elements in the model's place on proportionally slower links; computation and beta "
     "are solved from section 5.2's rates without delays. Fewer steps than in "
-    "benchmarks/averaging-throughput.md; of schemes whose ranks all wait on every step one is simulated, "
-    "and their longest computation taken for the others."
+    "benchmarks/averaging-throughput.md; of the schemes whose ranks all wait on every step only one is "
+    "simulated; the others use the longest computation of each step."
 )
 
 
 async def _wait_for_all(comm: SimCommunicator) -> None:
-    """Do as ``comm.barrier``, with fewer simulated operations: a message from all in log2 P hops."""
+    """Wait like ``comm.barrier``, with fewer simulated operations: all ranks are heard in log2 P hops."""
     for hop in range((comm.world_size - 1).bit_length()):
         await exchange(comm, Exponential(), torch.zeros(1, dtype=torch.uint8), hop, "barrier")
 
@@ -213,8 +213,8 @@ def step_seconds(
 ) -> float:
     """Return the virtual seconds of a step, the mean over steps and ranks.
 
-    The mean over ranks, since some of an asynchronous scheme are ahead when the first has ended: in a
-    longer run they would not end so far apart.  The others end together.
+    The mean over ranks, because ranks of an asynchronous scheme are at different steps when the first one
+    ends: in a longer run this difference would matter less. In other schemes all end together.
     """
     every = int(_number(scheme.barrier, setting, ranks))
 
@@ -248,7 +248,7 @@ def _steps(scheme: Scheme, setting: Setting, ranks: int, *, quick: bool) -> int:
 
 
 def estimated_seconds(scheme: Scheme, setting: Setting, ranks: int, settings: Settings) -> float:
-    """Return the seconds of a step; where all ranks wait on every step, from one that is simulated."""
+    """Return the seconds of a step, estimated if all ranks wait for each other on every step."""
     steps, seed = _steps(scheme, setting, ranks, quick=settings.quick), settings.seed
     if not scheme.all_wait:
         return step_seconds(setting, scheme, ranks, steps=steps, seed=seed)
@@ -273,7 +273,7 @@ def _outcome(
     only: str,
     more: str,
 ) -> Outcome:
-    """Simulate the schemes of ``rows`` on all ``ranks``, and what else the targets need."""
+    """Simulate the schemes of ``rows`` on all ``ranks``, and the other points that the targets need."""
     setting, targets = SETTINGS[key], [target for target in TARGETS if target.figure == key]
     cases = []
     for p in settings.pick(ranks, ranks[:1]):
@@ -335,7 +335,9 @@ def _compare(target: Target, section: str, rates: Mapping[str, float]) -> Compar
     return Comparison(what, says, section, ours, ratio >= _FASTER, why, remark)
 
 
-@artifact("wagma-fig4", "WAGMA is faster than all but AD-PSGD, by more on more ranks", minutes=2.5)
+@artifact(
+    "wagma-fig4", "WAGMA is faster than all but AD-PSGD, and more so on more ranks", minutes=2.5
+)
 def figure_4(settings: Settings) -> Outcome:
     """Throughput of ResNet-50 with two late ranks."""
     return _outcome(
@@ -363,7 +365,7 @@ def control(settings: Settings) -> Outcome:
             "section 5.2",
             f"{spread:.3f} x",
             spread <= _SPREAD,
-            "another number of ranks: messages cost more",
+            "with another number of ranks messages cost more",
         ),
         Comparison(
             "WAGMA over local SGD",
@@ -393,7 +395,7 @@ def figure_7(settings: Settings) -> Outcome:
         (4, 16, 64),
         ("WAGMA", "AD-PSGD", "SGP, 1 neighbour", _SGP_2, "D-PSGD", _LOCAL, "Allreduce-SGD"),
         "section 5.3",
-        "AD-PSGD, and no other variant",
+        "only AD-PSGD",
         "Computation, 0.27 s of a mean batch, is assumed; lengths are of lines of Python's own source.",
     )
 
@@ -408,5 +410,6 @@ def figure_10(settings: Settings) -> Outcome:
         ("WAGMA", "AD-PSGD", _SGP_4, "D-PSGD", _LOCAL),
         "section 5.4",
         "only AD-PSGD is",
-        "The heavy tail is all of a step's computation; from 128 ranks on WAGMA runs for one period.",
+        "A step's computation consists of the heavy tail alone; from 128 ranks on WAGMA runs for one "
+        "period.",
     )

@@ -1,6 +1,6 @@
 """WAGMA, Figures 5, 8 and 11: training over virtual time, small.
 
-Every rank has a model of its own, late ones a stale one: steps and messages are real, time is not.
+Each rank has its own model, late ranks a stale one: steps and messages are real, time is virtual.
 """
 
 from __future__ import annotations
@@ -24,34 +24,32 @@ from sparsync_papers.workloads.folders import seeded
 from sparsync_papers.workloads.length_buckets import LinesWorkload
 from sparsync_papers.workloads.ppo import Ppo
 
-_MOMENTUM = 0.9  # of SGD (the paper does not say)
+_MOMENTUM = 0.9  # momentum of SGD (not stated in the paper)
 _RAMP = 10  # the learning rate grows over this part of the steps
 _LOOKS = 5  # points of a curve
 _RANKS, _STEPS = 64, 240  # section 5.2; the number of steps is a choice made here
-_TRANSLATED_RANKS, _TRANSLATED_STEPS = 16, 300  # section 5.3; likewise
-_POINT = 1.0  # of accuracy, in %: less is no difference (three or four of 359 images)
-_LEVEL = 0.01  # of loss, relative
+_TRANSLATED_RANKS, _TRANSLATED_STEPS = 16, 300  # section 5.3; likewise for the steps
+_POINT = 1.0  # a smaller difference in accuracy, in %, does not count (three or four of 359 images)
+_LEVEL = 0.01  # relative difference in loss that does not count
 
 _WAGMA, _ALLREDUCE, _LOCAL, _ADPSGD = "WAGMA", "Allreduce-SGD", "local SGD, H = 1", "AD-PSGD"
 _SGP_1, _SGP_2, _SGP_4 = (f"SGP, {n} neighbour{'s' * (n > 1)}" for n in (1, 2, 4))
-_SHORT = "so short a training forgives slower mixing; the paper's long ones do not"
-_STALE = (
-    "most updates of a short training are recent, and averages with stale models take some back"
-)
-_AVOIDS = "a rank waits for neighbours alone here: delays of distant ranks pass at the same time"
+_SHORT = "so short a training run tolerates slower mixing; the paper's long ones do not"
+_STALE = "most updates of a short run are recent, and averaging with stale models undoes some"
+_AVOIDS = "here a rank waits only for its neighbours, so delays of distant ranks overlap"
 
-# rank -> its model, and the function that does local step t on it
+# rank -> its model, and a function that does local step t on it
 MakeReplica = Callable[[int], tuple[nn.Module, Callable[[int], None]]]
 _Curve = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Averaged:
-    """Models that were averaged while they trained."""
+    """Models averaged during training."""
 
     final: Tensor  # parameters after ``finish()``, `[parameters]`
-    seconds: float  # virtual ones of a step, the mean over ranks
-    # virtual seconds, and the mean of all ranks' parameters after equal steps
+    seconds: float  # virtual seconds of a step, the mean over ranks
+    # virtual seconds, and the mean of all ranks' parameters after equally many steps
     looks: list[tuple[float, Tensor]]
 
 
@@ -64,7 +62,7 @@ def average_models(
     ranks: int,
     steps: int,
 ) -> Averaged:
-    """Train on virtual ranks."""
+    """Train and average models on virtual ranks."""
     looked = {max(steps * look // _LOOKS, 1) for look in range(1, _LOOKS + 1)}
     sums: dict[int, Tensor] = {}
     times: dict[int, list[float]] = {step: [] for step in sorted(looked)}
@@ -98,7 +96,7 @@ def _read(model: nn.Module) -> Tensor:
 
 
 def _write_(model: nn.Module, vector: Tensor) -> None:
-    # a copy: parameters become views of it, and the averager may hold the vector for others
+    # copy it, because parameters become views of it and the averager may keep the vector for others
     vector_to_parameters(vector.clone(), model.parameters())
 
 
@@ -106,9 +104,9 @@ def _write_(model: nn.Module, vector: Tensor) -> None:
 class _Timed:
     """The result of a training."""
 
-    value: float  # of the model after ``finish()``: held-out accuracy in %, or loss
-    seconds: float  # virtual ones of a step, the mean over ranks
-    curve: _Curve  # the same value of the mean of all models, over virtual seconds
+    value: float  # held-out accuracy in %, or loss, of the model after ``finish()``
+    seconds: float  # virtual seconds of a step, the mean over ranks
+    curve: _Curve  # the same measure of the mean of all models, over virtual seconds
 
 
 def _train(
@@ -151,12 +149,12 @@ def _outcome(
     *,
     ranks: int,
     steps: int,
-    paper: Mapping[str, float | None],  # scheme -> its score there; None: not said
-    slower: Mapping[str, float],  # scheme -> its time over WAGMA's there
-    compare: Callable[[Mapping[str, float]], list[Comparison]],  # of the schemes' values
+    paper: Mapping[str, float | None],  # scheme -> its score in the paper; None: not stated
+    slower: Mapping[str, float],  # scheme -> its time over WAGMA's in the paper
+    compare: Callable[[Mapping[str, float]], list[Comparison]],  # compares the schemes' values
     more: str,
 ) -> Outcome:
-    """Train one model with several schemes; compare values, and times of equally many steps."""
+    """Train one model with several schemes; compare final values, and times for equally many steps."""
     found = {
         name: _train(recipe, setting, ROWS[name], settings.seed, ranks=ranks, steps=steps)
         for name in settings.track(paper)
@@ -234,7 +232,7 @@ def figure_5(settings: Settings) -> Outcome:
 
     return _outcome(
         settings,
-        # 64 ranks can train it: 256 images per step in all
+        # 64 ranks can train this model: 256 images per step in all
         Recipe("perceptron, digits", DigitsWorkload(), make_model, lr=0.2, batch_size=4),
         SETTINGS["half"],
         section,
@@ -278,13 +276,13 @@ def figure_8(settings: Settings) -> Outcome:
         paper={_WAGMA: best, **paper},
         slower={_SGP_2: 1.48, _LOCAL: 1.39},
         compare=compare,
-        more="Held-out loss of Python's source stands for BLEU; what the paper has within 0.2 is called "
-        "equal where losses are within 1 %.",
+        more="Held-out loss of Python's source stands for BLEU; scores within 0.2 in the paper count as "
+        "equal here if losses are within 1 %.",
     )
 
 
 _RL_RANKS, _ITERATIONS, _RUNS = 8, 32, 4  # four runs as in section 5.4
-_EPISODES, _EPOCHS = 1, 4  # per iteration: a fast step
+_EPISODES, _EPOCHS = 1, 4  # per iteration, for a fast step
 _WINDOW = 4  # iterations whose returns are one point of the curve
 
 
@@ -313,7 +311,7 @@ def _play(scheme: Scheme, seed: int, ranks: int, iterations: int) -> _Curve:
 
 
 def _reached(curve: Sequence[tuple[float, float]], seconds: float) -> float:
-    """Return the value of the last point that is not later; of the first where all are."""
+    """Return the value of the last point that is not later, or of the first point if all are later."""
     return max((point for point in curve if point[0] <= seconds), default=curve[0])[1]
 
 
@@ -327,7 +325,7 @@ def figure_11(settings: Settings) -> Outcome:
         name: [_play(ROWS[name], seed, ranks, iterations) for seed in seeds]
         for name in settings.track(names)
     }
-    # WAGMA's end: what is faster then has gone on for longer in its own run
+    # compare at WAGMA's end; faster schemes have done more of their own run by then
     end = fmean(curve[-1][0] for curve in curves[_WAGMA])
     rows = Table()
     at, last, means = {}, {}, {}
@@ -354,7 +352,7 @@ def figure_11(settings: Settings) -> Outcome:
             "section 5.4",
             f"{at[_WAGMA]:.0f} over {at[_LOCAL]:.0f} and {at[_SGP_4]:.0f} when WAGMA ends",
             at[_WAGMA] >= max(at[_LOCAL], at[_SGP_4]),
-            "runs vary by more than schemes do, and 8 ranks are few to mix",
+            "runs differ by more than schemes, and 8 ranks mix quickly",
         ),
         Comparison(
             "AD-PSGD's score",
@@ -369,8 +367,8 @@ def figure_11(settings: Settings) -> Outcome:
         rows,
         comparisons,
         {"ranks": ranks, "iterations": iterations, "runs": runs, "tau": SETTINGS["fig10"].period},
-        "CartPole with two small perceptrons in place of navigation in Habitat with ResNet-18 and LSTMs: "
-        "returns, not SPL; an iteration takes what the heavy tail of wagma-fig10 draws, "
-        f"{iterations} of them in place of 10 hours.",
+        "CartPole with two small perceptrons instead of navigation in Habitat with ResNet-18 and LSTMs: "
+        "returns, not SPL; the heavy tail of wagma-fig10 gives the time of an iteration; "
+        f"{iterations} iterations instead of 10 hours.",
         [Panel("CartPole", "virtual seconds", "return, mean of all ranks' episodes", means)],
     )

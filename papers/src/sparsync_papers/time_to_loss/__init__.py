@@ -1,12 +1,11 @@
-"""A study: the training method that reaches a loss soonest, by a fit of steps to measured curves.
+"""A study: which training method reaches a loss first, from a fit of steps to measured curves.
 
 The library compares seconds per step (``sparsync.cost``), which its own measurements on any machine
 can check.  How many steps a method needs depends on the model, the data and the length of the run;
-here it is fitted to curves of models of 0.1 to 8.4 M parameters, and does not decide anything for others.
+here a fit to curves of models of 0.1 to 8.4 M parameters gives it, which does not hold for other models.
 
     ========== =========================================================================
-    ``steps``   how many times the steps of dense a method needs: the fit, and its error
-    ``methods`` seconds per step of whole methods, and the soonest at a loss
-    ``command`` ``sparsync time-to-loss``
-    ========== =========================================================================
+    ``steps`` the steps of a method over those of dense: the fit, and its error ``methods`` seconds per
+    step of whole methods, and the first to reach a loss ``command`` ``sparsync time-to-loss`` ==========
+    =========================================================================
 """

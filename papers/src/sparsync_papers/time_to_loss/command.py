@@ -28,31 +28,32 @@ from sparsync.presets import candidates
 from sparsync_papers.time_to_loss.methods import LossPlan, plan_loss
 from sparsync_papers.time_to_loss.steps_to_loss import FARTHEST, LIKELY, Optimizer
 
-_USUAL_DENSITY = 0.01  # the one that curves of sparse gradients are known of
+_USUAL_DENSITY = 0.01  # the density at which curves of sparse gradients were measured
 
 
 def command(
     ranks: Annotated[ManyRanks, option("World size.")],
-    model_size: Annotated[ModelSize, option("Trained elements: parameters of the model.")],
-    optimizer: Annotated[str, typer.Option(help="Of the training: sgd, adamw or muon.")],
+    model_size: Annotated[ModelSize, option("Trained parameters of the model.")],
+    optimizer: Annotated[str, typer.Option(help="Optimizer of the training: sgd, adamw or muon.")],
     network: Network = None,
     rtt: RoundTrip = None,
     machine: MachineFile = None,
     compute: Compute = None,
     steps_to_loss: Annotated[
-        Positive, typer.Option(help="Steps that dense takes to the loss.")
+        Positive, typer.Option(help="Steps that dense needs to reach the loss.")
     ] = 1000,
     density: Annotated[
-        float | None, option("k / n of sparse gradients.", f"{_USUAL_DENSITY}")
+        float | None, option("Density k / n of sparse gradients.", f"{_USUAL_DENSITY}")
     ] = None,
     json: Annotated[
-        Path | None, option("Write the plan here; -: to standard output, alone.")
+        Path | None,
+        option("Write the plan as JSON to this file; -: to standard output, without the table."),
     ] = None,
 ) -> None:
-    """Predict which training method is soonest at the loss that dense has after a number of steps.
+    """Predict which training method first reaches the loss that dense has after a number of steps.
 
-    Dense, averages, local steps, sparse and low-rank gradients: seconds per step times the steps that
-    curves of small models in short runs have shown.  A study, not a promise.  Nothing is run.
+    Dense, averages, local steps, sparse and low-rank gradients: seconds per step times the steps in
+    measured curves of small models in short runs. This is a study, not a promise; nothing is run.
     """
     here = machine_of(machine, network, rtt)
     alone = json == Path("-")
@@ -82,13 +83,13 @@ def command(
         if compute is None:
             notes.append("no computation was given (--compute): nothing hides an exchange")
         if density not in (None, _USUAL_DENSITY):
-            notes.append("the steps of sparse gradients are those at a density of 1 %")
+            notes.append("the steps of sparse gradients were measured at a density of 1 %")
         shown = _ranked(made, notes)
     Console().print(Group(title, *shown), highlight=False)
 
 
 def as_json(made: LossPlan) -> dict[str, Any]:
-    """Return plain numbers and words; of every method whether measured runs reach the loss."""
+    """Return plain numbers and words; and for every method whether measured runs reach the loss."""
     rows = [{**asdict(one), "named": one.named, "reached": one.steps.reached} for one in made.table]
     return {
         "choice": made.choice,
@@ -123,8 +124,10 @@ def _ranked(made: LossPlan, notes: list[str]) -> list[Any]:
         )
     lines = [
         f"steps: over the {made.steps:,g} of dense; in all: to the loss; sent: per step",
-        f"between: a factor {LIKELY:.2g} either way, as 8 of 10 measurements of models left out",
-        f"not reached: more than {FARTHEST:.2g} times, which no run of dense's length can show",
+        f"between: a factor {LIKELY:.2g} either way, which covered 8 of 10 measurements of models left "
+        "out",
+        f"not reached: more than {FARTHEST:.2g} times the steps, beyond what a run of dense's length can "
+        "show",
         "(small models, short runs, mostly 4 ranks: docs/time-to-loss.md)",
         *notes,
         made.why,

@@ -1,20 +1,20 @@
-"""Predict the time to a loss of whole training methods; find the fastest, and say why.
+"""Predict the time to a loss of whole training methods; find the fastest and explain why.
 
     seconds to the loss = steps of dense x ratio x seconds per step, and dense steps at the start
     seconds per step    = computation + work + (exchange - hidden) / period
 
-The ratio is ``steps.steps_ratio``'s.  An exchange is that of the method's messages:
+The ratio is ``steps.steps_ratio``'s.  The exchange time is that of the method's messages:
 
 - PyTorch's allreduce (dense, its hooks, and DiLoCo's): gloo's ring, in segments of at most 1 MiB, at
   least two per rank and way; each waits for the latency, after the receiver has asked for it.
 - Averages of few bits: two rounds, in each of which a rank sends to all others at once.
 - Sparse gradients: the fastest collective of ``planner.plan``.
 
-In every 0.2 s and a round trip that a connection is silent, TCP halves its window, down to 10 packets;
-then it doubles it per round trip.  What does not fit into a link's queue is lost, and sent again in
-windows that grow by a packet per round trip.  DDP's buckets of 25 MiB are summed two at a time, which
-hides the latencies of one.  Hidden: of dense, all but the last bucket, while the rest of the backward
-pass goes on; of delayed averages, what the steps of the delay compute.
+TCP halves the window of a silent connection every 0.2 s plus a round trip, down to 10 packets, and
+afterwards doubles it per round trip. Packets that do not fit into a link's queue are lost, and sent again
+in windows that grow by a packet per round trip. DDP's buckets of 25 MiB are summed two at a time, which
+hides the latencies of one. Hidden time: for dense, all but the last bucket, during the rest of the
+backward pass; for delayed averages, the computation of the steps of the delay.
 
 Pure arithmetic: a ``Machine`` and sizes in, a ``LossPlan`` out, the same on every rank.
 """
@@ -48,22 +48,22 @@ __all__ = [
 
 Way = Literal["dense", "low-rank gradients", "averages", "local steps", "sparse gradients"]
 
-_SEGMENT, _LEAST_SEGMENTS = 2**20, 2  # bytes, and number per rank, of gloo's ring
-_PACKET = 1_448  # bytes of payload
-_WINDOW = 14_600  # bytes that TCP sends before it hears of any
-_QUEUE = 0.1  # seconds that a packet may wait for a link, and at least a round trip: a modem's
+_SEGMENT, _LEAST_SEGMENTS = 2**20, 2  # bytes, and least number per rank, of segments in gloo's ring
+_PACKET = 1_448  # bytes of payload of a packet
+_WINDOW = 14_600  # bytes that TCP sends before the first acknowledgement
+_QUEUE = 0.1  # seconds that a packet may wait for a link, at least a round trip; typical of a modem
 # round trips per square root of packets, in which connections that share a link regain what they lost: a
 # window grows by a packet per round trip, so n packets take about sqrt(2 n) of them.  Set by hand to
 # nine exchanges in the lab: 4 ranks, 0.4 to 1.8 MB, 10 and 30 Mbit/s, 20 to 80 ms
 _REGROWTH = 0.25
-_PAUSE = 0.2  # seconds, and a round trip: Linux's least time until it halves a silent window
-_BUCKETS_AT_ONCE = 2  # that gloo sums
+_PAUSE = 0.2  # seconds, plus a round trip: Linux's least time until it halves a silent window
+_BUCKETS_AT_ONCE = 2  # buckets that gloo sums concurrently
 # elements after compression per matrix rank and square root of n: two byte-level GPTs of 4 layers
 _LOW_RANK = 10.6
 # passes over the model, in the time of a dense sum: of PowerSGD's products, of sparse gradients besides
 # their selection (by hand, from the lab)
 _LOW_RANK_PASSES, _SPARSE_PASSES = 30, 6
-_ALIKE = 1.1  # times as long, which is not told apart: then the simpler method is chosen
+_ALIKE = 1.1  # ratio of times below which the simpler method is chosen
 _SPARSELOCO = 12.5 / 8 / 64  # bytes per element: one in 64 takes 12.5 bits
 
 
@@ -72,14 +72,14 @@ class Method:
     """A training method that the planner compares.
 
     Attributes:
-        name: as in ``benchmarks/frontier.md``.
-        recipe: decides the steps.
-        optimizers: that it has been measured with.
-        use: how it is asked for.
-        bits: of an element of an exchange of averages; 32: gloo's allreduce.
-        block: elements that share a scale, where they have few bits.
+        name: the name in ``benchmarks/frontier.md``.
+        recipe: determines the number of steps.
+        optimizers: those the method was measured with.
+        use: how a user selects it.
+        bits: bits per element when averages are exchanged; 32: gloo's allreduce.
+        block: elements that share a scale, if they have few bits.
         fragments: parts of the model, exchanged in turn within a period.
-        delay: steps that an exchange may take.
+        delay: steps after which an exchange must have ended.
         start: dense steps before gradients are compressed.
     """
 
@@ -164,10 +164,10 @@ class Outlook:
     way: Way
     period: int  # steps between exchanges
     use: str
-    steps: Ratio  # over those of dense
-    seconds_step: float  # computation included
-    bytes_step: float  # the most that a rank sends or receives, mean over steps
-    seconds: Ratio  # to the loss
+    steps: Ratio  # steps over those of dense
+    seconds_step: float  # seconds of a step, with computation
+    bytes_step: float  # largest number of bytes that a rank sends or receives, mean over steps
+    seconds: Ratio  # seconds to the loss
 
     @property
     def named(self) -> str:
@@ -177,22 +177,22 @@ class Outlook:
 
 @dataclass(frozen=True)
 class LossPlan:
-    """The method that is soonest at the loss that dense has after a number of steps, and why.
+    """The method that first reaches the loss that dense has after a number of steps, and why.
 
-    Of those that would take at most 1.1 times as long as the soonest, it is the simplest.
+    It is the simplest of those that would take at most 1.1 times as long as the fastest.
     """
 
     choice: str
     way: str  # "dense", "averages", "local steps every H", "sparse gradients", "low-rank gradients"
     why: str  # one sentence
-    steps: float  # of dense
+    steps: float  # steps of dense
     table: tuple[
         Outlook, ...
-    ]  # the choice, then the soonest first, then those that do not reach it
+    ]  # the choice, then the others from the fastest on, then those that do not reach the loss
 
     @property
     def dense(self) -> Outlook:
-        """The method that all are compared with."""
+        """The dense method, with which all others are compared."""
         return next(entry for entry in self.table if entry.method == "dense")
 
 
@@ -208,23 +208,23 @@ def plan_loss(
     density: float | None = None,
     methods: Sequence[str] | None = None,
 ) -> LossPlan:
-    """Choose the method that is soonest at a loss, or the simplest of those within 10 % of it.
+    """Choose the method that first reaches a loss, or the simplest of those within 10 % of it.
 
-    Only methods compete that reach the loss even at the upper end of their likely steps.
+    Only methods that reach the loss even at the upper end of their likely steps compete.
 
     Args:
         size: trained elements, n.
         world_size: ranks, P.
         machine: its links and ranks.
         candidates: collectives for sparse gradients.
-        optimizer: of the training.
-        steps: that dense takes to the loss, in a run made for it.
+        optimizer: the optimizer of the training.
+        steps: steps that dense needs to reach the loss, in a run planned for it.
         compute: seconds of a step without any exchange.
-        density: k / n of sparse gradients; None: 0.01, which is the one that curves are known of.
-        methods: names of those that compete; None: all.
+        density: k / n of sparse gradients; None: 0.01, at which curves were measured.
+        methods: names of the methods to compare; None: all.
 
     Raises:
-        ConfigurationError: a number makes no sense, or no such optimizer.
+        ConfigurationError: a number is out of range, or the optimizer is unknown.
     """
     known = sorted({name for method in METHODS for name in method.optimizers})
     for name, value, good, expected in (
@@ -257,7 +257,7 @@ def plan_loss(
         before = method.start * (dense - seconds)
         until = Ratio(
             *(
-                # a head start may be longer than a very short training
+                # the dense start may be longer than a very short training run
                 max(before + steps * seconds * more, 0.0)
                 for more in (ratio.mean, ratio.low, ratio.high)
             )
@@ -265,7 +265,7 @@ def plan_loss(
         period = method.recipe.period
         found.append(Outlook(name, method.way, period, use, ratio, seconds, nbytes, until))
     by_time = sorted(found, key=lambda one: (not one.steps.reached, one.seconds.mean))
-    sure = [one for one in found if one.steps.surely_reached]  # dense is
+    sure = [one for one in found if one.steps.surely_reached]  # dense always is
     near = _ALIKE * min(one.seconds.mean for one in sure)
     simplest = next(one for one in sure if one.seconds.mean <= near)
     table = (simplest, *(one for one in by_time if one is not simplest))
@@ -276,7 +276,7 @@ def plan_loss(
 
 
 class _Exchange(NamedTuple):
-    """Seconds of links, seconds of a rank's work, bytes that it sends."""
+    """Seconds on the links, seconds of a rank's work, and the bytes that it sends."""
 
     wire: float
     work: float
@@ -286,11 +286,11 @@ class _Exchange(NamedTuple):
 def step_seconds(
     method: Method, size: int, world_size: int, machine: Machine, compute: float
 ) -> tuple[float, float]:
-    """Return the seconds and the bytes of a step, of all methods but sparse gradients."""
+    """Return the seconds and the bytes of a step, for all methods but sparse gradients."""
     if world_size == 1 or size == 0:
         return compute, 0.0
     period, parts = method.recipe.period, method.fragments
-    idle = compute * period / parts  # between exchanges
+    idle = compute * period / parts  # seconds between exchanges
     each = _exchange(method, -(-size // parts), world_size, machine, idle)
     averages = method.way in ("averages", "local steps")
     whole = machine.gamma * WORD_BYTES * size  # seconds of a pass over the model
@@ -313,7 +313,7 @@ def _exchange(
     family = method.recipe.family
     if family == "low-rank":
         sent = WORD_BYTES * min(_LOW_RANK * method.recipe.matrix_rank * math.sqrt(size), size)
-        # left and right factors, and what is no matrix
+        # left and right factors, and parameters that are not matrices
         wire = 3 * allreduced(sent / 3, world_size, machine, idle)
         return _Exchange(wire, _LOW_RANK_PASSES * whole, 2 * share * sent)
     if method.recipe.selects:
@@ -338,7 +338,7 @@ def rounds(
 ) -> float:
     """Return the seconds of rounds in which every rank sends ``nbytes`` to every other at once.
 
-    The first one is after a pause of ``idle`` seconds.
+    The first round follows a pause of ``idle`` seconds.
 
     Example:
         >>> round(rounds(2, 1e5, 4, Machine(alpha=0.01, beta=8e-8)), 9)
@@ -371,14 +371,14 @@ def allreduced(
 
 
 def _slow_start(nbytes: float, connections: int, machine: Machine, idle: float) -> float:
-    """Return the seconds by which TCP's first windows are late after a pause.
+    """Return the seconds that TCP's first windows after a pause are late.
 
     A connection has been silent for the pause, and for the round trip before.
     """
     trip, seconds, sent = 2 * machine.alpha, 0.0, 0.0
-    # a window that was halved 64 times is at its smallest, whatever follows
+    # after 64 halvings a window has its smallest size
     halved = 2.0 ** min(int((idle + trip) / (_PAUSE + trip)), 64)
-    # what is under way at a time where nothing is late
+    # bytes in flight if nothing were late
     full = min(nbytes, trip / machine.beta) if machine.beta else nbytes
     window = max(full / halved, connections * _WINDOW)
     while sent + window < nbytes and window < full:
@@ -388,9 +388,9 @@ def _slow_start(nbytes: float, connections: int, machine: Machine, idle: float) 
 
 
 def _losses(nbytes: float, connections: int, machine: Machine) -> float:
-    """Return the seconds by which connections that share a link are late after it has dropped packets.
+    """Return the seconds that connections on a shared link are late after it has dropped packets.
 
-    It drops what does not fit into its queue; the connection that has lost the most is the last to end.
+    The link drops packets that do not fit into its queue; the connection with the most losses ends last.
     """
     trip = 2 * machine.alpha
     fits = max(trip, _QUEUE) / machine.beta if machine.beta else math.inf
@@ -412,7 +412,7 @@ def _why(table: Sequence[Outlook], world_size: int, size: int) -> str:
     if best.method == "dense":
         others = [entry for entry in table[1:] if entry.steps.surely_reached]
         if not others:
-            return "dense: nothing else is sure to reach its loss"
+            return "dense: no other method is sure to reach its loss"
         rival = others[0]
         over = rival.seconds.mean / dense.seconds.mean
         longer = "as long" if over < _ALIKE else f"{over:.2g} times as long"

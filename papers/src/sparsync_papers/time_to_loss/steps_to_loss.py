@@ -1,11 +1,11 @@
-"""How many more steps than dense training a method needs to a loss: a fit to measured curves.
+"""How many more steps a method needs to reach a loss than dense training: a fit to measured curves.
 
     ratio = exp(sum of coefficient x feature)        1: as many as dense of the same optimizer
 
 The numbers are those that ``python benchmarks/steps.py`` fits to the curves of
 ``benchmarks/frontier/results.jsonl`` and writes here; ``benchmarks/steps.md`` has the data, and the
-errors for tasks that were not fitted to.  They are of small models (0.1 to 8.4 M parameters), of 60 to
-3,000 steps, mostly of 4 ranks: farther away they are a guess.
+errors for tasks that were not fitted to. The curves are of small models (0.1 to 8.4 M parameters), 60 to
+3,000 steps and mostly 4 ranks; beyond that, predictions are a guess.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ __all__ = [
 Family = Literal["dense", "low-rank", "sparse gradients", "local", "updates", "outer momentum"]
 Optimizer = Literal["sgd", "adamw", "muon"]
 
-FARTHEST: Final = 2.0  # a run as long as dense's shows no larger ratio at the middle of dense's
+# the largest ratio that a run as long as dense's can show at the middle of dense's run
+FARTHEST: Final = 2.0
 _SHORTEST, _LONGEST = 60, 3000  # steps of the measured runs of dense
 _USUAL_RANKS, _USUAL_STEPS, _USUAL_RANK = 4, 300, 4
 _USUAL_PERIOD, _MOMENTUM_PERIOD = 2, 30
@@ -68,13 +69,13 @@ class Recipe:
     """The part of a method that decides how many steps it needs.
 
     Attributes:
-        family: "local": local steps whose changes are averaged; "updates": likewise, and steps are as
-            long as averaged gradients make them; "outer momentum": likewise, and the average passes
-            through an outer momentum.
+        family: "local": local steps whose changes are averaged; "updates": the same, with steps as long
+            as those of averaged gradients; "outer momentum": the same, and the average passes through an
+            outer momentum.
         period: local steps between exchanges, H.
         delayed: an exchange is applied a step or more after it began.
-        selects: a part of the entries is exchanged.
-        matrix_rank: of low-rank gradients.
+        selects: only a part of the entries is exchanged.
+        matrix_rank: matrix rank of low-rank gradients.
     """
 
     family: Family
@@ -99,12 +100,12 @@ class Ratio:
 
     @property
     def reached(self) -> bool:
-        """Whether measured runs could show it: if not, dense's loss counts as not reached."""
+        """Whether measured runs could show this ratio; if not, dense's loss counts as not reached."""
         return self.mean <= FARTHEST
 
     @property
     def surely_reached(self) -> bool:
-        """The same, at the upper end."""
+        """Whether measured runs could show the upper end of the ratio."""
         return self.high <= FARTHEST
 
 
@@ -112,10 +113,10 @@ def features(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> 
     """Return the terms of the ratio's logarithm by name; none for dense.
 
     Args:
-        recipe: of the method.
-        optimizer: takes the steps.
+        recipe: the recipe of the method.
+        optimizer: the optimizer that takes the steps.
         ranks: world size.
-        steps: of the whole run of dense.
+        steps: steps of the whole run of dense.
 
     Example:
         >>> features(Recipe("updates", period=4), "adamw", 4, 300)["period"]
@@ -145,10 +146,10 @@ def features(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> 
 
 
 def steps_ratio(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> Ratio:
-    """Predict how many times the steps of dense a method needs; arguments as of ``features``.
+    """Predict how many times the steps of dense a method needs; arguments as for ``features``.
 
     Raises:
-        ConfigurationError: a number makes no sense.
+        ConfigurationError: a number is out of range.
 
     Example:
         >>> steps_ratio(Recipe("dense"), "adamw", 4, 1000)

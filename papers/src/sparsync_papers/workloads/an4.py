@@ -1,4 +1,4 @@
-"""AN4, where people spell names and addresses, and the LSTM that hears letters in it.
+"""AN4, in which people spell names and addresses, and the LSTM that recognises their letters.
 
 The layout is that of CMU: ``etc/an4_train.fileids`` and ``.transcription``, sound below ``wav``.
 """
@@ -46,19 +46,19 @@ _ADVICE = "unpack AN4 (CMU's raw archive) there"
 _SUFFIXES = (".wav", ".raw")
 
 
-Utterance = tuple[Path, str]  # its sound, and what is said
+Utterance = tuple[Path, str]  # the sound file, and the spoken text
 Words = Sequence[Hashable]
 
 
 @final
 class Spoken(Samples):
-    """Utterances; sound is read on demand."""
+    """Utterances; sound files are read on demand."""
 
     def __init__(self, utterances: list[Utterance]) -> None:
         self.utterances = utterances
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of utterances."""
         return len(self.utterances)
 
     def batch(self, chosen: Tensor, generator: np.random.Generator | None) -> Batch:
@@ -66,7 +66,7 @@ class Spoken(Samples):
 
         Returns:
             Spectrograms `[batch, 1, 161, frames]`, short ones padded with 0; letters `[batch, longest]`,
-            padded with ``BLANK``, how many they are `[batch]`, and how many frames `[batch]`.
+            padded with ``BLANK``, the number of letters `[batch]`, and the number of frames `[batch]`.
         """
         utterances = [self.utterances[number] for number in chosen.tolist()]
         heard = [spectrogram(read_sound(sound)).T for sound, _ in utterances]
@@ -96,14 +96,14 @@ def spelled(text: str, place: Path) -> Tensor:
     """Return the numbers of a text's letters, upper case.
 
     Raises:
-        ConfigurationError: it has another character, or none at all.
+        ConfigurationError: the text has another character, or is empty.
     """
     letters = " ".join(text.upper().split())
     strange = sorted(set(letters) - set(LETTERS[1:]))
     if strange or not letters:
         why = f"has {strange[0]!r}" if strange else "is empty"
         raise ConfigurationError(
-            f"the text of {place} {why}; write words in letters from A to Z, and apostrophes"
+            f"the text of {place} {why}; use only letters from A to Z and apostrophes in words"
         )
     return torch.tensor([LETTERS.index(letter) for letter in letters])
 
@@ -115,7 +115,7 @@ def read_sound(path: Path) -> Tensor:
         `[samples]`, ``float32`` in [-1, 1).
 
     Raises:
-        ConfigurationError: it is anything else.
+        ConfigurationError: the file has any other format.
     """
     advice = "convert it to 16-bit samples at 16 kHz, one channel"
     try:
@@ -142,7 +142,7 @@ def read_sound(path: Path) -> Tensor:
 
 
 def _roughness(samples: np.ndarray) -> float:
-    """Measure jumps: sound in the wrong byte order is noise, and CMU has AN4 in both."""
+    """Measure jumps: in the wrong byte order sound is noise, and CMU distributes AN4 in both orders."""
     return float(np.abs(np.diff(samples.astype(np.float64))).sum())
 
 
@@ -157,7 +157,7 @@ def spectrogram(samples: Tensor, *, window: int = 320, stride: int = 160) -> Ten
     References: Amodei et al., `Deep Speech 2 <https://arxiv.org/abs/1512.02595>`_, 2015.
     """
     shape = torch.hamming_window(window)
-    filled = F.pad(samples, (window // 2, window // 2))  # so that frames are centred
+    filled = F.pad(samples, (window // 2, window // 2))  # centres the frames
     heard = torch.stft(filled, window, stride, window=shape, center=False, return_complex=True)
     level = heard.abs().log1p()
     return (level - level.mean()) / level.std().clamp(min=1e-6)
@@ -170,7 +170,7 @@ def edit_distance(hypothesis: Words, reference: Words) -> int:
         >>> edit_distance("kitten", "sitting")
         3
 
-    Cost: a step of Python per pair of elements.
+    Cost: an iteration in Python per pair of elements.
     """
     row = list(range(len(reference) + 1))
     for i, heard in enumerate(hypothesis, start=1):
@@ -182,7 +182,7 @@ def edit_distance(hypothesis: Words, reference: Words) -> int:
 
 
 def errors(hypotheses: Sequence[Words], references: Sequence[Words]) -> tuple[int, int]:
-    """Return the edits, and the elements of the references: words or characters.
+    """Return the number of edits, and of elements in the references: words or characters.
 
     Example:
         >>> heard, said = "the cat sat", "a cat sat down"
@@ -198,8 +198,8 @@ def errors(hypotheses: Sequence[Words], references: Sequence[Words]) -> tuple[in
 class Ctc(Objective):
     """Connectionist temporal classification: nats per utterance; WER and CER of the likeliest letters.
 
-    Targets are letters `[batch, longest]`, how many they are, and how many frames an utterance has.
-    One that is too short for its letters counts as 0 nats.
+    Targets are letters `[batch, longest]`, their number, and the frames of each utterance. An utterance
+    that is too short for its letters counts as 0 nats.
 
     References: Graves et al., `Connectionist Temporal Classification
     <https://www.cs.toronto.edu/~graves/icml_2006.pdf>`_, 2006.
@@ -246,11 +246,11 @@ class Ctc(Objective):
 
 
 def heard_texts(logits: Tensor, positions: Tensor) -> list[str]:
-    """Return the likeliest letter of every position, repeated ones once, without blanks.
+    """Return the likeliest letter of every position, without repetitions and blanks.
 
     Args:
         logits: `[batch, positions, letters]`.
-        positions: how many count, `[batch]`.
+        positions: number of valid positions, `[batch]`.
     """
     texts = []
     for row, count in zip(logits.argmax(-1), positions.tolist(), strict=True):

@@ -1,7 +1,7 @@
 """CIFAR-10 and its classifiers: 60,000 colour images of 32 x 32 pixels, ten classes.
 
-The python format is a pickle.  A pickle can name any function to be called, so here every name but
-those of an array of bytes is refused.
+The python format is a pickle. A pickle can name any function to be called, so this module refuses every
+name except those that an array of bytes needs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ from sparsync_papers.workloads.folders import (
 )
 
 _PIXELS = 3 * 32 * 32
-_MEAN, _DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training images
+_MEAN, _DEVIATION = (
+    (0.4914, 0.4822, 0.4465),
+    (0.2470, 0.2435, 0.2616),
+)  # mean and deviation of the training images
 _FOLDERS = ("cifar-10-batches-py", "cifar-10-batches-bin", ".")
 _ADVICE = "unpack CIFAR-10's python or binary archive there"
 
@@ -49,7 +52,7 @@ class Cifar10(Samples):
         pixels: `[n, 3, 32, 32]` with ``uint8``.
         labels: `[n]`, ``int64``.
 
-    While training, images are shifted by up to four pixels and every other is mirrored (He et al. 2016,
+    In training, images are shifted by up to four pixels, and half of them are mirrored (He et al. 2016,
     section 4.2).
     """
 
@@ -57,7 +60,7 @@ class Cifar10(Samples):
         self.pixels, self.labels = pixels, labels
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of images."""
         return len(self.labels)
 
     def batch(self, chosen: Tensor, generator: np.random.Generator | None) -> tuple[Tensor, Tensor]:
@@ -118,7 +121,7 @@ class Vgg16Cifar10(CifarWorkload):
 
 @final
 class Resnet20Cifar10(CifarWorkload):
-    """SparCML, Figure 1; settings of He et al. 2016, section 4.2, batch as of ResNet-110."""
+    """SparCML, Figure 1; settings of He et al. 2016, section 4.2, batch as for ResNet-110."""
 
     name = "resnet20-cifar10"
     build = staticmethod(resnet20_cifar10)
@@ -144,11 +147,12 @@ class Resnet110Cifar10(CifarWorkload):
 
 
 def read_binary(path: Path) -> tuple[Tensor, Tensor]:
-    """Read records of a byte for the class and 3,072 for the pixels: red, green, blue."""
+    """Read records: one byte for the class, and 3,072 for the pixels in red, green, blue."""
     content = np.fromfile(path, dtype=np.uint8)
     if not len(content) or len(content) % (1 + _PIXELS):
         raise ConfigurationError(
-            f"{path} has {len(content):,} bytes, which is no multiple of {1 + _PIXELS:,}; {_ADVICE} again"
+            f"{path} has {len(content):,} bytes, which is not a multiple of {1 + _PIXELS:,}; {_ADVICE} "
+            "again"
         )
     records = content.reshape(-1, 1 + _PIXELS)
     return _checked(path, records[:, 1:], records[:, 0])
@@ -163,12 +167,12 @@ def read_python(path: Path) -> tuple[Tensor, Tensor]:
         bytes_ = isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8
         if bytes_ and labels.dtype.kind == "i":
             return _checked(path, pixels, labels)
-        why = "data is no array of unsigned bytes, or labels are no integers"
+        why = "data is not an array of unsigned bytes, or labels are not integers"
     except ConfigurationError:
         raise
     except Exception as error:  # a broken pickle raises nearly anything
         why = f"{type(error).__name__}: {error}"
-    raise ConfigurationError(f"{path} is no batch of CIFAR-10 ({why}); {_ADVICE} again")
+    raise ConfigurationError(f"{path} is not a batch of CIFAR-10 ({why}); {_ADVICE} again")
 
 
 def _checked(path: Path, pixels: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -183,8 +187,8 @@ def _checked(path: Path, pixels: np.ndarray, labels: np.ndarray) -> tuple[Tensor
     return images, torch.from_numpy(labels.astype(np.int64))
 
 
-# what an array of bytes in a pickle names, by either name of numpy's module; Python 3 writes bytes of old
-# pickles by ``codecs.encode``, always in latin1
+# the names that an array of bytes needs in a pickle, with both names of numpy's module; for old protocols
+# Python 3 writes bytes by ``codecs.encode``, always in latin1
 _REBUILD = np.empty(0).__reduce__()[0]
 _ALLOWED = MappingProxyType(
     {

@@ -1,6 +1,6 @@
 """BERT on documents of Wikipedia: pairs of passages, some of their tokens masked.
 
-A text file has one document per block of lines, blocks apart by empty lines, a sentence per line.
+A text file has a sentence per line and one document per block of lines; empty lines separate blocks.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from sparsync_papers.workloads.words import Vocabulary
 
 PAD, UNKNOWN, CLASS, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 
-_WORD = re.compile(r"[^\W_]+|[^\w\s]|_")  # letters and digits, or one mark
+_WORD = re.compile(r"[^\W_]+|[^\w\s]|_")  # letters and digits, or a single punctuation mark
 _ADVICE = "give documents with empty lines between them, a sentence per line, in UTF-8"
 _LONGEST_WORD = 100  # characters; longer ones are unknown (Devlin et al., published code)
-_HEAD_WIDTH = 64  # of an attention head (Devlin et al.)
-_SHORTEST = 8  # tokens of a sample: three that separate, and two passages
+_HEAD_WIDTH = 64  # width of an attention head (Devlin et al.)
+_SHORTEST = 8  # tokens of a sample: three separators, and two passages
 
 
 def word_pieces(text: str, vocabulary: Vocabulary) -> list[str]:
-    """Split a text into pieces of a vocabulary: the longest first; those inside of a word begin with ##.
+    """Split a text into the longest pieces in a vocabulary; pieces inside a word begin with ##.
 
-    In lower case, without accents.  A vocabulary of whole words is one of pieces, too.
+    The text is lower-cased and loses its accents. A vocabulary of whole words works as well.
 
     Example:
         >>> vocabulary = Vocabulary(["[UNK]", "un", "##able", "##a", "!"], unknown="[UNK]")
@@ -86,20 +86,20 @@ def _pieces(word: str, vocabulary: Vocabulary) -> list[str]:
 class MaskedPairs(Samples):
     """Two passages, up to ``context`` tokens together; in half of the pairs the second follows the first.
 
-    Of a sample's tokens 15 % are to be found: 80 % of those are masked, 10 % are random ones, 10 %
-    stay (BERT, section 3.1).  A sample begins in a document of its own, at a random place.
+    15 % of a sample's tokens must be predicted: of these, 80 % are masked, 10 % replaced by random ones,
+    and 10 % kept (BERT, section 3.1). Each sample begins in another document, at a random place.
 
     Args:
-        path: of the documents; read when they are asked for.
+        path: the file of documents, which are read on demand.
         vocabulary: with ``PAD``, ``CLASS``, ``SEPARATOR`` and ``MASK``.
         context: tokens of a sample, 8 or more.
-        share: of the tokens, which are to be found.
+        share: share of the tokens to predict.
 
     Raises:
         ConfigurationError: there are fewer than two documents, or the file cannot be read.
 
-    Differs from BERT: passages are cut where the sample is full, in the middle of a sentence; Chinese
-    characters are not split.
+    Differs from BERT: passages are cut where the sample is full, even in the middle of a sentence;
+    Chinese characters are not split.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class MaskedPairs(Samples):
         self.padding, self.first, self.separator, self.mask = special
 
     def __len__(self) -> int:
-        """How many there are: as many as documents."""
+        """Return the number of samples, which is that of documents."""
         return len(self.places)
 
     def sentences(self, document: int) -> list[str]:
@@ -131,8 +131,9 @@ class MaskedPairs(Samples):
         """See ``Samples``.
 
         Returns:
-            Tokens and their segments (0 or 1), `[batch, context]`; the masked tokens, likewise,
-            ``PADDING`` elsewhere, and whether the second passage is of another document, `[batch]`.
+            Tokens and their segments (0 or 1), `[batch, context]`; the tokens to predict, of the same
+            shape, with ``PADDING`` elsewhere; and whether the second passage comes from another document,
+            `[batch]`.
         """
         samples = [
             self._sample(document, generator or np.random.default_rng([document]))
@@ -168,7 +169,7 @@ class MaskedPairs(Samples):
         return masked, segments, words, int(other)
 
     def _numbers(self, lines: Iterator[str], most: int, *, from_end: bool = False) -> list[int]:
-        """Return up to ``most`` tokens of lines; ``from_end``: the lines come last first, as its end."""
+        """Return up to ``most`` tokens of lines; with ``from_end``, the lines come in reverse order."""
         found: list[int] = []
         while len(found) < most and (line := next(lines, None)) is not None:
             more = self.vocabulary.numbers(word_pieces(line, self.vocabulary))
@@ -195,7 +196,7 @@ class MaskedPairs(Samples):
 
 
 def _blocks(content: mmap.mmap) -> Iterator[tuple[int, int]]:
-    """Yield where blocks of lines begin and end, empty lines between them."""
+    """Yield the beginning and end of each block of lines; empty lines separate blocks."""
     start, size = 0, len(content)
     while start < size:
         found = content.find(b"\n\n", start)
@@ -207,10 +208,10 @@ def _blocks(content: mmap.mmap) -> Iterator[tuple[int, int]]:
 
 @final
 class MaskedWords(Objective):
-    """The mean cross entropies of masked words and of "is the second passage another's?", added up.
+    """The sum of the mean cross entropies of masked words and of "is the second passage unrelated?".
 
-    The evaluation has the loss, the hits and the perplexity of the words alone, and the share of the
-    passages that are told right.
+    The evaluation has the loss, the hits and the perplexity of the words alone, and the share of
+    correctly classified passages.
     """
 
     def loss(self, outputs: Tensors, targets: Tensors) -> Tensor:

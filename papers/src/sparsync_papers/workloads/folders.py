@@ -1,4 +1,4 @@
-"""Workloads that read their data from a folder: samples by number, dealt to ranks; files by name."""
+"""Workloads that read a folder: files by name, and numbered samples distributed over ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sparsync.errors import ConfigurationError
 
 
 class Samples(ABC):
-    """Numbered samples of a data set's part."""
+    """The numbered samples of one part of a data set."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of samples."""
 
     @abstractmethod
     def batch(self, chosen: Tensor, generator: np.random.Generator | None) -> Batch:
@@ -31,12 +31,12 @@ class Samples(ABC):
 
         Args:
             chosen: numbers of samples, `[batch]`.
-            generator: for what is random while training (crops, masks); None: to evaluate on, where
-                the same samples always give the same batch.
+            generator: draws random choices in training (crops, masks); None: evaluation, in which the
+                same samples always give the same batch.
         """
 
     def chosen(self, draw: Draw) -> Tensor:
-        """Return the numbers of a rank's samples of a step."""
+        """Return the numbers of a rank's samples at a step."""
         return draw.samples(len(self))
 
 
@@ -44,7 +44,7 @@ S = TypeVar("S", bound=Samples)
 
 
 def seeded(build: Callable[..., nn.Module], seed: int, **options: object) -> nn.Module:
-    """Build a model whose initial weights depend on the seed alone; the caller's generator stays."""
+    """Build a model whose weights depend only on the seed, and restore the global generator."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build(**options)
@@ -52,7 +52,7 @@ def seeded(build: Callable[..., nn.Module], seed: int, **options: object) -> nn.
 
 @dataclass(frozen=True)
 class FolderWorkload(Workload, Generic[S]):
-    """A workload of files; ranks train and evaluate on disjoint shares."""
+    """A workload that reads files; ranks train and evaluate on disjoint shares."""
 
     reads_folder: ClassVar[bool] = True
     data: Path  # the folder; ``docs/data.md`` says what is expected there
@@ -60,14 +60,14 @@ class FolderWorkload(Workload, Generic[S]):
     def __post_init__(self) -> None:
         if not self.data.is_dir():
             raise ConfigurationError(
-                f"{self.name} looks for its data in {self.data}, which is no folder; give one with "
-                "--data DIR (docs/data.md says what it has to have)"
+                f"{self.name} looks for its data in {self.data}, which is not a folder; give one with "
+                "--data DIR (docs/data.md says what it must contain)"
             )
         self.find()  # refuses a folder without the files, before anything starts
 
     @abstractmethod
     def find(self) -> object:
-        """Return the files that ``load`` reads; quick.
+        """Return the files that ``load`` reads, without reading them.
 
         Raises:
             ConfigurationError: one is missing.
@@ -106,10 +106,10 @@ class FolderWorkload(Workload, Generic[S]):
 
 
 def existing(folder: Path, names: Sequence[str], *, what: str, advice: str) -> Path:
-    """Return the first of some files or folders that is there.
+    """Return the first of some files or folders that exists.
 
     Raises:
-        ConfigurationError: none is; names ``what`` is looked for, and says the ``advice``.
+        ConfigurationError: none exists; the message names ``what`` and gives the ``advice``.
     """
     for name in names:
         if (folder / name).exists():
@@ -150,6 +150,6 @@ def normalised(
 
 
 def flipped(images: Tensor, generator: np.random.Generator) -> Tensor:
-    """Mirror every other image, on average, from left to right."""
+    """Mirror each image from left to right with probability 1/2."""
     mirrored = torch.from_numpy(generator.random(len(images)) < 0.5)
     return torch.where(mirrored[:, None, None, None], images.flip(-1), images)

@@ -1,4 +1,4 @@
-"""Folders of images, one per class, as ImageNet is unpacked, and its classifiers; Pillow decodes."""
+"""Folders of images, one per class, as in ImageNet, and its classifiers; Pillow decodes images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
 _BILINEAR = 2  # Pillow's number of that filter
-_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training images
+_MEAN, _DEVIATION = (
+    (0.485, 0.456, 0.406),
+    (0.229, 0.224, 0.225),
+)  # mean and deviation of ImageNet's training images
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
@@ -38,21 +41,21 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 class ImageFolders(Samples):
     """Images, decoded when they are asked for.
 
-    While training, a random part of an image is scaled, and every other is mirrored; else the centre
-    is.
+    In training, a random part of an image is scaled, and half of the images are mirrored; in evaluation,
+    the centre is scaled.
 
     Raises:
-        ConfigurationError: it has another class, or no image.
+        ConfigurationError: a file has an unknown class, or the folder has no image.
     """
 
     def __init__(self, folder: Path, classes: list[str], *, side: int) -> None:
         self.folder, self.classes, self.side = folder, classes, side
         numbers = {name: number for number, name in enumerate(classes)}
-        self.files: list[tuple[str, int]] = []  # names below ``folder``, and classes
+        self.files: list[tuple[str, int]] = []  # paths below ``folder``, and classes
         for name in _folders(folder):
             if name not in numbers:
                 raise ConfigurationError(
-                    f"{folder / name} is of a class that has no training images; remove it, or add some"
+                    f"{folder / name} belongs to a class without training images; remove it, or add some"
                 )
             images = sorted(
                 file.name for file in (folder / name).iterdir() if file.suffix.lower() in _SUFFIXES
@@ -64,7 +67,7 @@ class ImageFolders(Samples):
             )
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of images."""
         return len(self.files)
 
     def batch(self, chosen: Tensor, generator: np.random.Generator | None) -> tuple[Tensor, Tensor]:
@@ -101,13 +104,13 @@ class ImageFolders(Samples):
 
 
 def random_box(
-    width: int,  # of the image, in pixels
-    height: int,  # of the image
-    generator: np.random.Generator,  # of the choices
+    width: int,  # width of the image in pixels
+    height: int,  # height of the image
+    generator: np.random.Generator,  # draws the choices
     *,
-    least: float = 0.08,  # share of the area (the most is all of it)
+    least: float = 0.08,  # least share of the area (the largest is 1)
     slant: float = 4 / 3,  # largest ratio of the sides, either way
-    attempts: int = 10,  # to find one that fits; else it is the whole centre
+    attempts: int = 10,  # attempts to find a box that fits; else the whole centre
 ) -> Box:
     """Draw a part of an image: its share of the area, its aspect ratio, its place.
 
@@ -143,7 +146,7 @@ def _folders(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class ImagenetWorkload(FolderWorkload[ImageFolders]):
-    """A model on folders of images, as many classes as there are folders; top-5 is reported, too."""
+    """A model on folders of images, one class per folder; top-5 is reported as well."""
 
     width: int = 64  # channels of the first stage
     side: int = 224  # pixels of an image, in height and width
@@ -160,7 +163,7 @@ class ImagenetWorkload(FolderWorkload[ImageFolders]):
     @final
     def find(self) -> list[Path]:
         """Return ``train`` and ``val``."""
-        advice = "unpack ImageNet there, with a folder per class (in val, too)"
+        advice = "unpack ImageNet there, with a folder per class (in val as well)"
         return [
             existing(self.data, [name], what="the images", advice=advice)
             for name in ("train", "val")
@@ -168,7 +171,7 @@ class ImagenetWorkload(FolderWorkload[ImageFolders]):
 
     @final
     def load(self) -> tuple[ImageFolders, ImageFolders]:
-        """List the images; the classes are the training folders, by the alphabet."""
+        """List the images; the classes are the training folders in alphabetical order."""
         training, held_out = self.find()
         classes = _folders(training)
         return (
@@ -190,7 +193,7 @@ class ImagenetWorkload(FolderWorkload[ImageFolders]):
 class Resnet50Imagenet(ImagenetWorkload):
     """WAGMA, section 5.2: 64 ranks with 64 images each; lr of Goyal et al. 2017 for 256 images.
 
-    One class more than there are folders: "background", which gives the paper's number of parameters.
+    One more class than folders, "background", gives the paper's number of parameters.
     """
 
     name = "resnet50-imagenet"
@@ -203,7 +206,7 @@ class Resnet50Imagenet(ImagenetWorkload):
 
 
 class _WithHiddenLayers(ImagenetWorkload):
-    """A model with fully connected layers, which are as wide in proportion."""
+    """A model with fully connected layers whose widths scale in proportion."""
 
     defaults = Defaults(sgd_lr=0.01, adam_lr=1e-4, batch_size=32, weight_decay=5e-4)
 
@@ -231,7 +234,7 @@ class Vgg16Imagenet(_WithHiddenLayers):
 class _Wide(ImagenetWorkload):
     """SparCML, section 8.4: 64 ranks with 8 images each.
 
-    Its learning rate of 1 is CNTK's, whose momentum averages: with momentum 0.9, torch's 0.1.
+    Its learning rate of 1 is for CNTK, whose momentum averages: with momentum 0.9 this is 0.1 in torch.
     """
 
     width: int = 256

@@ -1,4 +1,4 @@
-"""Lines of unequal length in length buckets: the cost of a step differs by rank and step."""
+"""Lines in length buckets, so that the cost of a step differs between ranks and steps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NEWLINE = 10
 
 
 def bucket_lengths(lengths: Tensor, width: int) -> Tensor:
-    """Return the longest length of each bucket; b has those from ``b * width + 1`` on."""
+    """Return the longest length of each bucket; bucket b has lengths from ``b * width + 1`` on."""
     return (lengths + width - 1) // width * width
 
 
 def draw_from_bucket(
     padded_lengths: Tensor, generator: np.random.Generator, count: int
 ) -> tuple[Tensor, int]:
-    """Draw samples of one bucket, which is drawn by how many it has: each is equally likely.
+    """Draw a bucket in proportion to its size, then samples of it: all samples are equally likely.
 
     Returns:
         Numbers of samples, `[count]`, and the bucket's padded length.
@@ -42,7 +42,8 @@ def draw_from_bucket(
 class LineBuckets:
     r"""The lines of a text, sorted by length; a bucket holds those of similar lengths.
 
-    A line is predicted whole: its tokens begin with the newline before it, its targets end with its own.
+    A line is predicted completely: its tokens begin with the previous newline, its targets end with its
+    own.
 
     Args:
         text: `[bytes]` with ``torch.uint8``.
@@ -50,10 +51,10 @@ class LineBuckets:
         width: bucket b holds the lengths from ``b * width + 1`` to ``(b + 1) * width``.
 
     Attributes:
-        starts: `[lines]`, where the tokens of every line begin in the text.
-        lengths: `[lines]`, ascending: tokens of every line, and as many targets.
+        starts: `[lines]`, the position in the text at which the tokens of each line begin.
+        lengths: `[lines]`, ascending: number of tokens, and of targets, of each line.
         padded_lengths: `[lines]`: the longest length of the line's bucket.
-        mean_length: of ``padded_lengths``.
+        mean_length: mean of ``padded_lengths``.
 
     Raises:
         ConfigurationError: no line has such a length.
@@ -101,16 +102,16 @@ class LinesWorkload(Workload):
     """The byte transformer on lines of Python's own source: WAGMA's section 5.3 at this size.
 
     Every local batch holds equally many lines of one bucket, which each rank draws for each step: the
-    time of a step varies as that bucket's length.  A batch's loss is the mean over its bytes.
+    time of a step varies with that bucket's length. A batch's loss is the mean over its bytes.
     """
 
-    # bytes of the longest line, its newline included; 1 line of 800 is longer than 96
+    # bytes of the longest line with its newline; 1 line in 800 is longer than 96
     context: int = 96
-    width: int = 160  # of the residual stream, a multiple of 32: the width of a head
+    width: int = 160  # width of the residual stream, a multiple of the width of a head, 32
     layers: int = 4  # blocks
-    bucket_width: int = 16  # difference of the lengths that share a bucket, in bytes
-    # of a local batch, padding included (the paper's); larger batches are cut so that the longest
-    # bucket's fits
+    bucket_width: int = 16  # bytes between the lengths of neighbouring buckets
+    # tokens of a local batch with padding (the paper's); larger batches are cut so that one of the
+    # longest bucket fits
     max_tokens: int = 8192
 
     name: ClassVar[str] = "lines"
@@ -119,7 +120,9 @@ class LinesWorkload(Workload):
     defaults: ClassVar[Defaults] = Defaults(sgd_lr=0.1, adam_lr=1e-3, batch_size=16)
 
     def __post_init__(self) -> None:
-        BytesWorkload(self.context, self.width, self.layers)  # refuses what the model cannot have
+        BytesWorkload(
+            self.context, self.width, self.layers
+        )  # refuses settings that the model cannot have
         if self.max_tokens < self.context:
             raise ConfigurationError(
                 f"max_tokens is {self.max_tokens}, less than a line of context {self.context}; "
@@ -143,20 +146,20 @@ class LinesWorkload(Workload):
         return BytesWorkload(self.context, self.width, self.layers).make_model(seed)
 
     def batch(self, draw: Draw) -> tuple[Tensor, Tensor]:
-        """See ``Workload``: every rank draws from the whole text, whatever the number of ranks."""
+        """See ``Workload``: each rank draws from the whole text, for any number of ranks."""
         count = min(draw.batch_size, self.max_tokens // self.context)
         return self.parts[0].padded(*self.parts[0].draw(draw.generator(), count))
 
     def held_out(self) -> tuple[Tensor, Tensor]:
-        """See ``Workload``: lines of all lengths, as often as the held-out files have them."""
+        """See ``Workload``: lines of all lengths, with their frequency in the held-out files."""
         last = len(self.parts[1].lengths) - 1
         chosen = torch.arange(1024) * last // 1023
         return self.parts[1].padded(chosen, self.context)
 
     def relative_cost(self, *, seed: int, step: int, rank: int) -> float:
-        """Return the tokens of a rank's padded batch, over their mean: 1 on average.
+        """Return the tokens of a rank's padded batch relative to their mean.
 
-        A simulator multiplies a step's computation time by it.  A function of its arguments alone.
+        A simulator multiplies a step's computation time by it.  Depends on its arguments alone.
         """
         training = self.parts[0]
         _, length = training.draw(np.random.default_rng([seed, step, rank]), 1)

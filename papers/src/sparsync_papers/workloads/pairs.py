@@ -43,14 +43,16 @@ PAD, START, END = "<pad>", "<s>", "</s>"
 SPECIAL = (PAD, UNKNOWN, START, END)  # the first words of every vocabulary: numbers 0 to 3
 
 Pair = tuple[Path, Path]  # sources and targets
-Vocabularies = tuple[Vocabulary, Vocabulary]  # of the source and of the target; may be the same
-_HEAD_WIDTH = 64  # of an attention head (Vaswani et al. 2017)
-_NEVER = "\0"  # an unknown word that a model writes is not the one that a person wrote
+Vocabularies = tuple[
+    Vocabulary, Vocabulary
+]  # vocabularies of the source and of the target; may be the same
+_HEAD_WIDTH = 64  # width of an attention head (Vaswani et al. 2017)
+_NEVER = "\0"  # stands for an unknown word in a translation, so that it matches no reference
 
 
 @final
 class SentencePairs(Samples):
-    """Pairs, sorted by length; a batch is of one bucket of similar lengths.
+    """Pairs sorted by length; a batch comes from one bucket of similar lengths.
 
     Raises:
         ConfigurationError: the files have unequal numbers of lines, or no pair is short enough.
@@ -58,13 +60,13 @@ class SentencePairs(Samples):
 
     def __init__(
         self,
-        files: Pair,  # of the sources and of the targets; words are split at white space
-        vocabularies: Vocabularies,  # of the sources and of the targets
+        files: Pair,  # files of the sources and of the targets; words are split at white space
+        vocabularies: Vocabularies,  # vocabularies of the sources and of the targets
         *,
-        # tokens of a sentence, its end included; pairs with a longer one are dropped.  None: any
+        # most tokens of a sentence with its end; longer pairs are dropped. None: any
         longest: int | None,
-        bucket_width: int = 8,  # difference of the lengths that share a bucket
-        # of a batch, padding included; larger ones are cut so that the longest bucket's fits
+        bucket_width: int = 8,  # tokens between the lengths of neighbouring buckets
+        # tokens of a batch with padding; larger batches are cut so that one of the longest bucket fits
         max_tokens: int = 8192,
     ) -> None:
         self.longest, self.max_tokens = longest, max_tokens
@@ -89,7 +91,7 @@ class SentencePairs(Samples):
         self.padded_lengths = bucket_lengths(lengths[self._order], bucket_width)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of pairs."""
         return len(self._order)
 
     def chosen(self, draw: Draw) -> Tensor:
@@ -109,7 +111,7 @@ class SentencePairs(Samples):
 
         Returns:
             Sources that end with ``END``, and targets that begin with ``START``, padded with ``PAD``;
-            and those targets with ``END``, padded with ``PADDING``: `[batch, longest]` each.
+            and the same targets ending with ``END``, padded with ``PADDING``: `[batch, longest]` each.
         """
         start, end = (torch.tensor([SPECIAL.index(word)]) for word in (START, END))
         pairs = [self._pair(number) for number in chosen.tolist()]
@@ -148,10 +150,10 @@ Words = Sequence[Hashable]
 def ngrams(
     candidates: Sequence[Words], references: Sequence[Words], *, longest: int = 4
 ) -> Counter[str]:
-    """Compare translations with one that is right for each: the sums of which ``bleu`` is made.
+    """Compare translations with a reference each; return the sums from which ``bleu`` is computed.
 
     "c" and "r" are words of the candidates and of the references; "found 2" the candidates' pairs of
-    words, and "right 2" those of them that the reference has, too; likewise up to ``longest``.
+    words, and "right 2" those that the reference has as well; likewise up to ``longest``.
 
     Example:
         >>> seven = "the the the the the the the".split()  # the paper's example 2: 2 of 7
@@ -170,7 +172,7 @@ def ngrams(
 def bleu(sums: Counter[str], *, longest: int = 4) -> float:
     """Return corpus BLEU: the geometric mean of the precisions, times the brevity penalty.
 
-    In [0, 1], not smoothed; NaN of no words.
+    In [0, 1], not smoothed; NaN if there are no words.
 
     References: Papineni et al., `BLEU: a Method for Automatic Evaluation of Machine Translation
     <https://aclanthology.org/P02-1040>`_, 2002.
@@ -192,8 +194,8 @@ def _ngrams(words: Words, n: int) -> Counter[tuple[Hashable, ...]]:
 class Translation(Objective):
     """Cross entropy of every next word; uncased BLEU-4 of the model's translations, word by word."""
 
-    words: tuple[str, ...]  # of the target's vocabulary
-    smoothing: float = 0.0  # of the labels, while training
+    words: tuple[str, ...]  # words of the target's vocabulary
+    smoothing: float = 0.0  # smoothing of the labels in training
     # a translation has at most this many tokens more than its source (Vaswani et al. 2017, section
     # 6.1)
     longer: int = 50
@@ -225,10 +227,10 @@ class Translation(Objective):
 
 
 def greedy(model: nn.Module, source: Tensor, *, longest: int) -> Tensor:
-    """Write the likeliest token after each, until every sentence has ended.
+    """Append the likeliest next token until every sentence has ended.
 
     Returns:
-        `[batch, tokens]`; after an ``END`` anything.
+        `[batch, tokens]`; tokens after an ``END`` are arbitrary.
 
     Cost: a run of the model per token, on all tokens so far.
     """
@@ -244,7 +246,7 @@ def greedy(model: nn.Module, source: Tensor, *, longest: int) -> Tensor:
 
 
 def joined(pieces: list[str]) -> list[str]:
-    """Return lower-case words of pieces: one that ends with "@@" goes on in the next one.
+    """Join pieces into lower-case words: a piece that ends with "@@" continues in the next one.
 
     Example:
         >>> joined(["Ein", "Ver@@", "such", "!"])
@@ -261,7 +263,7 @@ class PairsWorkload(FolderWorkload[SentencePairs]):
     """Pairs of sentences in length buckets: steps cost unequal times (WAGMA, section 5.3)."""
 
     width: int = 768  # numbers per position, or hidden units
-    layers: int = 2  # of the encoder, and of the decoder
+    layers: int = 2  # layers of the encoder, and of the decoder
     context: int = 128  # tokens of the longest sentence to train on
 
     target: ClassVar[str] = "token"
@@ -277,7 +279,7 @@ class PairsWorkload(FolderWorkload[SentencePairs]):
 
     @cached_property
     def vocabularies(self) -> Vocabularies:
-        """Those of the sources and the targets: ``vocab.txt``, a word per line, or built from texts."""
+        """Vocabularies of sources and targets: ``vocab.txt``, one word per line, or from the texts."""
         training = self.find()[0]
         file = self.data / "vocab.txt"
         if self.joint and file.exists():
@@ -295,7 +297,7 @@ class PairsWorkload(FolderWorkload[SentencePairs]):
 
     @final
     def find(self) -> tuple[Pair, Pair]:
-        """Return the files to train on, and the held-out ones: ``train.en`` and ``train.de``, say."""
+        """Return the training and the held-out files, e.g. ``train.en`` and ``train.de``."""
         advice = "put files there whose lines belong together"
         training, held_out = (
             [
@@ -308,7 +310,7 @@ class PairsWorkload(FolderWorkload[SentencePairs]):
 
     @final
     def load(self) -> tuple[SentencePairs, SentencePairs]:
-        """Read the pairs; of the held-out ones all lengths are kept."""
+        """Read the pairs; held-out pairs of all lengths are kept."""
         training, held_out = self.find()
         return (
             SentencePairs(training, self.vocabularies, longest=self.context),
@@ -334,7 +336,7 @@ class PairsWorkload(FolderWorkload[SentencePairs]):
 class TransformerWmt17(PairsWorkload):
     """WAGMA, section 5.3: English to German, batches of at most 8,192 tokens; else Vaswani et al. 2017.
 
-    The learning rate is the largest of theirs, which has 4,000 steps of warm-up.
+    The learning rate is the peak of their schedule, which has 4,000 steps of warm-up.
     """
 
     width: int = 512
@@ -377,7 +379,7 @@ class TransformerWmt17(PairsWorkload):
 @final
 @dataclass(frozen=True)
 class Atis(PairsWorkload):
-    """SparCML, Table 3: 560 sentences on 8 ranks; words to their slots.  Learning rates: chosen here."""
+    """SparCML, Table 3: 560 sentences on 8 ranks; words to their slots. Learning rates are ours."""
 
     context: int = 64
 
@@ -391,7 +393,7 @@ class Atis(PairsWorkload):
 @final
 @dataclass(frozen=True)
 class Hansards(PairsWorkload):
-    """SparCML, Table 3: 256 sentences on 8 ranks; English to French.  Learning rates: chosen here."""
+    """SparCML, Table 3: 256 sentences on 8 ranks; English to French. Learning rates are ours."""
 
     context: int = 64
 

@@ -1,8 +1,8 @@
-"""PPO on tasks whose episodes end early: ranks collect for unequal times (WAGMA, section 5.4).
+"""PPO on tasks whose episodes may end early, so ranks collect for unequal times (WAGMA, section 5.4).
 
-Their task, navigation in Habitat, is out of reach here: it needs its own simulator, and licensed scenes.
-A classic-control task of Gymnasium has the property that matters to a scheme of averaging: an episode
-ends when the agent fails, so that nobody knows ahead how long a rank collects.
+The paper's task, navigation in Habitat, is not available here: it needs its own simulator and licensed
+scenes. A classic-control task of Gymnasium has the property that matters for averaging: an episode ends
+when the agent fails, so the time a rank collects is not known in advance.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class Experience:
     returns: tuple[float, ...]  # undiscounted sum of the rewards, of every episode
     observations: Tensor  # `[steps, numbers]`
     actions: Tensor  # `[steps]`
-    log_probabilities: Tensor  # `[steps]`, of the actions when they were taken
+    log_probabilities: Tensor  # `[steps]`, log-probabilities of the actions when they were taken
     advantages: Tensor  # `[steps]`
-    targets: Tensor  # `[steps]`, of the value: advantage plus value when it was taken
+    targets: Tensor  # `[steps]`, targets of the value: advantage plus value at that step
 
     @property
     def steps(self) -> int:
-        """Steps of the environment: what collecting costs."""
+        """Steps of the environment, the cost of collecting."""
         return len(self.actions)
 
 
 def advantages_of(rewards: Tensor, values: Tensor, *, discount: float, trace: float) -> Tensor:
     """Estimate the advantages of one episode's actions (GAE; Schulman et al. 2017, equation 11).
 
-    Rewards `[steps]`; values `[steps + 1]`: also of the state after the last action, which is 0 when
-    the episode ended there, and not when it was cut.
+    Rewards `[steps]`; values `[steps + 1]`: the last one is of the state after the last action, 0 if the
+    episode ended there but not if it was cut.
 
     Example:
         >>> advantages_of(torch.ones(2), torch.tensor([0.0, 2.0, 0.0]), discount=0.5, trace=0.5)
@@ -91,15 +91,15 @@ class Ppo:
 
     # a Gymnasium task with discrete actions, whose observation is a vector
     environment: str = "CartPole-v1"
-    episodes: int = 4  # whole ones that a rank collects per iteration
+    episodes: int = 4  # whole episodes that a rank collects per iteration
     discount: float = 0.99  # gamma (the paper's)
     trace: float = 0.95  # lambda of the advantages (the paper's)
     clip: float = 0.2  # epsilon (the paper's)
-    # over what was collected, per iteration (the paper's: 10 with tasks like these)
+    # passes over the collected experience per iteration (the paper: 10 with tasks like these)
     epochs: int = 10
     minibatch: int = 64  # steps per update (the paper's)
-    lr: float = 1e-3  # of Adam (three times the paper's)
-    value_weight: float = 0.5  # of the value's squared error (the paper gives none)
+    lr: float = 1e-3  # learning rate of Adam (three times the paper's)
+    value_weight: float = 0.5  # weight of the value's squared error (the paper gives none)
 
     def __post_init__(self) -> None:
         for name in ("episodes", "epochs", "minibatch"):
@@ -110,7 +110,7 @@ class Ppo:
         """Make the task.
 
         Raises:
-            ConfigurationError: no Gymnasium, no such task, or one with other actions.
+            ConfigurationError: Gymnasium is missing, or the task is unknown or has other actions.
         """
         try:
             import gymnasium
@@ -142,7 +142,7 @@ class Ppo:
 
     @torch.no_grad()
     def collect(self, model: nn.Module, *, seed: int, iteration: int, rank: int) -> Experience:
-        """Play whole episodes; its time is that of their lengths."""
+        """Play whole episodes; takes time in proportion to their lengths."""
         environment, generator = self.make_environment(), _generator(seed, iteration, rank, 0)
         played = [self._play(model, environment, generator) for _ in range(self.episodes)]
         parts = zip(*(tensors for _, tensors in played), strict=True)
@@ -158,7 +158,7 @@ class Ppo:
         iteration: int,
         rank: int,
     ) -> None:
-        """Learn from what was collected: changes ``model`` and ``optimizer``."""
+        """Learn from the collected experience; changes ``model`` and ``optimizer``."""
         generator = _generator(seed, iteration, rank, 1)
         for _ in range(self.epochs):
             order = torch.randperm(experience.steps, generator=generator)
@@ -182,7 +182,7 @@ class Ppo:
             rewards.append(float(reward))
         observations, actions = torch.stack(states), torch.tensor(taken)
         logits, values = model(observations)
-        # nothing follows a failure; an episode that is cut at the limit would go on
+        # the value after a failure is 0, but an episode that is cut at the limit would continue
         values[-1] *= not ended
         advantages = advantages_of(
             torch.tensor(rewards), values, discount=self.discount, trace=self.trace
@@ -195,7 +195,10 @@ class Ppo:
         """Return the loss of some steps; advantages are relative to those of all."""
         logits, values = model(experience.observations[chosen])
         new = _log_probabilities(logits, experience.actions[chosen])
-        every, eps = experience.advantages, torch.finfo(values.dtype).eps  # all may be equal
+        every, eps = (
+            experience.advantages,
+            torch.finfo(values.dtype).eps,
+        )  # all advantages may be equal
         advantages = (every[chosen] - every.mean()) / (every.std(correction=0) + eps)
         loss = clipped_loss(new, experience.log_probabilities[chosen], advantages, clip=self.clip)
         return loss + self.value_weight * F.mse_loss(values, experience.targets[chosen])

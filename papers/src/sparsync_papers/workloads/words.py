@@ -19,7 +19,7 @@ from sparsync_papers.workloads.folders import FolderWorkload, Samples, existing,
 
 UNKNOWN, END_OF_LINE = "<unk>", "<eos>"
 
-_FILES = {  # of training, and of validation
+_FILES = {  # files of training, and of validation
     "ptb.train.txt": "ptb.valid.txt",
     "wiki.train.tokens": "wiki.valid.tokens",
     "train.txt": "valid.txt",
@@ -32,10 +32,10 @@ class Vocabulary:
 
     Args:
         words: distinct; a word's place is its number.
-        unknown: the one that stands for all others.
+        unknown: the word that stands for all others.
 
     Raises:
-        ConfigurationError: a word is there twice, or ``unknown`` is not there.
+        ConfigurationError: a word occurs twice, or ``unknown`` is missing.
 
     Example:
         >>> vocabulary = Vocabulary.of_words("b a b c".split(), special=["<unk>"], most=3)
@@ -51,16 +51,16 @@ class Vocabulary:
             raise ConfigurationError(f"the vocabulary has {twice!r} more than once; remove one")
         if unknown not in self._number:
             raise ConfigurationError(
-                f"the vocabulary has no {unknown!r}, which stands for what it has not; add it"
+                f"the vocabulary has no {unknown!r}, which stands for unknown words; add it"
             )
         self.unknown = self._number[unknown]
 
     def __len__(self) -> int:
-        """How many words there are."""
+        """Return the number of words."""
         return len(self.words)
 
     def __contains__(self, word: str) -> bool:
-        """Tell whether a word is there."""
+        """Return whether the vocabulary has a word."""
         return word in self._number
 
     def numbers(self, words: Iterable[str]) -> list[int]:
@@ -71,7 +71,7 @@ class Vocabulary:
     def of_words(
         cls, words: Iterable[str], *, special: Sequence[str] = (UNKNOWN,), most: int | None = None
     ) -> Vocabulary:
-        """Build it: the special words, then the others by frequency and alphabet; ``most`` in all."""
+        """Build from special words, then the others by frequency and alphabet; ``most`` in all."""
         counts = Counter(words)
         for word in special:
             counts.pop(word, None)
@@ -81,12 +81,12 @@ class Vocabulary:
 
 @final
 class Windows(Samples):
-    """A long sequence of words in windows that do not overlap; each word is predicted from those before.
+    """A long sequence of words, cut into windows; each word is predicted from those before it.
 
-    The rest at the end, shorter than a window, is dropped.
+    A rest that is shorter than a window is dropped.
 
     Raises:
-        ConfigurationError: there is no whole window.
+        ConfigurationError: the words do not fill a window.
     """
 
     def __init__(self, words: Sequence[str], vocabulary: Vocabulary, *, context: int) -> None:
@@ -99,7 +99,7 @@ class Windows(Samples):
         self.vocabulary, self.context = vocabulary, context
 
     def __len__(self) -> int:
-        """How many windows there are."""
+        """Return the number of windows."""
         return (len(self.numbers) - 1) // self.context
 
     def batch(self, chosen: Tensor, generator: np.random.Generator | None) -> tuple[Tensor, Tensor]:
@@ -112,9 +112,9 @@ class Windows(Samples):
 class WordsWorkload(FolderWorkload[Windows]):
     """RedSync, section 6.2: 4 ranks with 5 windows each, clipped gradients; perplexity is reported.
 
-    Every window starts from a state of zeros, while training and in the evaluation.  The learning
-    rate, with momentum 0.9, is that of plain SGD with 20, as is usual for this model (RedSync gives
-    none); ``--momentum 0 --lr 20`` is the paper's plain SGD.
+    Every window starts from a state of zeros, in training and in evaluation. With momentum 0.9 the
+    learning rate corresponds to plain SGD with 20, as is usual for this model (RedSync gives none);
+    ``--momentum 0 --lr 20`` is the paper's plain SGD.
     """
 
     width: int = 1500  # of the embedding, and hidden units per layer

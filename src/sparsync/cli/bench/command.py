@@ -73,19 +73,20 @@ class BenchSettings:
     ranks: Annotated[Ranks, ranks_option(8)] = 8
     sizes: tuple[int, ...] = (1_000_000,)
     densities: tuple[float, ...] = (0.01,)
-    steps: Annotated[
-        Steps | None, option("Steps that are timed.", "20; real ranks: 3 to 20, by speed")
-    ] = None
+    steps: Annotated[Steps | None, option("Timed steps.", "20; real ranks: 3 to 20, by speed")] = (
+        None
+    )
     warmup: Annotated[
         Warmup | None,
         option(
-            "Steps before: not timed, but their volume counts.", "5; real ranks: 1 to 5, by speed"
+            "Steps before the timed ones; their volume counts.", "5; real ranks: 1 to 5, by speed"
         ),
     ] = None
     input: Annotated[
         str,
         option(
-            f"Kind of gradient: {', '.join(INPUTS)}; of --selectors: {', '.join(SELECTOR_INPUTS)}."
+            f"Kind of gradient: {', '.join(INPUTS)}; with --selectors: "
+            f"{', '.join(SELECTOR_INPUTS)}."
         ),
     ] = "uniform"
     seed: Annotated[Seed, option("Of the gradients.")] = 0
@@ -97,8 +98,8 @@ class BenchSettings:
     verify: Annotated[
         str,
         option(
-            "Steps that are verified in full (the sum and the law): every step; its ends, first and "
-            "last; digest, none: ranks' totals are compared, as on all steps. auto: every step of "
+            "Steps to verify in full (the sum and the law). every: all; ends: the first and the "
+            "last; digest: none, only ranks' totals are compared, as on all steps; auto: all for "
             "small vectors, the ends for large ones."
         ),
     ] = "auto"
@@ -121,11 +122,11 @@ class BenchSettings:
         self.connection()
 
     def connection(self) -> Connection:
-        """How the ranks are connected."""
+        """Return how the ranks are connected."""
         return Connection(self.transport, self.timeout, self.curve_keys, self.lab, simulates=True)
 
     def pace(self) -> Pace:
-        """How many steps a row takes; the virtual clock repeats itself, so a short run says as much."""
+        """Choose the steps of a row; on the virtual clock results repeat, so a short run suffices."""
         if not self.connection().simulated:
             return Pace(self.steps, self.warmup)
         return Pace(self.steps or 20, 5 if self.warmup is None else self.warmup)
@@ -145,11 +146,13 @@ def command(
     collectives: Annotated[
         str, option(f"With commas: {', '.join(sorted(PRESETS))}. {OPTIONS_HELP}")
     ] = "dense,allgather,oktopk,budgeted,halving",
-    size: Annotated[str, option("Elements of the vector; several, with commas.")] = "1000000",
+    size: Annotated[
+        str, option("Elements of the vector; several separated by commas.")
+    ] = "1000000",
     density: Annotated[
         str | None,
         option(
-            "k / n in (0, 1]; several, with commas (one of --selectors).",
+            "k / n in (0, 1]; several separated by commas (only one with --selectors).",
             "0.01; --selectors: 0.001",
         ),
     ] = None,
@@ -164,12 +167,12 @@ def command(
     sizes: Annotated[
         str,
         Only(("selectors",), DEFAULT_SIZES),
-        option("Of --selectors: bytes of the residual, with commas."),
+        option("With --selectors: bytes of the residual, separated by commas."),
     ] = DEFAULT_SIZES,
     device: Annotated[
         str,
         Only(("kernels", "selectors"), "cpu"),
-        option("Of --kernels and --selectors: cpu or cuda."),
+        option("With --kernels and --selectors: cpu or cuda."),
     ] = "cpu",
     json: Json = None,
     plot: Plot = None,
@@ -178,8 +181,8 @@ def command(
     """Measure collectives: time, volume against its bound, and correctness, on every step.
 
     Each step feeds a fresh gradient to a whole reducer with error feedback: selection, exchange and
-    commit.  "sim" charges communication alone; the row dense is gloo's native allreduce, over mpi
-    MPI's.  Ends with 1 if a result is wrong.
+    commit. "sim" charges communication alone; the row dense is gloo's native allreduce, or MPI's over
+    mpi. The exit code is 1 if a result is wrong.
     """
     require(not (kernels and selectors), "--kernels and --selectors; choose one of them")
     if kernels or selectors:
@@ -239,7 +242,7 @@ def command(
 
 
 def _refuse_ignored(kind: str, own: dict[str, Any], given: dict[str, Any]) -> None:
-    """Refuse options of collectives where other things are measured."""
+    """Refuse options of collectives when kernels or selectors are measured."""
     parameters = inspect.signature(command).parameters
     usual = {"ranks": launched_ranks(8)}
     used = ("input", "seed") if kind == "--selectors" else ("seed",)

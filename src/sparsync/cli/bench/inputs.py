@@ -1,7 +1,7 @@
 """Gradients for benches and claim tests: deterministic in (seed, step, rank).
 
-Their supports differ, since a sparse collective's volume depends on them: where the large entries of
-the ranks lie, and whether they lie in the same places.
+The inputs differ in their supports, because the volume of a sparse collective depends on where the large
+entries of the ranks are, and whether they coincide.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from sparsync.sparse import even_boundaries
 
 __all__ = ["INPUTS", "Draw", "Input", "gradient", "input_named"]
 
-_CLUSTERS = 5  # places where large entries lie
+_CLUSTERS = 5  # number of clusters of large entries
 _CLUSTER_FRACTION = 64  # each is n / 64 wide: together 7.8 % of the vector
 _OVERLAP = 1 / 64  # fraction of the elements that are large on all ranks
 _NOISE = 1e-3  # magnitude outside the clusters, relative to inside
-_DOMINANCE = 100.0  # how much larger the dominating rank's entries are
+_DOMINANCE = 100.0  # factor on the dominating rank's entries
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Which gradient is wanted: of how many elements n, ranks P, whose, and of which 0-based step."""
+    """Identifies a gradient: elements n, ranks P, the rank, and the 0-based step."""
 
     size: int
     world_size: int
     rank: int
     step: int
-    seed: int  # of the whole run
+    seed: int  # seed of the whole run
 
     def normal(self, size: int) -> Tensor:
         """Return `[size]` standard normal numbers, different for every step and rank."""
@@ -56,7 +56,7 @@ class Input:
 
     meaning: str  # one line for tables
     make: Callable[[Draw], Tensor]
-    # permuting the ranks does not change the joint distribution: Ok-Topk's tighter bound is claimed
+    # permuting the ranks does not change the joint distribution, so Ok-Topk's tighter bound applies
     exchangeable: bool = True
 
 
@@ -82,7 +82,7 @@ def input_named(kind: str) -> Input:
 
 
 def _generator(*key: object) -> torch.Generator:
-    """Return a generator whose stream is independent of all other keys."""
+    """Return a generator whose stream is independent of those of other keys."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
@@ -96,7 +96,7 @@ def _heavy_tailed(draw: Draw) -> Tensor:
 def _clustered(draw: Draw) -> Tensor:
     values = draw.normal(draw.size)
     width = max(draw.size // _CLUSTER_FRACTION, 1)
-    places = _generator("places", draw.seed)  # the same for all ranks and steps
+    places = _generator("places", draw.seed)  # places are the same for all ranks and steps
     scale = torch.full_like(values, _NOISE)
     for start in torch.randint(max(draw.size - width, 1), (_CLUSTERS,), generator=places).tolist():
         scale[start : start + width] = 1.0

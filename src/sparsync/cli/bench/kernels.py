@@ -1,4 +1,4 @@
-"""The kernels' worth: each one against the same in torch's operations, on one device."""
+"""Compare each kernel with the same computation in torch's operations, on one device."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = [
     "kernel_table",
 ]
 
-_KEYS = 512  # that values are counted from, as many as a fine histogram has bins
-_BLOCK = 128  # of int8, as the codec has it
-_LEVEL_BLOCK, _LARGEST = 512, 2.0**120  # of levels, as ``attach`` has it; no scale is larger
+_KEYS = 512  # number of keys for counting, as many as the bins of a fine histogram
+_BLOCK = 128  # block of int8, as in the codec
+_LEVEL_BLOCK, _LARGEST = 512, 2.0**120  # block of levels, as in ``attach``; the largest scale
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,26 @@ class KernelRow:
     kernel: str
     speedup: float  # seconds_torch / seconds
     over_add: float  # seconds over those of ``residual.add_(gradient)`` on the whole vector
-    gigabytes_per_second: float  # of n float32, whatever part of them it reads
-    seconds: float  # best of the repetitions, the wait for the device included
-    seconds_torch: float  # the same of the specification, in torch's operations
-    equal: bool  # the results are the same, bit for bit
+    gigabytes_per_second: (
+        float  # for n float32 elements, even if the kernel reads only some of them
+    )
+    seconds: float  # best of the repetitions, including the wait for the device
+    seconds_torch: float  # the same for the specification, in torch's operations
+    equal: bool  # whether the results are bit-identical
     backend: str  # "triton", the instruction set of the C++ kernels, or "torch" without either
     device: str
-    threads: int  # that torch (and C++) may use
+    threads: int  # threads that torch (and C++) may use
     size: int
     density: float
 
     @property
     def correct(self) -> bool:
-        """The results are the same."""
+        """Whether the results are the same."""
         return self.equal
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that is not there."""
+    """Refuse a device that does not exist."""
     there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     if device not in there:
         raise ConfigurationError(f"--device is {device!r}; here it can be: {', '.join(there)}")
@@ -76,12 +78,12 @@ def bench_kernels(
         device: "cpu" or "cuda".
         size: number of elements n; the default is VGG-16's.
         density: k / n; twice k are candidates.
-        streams: ranks P whose entries are merged, in a region of n / P.
-        repetitions: the fastest counts; one more before them warms up (and compiles).
-        seed: of the vectors.
+        streams: number of ranks P whose entries are merged, in a region of n / P.
+        repetitions: the fastest counts; one more at first warms up (and compiles).
+        seed: seed of the vectors.
 
     Raises:
-        ConfigurationError: the device is not there.
+        ConfigurationError: the device does not exist.
     """
     check_device(device)
     generator = torch.Generator().manual_seed(seed)
@@ -163,7 +165,7 @@ def _finish() -> None:
 
 
 def _same(mine: Any, expected: Any) -> bool:
-    """Whether nested results are equal, float32 in every bit."""
+    """Return whether nested results are equal, float32 values bit for bit."""
     if isinstance(mine, Tensor):
         if mine.dtype == torch.float32:
             mine, expected = mine.view(torch.int32), expected.view(torch.int32)
@@ -177,7 +179,7 @@ def _same(mine: Any, expected: Any) -> bool:
 
 
 class Comparison(NamedTuple):
-    """A function of the device's kernels, and the same in torch's operations."""
+    """A function in the device's kernels and in torch's operations."""
 
     name: str
     make: Callable[[], tuple[Any, ...]]  # fresh arguments, which either function may overwrite

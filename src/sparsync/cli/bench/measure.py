@@ -42,9 +42,9 @@ VERIFY = ("auto", "every", "ends", "digest")
 def verified_in_full(mode: str, size: int, ranks: int) -> tuple[bool, bool]:
     """Return whether every step is verified in full, and whether the first and the last one are.
 
-    Modes: "every" step; its "ends", the first and the last; "digest": none; "auto": the first of these
-    that is cheap, which "every" is up to 16 M elements of all ranks: 0.4 s of work on one core.  The
-    totals' digests are compared between ranks on every step.
+    Modes: "every" step; its "ends", the first and the last; "digest": none; "auto": "every" while that is
+    cheap, up to 16 M elements over all ranks (0.4 s of work on one core), otherwise "ends". The totals'
+    digests are compared between ranks on every step.
 
     Example:
         >>> verified_in_full("auto", 1_000_000, 8), verified_in_full("auto", 14_728_266, 8)
@@ -56,10 +56,10 @@ def verified_in_full(mode: str, size: int, ranks: int) -> tuple[bool, bool]:
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a row goes on, where the wall clock counts.
+    """Chooses how many steps of a row to run on the wall clock.
 
-    A number that is not given is chosen by the row's own speed, so that a dense step of ten seconds and a
-    sparse one of ten milliseconds both end in reasonable time with a median that means something.
+    A number that is not given is chosen by the row's speed, so that dense steps of ten seconds and sparse
+    ones of ten milliseconds both finish in reasonable time with a meaningful median.
 
     Example:
         >>> pace = Pace(steps=None, warmup=None)
@@ -69,18 +69,18 @@ class Pace:
         (20, 10, 3)
     """
 
-    steps: int | None  # timed ones
+    steps: int | None  # number of timed steps
     warmup: int | None
 
     def warm(self, durations: Sequence[float]) -> bool:
         """Return whether the warm-up is over, given the seconds of its steps so far."""
         if self.warmup is not None:
             return len(durations) >= self.warmup
-        # by then error feedback and thresholds have settled; long steps have had their time
+        # after this, error feedback and thresholds have settled, or long steps have used up their time
         return len(durations) >= 5 or sum(durations) >= 5.0
 
     def timed(self, durations: Sequence[float]) -> int:
-        """Return how many steps to time, given the seconds of the warm-up's steps."""
+        """Return how many steps to time, given the seconds of the warm-up steps."""
         if self.steps is not None:
             return self.steps
         if not durations:
@@ -94,32 +94,36 @@ class Pace:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One step, over all ranks."""
+    """The outcome of one step over all ranks."""
 
     seconds: float  # whole ``reduce()``, of the slowest rank
     exchange: float | None  # selected -> total, of the slowest rank; None: not timed alone
-    sent: int  # maximal bytes sent by a rank
+    sent: int  # largest number of bytes sent by a rank
     received: int
     verdict: Verdict
-    in_full: bool = True  # on the sum and the law; else on the equality of the totals alone
-    kernel: int | None = None  # most bytes on any link of a lab, one way, as the kernel counted
+    in_full: bool = True  # verified by the sum and the law; else only by the equality of the totals
+    kernel: int | None = (
+        None  # most bytes on any link of a lab in one direction, as the kernel counted
+    )
     processor: float | None = (
-        None  # seconds of a core for the exchange, all threads: the ranks' mean
+        None  # processor seconds of the exchange over all threads, the mean over ranks
     )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All steps of a row."""
+    """The measurements of all steps of a row."""
 
-    transport: str  # carried the bytes: "sim", "torch", "zmq" or "mpi"
-    outcomes: list[Outcome]  # of all steps
-    whole: list[Outcome]  # of those that were timed as a whole
-    alone: list[Outcome]  # of those whose exchange was timed alone
+    transport: str  # carrier of the bytes: "sim", "torch", "zmq" or "mpi"
+    outcomes: list[Outcome]  # outcomes of all steps
+    whole: list[Outcome]  # outcomes of the steps timed as a whole
+    alone: list[Outcome]  # outcomes of the steps whose exchange was timed alone
     warmup: int  # number of steps before the timed ones
-    stages: Mapping[str, float] = field(default_factory=dict)  # seconds of rank 0 in all steps
-    add_seconds: Sequence[float] = ()  # of ``residual.add_(gradient)`` on the slowest rank
-    add_processor: Sequence[float] = ()  # seconds of a core that it takes: the ranks' mean
+    stages: Mapping[str, float] = field(
+        default_factory=dict
+    )  # seconds of rank 0 by stage, over all steps
+    add_seconds: Sequence[float] = ()  # seconds of ``residual.add_(gradient)`` on the slowest rank
+    add_processor: Sequence[float] = ()  # its processor seconds, the mean over ranks
 
 
 def measure(
@@ -129,17 +133,17 @@ def measure(
     verified: tuple[bool, bool],
     advance: Callable[[int | None], None],
 ) -> Measured:
-    """Measure a row: a warm-up; then timed steps by turns, one as a whole, one with its exchange alone.
+    """Measure a row: a warm-up, then timed steps, alternately as a whole and with the exchange alone.
 
-    The virtual clock times both in one step.
+    Under the virtual clock one step gives both times.
 
     Args:
-        step: does one on all ranks; is told whether it is verified in full, and whether its exchange is
-            timed alone, from a common start.
-        transport: "sim": the clock is virtual.
-        pace: how many steps.
+        step: runs one step on all ranks, given whether to verify it in full, and whether to time its
+            exchange alone, from a common start.
+        transport: with "sim" the clock is virtual.
+        pace: chooses the number of steps.
         verified: see ``verified_in_full``.
-        advance: called after every step with the number of steps, None while that is open.
+        advance: called after every step with the number of steps, or None while it is not decided.
     """
     every, ends = verified
     turns = (False,) if transport == "sim" else (False, True)
@@ -154,7 +158,7 @@ def measure(
     while not pace.warm([outcome.seconds for outcome in outcomes]):
         do(None)
     warmup, steps = len(outcomes), pace.timed([outcome.seconds for outcome in outcomes])
-    closing = ends and not every  # copies would disturb the clock: one more step, not timed
+    closing = ends and not every  # copies would disturb the clock, so another step is run untimed
     total = warmup + len(turns) * steps + closing
     timed = [do(total, alone=alone) for _ in range(steps) for alone in turns]
     if closing:
@@ -165,10 +169,10 @@ def measure(
 
 @final
 class SimulatedRanks:
-    """P virtual ranks, each with its own reducer, that live from step to step.
+    """P virtual ranks, whose reducers persist from step to step.
 
-    Every step runs on a fresh network: its clock, which charges communication alone, starts at 0 and
-    its ledgers hold this step alone.
+    Every step runs on a fresh network: its clock, which charges only communication, starts at 0, and its
+    ledgers hold only this step.
 
     Example:
         >>> ranks = SimulatedRanks(Case("oktopk", ranks=4, size=1000, density=0.01))
@@ -184,7 +188,7 @@ class SimulatedRanks:
         self.stages = Counter[str]()  # seconds of rank 0
 
     def step(self, *, keep: bool = True) -> Simulation[Evidence]:
-        """Run the next step of all ranks; return its evidence, if that is kept."""
+        """Run the next step of all ranks; return its evidence, if kept."""
 
         async def program(comm: SimCommunicator) -> None:
             rank = self.ranks[comm.rank]
@@ -196,7 +200,7 @@ class SimulatedRanks:
         return replace(simulation, results=[rank.evidence() for rank in kept])
 
     def outcome(self, in_full: bool, alone: bool) -> Outcome:
-        """Run the next step of all ranks, and judge it; its exchange is alone anyway."""
+        """Run the next step of all ranks, and judge it; its exchange is timed alone in any case."""
         simulation, k = self.step(keep=in_full), self.case.k
         if in_full:
             verdict = judge(k, simulation.results)

@@ -32,15 +32,15 @@ from sparsync.transports.rendezvous import store_of
 __all__ = ["Team"]
 
 _NANOSECONDS = 1e9
-_PIECE = 4 << 20  # bytes of evidence at a time: a store takes at most 8 MiB
+_PIECE = 4 << 20  # bytes of evidence per message, because a store takes at most 8 MiB
 
 
 @final
 class Team:
-    """The ranks of a bench, and a process group for messages that are neither timed nor booked.
+    """The ranks of a bench, and a process group for messages that are neither timed nor counted.
 
     Args:
-        connection: carries the rows.
+        connection: carries the messages of the rows.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -54,9 +54,9 @@ class Team:
         verified: tuple[bool, bool],
         advance: Callable[[int | None], None],
     ) -> Measured:
-        """Measure a row; every rank calls it, and decides alike, by the slowest rank's clock.
+        """Measure a row; every rank calls it, and all decide by the slowest rank's clock.
 
-        Verdicts on the sum and the law are rank 0's; the other ranks' are on the equality of the totals.
+        Rank 0 judges the sum and the law; the other ranks only judge the equality of the totals.
         """
         with self.connection.open(case.name) as comm:
             rank = WatchedReducer(case, comm)
@@ -67,13 +67,13 @@ class Team:
             return replace(measured, stages=stages, add_seconds=seconds, add_processor=processor)
 
     def _step(self, rank: WatchedReducer, in_full: bool, alone: bool) -> Outcome:
-        """Do one step: as a whole, or with a fence before the exchange."""
+        """Run one step, as a whole or with a fence before the exchange."""
         seen, mine = rank.seen, rank.feed(keep=in_full, fence=self.line.wait if alone else None)
         ledger, before = rank.reducer.comm.ledger, local_traffic() or (0, 0)
         start = self.line.wait()
         run(rank.reducer.reduce([mine]))
         end = time.perf_counter() - seen.copying
-        # after it all messages have arrived, and the kernel has counted them
+        # afterwards all messages have arrived, and the kernel has counted them
         dist.barrier(group=self.group)
         after = local_traffic() or (0, 0)
         counted = max(now - then for now, then in zip(after, before, strict=True))
@@ -92,7 +92,7 @@ class Team:
             if self.rank == 0:
                 verdict = judge(rank.case.k, evidence)
             else:
-                list(evidence)  # leaves this rank's
+                list(evidence)  # sends this rank's evidence to rank 0
         return Outcome(
             seconds=self.line.elapsed(facts[:, 0], facts[:, 1]),
             exchange=self.line.elapsed(facts[:, 2], facts[:, 3]) if alone else None,
@@ -105,16 +105,16 @@ class Team:
         )
 
     def _collect(self, mine: Evidence) -> Iterator[Evidence]:
-        """Yield every rank's evidence, in rank order, on rank 0; nothing elsewhere; all call it.
+        """Yield every rank's evidence in rank order on rank 0, and nothing elsewhere; all ranks call it.
 
-        It passes through the group's store, which is not on the links of a lab: at n = 14.7 M and P = 8
-        the residuals and accumulated gradients alone are 0.8 GB, 7 s of a link of 1 Gbit/s.
+        Evidence passes through the group's store, which is not on the links of a lab: at n = 14.7 M and P
+        = 8 the residuals and accumulated gradients alone are 0.8 GB, 7 s of a link of 1 Gbit/s.
         """
         store = store_of(self.group)
         if self.rank:
             raw = bytes(packed(mine))
             for number, start in enumerate(range(0, len(raw) + 1, _PIECE)):
-                piece: Any = raw[start : start + _PIECE]  # torch's stubs say str
+                piece: Any = raw[start : start + _PIECE]  # torch's stubs declare str
                 store.set(f"evidence {self.rank}/{number}", piece)
             return
         yield mine
@@ -129,13 +129,13 @@ class Team:
             yield unpacked(pieces, [Evidence, SparseVector, DenseVector])
 
     def _time_of_add(self, size: int, *, repetitions: int = 10) -> tuple[list[float], list[float]]:
-        """Time ``residual.add_(gradient)`` while all ranks do it, per repetition.
+        """Time repetitions of ``residual.add_(gradient)`` on all ranks at once.
 
-        Returns the slowest rank's seconds, and the ranks' mean seconds of a core.
+        Returns the slowest rank's seconds, and the mean processor seconds, per repetition.
         """
         residual, gradient = torch.zeros(size), torch.ones(size)
         times = []
-        for _ in range(repetitions + 1):  # the first is not timed
+        for _ in range(repetitions + 1):  # the first repetition is not timed
             start, before = self.line.wait(), time.process_time()
             residual.add_(gradient)
             times.append([time.perf_counter() - start, time.process_time() - before])

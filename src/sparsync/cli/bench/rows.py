@@ -1,6 +1,6 @@
-"""The rows of ``sparsync bench``: measured, claimed and possible; and their tables.
+"""The rows of ``sparsync bench``: measurements, claims and bounds; and their tables.
 
-Ratios come first in the tables: they compare between machines.
+Tables start with ratios, which are comparable between machines.
 """
 
 from __future__ import annotations
@@ -33,53 +33,60 @@ _BITS_PER_BYTE = 8
 class Row:
     """The measurements of one collective; the fields are keys of the JSON.  None: does not apply.
 
-    Maxima and minima are over all ranks and all steps, warm-up included; times over timed steps, each
-    that of the slowest rank.  Words have 4 bytes.
+    Maxima and minima are over all ranks and all steps, including the warm-up; times are over timed steps,
+    each of the slowest rank. Words have 4 bytes.
     """
 
     collective: str
-    transport: str  # carried the bytes; "dense" is always gloo's native allreduce
-    lab: float | None  # bits per second of the shaped links, the lowest
+    transport: str  # carrier of the bytes; "dense" always uses gloo's native allreduce
+    lab: float | None  # lowest rate of the shaped links in bits per second
     ranks: int
     size: int
     density: float
     k: int
     input: str
-    steps: int  # timed as a whole; as many again with the exchange timed alone
+    steps: int  # steps timed as a whole; as many more have the exchange timed alone
     warmup: int
-    steps_total: int  # of the row, untimed ones included
-    steps_verified: int  # of these, against the sum and the law; on the others totals were compared
+    steps_total: int  # all steps of the row, including untimed ones
+    steps_verified: int  # steps verified by the sum and the law; on the others totals were compared
     seed: int
     seconds_25: float
-    seconds_median: float  # of the whole ``reduce()``: accumulate, select, exchange, commit
+    seconds_median: float  # seconds of the whole ``reduce()``: accumulate, select, exchange, commit
     seconds_75: float
     seconds_exchange_median: float  # selected -> total, from a common start
     seconds_local_median: float  # the whole minus the exchange
-    seconds_add_median: float | None  # of ``residual.add_(gradient)`` on all ranks at once
-    processor_exchange_median: float | None  # seconds of a core, all threads, the ranks' mean
-    processor_add_median: float | None  # of ``residual.add_(gradient)``, in the same way
-    seconds_stages: dict[str, float]  # mean per step of rank 0, by stage of ``ledger.STAGES``
-    wire_seconds: float | None  # max(sent, received) of the median step on the link, less its burst
+    seconds_add_median: float | None  # seconds of ``residual.add_(gradient)`` on all ranks at once
+    processor_exchange_median: (
+        float | None
+    )  # processor seconds over all threads, the mean over ranks
+    processor_add_median: float | None  # the same for ``residual.add_(gradient)``
+    seconds_stages: dict[
+        str, float
+    ]  # mean seconds per step of rank 0, by stage of ``ledger.STAGES``
+    # seconds of max(sent, received) of the median step on the link, less its burst
+    wire_seconds: float | None
     bytes_sent_max: int
     bytes_received_max: int
-    bytes_kernel_max: int | None  # max(sent, received) as the kernel counted, headers included
+    bytes_kernel_max: int | None  # max(sent, received) as the kernel counted, with headers
     words_per_k_max: float  # max(sent, received) in words / k
-    bound_words_per_k: float | None  # claimed for this collective on this input
-    entries_min: float  # of the total / min(k, those of the sum of the selected); dense: 1
-    law_error_max: float | None  # of the law of conservation, in units of its tolerance
+    bound_words_per_k: float | None  # the claim for this collective on this input
+    entries_min: (
+        float  # entries of the total / min(k, entries of the sum of the selected); dense: 1
+    )
+    law_error_max: float | None  # error of the law of conservation, in units of its tolerance
     wrong: int  # entries of totals that differ between ranks or from the sum of the delivered
-    links: str | None = None  # of the lab, as ``parse_links`` reads them
+    links: str | None = None  # the lab's links, as ``parse_links`` reads them
 
     @property
     def correct(self) -> bool:
-        """Nothing is wrong and the law of conservation holds, where it was verified."""
+        """Whether nothing is wrong and the law of conservation held where it was verified."""
         return self.wrong == 0 and (self.law_error_max is None or self.law_error_max <= 1)
 
 
 def summarize(
     case: Case, measured: Measured, rate: int | None = None, links: str | None = None
 ) -> Row:
-    """Make a row of all steps of a case; ``rate``: bits per second of the lab's ``links``."""
+    """Summarise all steps of a case in a row; ``rate``: bits per second of the lab's ``links``."""
     outcomes, whole, alone = measured.outcomes, measured.whole, measured.alone
     seconds = torch.tensor([o.seconds for o in whole], dtype=torch.float64)
     quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
@@ -129,10 +136,10 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float | None]:
-    """Return a row's times over others of the same run, as keys of the JSON; None: no such.
+    """Return a row's times relative to others of the same run, as keys of the JSON; None: none.
 
-    The speed-ups are over the row "dense" of the same size and density; the exchange is compared with
-    the time of its bytes on the link, the rest with ``residual.add_(gradient)``.
+    The speed-ups are over the row "dense" of the same size and density; the exchange is relative to the
+    time of its bytes on the link, the rest to ``residual.add_(gradient)``.
     """
 
     def over(one: float | None, other: float | None) -> float | None:
@@ -151,15 +158,15 @@ def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def entry(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return a row and its ratios as they go into the JSON."""
+    """Return a row and its ratios in the form of the JSON."""
     return {**asdict(row), **ratios(row, rows)}
 
 
 def bound_words_per_k(case: Case) -> float | None:
     """Return the claimed words per requested entry: max(sent, received) of any rank on any step.
 
-    For "oktopk-paper" that is the paper's claim, which leaves out the exact steps and the drift of
-    reused thresholds.  None: nothing is claimed.
+    For "oktopk-paper" this is the paper's claim, which ignores the exact steps and the drift of reused
+    thresholds. None: there is no claim.
     """
     job = Job(case.size, case.k, case.ranks)
     collective = algorithm_of(case.collective).make_collective()
@@ -171,7 +178,7 @@ def bound_words_per_k(case: Case) -> float | None:
 
 
 def tables(rows: Sequence[Row]) -> Group:
-    """Show the rows of one bench, three tables per size and density, and a legend."""
+    """Show the rows of a bench, three tables per size and density, and a legend."""
     groups: dict[tuple[int, float], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.size, row.density), []).append(row)
@@ -185,7 +192,7 @@ def tables(rows: Sequence[Row]) -> Group:
 
 
 def _times(row: Row, rows: Sequence[Row]) -> dict[str, str]:
-    """Show the speed: over dense, over the wire, over an addition; then in milliseconds."""
+    """Show times relative to dense, to the wire and to an addition; then in milliseconds."""
     over = {name: format_ratio(ratio) for name, ratio in ratios(row, rows).items()}
     real, between = row.transport != "sim", row.seconds_75 - row.seconds_25
     return {
@@ -203,13 +210,13 @@ def _times(row: Row, rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _stages(row: Row) -> dict[str, str]:
-    """Show where a step's time goes (RedSync, Figure 10): mean milliseconds of rank 0."""
+    """Show the parts of a step's time (RedSync, Figure 10): mean milliseconds of rank 0."""
     stages = {f"{name} ms": format_ms(seconds) for name, seconds in row.seconds_stages.items()}
     return {"collective": row.collective, **stages}
 
 
 def _volumes(row: Row) -> dict[str, str]:
-    """Show the volume, against the claim, and whether the results are right."""
+    """Show the volume next to the claim, and whether the results are right."""
 
     def number(value: float | None, digits: int) -> str:
         return "-" if value is None else f"{value:.{digits}g}"

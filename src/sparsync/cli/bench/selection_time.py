@@ -42,33 +42,35 @@ __all__ = [
     "write_plot",
 ]
 
-DEFAULT_SIZES: Final = "64KB,256KB,1MB,4MB,16MB,64MB,256MB,512MB"  # those of Figure 3
+DEFAULT_SIZES: Final = "64KB,256KB,1MB,4MB,16MB,64MB,256MB,512MB"  # the sizes of Figure 3
 SELECTOR_INPUTS: Final = ("uniform", "normal", "residual")
 _UNITS = MappingProxyType({"KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30})
 _ITEM = 4  # bytes of a float32
-_ROUNDS = 20  # of error feedback that make a residual: it piles up below the threshold
-_DRIFT = 0.25  # standard deviation of the gradient, over the distance from k-th to 2k-th magnitude
+# rounds of error feedback that make a residual, whose entries accumulate below the threshold
+_ROUNDS = 20
+# standard deviation of the gradient, relative to the distance between the k-th and 2k-th magnitude
+_DRIFT = 0.25
 _PERIOD = 5  # calls that share a threshold (RedSync, 5.2.2: "empirically set to 5")
 _SETTLED = 10  # calls until the fused selector knows how many candidates to collect
 
 
 @dataclass(frozen=True)
 class SelectorSettings:
-    """Settings of ``--selectors``, checked before anything starts: every selector at every size."""
+    """Settings of ``--selectors``, checked before anything starts."""
 
-    sizes: tuple[int, ...]  # of the residual in bytes; float32
+    sizes: tuple[int, ...]  # sizes of the residual in bytes; float32
     density: float = 0.001  # k / n (RedSync: 0.1 %)
     # "uniform" on [0, 1) as in the figure; "normal"; "residual": as after rounds of error feedback
     input: str = "uniform"
     device: str = "cpu"
-    seed: Seed = 0  # of the residual and of the gradients
-    seconds: float = 0.3  # that a selector is repeated for, warm-up apart
-    repeats: int = 3  # at least this many, however long they take
+    seed: Seed = 0  # seed of the residual and of the gradients
+    seconds: float = 0.3  # seconds for which a selector is repeated after its warm-up
+    repeats: int = 3  # least number of repetitions, however long they take
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_density(self.density)
-        copies = 4 * max(self.sizes)  # the residual, gradients, and the memory of a sort
+        copies = 4 * max(self.sizes)  # residual, gradients, and the memory of a sort
         check_memory(f"selectors at {format_size(max(self.sizes))}", copies, "give smaller --sizes")
         check_device(self.device)
         check("input", self.input, self.input in SELECTOR_INPUTS, ", ".join(SELECTOR_INPUTS))
@@ -85,7 +87,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     sizes = tuple(int(match[1]) * _UNITS[match[2]] for match in matches if match)
     if len(sizes) < len(matches) or 0 in sizes:
         raise ConfigurationError(
-            f"sizes is {text!r}; give bytes, with commas between, e.g. 64KB,1MB"
+            f"sizes is {text!r}; give bytes separated by commas, e.g. 64KB,1MB"
         )
     return sizes
 
@@ -109,13 +111,14 @@ class SelectorRow:
     """One selector at one size; the fields are the keys of the JSON.  None: selects nothing."""
 
     selector: str
-    nbytes: int  # of the residual
-    speedup: float  # seconds of torch.topk at this size over these
-    over_read: float  # seconds over those of one read of the residual
-    entries_over_k: float | None  # selected by the last call, over k
-    recall: float | None  # part of the k largest that it selected
-    correct: bool  # the k largest, where they are promised
-    seconds: float  # of one call, median of the samples; on the CPU of its one thread's own time
+    nbytes: int  # bytes of the residual
+    speedup: float  # seconds of torch.topk at this size over the selector's
+    over_read: float  # the selector's seconds over those of reading the residual once
+    entries_over_k: float | None  # entries selected by the last call, over k
+    recall: float | None  # share of the k largest entries that were selected
+    correct: bool  # whether the k largest were selected, if they are promised
+    # seconds of one call, median of the samples; on the CPU, processor time of its single thread
+    seconds: float
     samples: int
     size: int
     k: int
@@ -131,9 +134,9 @@ class _Line:
     name: str
     prepare: Callable[[], object]  # makes the next step's data; not timed
     run: Callable[[], Tensor]  # returns the values that it selected
-    exact: bool | None = False  # promises the k largest; None: selects nothing
-    period: int = 1  # calls that differ; a sample is their mean
-    warmup: int = 1  # calls before, not timed
+    exact: bool | None = False  # whether the k largest are promised; None: selects nothing
+    period: int = 1  # number of successive calls that differ; a sample is their mean
+    warmup: int = 1  # untimed calls before
     samples: list[float] = field(default_factory=list)  # seconds per call
 
     def sample(self, clock: Callable[[], float]) -> Tensor:
@@ -149,18 +152,20 @@ class _Line:
 
 
 def _judge(x: Tensor, k: int, values: Tensor) -> tuple[float, float]:
-    """Return how many values were selected, over k, and which part of the k largest is among them."""
+    """Return the number of selected values divided by k, and the share of the k largest found."""
     largest = x[kernels.top(x, k)].abs()
-    reached = int((values.abs() >= largest.min()).sum())  # more than k if the k-th has ties
+    reached = int(
+        (values.abs() >= largest.min()).sum()
+    )  # more than k if there are ties with the k-th
     return values.numel() / len(largest), min(reached / len(largest), 1.0)
 
 
 def bench_selectors(settings: SelectorSettings) -> list[SelectorRow]:
-    """Time every selector at every size, smallest first; in each, torch.topk is first, one read last.
+    """Time every selector at every size, from the smallest; torch.topk comes first, a read last.
 
-    Between two calls a small gradient is added to the residual, or subtracted, so that thresholds
-    move; it is then as warm in the caches as after an accumulation.  On the CPU all run on one thread,
-    as torch.topk does anyway.
+    Between two calls a small gradient is added to the residual, or subtracted, so that thresholds move;
+    this also leaves the residual in the caches as an accumulation would. On the CPU all selectors run on
+    one thread, as torch.topk always does.
     """
     rows = []
     with on_one_thread(), progress() as bar:
@@ -173,7 +178,7 @@ def bench_selectors(settings: SelectorSettings) -> list[SelectorRow]:
 def _rows(
     settings: SelectorSettings, nbytes: int, advance: Callable[[int | None], None]
 ) -> list[SelectorRow]:
-    """Measure one size, all lines in turns: other load on the machine hits all of them alike."""
+    """Measure one size, alternating between selectors, so that other load affects all equally."""
     size = nbytes // _ITEM
     k = max(round(settings.density * size), 1)
     x, gradient = _data(settings, size, k)
@@ -235,7 +240,7 @@ def _data(settings: SelectorSettings, size: int, k: int) -> tuple[Tensor, Tensor
 
 
 def _lines(x: Tensor, gradient: Tensor, k: int) -> list[_Line]:
-    """Return the rows, in their order; none of them moves ``x`` far from its present values."""
+    """Return the rows in order; none of them moves ``x`` far from its present values."""
 
     def move() -> Tensor:
         return x.add_(gradient.neg_())

@@ -24,29 +24,29 @@ from sparsync.units import Slot, Unit
 __all__ = ["Case", "Evidence", "Verdict", "WatchedReducer", "compare", "digest", "judge"]
 
 _ROUNDING = 2.0**-24  # half a unit in the last place of float32
-_TINY = 2.0**-150  # below every float32: where nothing was accumulated, nothing may differ
+_TINY = 2.0**-150  # below every float32, so nothing may differ where nothing was accumulated
 
 
 @dataclass(frozen=True)
 class Case:
     """One row of a bench."""
 
-    collective: str | Algorithm  # a preset's name, with options or without, or an algorithm
+    collective: str | Algorithm  # a preset's name, possibly with options, or an algorithm
     ranks: int
     size: int
     density: float
     input: str = "uniform"  # see ``sparsync.cli.bench.inputs``
     seed: int = 0
-    links: Links = field(default_factory=Links)  # of the simulated network
+    links: Links = field(default_factory=Links)  # links of the simulated network
 
     @property
     def unit(self) -> Unit:
-        """The whole vector as one unit: the papers' semantics."""
+        """The whole vector as one unit, as in the papers."""
         return Unit((Slot("gradient", 0, self.size),), torch.float32, torch.device("cpu"))
 
     @property
     def k(self) -> int:
-        """Number of entries asked for."""
+        """Number of requested entries."""
         return self.unit.entries(self.density)
 
     @property
@@ -55,26 +55,26 @@ class Case:
         return self.collective if isinstance(self.collective, str) else self.collective.name
 
     def draw(self, rank: int, step: int) -> Tensor:
-        """Return a rank's gradient, fresh on every step: error feedback sees no repetition."""
+        """Return a rank's gradient, new on every step so error feedback sees no repetition."""
         return gradient(self.input, Draw(self.size, self.ranks, rank, step, self.seed))
 
 
 @final
 class _Watched(Collective):
-    """Passes calls on to a collective, and keeps the vectors and the times of the last one."""
+    """Forwards calls to a collective, and keeps the vectors and times of the last call."""
 
     def __init__(self, inner: Collective) -> None:
         self.inner = inner
         self.watch(keep=True)
-        self.started = self.ended = self.copying = 0.0  # copying: the seconds of the copies
-        self.processor = 0.0  # seconds of the exchange, of all threads of this process
+        self.started = self.ended = self.copying = 0.0  # copying: the seconds spent on copies
+        self.processor = 0.0  # processor seconds of the exchange, over all threads of this process
 
     def watch(self, *, keep: bool, fence: Callable[[], float] | None = None) -> None:
         """Prepare for the next call.
 
         Args:
-            keep: copies of the vectors: the reducer may overwrite its buffers.
-            fence: called before the exchange, returns when it starts; None: it follows at once.
+            keep: keep copies of the vectors, because the reducer may overwrite its buffers.
+            fence: called before the exchange, which starts when ``fence`` returns; None: at once.
         """
         self.keep, self.fence = keep, fence
 
@@ -92,7 +92,7 @@ class _Watched(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         if self.fence is not None:
-            with comm.stage("fence"):  # waiting for the others is no communication
+            with comm.stage("fence"):  # waiting for the others does not count as communication
                 self.started = self.fence()
         before = time.process_time()
         reduced = await self.inner.reduce(comm, selected, k, step)
@@ -114,7 +114,7 @@ def _copy(vector: Vector) -> Vector:
 
 @final
 class WatchedReducer:
-    """A rank's real reducer; ``seen`` is its collective, and has the last step's vectors and times."""
+    """A rank's real reducer; ``seen`` is its collective, with the last step's vectors and times."""
 
     def __init__(self, case: Case, comm: Communicator) -> None:
         algorithm = algorithm_of(case.collective)
@@ -124,7 +124,7 @@ class WatchedReducer:
         self._accumulated: Tensor | None = None
 
     def feed(self, *, keep: bool, fence: Callable[[], float] | None = None) -> Tensor:
-        """Return the step's gradient; ``keep`` the evidence of this step."""
+        """Return the step's gradient, and with ``keep`` keep the evidence of this step."""
         self.seen.watch(keep=keep, fence=fence)
         mine = self.case.draw(self.reducer.comm.rank, self.reducer.step)
         self._accumulated = mine + self._residual() if keep else None
@@ -156,12 +156,14 @@ class WatchedReducer:
 class Evidence:
     """The vectors of one rank in one step; see the life of a gradient in ``sparsync``."""
 
-    accumulated: Tensor  # `[n]`, the residual of the last step plus the gradient, computed apart
+    accumulated: (
+        Tensor  # `[n]`, the residual of the last step plus the gradient, computed independently
+    )
     residual: Tensor  # `[n]`, after the commit
-    selected: Vector  # entered the collective
-    delivered: Vector  # by this rank, according to the collective
+    selected: Vector  # the vector that entered the collective
+    delivered: Vector  # what this rank delivered, according to the collective
     total: Vector  # the sum that the collective returned
-    lost: Vector  # of ``delivered``, rounded away and kept by nobody, on purpose
+    lost: Vector  # part of ``delivered`` that was rounded away and deliberately not kept
 
 
 class Verdict(NamedTuple):
@@ -184,7 +186,7 @@ def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
     """Judge a step by the evidence of all ranks, in O(n) memory.
 
     Totals must be equal on all ranks, and equal to the sum of all delivered vectors within the law's
-    tolerance: each collective has its own tree of additions, and its own places where a codec rounds.
+    tolerance: because collectives add in different orders and round at different places.
 
     Example:
         >>> one, zeros = DenseVector(torch.tensor([1.0, 0.0])), torch.zeros(2)
@@ -201,7 +203,7 @@ def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
             accumulated, magnitude, residual, delivered = torch.zeros(4, len(dense)).double()
             selected, differs = torch.zeros_like(dense), torch.zeros_like(dense, dtype=torch.bool)
         accumulated += mine.accumulated
-        # a codec may deliver more than an entry has (a mean): roundings are relative to that
+        # a codec may deliver more than the entry (a mean), and roundings are relative to that
         magnitude += mine.accumulated.abs().maximum(given.abs()) + lost.abs()
         residual += mine.residual + lost
         delivered += given - lost
@@ -211,16 +213,17 @@ def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
     tolerance = (ranks + 2) * _ROUNDING * magnitude
     wrong = differs | ~((dense.double() - delivered).abs() <= tolerance)
     errors = (accumulated - dense.double() - residual).abs() / tolerance.clamp(min=_TINY)
-    worst = torch.finfo(errors.dtype).max  # stands for NaN, which JSON does not know
+    worst = torch.finfo(errors.dtype).max  # stands for NaN, which JSON does not have
     errors = errors.nan_to_num(nan=worst, posinf=worst)
     law_error = float(errors.max()) if errors.numel() else 0.0
     return Verdict(int(wrong.sum()), law_error, _entries(k, int(selected.count_nonzero()), total))
 
 
 def compare(k: int, selected: int, total: Vector, digests: Set[int]) -> Verdict:
-    """Judge a step by any rank's total, and the digests of all: no law.
+    """Judge a step by one total and the digests of all, without the law.
 
-    ``selected`` is the most entries that any rank selected: as many has the sum, barring sums of 0.
+    ``selected`` is the largest number of entries that any rank selected; the sum has at least as many,
+    unless some cancel to 0.
     """
     return Verdict(len(digests) - 1, 0.0, _entries(k, selected, total))
 
@@ -231,7 +234,7 @@ def _entries(k: int, selected: int, total: Vector) -> float:
 
 
 def digest(total: Vector) -> int:
-    """Return 63 bits that two totals share only if they are bit-identical.
+    """Return a 63-bit hash of a total, which is equal if totals are bit-identical.
 
     Example:
         >>> one, other = (DenseVector(torch.tensor([x, 0.0])) for x in (1.0, 2.0))

@@ -64,7 +64,7 @@ def check_facts(everyone: Sequence[Facts]) -> Iterator[Check]:
         what = "Open MPI reached 53 to 56 % of a 1 Gbit/s Ethernet link in our measurements"
         yield Check("note", what, "compare with --transport zmq")
     if len(machines) == 1 and stacks > 1 and library and "Open MPI" not in library:
-        what = "MPICH may bypass containers' network, through the memory that they share"
+        what = "MPICH may bypass the network of containers through their shared memory"
         yield Check("note", what, "set MPIR_CVAR_NOLOCAL=1 to measure the network")
     if "torch.distributed nccl" not in mine.backends:
         what = "PyTorch's own PowerSGD hook can hang on gloo where a model has several buckets"

@@ -1,4 +1,4 @@
-"""The command ``sparsync doctor``: whether a job's network and software are sound, and how fast."""
+"""The command ``sparsync doctor``: check a job's network and software, and measure their speed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ class DoctorSettings:
     ranks: Annotated[Ranks, ranks_option(4)] = 4
     transport: Transport = "auto"
     lab: Lab = None
-    seconds: Annotated[float, Option(help="About how long to measure; far links need more.")] = 3.0
+    seconds: Annotated[
+        float, Option(help="Approximate duration of the measurement; distant links need more.")
+    ] = 3.0
     timeout: Timeout = 60.0
     hosts: Annotated[bool, Option("--hosts", help="Name the hosts in the report.")] = False
     model_size: Annotated[
@@ -160,9 +162,9 @@ def _check_start(comm: Communicator) -> Check:
     try:
         run(check_equal_parameters(comm, [("of a layer with seed 0", weight)]))
     except PeerError:
-        found = "one seed gives ranks different parameters"
+        found = "the same seed gives ranks different parameters"
         return Check("bad", found, "send rank 0's to all before the first step, as DDP does")
-    return Check("ok", "one seed gives all ranks the same parameters")
+    return Check("ok", "the same seed gives all ranks the same parameters")
 
 
 # ---- the page -----------------------------------------------------------------------------------

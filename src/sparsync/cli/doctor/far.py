@@ -39,15 +39,16 @@ def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
         pause, far = format_seconds(rtt + _TIMEOUT), format_seconds(rtt)
         yield Check(
             "note",
-            f"after a pause of {pause} TCP of {some(slow)} starts slowly again, which costs round trips "
-            f"of {far} in each exchange after a long computation",
+            f"after a pause of {pause}, TCP of {some(slow)} returns to slow start, which costs "
+            f"each exchange after a long computation several round trips of {far}",
             "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
         )
     if shrinking := [rank for rank, f in enumerate(everyone) if f.congestion in _SHRINKING]:
         control = everyone[shrinking[0]].congestion
         yield Check(
             "note",
-            f"TCP of {some(shrinking)} shrinks its window at a loss ({control}): slow links drop packets "
+            f"TCP of {some(shrinking)} shrinks its window at a packet loss ({control}): slow links "
+            "drop packets "
             "in exchanges with several ranks, which then take up to twice as long",
             "modprobe tcp_bbr; sysctl -w net.ipv4.tcp_congestion_control=bbr (then measure again)",
         )
@@ -119,8 +120,9 @@ def _narrow(needed: float, everyone: Sequence[Facts]) -> Iterator[Check]:
     )
     yield Check(
         "note",
-        f"the links have {format_bytes(needed)} in flight, rate x round trip, and TCP of {some(narrow)} "
-        f"allows {format_bytes(windows[narrow[0]])} at most, which may hold the rate down",
+        f"the links hold {format_bytes(needed)} in flight (rate x round trip), but TCP of "
+        f"{some(narrow)} allows at most {format_bytes(windows[narrow[0]])}, which may limit the "
+        "rate",
         f"sysctl -w {command} (then measure again)",
     )
 

@@ -13,7 +13,7 @@ from sparsync.cost.wording import format_bytes
 
 __all__ = ["check_memory"]
 
-# of gradients; their entries take 3 % of the residual's bytes
+# density of gradients, whose entries take 3 % of the residual's bytes
 _DENSITY: Final = 0.01
 
 
@@ -35,7 +35,7 @@ def check_memory(everyone: Sequence[Facts], size: int, optimizer: Optimizer) -> 
     model = f"{optimizer}, {size:,} parameters"
     if host is None or (device is None and any(devices)):
         need = _text(training, ways[0], apart=device is not None)
-        return Check("note", f"{model}: a rank takes {need}, and what is free is unknown here")
+        return Check("note", f"{model}: a rank takes {need}; how much is free here is unknown")
     apart = device is not None
     free = f"{format_bytes(device)} and {format_bytes(host)}" if device else format_bytes(host)
     plain = f"a rank has {free} left, without activations"

@@ -23,16 +23,16 @@ from sparsync.options import DISABLE
 
 __all__ = ["LabSettings", "command"]
 
-LabRanks = Annotated[int, Bounds(1, MOST_RANKS - 1)]  # --elastic needs a link more
+LabRanks = Annotated[int, Bounds(1, MOST_RANKS - 1)]  # --elastic needs one more link
 
 
 @dataclass(frozen=True)
 class LabSettings:
-    """How the ranks of a script run; those with a help are options of the command."""
+    """Settings of a script's ranks; fields with a help text are options of the command."""
 
     ranks: Annotated[LabRanks, option("Number of ranks: processes, each with its own link.")] = 2
     grace: Annotated[
-        Seconds, option("Seconds that ranks have to end by themselves once one has failed.")
+        Seconds, option("Seconds for the other ranks to end by themselves after one has failed.")
     ] = 20.0
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ def command(
         str,
         Argument(
             metavar="RATE[,RTT[,LOSS[,JITTER]]]",
-            help="Of every rank's link, e.g. 100mbit or 100mbit,20ms (docs/lab.md).",
+            help="Rate, and RTT, of every rank's link, e.g. 100mbit or 100mbit,20ms (docs/lab.md).",
         ),
     ],
     script: Annotated[
@@ -63,7 +63,8 @@ def command(
         bool,
         Option(
             "--elastic",
-            help="Ranks may come and go: also start torchft's lighthouse, and end no other rank.",
+            help="Ranks may come and go: also start torchft's lighthouse, and let the other ranks "
+            "run when one ends.",
         ),
     ] = False,
     json: Json = None,
@@ -72,9 +73,10 @@ def command(
 ) -> int:
     """Run any script, unchanged, with every rank behind a real slow link of this machine (Linux).
 
-    Each rank is a process in its own network namespace, and finds in its environment what torchrun sets.
-    Its lines are printed with [RANK] before them.  At the end: seconds, and bytes in and out of every
-    rank, as the kernel counts.  The exit code is that of the rank that failed first, or 0.
+    Each rank is a process in its own network namespace, with the environment variables that torchrun
+    sets. Its output lines are prefixed with [RANK]. At the end the command prints the seconds, and the
+    bytes in and out of every rank as the kernel counts. The exit code is that of the rank that failed
+    first, or 0.
     """
     settings = LabSettings(**fields)
     parse_links(lab, settings.ranks)

@@ -1,8 +1,8 @@
-"""End all processes of a lab's network namespaces; as a program, once the process that made them is gone.
+"""End all processes in a lab's namespaces; as a program, once the process that made them is gone.
 
-``python -I -S guard.py FILE...`` waits for the end of its standard input.  The files are the namespaces,
-open: while they are, no other namespace gets their numbers.  A process is found by its namespace, because
-a script may start others in sessions of their own, as torchrun does.
+``python -I -S guard.py FILE...`` waits for the end of its standard input. The files are the namespaces;
+while they are open, no other namespace gets their numbers. A process is found by its namespace, because a
+script may start others in sessions of their own, as torchrun does.
 
 The program starts at once because it imports nothing of sparsync.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 __all__ = ["end_all", "identity", "inside", "signal_all"]
 
-_LOOK = 0.05  # seconds between two looks at the processes
+_LOOK = 0.05  # seconds between checks of the processes
 
 Identity = tuple[int, int]
 
@@ -33,7 +33,7 @@ def inside(namespaces: Iterable[Identity]) -> list[int]:
     wanted, found = set(namespaces), list[int]()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError):  # it has ended, or is another user's
+            with suppress(OSError):  # the process has ended, or belongs to another user
                 if identity(f"{entry}/ns/net") in wanted:
                     found.append(int(entry.name))
     return found
@@ -47,7 +47,7 @@ def signal_all(namespaces: Iterable[Identity], number: int) -> None:
 
 
 def end_all(namespaces: Iterable[Identity], seconds: float) -> None:
-    """Ask all processes inside to end, and kill those that have not within ``seconds``."""
+    """Ask all processes inside to end, and kill those that are left after ``seconds``."""
     known = list(namespaces)
     signal_all(known, signal.SIGTERM)
     deadline = time.monotonic() + seconds

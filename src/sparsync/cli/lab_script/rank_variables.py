@@ -13,7 +13,7 @@ from sparsync.errors import ConfigurationError, require
 
 __all__ = ["MASTER_PORT", "check_script", "rank_variables", "searched"]
 
-MASTER_PORT: Final = 29500  # torchrun's; the lab's own network has no other user of it
+MASTER_PORT: Final = 29500  # torchrun's default; nothing else uses it on the lab's network
 _RENDEZVOUS_PORT: Final = 29400
 _JOB: Final = "sparsync-lab"
 
@@ -21,12 +21,12 @@ _JOB: Final = "sparsync-lab"
 def rank_variables(
     rank: int, addresses: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return what torchrun would tell a rank, and what torchrun itself needs where a script starts it.
+    """Return the variables that torchrun sets for a rank, and those for a torchrun that a script starts.
 
     Args:
         rank: this rank.
-        addresses: of all ranks; rank 0's serves the store.
-        environ: the environment of the command, whose own settings take precedence where they may.
+        addresses: addresses of all ranks; the store is at rank 0's.
+        environ: the environment of the command, whose settings take precedence where possible.
 
     Example:
         >>> found = rank_variables(1, ["10.77.0.1", "10.77.0.2"], {"OMP_NUM_THREADS": "3"})
@@ -35,13 +35,13 @@ def rank_variables(
     """
     ranks, host = len(addresses), addresses[0]
     usual = {
-        # as torch does by default, a rank would use all cores, and ranks would wait for each other
+        # by torch's default each rank would use all cores, and ranks would wait for each other
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
         "PYTHONUNBUFFERED": "1",
-        # the lab has no way to the Internet, and these would try again and again
+        # the lab has no route to the Internet, and these would retry endlessly
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "offline",
-        # nor has it a name server, and torch would warn that addresses have no names
+        # the lab has no name server either, and torch would warn that addresses have no names
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     # one machine with all ranks, as under torchrun --nproc-per-node
@@ -56,9 +56,9 @@ def rank_variables(
         "GROUP_WORLD_SIZE": 1,
         "MASTER_ADDR": host,
         "MASTER_PORT": MASTER_PORT,
-        "TORCHELASTIC_RUN_ID": _JOB,  # by which Lightning and others know torchrun
+        "TORCHELASTIC_RUN_ID": _JOB,  # by which Lightning and others recognise torchrun
     }
-    # the defaults of torchrun's options: for a torchrun inside, every rank is a node of its own
+    # defaults of the options of a torchrun inside, for which every rank is a node
     agents = {
         "PET_NNODES": ranks,
         "PET_NODE_RANK": rank,
@@ -73,7 +73,7 @@ def rank_variables(
 
 
 def searched(environ: Mapping[str, str]) -> str:
-    """Return the PATH of a script: first the programs of this Python's environment."""
+    """Return the PATH of a script, with the programs of this Python's environment first."""
     return f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', os.defpath)}"
 
 
@@ -81,7 +81,8 @@ def check_script(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return the command with the path of its program; refuse one that cannot run in the lab.
 
     Raises:
-        ConfigurationError: there is no such program, or it would start a job of its own on every link.
+        ConfigurationError: there is no such program, or the program would start a separate job on every
+            link.
     """
     require(bool(words), "lab: no script; write it after --, as in -- python train.py")
     program, *rest = words

@@ -20,38 +20,38 @@ from sparsync.console import say
 
 __all__ = ["ScriptResult", "run_script"]
 
-_LOOK = 0.1  # seconds between two looks at the counters and the processes
+_LOOK = 0.1  # seconds between checks of the counters and the processes
 _ASKED = 5.0  # seconds from SIGTERM to SIGKILL
 _LONGEST_LINE = 1 << 16  # bytes; longer lines are cut
-_OF_A_SIGNAL = 128  # added to its number, a shell's exit code
+_OF_A_SIGNAL = 128  # a shell's exit code for a signal is this plus the signal's number
 
 
 @final
 @dataclass(frozen=True)
 class ScriptResult:
-    """One run of a script; its fields are the keys of the JSON.  Lists without a comment are by rank."""
+    """One run of a script; fields are the keys of the JSON, lists are by rank unless stated otherwise."""
 
-    run: str  # "script"; of --compare "dense" and "attached"
+    run: str  # "script"; with --compare "dense" and "attached"
     command: list[str]
     ranks: int
     links: str  # as ``parse_links`` reads them
-    exit_code: int  # of the rank that failed first, else 0; 128 + N: ended by signal N
+    exit_code: int  # exit code of the rank that failed first, else 0; 128 + N: ended by signal N
     exit_codes: list[int]
-    seconds: float  # from the moment when all ranks had sent something to the end of the last
-    seconds_start: float  # before that: imports, and building the model
-    bytes_sent: list[int]  # on the rank's link, as the kernel counts
+    seconds: float  # seconds from when all ranks had sent something until the last rank ended
+    seconds_start: float  # seconds before that: imports, and building the model
+    bytes_sent: list[int]  # bytes on the rank's link, as the kernel counts
     bytes_received: list[int]
-    sampled_seconds: list[float]  # since the start; not by rank
-    sampled_bytes_sent: list[int]  # at these times, by the rank that has sent most in the end
+    sampled_seconds: list[float]  # seconds since the start; not by rank
+    sampled_bytes_sent: list[int]  # bytes sent at these times, by the rank that sent most in total
 
     @property
     def sent_most(self) -> int:
-        """Bytes of the rank that sent most."""
+        """Bytes sent by the rank that sent most."""
         return max(self.bytes_sent)
 
     @property
     def received_most(self) -> int:
-        """Bytes of the rank that received most."""
+        """Bytes received by the rank that received most."""
         return max(self.bytes_received)
 
 
@@ -67,18 +67,18 @@ def run_script(
 ) -> ScriptResult:
     """Run a command on every rank, each behind its own link; return what the kernel counted.
 
-    Output of rank r is passed on line by line, with ``[r]`` before each.  Once a rank has failed, the
-    others have ``grace`` seconds to end by themselves.  However this ends, no process is left in the lab.
+    The output of rank r is forwarded line by line, prefixed with ``[r]``. Once a rank has failed, the
+    others have ``grace`` seconds to end by themselves. In any case no process is left in the lab.
 
     Args:
         command: a program and its arguments.
         ranks: number of ranks P.
-        links: of the lab, see ``parse_links``.
+        links: links of the lab, see ``parse_links``.
         run: the name of this run in its result.
         variables: further environment variables of the ranks.
         grace: seconds.
-        elastic: ranks may come and go: there is a lighthouse of torchft, on a link of its own, and a rank
-            that fails ends no other.
+        elastic: ranks may come and go: start torchft's lighthouse on a separate link, and do not end the
+            others when a rank fails.
     """
     places = ranks + elastic
     with (
@@ -97,12 +97,15 @@ def run_script(
         try:
             first_failed = _wait(running, watch, printer, grace, elastic=elastic)
         except KeyboardInterrupt:
-            guard.signal_all(namespaces, signal.SIGINT)  # they are in sessions of their own
+            # Ctrl-C does not reach them, because they run in their own sessions
+            guard.signal_all(namespaces, signal.SIGINT)
             deadline = time.monotonic() + grace
             while guard.inside(namespaces) and time.monotonic() < deadline:
                 time.sleep(_LOOK)
             raise
-        guard.end_all(namespaces - _of(lab, places, ranks), _ASKED)  # what a script has left behind
+        guard.end_all(
+            namespaces - _of(lab, places, ranks), _ASKED
+        )  # processes that a script has left behind
         for one in running:
             one.join()
         watch.look()
@@ -158,7 +161,7 @@ def _described(code: int) -> str:
 
 
 class _Rank:
-    """A process in a rank's namespace, and the threads that pass its output on."""
+    """A process in a rank's namespace, and the threads that forward its output."""
 
     def __init__(
         self,
@@ -174,9 +177,9 @@ class _Rank:
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
-            "start_new_session": True,  # Ctrl-C is passed on, once
+            "start_new_session": True,  # Ctrl-C is forwarded once, by this program
         }
-        # a process is in the namespace of the thread that starts it
+        # a process starts in the namespace of the thread that starts it
         self.process = seat.run(lambda: subprocess.Popen(list(command), **options))
         self._seat = guard.identity(seat.namespace)
         pipes = (self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)
@@ -189,12 +192,12 @@ class _Rank:
 
     @property
     def code(self) -> int:
-        """The exit code, as a shell has it."""
+        """The exit code, as a shell would report it."""
         code = self.process.wait()
         return _OF_A_SIGNAL - code if code < 0 else code
 
     def end(self) -> None:
-        """End the rank, and all that it has started."""
+        """End the rank and everything that it has started."""
         guard.end_all([self._seat], _ASKED)
 
     def join(self) -> None:
@@ -205,13 +208,13 @@ class _Rank:
 
 
 class _Printer:
-    """Writes lines of all ranks, whole and one at a time."""
+    """Writes whole lines of all ranks, one at a time."""
 
     def __init__(self) -> None:
         self._lock, self._error = threading.Lock(), list[OSError]()
 
     def copy(self, prefix: str, source: IO[bytes], target: IO[str]) -> None:
-        """Pass lines on until the source ends."""
+        """Forward lines until the source ends."""
         waiting = b""
         while chunk := os.read(source.fileno(), _LONGEST_LINE):
             *lines, waiting = (waiting + chunk).split(b"\n")
@@ -222,9 +225,10 @@ class _Printer:
         source.close()
 
     def _write(self, prefix: str, lines: Sequence[bytes], target: IO[str]) -> None:
-        if not lines or self._error:  # what nobody reads is still taken from the rank
+        # output that nobody reads must still be consumed, or the rank would block
+        if not lines or self._error:
             return
-        # of a progress bar its last state, as a terminal would show
+        # the last state of a progress bar, as a terminal would show it
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in lines]
         with self._lock:
             try:
@@ -234,7 +238,7 @@ class _Printer:
                 self._error.append(error)
 
     def check(self) -> None:
-        """Raise if nobody reads the output any more."""
+        """Raise an error if nobody reads the output any more."""
         if self._error:
             raise self._error[0]
 
@@ -243,7 +247,7 @@ class _Printer:
 
 
 class _Watch:
-    """Reads the kernel's counters again and again."""
+    """Reads the kernel's counters periodically."""
 
     def __init__(self, lab: Lab, ranks: int, started: float) -> None:
         self._lab, self._ranks, self._started = lab, ranks, started
@@ -252,7 +256,7 @@ class _Watch:
         self._received = [0] * ranks
 
     def look(self) -> None:
-        """Note the counters at this moment."""
+        """Record the counters."""
         now, traffic = time.monotonic() - self._started, self._lab.traffic()[: self._ranks]
         self._seconds.append(now)
         self._sent.append([one.sent for one in traffic])
@@ -280,13 +284,13 @@ class _Watch:
 
 
 def _of(lab: Lab, places: int, ranks: int) -> set[guard.Identity]:
-    """Return the namespaces that are no rank's: the lighthouse's."""
+    """Return the namespaces that are not a rank's, i.e. the lighthouse's."""
     return {guard.identity(lab.seat(place).namespace) for place in range(ranks, places)}
 
 
 @contextmanager
 def _kept_clean(lab: Lab, places: int) -> Iterator[set[guard.Identity]]:
-    """End all processes inside when this ends; if this process is killed, another one does it."""
+    """At the end, kill all processes in the lab; if this process is killed, another one does so."""
     paths = [lab.seat(place).namespace for place in range(places)]
     namespaces = {guard.identity(path) for path in paths}
     files = [os.open(path, os.O_RDONLY) for path in paths]

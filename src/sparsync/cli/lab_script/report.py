@@ -14,7 +14,7 @@ from sparsync.cost.wording import format_bytes, format_seconds
 
 __all__ = ["comparison", "per_rank", "write_plot"]
 
-_SAME = 0.95  # of dense's bytes: with more, nothing was compressed
+_SAME = 0.95  # share of dense's bytes above which nothing was compressed
 _STYLES = (("black", "-"), ("#d95f02", "--"))
 
 
@@ -62,7 +62,7 @@ def _caption(result: ScriptResult) -> list[str]:
     start = f"{format_seconds(result.seconds_start)} of start-up not counted"
     return [
         f"{result.ranks} ranks on links of {result.links}",
-        f"seconds: {result.seconds:.1f}, from the moment when all ranks had met to the end ({start})",
+        f"seconds: {result.seconds:.1f}, from the moment all ranks had met until the end ({start})",
         "bytes: on the rank's link, with all headers, as the kernel counts",
     ]
 
@@ -88,7 +88,7 @@ def _same(dense: ScriptResult, attached: ScriptResult) -> list[str]:
 def write_plot(results: Sequence[ScriptResult], path: Path) -> None:
     """Draw the bytes that a rank has sent over the seconds since all ranks had met.
 
-    Readable in grey: every run has a line style of its own.  A dot marks its end.
+    Readable in grey: each run has its own line style. A dot marks its end.
     """
     from matplotlib.ticker import EngFormatter
 

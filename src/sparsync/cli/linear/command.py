@@ -28,7 +28,7 @@ _EXCHANGE = f"A lossless collective: {', '.join(EXCHANGES)}. {OPTIONS_HELP}"
 
 
 def _exchanges(text: str) -> tuple[str, ...]:
-    """Return a label of every exchange of a list."""
+    """Return a label for every exchange in a list."""
     return labels(text, PRESETS, among=EXCHANGES, decided=DECIDED, kind="exchange")
 
 
@@ -42,7 +42,10 @@ def train_linear(settings: LinearSettings) -> list[LinearResult] | None:
         >>> ring.objective[2] < ring.objective[0], ring.objective_difference < 1e-5
         (True, True)
     """
-    from sparsync.cli.linear.rank import simulate_all, train_all  # SciPy: only where it is used
+    from sparsync.cli.linear.rank import (
+        simulate_all,
+        train_all,
+    )  # imports SciPy, so only where it is used
 
     connection = settings.connection()
     if connection.simulated:
@@ -59,7 +62,9 @@ def command(
     exchange: Annotated[str | None, option(_EXCHANGE, "split-allgather; for scd allgather")] = None,
     compare: Annotated[
         str | None,
-        option("Repeat the training with these exchanges, with commas; ratios are to dense."),
+        option(
+            "Repeat the training with these exchanges, separated by commas; ratios are to dense."
+        ),
     ] = None,
     network: Network = USUAL_NETWORK,
     aggregation: Annotated[
@@ -71,20 +76,20 @@ def command(
     predict: Annotated[
         Path | None,
         Readable(),
-        option("Train nothing: predict the labels of --data by the model in this file."),
+        option("Do not train: predict the labels of --data with the model in this file."),
     ] = None,
     out: Annotated[
         Path | None,
         Only(("predict",)),
-        option("Write the predicted labels to this file, one a line.", "standard output"),
+        option("Write the predicted labels to this file, one per line.", "standard output"),
     ] = None,
     json: Json = None,
     **fields: Any,
 ) -> None:
     """Train a linear model on sparse data, data-parallel, by a lossless sparse exchange.
 
-    Messages are as sparse as the data are; nothing is dropped, so the losses are those of the
-    dense exchange (--compare dense).  Starts local ranks, or runs inside a launcher's.
+    Messages are as sparse as the data, and nothing is dropped, so losses equal those of the dense
+    exchange (--compare dense). Starts local ranks, or runs inside a launcher's.
     """
     if predict is not None:
         training = {"exchange": exchange, "compare": compare, "aggregation": aggregation}
@@ -121,7 +126,7 @@ def command(
 
 
 def _predict(model: Path, out: Path | None, json: Path | None, given: dict[str, Any]) -> None:
-    """Predict in this process, and write a label a line."""
+    """Predict in this process, and write one label per line."""
     settings = LinearSettings(data=given["data"], cache=given["cache"])
     usual = {**vars(settings), "aggregation": "sync", "network": USUAL_NETWORK, "staleness": None}
     for name, value in given.items():
@@ -131,7 +136,7 @@ def _predict(model: Path, out: Path | None, json: Path | None, given: dict[str, 
             )
     check_outputs(json)
     check_outputs(out)
-    from sparsync.cli.linear.rank import predict  # SciPy: only where it is used
+    from sparsync.cli.linear.rank import predict  # imports SciPy, so only where it is used
 
     labels, accuracy = predict(settings.data, model, settings.cache)
     text = "".join(f"{label:g}\n" for label in labels.tolist())
@@ -140,5 +145,5 @@ def _predict(model: Path, out: Path | None, json: Path | None, given: dict[str, 
     else:
         out.write_text(text, "utf-8")
     write_json(json, {"rows": len(labels), "accuracy": accuracy})
-    right = "" if accuracy is None else f", {100 * accuracy:.2f} % of them as --data has them"
+    right = "" if accuracy is None else f", {100 * accuracy:.2f} % of them equal to --data's"
     say(f"{len(labels):,} labels{right}")

@@ -1,4 +1,4 @@
-"""The ranks of ``sparsync linear``: their rows, one training per exchange, and its measurement."""
+"""The ranks of ``sparsync linear``: their rows, and one measured training per exchange."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = ["predict", "simulate_all", "train_all"]
 class _Report:
     """The measurements of one training on one rank; lists have one value per epoch."""
 
-    rows: int  # of the training, over all ranks
+    rows: int  # training rows over all ranks
     dimensions: int
-    steps: int  # of an epoch
-    objective: list[float] = field(default_factory=list)  # also before the first epoch
+    steps: int  # steps per epoch
+    objective: list[float] = field(default_factory=list)  # before the first epoch, then after each
     accuracy: list[float] = field(default_factory=list)  # likewise
-    computed: list[list[float]] = field(default_factory=list)  # see ``Meter``
+    computed: list[list[float]] = field(default_factory=list)  # seconds; see ``Meter``
     exchanged: list[list[tuple[str, float, float]]] = field(default_factory=list)
-    # bytes sent, received, messages, and bytes sent without scd's derivatives: the ledger's
+    # from the ledger: bytes sent and received, messages, and bytes sent without scd's derivatives
     traffic: list[tuple[int, int, int, int]] = field(default_factory=list)
-    digest: str = ""  # of the weights at the end
+    digest: str = ""  # digest of the weights at the end
 
 
 def simulate_all(settings: LinearSettings) -> list[LinearResult]:
@@ -64,7 +64,7 @@ def simulate_all(settings: LinearSettings) -> list[LinearResult]:
                     solver = settings.make_solver(
                         comm, training, name, products=products, meter=meter
                     )
-                    # one rank's steps stand for all
+                    # the steps of one rank represent all
                     report = await _train(settings, solver, held_out, None if comm.rank else bar)
                     _save(settings, name, solver, whole)
                     return report
@@ -85,7 +85,7 @@ def train_all(settings: LinearSettings) -> list[LinearResult]:
         products, results = Products(settings.threads), []
         for given in settings.exchanges:
             name = settings.named(given).label
-            # a rank that does not wait for the others' exchanges does not wait for their computation
+            # a rank that does not wait for others' exchanges does not wait for their computation either
             meter = Meter() if settings.staleness else Meter(line.wait)
             with (
                 row(name) as bar,
@@ -106,7 +106,7 @@ def train_all(settings: LinearSettings) -> list[LinearResult]:
 def predict(
     data: str, model: Path, cache: Path | None = None
 ) -> tuple[NDArray[np.float64], float | None]:
-    """Return the label of every row by a saved model, and the accuracy if the labels are there."""
+    """Return a saved model's label of every row, and the accuracy if the rows have labels."""
     trained = LinearModel.load(model)
     if data == TRIGRAMS:
         shard = trigram_shard(dimensions=len(trained.weights))
@@ -142,11 +142,11 @@ def _load(settings: LinearSettings, rank: int, world_size: int) -> Shard:
 def _problems(
     settings: LinearSettings, shard: Shard, rank: int, world_size: int
 ) -> tuple[Problem, Problem]:
-    """Return a rank's rows to train on, and those held out (the training itself, if there are none).
+    """Return a rank's training rows, and its held-out rows (the training rows if none are held out).
 
-    The shard has them, and may have others' too.
+    The shard contains these rows, and may contain those of other ranks.
     """
-    # by the row's number in the whole, so that it does not depend on the number of ranks
+    # by the row's global number, so the choice does not depend on the number of ranks
     numbers = np.arange(*row_range(shard.rows_total, rank=rank, world_size=world_size))
     every, model = settings.held_out_every, (settings.model, settings.l1, settings.l2)
     out = numbers % every == every - 1 if every else np.zeros(len(numbers), bool)
@@ -163,7 +163,7 @@ def _problems(
 async def _train(
     settings: LinearSettings, solver: Solver, held_out: Problem, bar: Bar | None
 ) -> _Report:
-    """Train and evaluate; the evaluations are neither timed nor booked."""
+    """Train and evaluate; evaluations are neither timed nor counted in the ledger."""
     await solver.start()
     ledger, weights = solver.comm.ledger, solver.weights
     report = _Report(sum(solver.rows), solver.problem.dimensions, solver.epoch_steps)
@@ -194,7 +194,7 @@ async def _train(
 
 
 def _save(settings: LinearSettings, exchange: str, solver: Solver, shard: Shard) -> None:
-    """Write the model of the first exchange, once: all are lossless, and all ranks have the same bits."""
+    """Write the first exchange's model, once: exchanges are lossless and ranks bit-identical."""
     if settings.save is None or solver.comm.rank or exchange != settings.exchanges[0]:
         return
     meaning = {"labels": shard.known, "positive": shard.positive, "base": shard.base}
@@ -216,7 +216,7 @@ def _result(
         sum(map(max, zip(*ranks, strict=True)))
         for ranks in zip(*(r.computed for r in reports), strict=True)
     ]
-    together = one_clock and not settings.staleness  # after a fence, on one clock
+    together = one_clock and not settings.staleness  # exchanges start after a fence, on one clock
     exchanged = [
         _exchange_seconds(ranks, together)
         for ranks in zip(*(r.exchanged for r in reports), strict=True)
@@ -248,8 +248,8 @@ def _exchange_seconds(
 ) -> tuple[float, float]:
     """Return the seconds of an epoch's exchanges, and those without the derivatives'.
 
-    From all ranks' start to the end of the last; where they do not start together, the time of the
-    slowest rank.
+    Measured from the common start to the end of the last rank; if ranks do not start together, the time
+    of the slowest rank.
     """
     every = without = 0.0
     for exchange in zip(*ranks, strict=True):

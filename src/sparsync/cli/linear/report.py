@@ -19,8 +19,8 @@ __all__ = ["LinearResult", "tables", "with_ratios"]
 class LinearResult:
     """One training; its fields are the keys of the JSON.  None: does not apply.
 
-    Lists have one value per epoch, unless another is said; bytes are the ledger's, of the rank that
-    sends or receives most.  Seconds are of the slowest rank; evaluations are not counted.
+    Lists have one value per epoch unless stated otherwise; bytes are from the ledger of the rank that
+    sends or receives most. Seconds are those of the slowest rank, without evaluations.
     """
 
     exchange: str
@@ -29,31 +29,35 @@ class LinearResult:
     data: str
     ranks: int
     transport: str
-    lab: float | None  # bits per second of the shaped links, the lowest
-    rows: int  # of the training, over all ranks
+    lab: float | None  # lowest rate of the shaped links in bits per second
+    rows: int  # training rows over all ranks
     dimensions: int
-    steps: int  # of an epoch
+    steps: int  # steps per epoch
     staleness: int
     # mean loss plus penalties over all ranks' rows: before the first epoch, then after each
     objective: list[float]
     accuracy: list[float]  # likewise, on ``accuracy_on``
     accuracy_on: str  # "held-out rows" or "training rows"
-    seconds: list[float]  # every stretch of computation, and the next
-    # every exchange, from when all ranks are there until the last has its result; asynchronous: the time
-    # that a rank waits for the results that it needs
+    seconds: list[float]  # computation and exchanges together
+    # exchanges, from when all ranks are ready until the last has its result; asynchronous: the time that
+    # a rank waits for results that it needs
     seconds_communication: list[float]
-    seconds_updates: list[float]  # of these, the exchange of updates, without scd's derivatives
+    seconds_updates: list[float]  # the part of these for updates, without scd's derivatives
     bytes_sent: list[int]
     bytes_received: list[int]
     messages_sent: list[int]
     bytes_updates: list[int]
-    replicas_equal: bool  # all ranks ended with bit-identical weights
-    links: str | None = None  # of the lab, as ``parse_links`` reads them
-    speedup_communication: float | None = None  # the number of "dense" over this one's; likewise:
+    replicas_equal: bool  # whether all ranks ended with bit-identical weights
+    links: str | None = None  # the lab's links, as ``parse_links`` reads them
+    speedup_communication: float | None = (
+        None  # seconds of "dense" over this one's; likewise below:
+    )
     speedup_updates: float | None = None
     speedup: float | None = None
     bytes_ratio: float | None = None
-    objective_difference: float | None = None  # largest difference to that of "dense", over it
+    objective_difference: float | None = (
+        None  # largest relative difference from the loss of "dense"
+    )
 
 
 def with_ratios(results: Sequence[LinearResult]) -> list[LinearResult]:
@@ -129,7 +133,9 @@ def _caption(results: Sequence[LinearResult]) -> str:
         lines.append("communication under the virtual clock; computation as this process took it")
     differences = [r.objective_difference for r in results if r.objective_difference is not None]
     if differences:
-        lines.append(f"losses differ from dense's by at most {max(differences):.1e} of them")
+        lines.append(
+            f"losses differ from dense's by at most {max(differences):.1e}, relative to dense's"
+        )
     wrong = [result.exchange for result in results if not result.replicas_equal]
     lines.append(
         f"REPLICAS DIFFER at the end: {', '.join(wrong)}"

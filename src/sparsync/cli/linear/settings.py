@@ -51,31 +51,34 @@ __all__ = ["TRIGRAMS", "LinearSettings"]
 TRIGRAMS = "trigrams"
 Columns = Annotated[int, Bounds(1, 2**31 - 1)]  # SciPy's indices have 32 bits
 Threads = Annotated[int, Bounds(1, 1024)]
-Staleness = Annotated[int, Bounds(0, 1000)]  # each step under way holds a gradient
+Staleness = Annotated[int, Bounds(0, 1000)]  # each step in flight holds a gradient
 _DATA = f"An svmlight file (also .gz, .bz2), or {TRIGRAMS}: those of Python's own library."
 _TRANSPORT = (
-    "Of real ranks: torch (gloo), zmq, mpi (by mpiexec), or auto: the library's default.  sim: virtual "
+    "For real ranks: torch (gloo), zmq, mpi (by mpiexec), or auto: the library's default.  sim: "
+    "virtual "
     "ranks and clock, in this process."
 )
 _SAVE = "Write the trained model to this file (.npz), for --predict."
-_POSITIVE = "The class +1: labels of the file, with commas; a package of the trigrams."
+_POSITIVE = "Class +1: labels in the file, separated by commas; or a package of the trigrams."
 
 
 @dataclass(frozen=True)
 class LinearSettings:
-    """Settings that all exchanges of a comparison share; those with a help are options of the command."""
+    """Settings that all exchanges of a comparison share; fields with a help text are options."""
 
     data: Annotated[str, Readable(), option(_DATA)] = TRIGRAMS
     model: Annotated[str, option("logistic or svm.")] = "logistic"
     solver: Annotated[str, option("sgd, or scd: block coordinate descent (logistic only).")] = "sgd"
-    # by which the same training is repeated: names, or with options
+    # exchanges with which the training is repeated: names, possibly with options
     exchanges: tuple[str, ...] = ("split-allgather",)
     ranks: Annotated[Ranks, ranks_option(4)] = 4
     transport: Annotated[str, option(_TRANSPORT)] = "auto"
-    links: Links = field(default_factory=Links)  # the simulated network
+    links: Links = field(default_factory=Links)  # links of the simulated network
     lab: Lab = None
     epochs: Annotated[Steps, option("Passes over the rows; with scd over the coordinates.")] = 5
-    steps: Annotated[Steps | None, option("Most steps of an epoch.", "a whole pass")] = None
+    steps: Annotated[Steps | None, option("Largest number of steps per epoch.", "a whole pass")] = (
+        None
+    )
     batch_size: Annotated[
         Elements | None,
         Option(
@@ -91,12 +94,13 @@ class LinearSettings:
     schedule: Annotated[
         str,
         option(
-            "Of the rate: adagrad, a weight's own; constant, 1/t, 1/sqrt(t), step; t in epochs."
+            "Schedule of the rate: adagrad, one per weight; constant, 1/t, 1/sqrt(t), step; t in "
+            "epochs."
         ),
     ] = "adagrad"
     l1: Annotated[Rates, option("L1 penalty; makes weights exactly zero.")] = 0.0
     l2: Annotated[Rates, option("L2 penalty.")] = 0.0
-    staleness: Staleness = 0  # steps by which a gradient is applied late; 0: synchronous
+    staleness: Staleness = 0  # number of steps by which gradients are applied late; 0: synchronous
     threads: Annotated[Threads, option("Per rank.")] = 1
     dimensions: Annotated[
         Columns | None, option("Columns.", "the file's; 3,231,961 for trigrams")
@@ -111,9 +115,9 @@ class LinearSettings:
         option("Folder for the parsed data.", "next to the file"),
     ] = None
     held_out_every: Annotated[
-        Warmup, option("Of this many rows one is held out, for the accuracy; 0: none.")
+        Warmup, option("One of this many rows is held out to measure accuracy; 0: none.")
     ] = 10
-    seed: Annotated[Seed, option("Of the order of rows or coordinates.")] = 0
+    seed: Annotated[Seed, option("Seed for the order of rows or coordinates.")] = 0
     save: Annotated[Path | None, option(_SAVE)] = None
     timeout: Timeout = 300.0
 
@@ -146,7 +150,7 @@ class LinearSettings:
                 "scd is synchronous: its step size is safe only for one step's coordinates; "
                 "choose sgd, or --aggregation sync"
             )
-        # SciPy is not loaded for the help, nor for the other commands
+        # imported here because neither the help nor other commands need SciPy
         from scipy.sparse import csr_matrix  # type: ignore[import-untyped, unused-ignore]
 
         from sparsync.published.sparcml.linear.problem import Problem
@@ -189,7 +193,7 @@ class LinearSettings:
             make_folder(self.cache, "--cache")
         if not Path(self.data).is_file():
             raise ConfigurationError(
-                f"--data '{self.data}' is no file; name an svmlight file, or {TRIGRAMS}"
+                f"--data '{self.data}' is not a file; name an svmlight file, or {TRIGRAMS}"
             )
         if self.rows is not None:
             raise ConfigurationError(f"rows is for --data {TRIGRAMS}; a file has its own")

@@ -1,7 +1,7 @@
-"""Simulated averaging: a scheme's own code on virtual ranks, step after step without a common start.
+"""Simulated averaging: a scheme's own code on virtual ranks, whose steps have no common start.
 
 A model of n elements is simulated by n / C of them on links that are C times slower: every byte counts C
-times, those of headers as well.
+times, including those of headers.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ from sparsync.transports.sim import (
 
 __all__ = ["AveragedRun", "scheme_scale", "simulate_averaging"]
 
-_COPIES = 13  # of its n / C elements that a rank has at most: in memories, results and messages
+_COPIES = (
+    13  # largest number of copies of the n / C elements per rank: in memories, results and messages
+)
 _ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class AveragedRun:
-    """The run of a scheme.
+    """A simulated run of a scheme.
 
     Attributes:
-        scale: C.
-        seconds: of each step that is reported, the mean over ranks.
-        computation: of each of them, the mean over ranks.
-        simulation: all steps, those before as well; ports have the bytes of n / C elements.
+        scale: the factor C.
+        seconds: seconds of each reported step, the mean over ranks.
+        computation: seconds of computation of each reported step, the mean over ranks.
+        simulation: the simulation of all steps, including the warm-up; ports have the bytes of n / C
+            elements.
         stages: seconds of work per step, the mean over ranks, by stage.
-        steps: all of them.
+        steps: number of all steps.
     """
 
     scale: float
@@ -68,13 +71,13 @@ def simulate_averaging(
     weigher: Callable[[float], Callable[[Tensor, Framing], Weight]],
     advance: Callable[[int], None],
 ) -> AveragedRun:
-    """Run a scheme from a model that all ranks share, for whole periods of it.
+    """Run a scheme from a common model, for whole periods of the scheme.
 
     Args:
         scheme: the row.
         settings: its ``steps`` and ``warmup`` are rounded up to whole periods of the scheme.
-        weigher: tells how many entries a message stands for, by the scale.
-        advance: is called whenever a rank ends a step.
+        weigher: makes the function that counts the entries a message represents, for a scale.
+        advance: called whenever a rank ends a step.
     """
     ranks = settings.ranks
     scale = settings.scale or scheme_scale(settings)
@@ -84,7 +87,7 @@ def simulate_averaging(
     before, reported = (-(-n // period) * period for n in (settings.warmup, settings.steps))
     steps = before + reported
     pace, slower = random.Random(settings.seed), dict(settings.stragglers)
-    # as of the rows of gradients: the same steps of the same ranks are late
+    # the same draws as for the rows of gradients, so the same ranks are late in the same steps
     work = [
         [
             max(pace.gauss(settings.compute, settings.spread), 0.0) * slower.get(rank, 1.0)
@@ -139,7 +142,7 @@ def simulate_averaging(
 
 
 def _period(averager: Averager) -> int:
-    """Return the steps after which a scheme has done all that it does: 1, or its period."""
+    """Return the number of steps after which a scheme repeats itself: 1, or its period."""
     own: Any = getattr(averager, "settings", averager)
     periods = (getattr(own, name, None) for name in ("period", "sync_period"))
     return next((period for period in periods if isinstance(period, int)), 1)

@@ -44,7 +44,7 @@ def command(
             f"{', '.join(SCHEMES)}. {OPTIONS_HELP}"
         ),
     ] = "oktopk,budgeted",
-    ranks: Annotated[str, option("World size; several, with commas.")] = "32",
+    ranks: Annotated[str, option("World size; several separated by commas.")] = "32",
     model_size: Annotated[
         Elements | None, option("Elements of the model.", "133547324, or the recorded ones'")
     ] = None,
@@ -55,13 +55,14 @@ def command(
         Ranks | None, option("Nodes of this many ranks, which share a network card.")
     ] = None,
     inner_network: Annotated[
-        str | None, option("Of ranks in one node: bandwidth,latency.", "80gbit,5us")
+        str | None, option("Network between ranks of one node: bandwidth,latency.", "80gbit,5us")
     ] = None,
     ports: Annotated[
         str, option("single: one message at a time each way; unlimited: nobody waits.")
     ] = "single",
     compute: Annotated[
-        str, option("SEC[,spread]: forward and backward pass, and its standard deviation.")
+        str,
+        option("SEC[,spread]: time of the forward and backward pass, and its standard deviation."),
     ] = "0",
     straggler: Annotated[
         list[str] | None, option("RANK:FACTOR: a rank that computes slower; may be repeated.")
@@ -77,7 +78,7 @@ def command(
     """Simulate training steps: the algorithms' own code on virtual ranks, under a virtual clock.
 
     Reports selection, communication and computation time next to Dense (one message) and DenseOvlp
-    (25 MiB buckets, exchanged while the backward pass goes on).
+    (25 MiB buckets, exchanged during the backward pass).
     """
     measured = None if machine is None else read_machine(machine)
     seconds, spread = _compute(compute)

@@ -81,7 +81,7 @@ class SimulationSettings:
         tuple[int, float], ...
     ] = ()  # ranks, and the factors by which they compute slower
     overlap: Annotated[
-        bool, Option("--overlap", help="Exchange buckets while the backward pass goes on.")
+        bool, Option("--overlap", help="Exchange buckets during the backward pass.")
     ] = False
     buckets: Annotated[Buckets | None, option("Of equal size.", "1; with --overlap of 25 MiB")] = (
         None
@@ -91,8 +91,10 @@ class SimulationSettings:
     scale: Annotated[
         Factor | None, option("C: n / C and k / C stand for n and k.", "as small as 2 GB allow")
     ] = None
-    steps: Annotated[Steps, option("Steps that are reported.")] = 2
-    warmup: Annotated[Warmup, option("Steps before: those that are exact and cut regions.")] = 1
+    steps: Annotated[Steps, option("Reported steps.")] = 2
+    warmup: Annotated[
+        Warmup, option("Steps before the reported ones: exact ones, which cut the regions.")
+    ] = 1
     inputs: Annotated[
         str,
         Readable(),
@@ -103,10 +105,10 @@ class SimulationSettings:
     ] = SPREAD
     # the fill-in in Ok-Topk, section 5.2, implies 0.12 for VGG-16 and 0.36 for LSTM
     shared: Annotated[
-        float, option(f"Part of the entries at the same places on all ranks ({SPREAD}).")
+        float, option(f"Share of the entries that lie at the same places on all ranks ({SPREAD}).")
     ] = 0.25
     baselines: bool = True  # add "Dense" and "DenseOvlp"
-    seed: Annotated[Seed, option("Of gradients and computation times.")] = 0
+    seed: Annotated[Seed, option("Seed of gradients and computation times.")] = 0
     memory: float = 2e9  # approximate bytes that all virtual ranks may take together
 
     def __post_init__(self) -> None:

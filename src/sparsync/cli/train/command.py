@@ -60,13 +60,14 @@ def command(
     elastic: Annotated[
         bool,
         Option(
-            "--elastic", help="Ranks come and go: without faults first, then with those of --kill."
+            "--elastic",
+            help="Let ranks come and go: first train without faults, then with those of --kill.",
         ),
     ] = False,
     kill: Annotated[
         str,
         Only(("elastic",), "none"),
-        Option(help="Of --elastic: random:SECONDS, the mean time between kills; or none."),
+        Option(help="With --elastic: random:SECONDS, the mean time between kills; or none."),
     ] = "none",
     json: Json = None,
     plot: Plot = None,

@@ -95,13 +95,13 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
             f"--target-step {target} asks for the loss of dense, which is not among the algorithms "
             f"{', '.join(algorithms)}; add dense"
         )
-    # ranks meet in every second step of the default exchange of updates, so looking after each step
+    # ranks meet in every second step of the default exchange of updates, so checking after each step
     # hardly changes it: the additional wait for the last rank counts against it
     ahead = [one.name for one in schemes if one.name != "updates"]
     if ahead and target is not None:
         raise ConfigurationError(
-            f"--target-step looks at all ranks' loss after each step, so none could be ahead in "
-            f"{ahead[0]}; leave it out"
+            "--target-step compares all ranks' losses after each step, so no rank could run ahead "
+            f"in {ahead[0]}; leave it out"
         )
     if settings.period is not None and settings.space != "local":
         having = [name for name in SCHEMES if "period" in options_of(name)]
@@ -119,8 +119,8 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
         given = _scheme_options(settings, one)
         require(
             settings.optimizer != "sgd" or not {**options_of(one.name), **given}.get("sign"),
-            f"{one.name} moves weights by signs, by a rate as Adam's; add --optimizer adamw (its own is "
-            "SGD)",
+            f"{one.name} moves weights by signs, at a rate like Adam's; add --optimizer adamw (the "
+            "workload's own is SGD)",
         )
         SCHEMES[one.name](None, **given)
     return algorithms
@@ -141,11 +141,9 @@ class Exchange:
     sparse: bool = False  # entries are selected, so density applies
     sums: bool = False  # gradients are summed over ranks, not averaged
     clips: bool = False  # the exchange clips gradients; otherwise training does, after ``backward``
-    dense_share: float = (
-        0.0  # of a step's bytes: of layers that are left dense, as costs predict it
-    )
-    options: Mapping[str, object] | None = None  # of an averaging scheme
-    averager: Averager | None = None  # unless the scheme is attached, like updates
+    dense_share: float = 0.0  # predicted share of a step's bytes that belongs to layers left dense
+    options: Mapping[str, object] | None = None  # options of an averaging scheme
+    averager: Averager | None = None  # None also for a scheme that is attached, like updates
     after_step: Callable[[], object] = _nothing  # called after the optimizer's step
     finish: Callable[[], object] = _nothing  # makes the replicas equal
     close: Callable[[], object] = _nothing  # ends threads and groups in the background
@@ -184,7 +182,7 @@ def make_exchange(settings: TrainSettings, label: str, model: nn.Module) -> Exch
         added: Exchange = point.load()(settings, algorithm, model)
         return added
     raise ConfigurationError(
-        f"--space {settings.space} is of the package sparsync-papers, which is not installed: "
+        f"--space {settings.space} is in the package sparsync-papers, which is not installed: "
         f"{INSTALL_PAPERS}; or choose gradient"
     )
 
@@ -273,7 +271,7 @@ def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchan
     else:
         comm = settings.connect()
         bound: dict[str, Any] = {"comm": comm, "buffers": settings.buffers}
-        if own:  # its rate is the length of a step
+        if own:  # plain SGD, whose rate is the length of a step by signs
             bound["optimizer"] = optimizers[0]
         scheme = averager = SCHEMES[name](model, **given, **bound)
     settings_of = getattr(scheme, "settings", scheme)
@@ -298,7 +296,7 @@ def _scheme_options(settings: TrainSettings, found: Named) -> dict[str, Any]:
     """Return the options of a scheme: its own, then those common to all algorithms."""
     has = options_of(found.name)
     given: dict[str, Any] = {"period": settings.period, "seed": settings.seed}
-    if has.get("density", 1.0) < 1:  # a dense exchange has none
+    if has.get("density", 1.0) < 1:  # a dense exchange has no density to set
         given["density"] = settings.density
     shared = {key: value for key, value in given.items() if key in has and value is not None}
     return {**shared, **found.options}

@@ -38,7 +38,7 @@ def train_rank(
     Args:
         settings: equal for all of them.
         algorithms: names of presets, schemes or PyTorch's hooks.  "dense" is plain DDP without any
-            hook; it goes first where it sets the target of the others.
+            hook; it must come first if it sets the target of the others.
         before_step: called with (rank, step) on every rank; importable.
 
     Returns:
@@ -75,12 +75,14 @@ def _train(
 ) -> tuple[Exchange, _RankReport]:
     """Train to the last step or the goal."""
     rank, model = dist.get_rank(), workload.make_model(settings.seed)
-    torch.manual_seed(settings.seed * dist.get_world_size() + rank)  # dropout: other units on each
+    torch.manual_seed(
+        settings.seed * dist.get_world_size() + rank
+    )  # ranks must draw different units for dropout
     exchange = make_exchange(settings, name, model)
     delay = parse_delay(settings.delay)
     mine = _RankReport()
-    dist.barrier()  # DDP has sent the initial weights: on a slow link that is no part of a step
-    losses: list[float] = []  # over all ranks, where there is a goal
+    dist.barrier()  # DDP has sent the initial weights, which must not count as a step on a slow link
+    losses: list[float] = []  # mean losses over all ranks, if there is a goal
     for step in range(settings.steps_of(name)):
         if before_step is not None:
             before_step(rank, step)
@@ -98,7 +100,7 @@ def _train(
         bar(settings.steps_of(name), f"loss {loss:.3f} on rank 0 at step {step + 1}")
         if goal is not None:
             mean = torch.tensor(loss, dtype=torch.float64)
-            dist.all_reduce(mean)  # between steps: no clock runs
+            dist.all_reduce(mean)  # between steps, where no clock runs
             losses.append(float(mean) / dist.get_world_size())
             if goal.reached_by(losses):
                 break
@@ -147,7 +149,7 @@ def _computation_seconds(settings: TrainSettings, workload: Workload, *, steps: 
 
 def _step(settings: TrainSettings, exchange: Exchange, workload: Workload, step: int) -> float:
     """Run one step; return this rank's loss before it."""
-    # a sum is P means: SGD steps would be as many times too long (Adam's and Muon's do not depend on it)
+    # a sum is P times the mean, so SGD steps would be P times too long (Adam's and Muon's do not change)
     divisor = settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
     for optimizer in exchange.optimizers:
         optimizer.zero_grad()

@@ -40,8 +40,8 @@ def comparison(results: Sequence[TrainResult]) -> Group:
     for result in results:
         seconds = result.seconds_to_target
         reached = "never" if seconds is None else format_seconds(seconds)
-        # the median: first steps may be dense (a warm-up; PowerSGD's first two); of schemes of
-        # averaging the mean: most of their steps may send nothing
+        # the median, because the first steps may be dense (a warm-up; PowerSGD's first two); the mean for
+        # averaging schemes, because most of their steps may send nothing
         sent = median(result.bytes_sent) if result.options is None else fmean(result.bytes_sent)
         accuracy = result.accuracy
         rows.append(
@@ -50,7 +50,7 @@ def comparison(results: Sequence[TrainResult]) -> Group:
                 f"time to loss {goal or 0:.2f}": "-" if goal is None else reached,
                 "speed-up": _times(result.speedup_to_target),
                 "steps": f"{result.steps}",
-                # the mean: of schemes that wait rarely the median step is one that waits for nobody
+                # the mean, because the median step of a scheme that rarely waits is one without a wait
                 "time per step": format_seconds(result.seconds_per_step_mean),
                 "sent per step": format_bytes(sent),
                 "bytes out": f"{result.sent_per_parameter_and_step:.3g}",
@@ -121,7 +121,7 @@ def _caption(results: Sequence[TrainResult]) -> str:
 
 def _rule(result: TrainResult) -> str:
     """Name the option that decides which layers are too small to compress, if there is one."""
-    name, _, _ = result.algorithm.partition(":")  # its own options follow
+    name, _, _ = result.algorithm.partition(":")  # strip the options that follow the name
     small = name in PRESETS and "compress_thd" in PRESETS[name].options
     return ", being small (compress_thd)" if small else ""
 
@@ -130,11 +130,11 @@ def _rule(result: TrainResult) -> str:
 
 
 def write_plot(results: Sequence[TrainResult], path: Path) -> None:
-    """Draw the loss over seconds, where anything was sent over bytes, and over steps.
+    """Draw the loss over seconds, over bytes if any were sent, and over steps.
 
-    Readable in grey: every algorithm has a line style of its own.  Thin lines are single steps, thick
-    ones averages over a twentieth of the run.  A dot marks where a run has reached the target; values
-    above the loss at the start are cut off.
+    Readable in grey: each algorithm has its own line style. Thin lines show single steps, thick ones
+    averages over a twentieth of the run. A dot marks where a run has reached the target; values above the
+    loss at the start are cut off.
     """
     from matplotlib.ticker import EngFormatter
 

@@ -27,14 +27,16 @@ class TrainResult:
     density: float  # requested k / n; 1 if everything is exchanged
     parameters: int  # trained elements n
     optimizer: str
-    lr: float  # after its warm-up
-    loss: list[float]  # per step: nats per byte, image, ...; mean over ranks
+    lr: float  # learning rate after its warm-up
+    loss: list[float]  # loss per step in nats per byte, image, ...; mean over ranks
     eval_loss: float  # the same on held-out samples, after the last step
-    seconds_total: float  # of the slowest rank: all steps, and making all replicas equal
-    seconds_per_step_mean: float  # of ``seconds``; excludes the end
+    seconds_total: (
+        float  # seconds of the slowest rank for all steps, and for making all replicas equal
+    )
+    seconds_per_step_mean: float  # mean of ``seconds``; excludes the end
     seconds_per_step_median: float
     bytes_sent_per_step_max: int  # maximum over ranks and steps, including headers
-    replicas_equal: bool  # all ranks ended with bit-identical parameters
+    replicas_equal: bool  # whether all ranks ended with bit-identical parameters
     bytes_sent: list[int]  # per step, by the rank that sent most in total
     # bytes of the rank that sent most, the mean over steps; includes making replicas equal in the end
     sent_per_parameter_and_step: float
@@ -45,36 +47,43 @@ class TrainResult:
     warmup_steps: int
     # per step: from the last rank's end of the previous step to the last rank's end of this one
     seconds: list[float]
-    # forward, backward and optimizer on all ranks at once, without any exchange; measured before
+    # seconds of forward, backward and optimizer on all ranks at once without exchange; measured before
     seconds_computation_median: float
-    seconds_rest_median: float  # the median step minus that: the exchange that is not hidden
-    bytes_counted: str  # "ledger": as sent; "formula": of a bandwidth-optimal allreduce
-    bytes_kernel: list[int] | None  # per step: the most that the kernel counted on a lab's link
-    transport: str  # carried the gradients
-    lab: float | None  # bits per second of the links, the lowest
+    seconds_rest_median: (
+        float  # the median step minus these: the part of the exchange that is not hidden
+    )
+    bytes_counted: str  # "ledger": bytes as sent; "formula": those of a bandwidth-optimal allreduce
+    # largest number of bytes per step that the kernel counted on a lab's link
+    bytes_kernel: list[int] | None
+    transport: str  # carrier of the gradients
+    lab: float | None  # lowest rate of the links in bits per second
     layers: int | None
     width: int | None
-    links: str | None = None  # of the lab, as ``parse_links`` reads them
+    links: str | None = None  # the lab's links, as ``parse_links`` reads them
     workload: str = "bytes"
-    accuracy: float | None = None  # on held-out images, in [0, 1]
+    accuracy: float | None = None  # accuracy on held-out images, in [0, 1]
     nesterov: bool = False
     weight_decay: float = 0.0
     clip: float | None = None
-    options: Mapping[str, object] | None = None  # of a scheme of averaging
-    stale_share: float | None = None  # of all ranks' parts in averages: those by an older model
-    largest_staleness: int | None = None  # steps that the oldest of them was behind
-    seconds_waited: float | None = None  # in averages, in all steps: the mean over ranks
-    # of a step's bytes, as predicted: that of layers which a preset does not compress
+    options: Mapping[str, object] | None = None  # options of an averaging scheme
+    # share of all ranks' contributions to averages that were older models
+    stale_share: float | None = None
+    largest_staleness: int | None = None  # age of the oldest of them, in steps
+    # seconds waited in the averages of all steps, the mean over ranks
+    seconds_waited: float | None = None
+    # predicted share of a step's bytes that belongs to layers that a preset does not compress
     dense_share: float = 0.0
     delay: str = "none"
-    seconds_finish: float = 0.0  # of ``seconds_total``, after the last step
-    target_step: int | None = None  # whose loss, in the run of "dense", is the target
-    target_loss: float | None = None  # averaged over the last ``target_window`` steps
+    seconds_finish: float = 0.0  # part of ``seconds_total`` after the last step
+    target_step: int | None = None  # the step whose loss, in the run of "dense", is the target
+    target_loss: float | None = None  # loss averaged over the last ``target_window`` steps
     target_window: int | None = None
-    steps_to_target: int | None = None  # until the loss, averaged likewise, is at most the target
+    # steps until the loss, averaged in the same way, is at most the target
+    steps_to_target: int | None = None
     seconds_to_target: float | None = None  # the same in seconds of training
     speedup_to_target: float | None = None  # seconds of "dense" to its target step, over these
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the evaluation: "WER", ...
+    # further figures of the evaluation: "WER", ...
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def seconds_of_all(ranks: Sequence[Sequence[float]]) -> list[float]:
@@ -97,7 +106,8 @@ def smoothed(loss: Sequence[float], radius: int) -> list[float]:
         >>> smoothed([8.0, 2.0, 2.0, 0.0], radius=1)
         [8.0, 4.0, 1.3333333333333333, 1.0]
     """
-    reach = [min(i, radius) for i in range(len(loss))]  # as far back as forth, from the first on
+    # symmetric, so the radius shrinks towards both ends
+    reach = [min(i, radius) for i in range(len(loss))]
     return [fmean(loss[i - r : i + r + 1]) for i, r in enumerate(reach)]
 
 
@@ -133,7 +143,7 @@ def with_target(
 ) -> list[TrainResult]:
     """Fill in when each run reached the loss that "dense" had at ``target_step``, from 1 on.
 
-    Without "dense" among them, results of the same settings stay as they are.
+    Without "dense" among them, results are returned unchanged.
     """
     dense = next((result for result in results if result.algorithm == "dense"), None)
     if dense is None:
@@ -143,7 +153,7 @@ def with_target(
     judged = []
     for result in results:
         made = range(1, result.steps + 1)
-        # dense: where the goal is; noise may have touched it before
+        # for dense the goal's own step, because noise may have reached the loss earlier
         first = (s for s in made if goal.reached_by(result.loss[:s]))
         reached = step if result is dense else next(first, None)
         seconds = None if reached is None else sum(result.seconds[:reached])

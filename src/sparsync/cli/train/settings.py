@@ -62,7 +62,7 @@ _SPACE = (
     "with adam also frozen, refreshed."
 )
 _DATA = "Folder that the papers' workloads read: see docs/data.md. Never downloaded."
-_MOMENTUM = "Of sgd: momentum and decay before the exchange, not after."
+_MOMENTUM = "With sgd: apply momentum and decay before the exchange, not after."
 _CLIP = (
     "Largest norm of the averaged gradient; 0: any. Presets clip local gradients to sqrt(P) times it, "
     "schemes of averaging to it."
@@ -70,8 +70,8 @@ _CLIP = (
 _PERIOD = "Steps between exchanges of --space local, and of schemes that let ranks train alone."
 _LAYERS = "Blocks of the transformer: 12 width^2 parameters each; or layers of the LSTM."
 _WIDTH = (
-    "Of the transformer, a multiple of 32: 416 gives 8.6 M parameters; of the LSTM; or channels of a "
-    "CNN's first stage."
+    "Of the transformer, a multiple of 32 (416 gives 8.6 M parameters), or of the LSTM; or "
+    "channels of a CNN's first stage."
 )
 _OPTIMIZER = "sgd, adam, adamw or muon (adamw but for hidden matrices); auto: the workload's."
 _DECAY = "0.01 for adamw and muon, the workload's for sgd, else 0"
@@ -79,47 +79,48 @@ _BATCH = "32 for digits, 16 for lines, 8 for bytes and lstm; the papers'"
 _DELAY = (
     "Ranks wait before steps: random:COUNT:SECONDS, persistent:RANK:SECONDS or heavytail:MIN:MAX."
 )
-_TARGET = "Time to loss: when is the loss reached that dense has at this step? A run ends there."
+_TARGET = "Time to loss: end each run at the loss that dense has at this step, and report when."
 
 
 @dataclass(frozen=True)
 class TrainSettings:
     """Settings that all algorithms of a comparison share; every field is an option of the command.
 
-    The constructor fills in the fields that depend on the workload and the optimizer.  Elsewhere None
-    means a default of the workload's or the scheme's.
+    The constructor fills in the fields that depend on the workload and the optimizer. Elsewhere None
+    means the default of the workload or the scheme.
     """
 
     ranks: Annotated[Ranks, ranks_option(4)] = 4
     steps: Annotated[Steps, option("Optimizer steps.")] = 300
     density: Annotated[float, option("Exchanged part of the gradient, in (0, 1].")] = 0.01
-    seed: Annotated[Seed, option("Of the initial weights and of the data.")] = 0
+    seed: Annotated[Seed, option("Seed of the initial weights and of the data.")] = 0
     workload: Annotated[str, option(_WORKLOADS)] = "bytes"
     data: Annotated[Path | None, Readable(folder=True), option(_DATA)] = None
     optimizer: Annotated[str, option(_OPTIMIZER)] = "auto"
     lr: Annotated[Positive, option("Learning rate.", "by workload and optimizer")] = _DEFAULT
     momentum: Annotated[float, option("Of sgd.")] = _MOMENTUM_OF_SGD
-    nesterov: Annotated[bool, Option("--nesterov", help="Nesterov's momentum, of sgd.")] = False
+    nesterov: Annotated[bool, Option("--nesterov", help="Nesterov momentum, with sgd.")] = False
     momentum_correction: Annotated[
         bool | None, option(_MOMENTUM, "as the algorithm is published")
     ] = None
-    weight_decay: Annotated[Rates, option("Of the optimizer; adamw's is decoupled.", _DECAY)] = (
-        _DEFAULT
-    )
+    weight_decay: Annotated[
+        Rates, option("Weight decay of the optimizer; decoupled for adamw.", _DECAY)
+    ] = _DEFAULT
     clip: Annotated[Rates, option(_CLIP, "0.25 for LSTMs of text, else 0")] = _DEFAULT
     space: Annotated[str, option(_SPACE)] = "gradient"
     period: Annotated[Steps | None, option(_PERIOD, "by density, or the scheme's")] = None
     buffers: Annotated[
-        str, option("Of the model: schemes average them, or leave them local to the end.")
+        str, option("Buffers of the model: schemes average them, or leave them local to the end.")
     ] = "average"
     delay: Annotated[str, option(_DELAY)] = "none"
     lr_warmup_steps: Annotated[
-        Warmup, option("First steps, over which the learning rate grows.")
+        Warmup, option("Number of first steps, over which the learning rate grows.")
     ] = 20
     lr_decay: Annotated[
-        bool, Option("--lr-decay", help="Then it falls linearly, to 0 after the last step.")
+        bool,
+        Option("--lr-decay", help="After that let it fall linearly, to 0 after the last step."),
     ] = False
-    warmup_steps: Annotated[Warmup, option("First steps, which are exchanged dense.")] = 0
+    warmup_steps: Annotated[Warmup, option("Number of first steps, which are exchanged dense.")] = 0
     batch_size: Annotated[
         Size, option("Windows, images or other samples per rank and step.", _BATCH)
     ] = _DEFAULT
@@ -163,7 +164,7 @@ class TrainSettings:
         object.__setattr__(self, "optimizer", optimizer)
 
     def _check_memory(self) -> None:
-        """Refuse sizes that no machine holds, by the least memory of a step's activations and weights."""
+        """Refuse sizes whose activations and weights exceed any machine's memory."""
         workload = self.make_workload()
         width, context, layers = (
             getattr(workload, name, None) or 1 for name in ("width", "context", "layers")
@@ -261,7 +262,7 @@ class TrainSettings:
             bool(hidden),
             f"--optimizer muon is for hidden matrices, and {self.workload} has none; choose adamw",
         )
-        # its updates are as large as AdamW's, so that one rate is both's (Liu et al., 2025, 2.2)
+        # its updates are as large as AdamW's, so both can use the same rate (Liu et al., 2025, 2.2)
         muon = torch.optim.Muon(
             hidden, lr=self.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
         )

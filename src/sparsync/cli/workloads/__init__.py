@@ -42,7 +42,7 @@ def workload_class(name: str) -> type[Workload]:
     if entry_points(group=_GROUP):
         raise error
     raise ConfigurationError(
-        f"{error}; those of the papers are of the package sparsync-papers, which is not installed: "
+        f"{error}; those of the papers are in the package sparsync-papers, which is not installed: "
         f"{INSTALL_PAPERS}"
     )
 

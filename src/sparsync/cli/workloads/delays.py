@@ -47,7 +47,7 @@ class Delay:
         if self.kind == "random":
             check("delay: COUNT", self.first, self.first >= 1, "at least 1 rank")
         if self.kind == "persistent":
-            check("delay: RANK", self.first, self.first >= 0, "one from 0 on")
+            check("delay: RANK", self.first, self.first >= 0, "a rank >= 0")
         names = {"heavytail": {"MIN": self.first, "MAX": self.second}}
         for name, seconds in names.get(self.kind, {"SECONDS": self.second}).items():
             check(f"delay: {name}", seconds, 0 <= seconds <= _A_DAY, "seconds from 0 to a day's")

@@ -76,7 +76,7 @@ class ByteText:
     def of_standard_library(cls, *, context: int = 64, root: Path | None = None) -> ByteText:
         """Read 8 MB of Python's standard library, the same in every process with this Python.
 
-        ``root``: other files than the standard library's.
+        ``root``: a folder to read instead of the standard library.
         """
         parts = bytearray(), bytearray()
         left = 8_000_000
@@ -91,7 +91,7 @@ class ByteText:
         return cls(training, held_out, context)
 
     def batch(self, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Draw windows of the training part, whatever the number of ranks.
+        """Draw windows of the training part, independent of the number of ranks.
 
         Returns:
             Tokens and targets (the next byte of each), both `[batch_size, context]`, ``torch.int64``.
@@ -113,7 +113,7 @@ class ByteText:
 
 @dataclass(frozen=True)
 class TextWorkload(Workload):
-    """The text's side of a language model's workload; the model is a subclass's."""
+    """The text of a language model's workload; a subclass adds the model."""
 
     context: int = 64  # bytes per window
 
@@ -122,7 +122,7 @@ class TextWorkload(Workload):
 
     @cached_property
     def text(self) -> ByteText:
-        """The data, read when it is first asked for."""
+        """The text, read on first use."""
         return ByteText.of_standard_library(context=self.context)
 
     def batch(self, draw: Draw) -> tuple[Tensor, Tensor]:
@@ -159,7 +159,7 @@ class ByteTransformer(nn.Module):
     ) -> None:
         super().__init__()
         self.context = context
-        with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it is
+        with torch.random.fork_rng(devices=[]):  # restores the caller's generator
             torch.manual_seed(seed)
             self.byte_embedding = nn.Embedding(_BYTES, width)
             self.position_embedding = nn.Embedding(context, width)
@@ -209,7 +209,7 @@ class _Block(nn.Module):
 class BytesWorkload(TextWorkload):
     """The transformer on Python's own source text."""
 
-    width: int = 160  # of the residual stream, a multiple of a head's
+    width: int = 160  # width of the residual stream, a multiple of a head's
     layers: int = 4  # blocks
 
     name: ClassVar[str] = "bytes"
@@ -247,7 +247,7 @@ class ByteLstm(nn.Module):
 
     def __init__(self, *, width: int = 224, layers: int = 2, seed: int = 0) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it is
+        with torch.random.fork_rng(devices=[]):  # restores the caller's generator
             torch.manual_seed(seed)
             self.byte_embedding = nn.Embedding(_BYTES, 64)
             self.lstm = nn.LSTM(64, width, layers, batch_first=True)

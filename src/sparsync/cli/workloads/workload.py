@@ -34,27 +34,30 @@ __all__ = [
 Tensors: TypeAlias = "Tensor | tuple[Tensor, ...]"
 Batch: TypeAlias = "tuple[Tensors, Tensors]"  # inputs and targets
 
-PADDING = -100  # a target that is none: it counts in no loss (torch's own ``ignore_index``)
+PADDING = (
+    -100
+)  # marks a position without target, which no loss counts (torch's own ``ignore_index``)
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """Settings that suit a workload, unless others are given.
+    """Default settings of a workload.
 
-    Those of the papers' workloads are the papers'; the others are dense's best of three or more.
+    Those of the papers' workloads are taken from the papers; the others are the best of three or more for
+    dense.
     """
 
     sgd_lr: float  # learning rate of SGD with momentum 0.9
-    adam_lr: float  # of Adam and AdamW
+    adam_lr: float  # learning rate of Adam and AdamW
     batch_size: int  # samples (windows, images) per rank and step
     clip: float | None = None  # largest 2-norm of the averaged gradient; None: any
-    optimizer: str = "sgd"  # or "adam", "adamw"
-    weight_decay: float = 0.0  # of sgd
+    optimizer: str = "sgd"  # "sgd", "adam" or "adamw"
+    weight_decay: float = 0.0  # weight decay of sgd
 
 
 @dataclass(frozen=True)
 class Draw:
-    """All that a batch depends on.
+    """Everything that a batch depends on.
 
     Example:
         >>> sorted(Draw(seed=0, step=0, rank=1, world_size=2, batch_size=4).samples(8).tolist())
@@ -68,16 +71,17 @@ class Draw:
     batch_size: int
 
     def generator(self) -> np.random.Generator:
-        """Return the generator of everything that is random in the batch."""
+        """Return the generator of all random choices in the batch."""
         return np.random.default_rng([self.seed, self.step, self.rank])
 
     def samples(self, count: int) -> Tensor:
         """Return the numbers of the batch's samples among ``count``, `[batch_size]`.
 
-        Every rank has every ``world_size``-th, reshuffled each epoch; a batch may span several epochs.
+        Each rank has every ``world_size``-th sample, reshuffled each epoch; a batch may span several
+        epochs.
 
         Raises:
-            ConfigurationError: this rank has none.
+            ConfigurationError: this rank has no sample.
 
         Cost: a permutation of the rank's share.
         """
@@ -101,7 +105,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over held-out targets; those of disjoint shares add up to those of the whole.
+    """Sums over held-out targets; the sums of disjoint shares add up to those of the whole.
 
     Example:
         >>> whole = Evaluation.total([Evaluation(3.0, 4, 5), Evaluation(1.0, 5, 5)])
@@ -111,8 +115,9 @@ class Evaluation:
 
     loss_sum: float = 0.0  # cross entropy in nats, or another loss
     hits: int = 0  # targets that the model found most probable
-    count: int = 0  # of targets
-    more: Counter[str] = field(default_factory=Counter)  # of which ``Objective.figures`` are made
+    count: int = 0  # number of targets
+    # further sums, from which ``Objective.figures`` are computed
+    more: Counter[str] = field(default_factory=Counter)
 
     @property
     def loss(self) -> float:
@@ -121,12 +126,12 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Fraction of targets that were found."""
+        """Fraction of targets that were predicted."""
         return self.hits / self.count
 
     @staticmethod
     def total(shares: Iterable[Evaluation]) -> Evaluation:
-        """Add shares up, in their order."""
+        """Add up shares, in their order."""
         loss, hits, count, more = 0.0, 0, 0, Counter[str]()
         for share in shares:
             loss, hits, count = loss + share.loss_sum, hits + share.hits, count + share.count
@@ -135,7 +140,7 @@ class Evaluation:
 
 
 def mean(total: float, count: int) -> float:
-    """Return the total per count; NaN of nothing."""
+    """Return the total per count; NaN if the count is 0."""
     return total / count if count else math.nan
 
 
@@ -164,11 +169,12 @@ class Objective(ABC):
 @final
 @dataclass(frozen=True)
 class CrossEntropy(Objective):
-    """Mean cross entropy in nats of logits `[batch, ..., classes]`; ``PADDING`` counts for nothing."""
+    """Mean cross entropy in nats of logits `[batch, ..., classes]`; ``PADDING`` is ignored."""
 
-    top: int | None = None  # report the targets among this many most probable ones, as "top-5"
-    perplexity: bool = False  # report it as well
-    smoothing: float = 0.0  # of the labels, while training (Szegedy et al. 2016, section 7)
+    # also report how many targets are among this many most probable classes, e.g. "top-5"
+    top: int | None = None
+    perplexity: bool = False  # also report the perplexity
+    smoothing: float = 0.0  # smoothing of the labels in training (Szegedy et al. 2016, section 7)
 
     def loss(self, outputs: Tensors, targets: Tensors) -> Tensor:
         """See ``Objective``."""
@@ -209,17 +215,17 @@ def _flat(outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
 
 
 class Workload(ABC):
-    """A model and its data.  Light until data is asked for; fields of a subclass are options."""
+    """A model and its data.  Data is loaded on first use; fields of a subclass are options."""
 
-    name: ClassVar[str]  # on the command line
-    target: ClassVar[str]  # that a loss is per: "byte" or "image"
-    classifies: ClassVar[bool]  # its accuracy is of interest
+    name: ClassVar[str]  # name on the command line
+    target: ClassVar[str]  # unit of the loss: "byte" or "image"
+    classifies: ClassVar[bool]  # whether to report its accuracy
     defaults: ClassVar[Defaults]
-    reads_folder: ClassVar[bool] = False  # its data lies in a folder, the option ``data``
+    reads_folder: ClassVar[bool] = False  # whether its data is in a folder, the option ``data``
 
     @property
     def objective(self) -> Objective:
-        """The loss and the figures to evaluate; the cross entropy, unless a workload has another."""
+        """The loss and the figures to evaluate; by default the cross entropy."""
         return CrossEntropy()
 
     @abstractmethod
@@ -228,10 +234,10 @@ class Workload(ABC):
 
     @abstractmethod
     def batch(self, draw: Draw) -> Batch:
-        """Return a rank's inputs and targets of a step: a function of the draw and nothing else."""
+        """Return a rank's inputs and targets at a step, which depend on the draw alone."""
 
     def held_out(self) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets to evaluate on, where they are two tensors."""
+        """Return the held-out inputs and targets, if they are two tensors."""
         raise NotImplementedError
 
     def held_out_batches(self, *, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
@@ -266,9 +272,9 @@ class Workload(ABC):
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Tell weights inside a model from its embeddings, its output layer ("head"), norms and biases.
+    """Return whether a parameter is a weight matrix other than an embedding or the output layer ("head").
 
-    Their gradients are spread evenly, as a selection of k from every block supposes; those of
-    embeddings and of the output layer lie in the rows of a few bytes.
+    Gradients of such matrices are spread evenly, as selecting k of every block assumes; those of
+    embeddings and of the output layer are concentrated in the rows of a few bytes.
     """
     return parameter.dim() >= 2 and "embedding" not in name and not name.startswith("head.")

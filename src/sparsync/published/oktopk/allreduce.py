@@ -54,7 +54,7 @@ __all__ = [
 _FINE = 64
 # Fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a budgeted turn.
 _PASSES = 4  # per entry of k: sort, histogram, and find the delivered ones
-_COUNTS_TURN = 1 / 3  # of a turn: a round that exchanges counts does almost no work
+_COUNTS_TURN = 1 / 3  # share of a turn, because a round that exchanges counts does almost no work
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from sparsync.sparse import SparseVector
 
 __all__ = ["Reused", "ReusedState"]
 
-_BAND = 0.11  # of k: the paper's average deviation stays below it (section 5.2)
+_BAND = 0.11  # share of k; the paper's average deviation stays below it (section 5.2)
 _MARGIN = 1 / 4  # octaves below the threshold from which "auto" collects: 84 % of it
 
 

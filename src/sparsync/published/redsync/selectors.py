@@ -380,7 +380,7 @@ class Layered(Selector):
         size = accumulated.numel()
         sizes = (size,) if self.sizes is None else self.sizes
         whole = f"Layered: layers of {sum(sizes)} elements in all, the unit has {size}"
-        require(sum(sizes) == size, f"{whole}; was for_layers told the sizes of another unit?")
+        require(sum(sizes) == size, f"{whole}; were for_layers given the sizes of another unit?")
         selected = []
         spans = pairwise(accumulate(sizes, initial=0))
         for layer, (start, stop) in zip(self._layers, spans, strict=True):

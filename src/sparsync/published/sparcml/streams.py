@@ -1,4 +1,4 @@
-"""The base of SparCML's collectives: vectors that turn dense where that is shorter; any operation."""
+"""The base of SparCML's collectives: streams of any operation that become dense where that is shorter."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ class StreamCollective(Collective):
         self.codec, self.operation, self.cap = codec or StreamCodec(), reduction(op), cap
         if cap is not None and self.operation is not SUM:
             raise ConfigurationError(
-                f"{type(self).__name__}: cap is {cap} with operation '{self.operation.name}', but a "
-                "cap keeps the largest magnitudes, which only a sum can do without the rest; give "
+                f"{type(self).__name__}: cap is {cap} with operation '{self.operation.name}', but "
+                "a cap keeps the largest magnitudes, and only a sum is meaningful without the "
+                "rest; give "
                 "cap=None"
             )
 

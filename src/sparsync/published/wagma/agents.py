@@ -81,7 +81,7 @@ class Kind(IntEnum):
     RESULT = 3  # result of a round that the receiver has not ended; number: models in the sum
     PING = 4  # is the receiver alive?
     PONG = 5
-    VIEW = 6  # who is present
+    VIEW = 6  # news about the present ranks
     # to a rank that was left out: the present ranks, and the last common sum; number: models in it
     WELCOME = 7
 
@@ -110,14 +110,14 @@ class Round(NamedTuple):
 
     version: int
     total: Tensor  # sum of the models
-    models: int  # in the sum
+    models: int  # number of models in the sum
     contributed: int  # version of this rank's contribution; an older one than the round's is stale
 
 
 class Answer(NamedTuple):
     """The answer to a rank that arrives at a round."""
 
-    result: Round  # the newest
+    result: Round  # the newest result
     resumes: bool  # the rank had been left out, and resumes with this result, after this round
     left_out: tuple[tuple[int, int, str], ...]  # rank, step and reason, so far
     present: list[int]  # ranks that are present, ascending
@@ -199,7 +199,7 @@ class _Delivery(Operation):
 class _Attempt:
     """An attempt at a round, among the ranks that were present when it started."""
 
-    models: int  # in its sum
+    models: int  # number of models in its sum
     contributed: int  # version of this rank's contribution
     task: Task[Tensor]
     since: float  # time at which it started to wait
@@ -403,7 +403,7 @@ class Agent(Companion):
         age = -(-(result.version - result.contributed) // 2)
         self.participation.note(age, result.models)
         self.rounds.end(result)
-        # the average of a group that waits for its own ranks is no model that all have
+        # a group that waits for its own ranks has an average, but not a model that all ranks have
         if self._waits_for_all(result.version) and result.models == len(self.present):
             self._common = result
         self._last = result

@@ -279,7 +279,7 @@ class Network(Generic[T]):
             return
         task.resume(task.waits_for.error)
         if task.ended:
-            # its last work takes time as well, before others may see its end
+            # a rank's last work takes time as well, before other ranks may see that the rank has ended
             if self._busy_until[rank] > self.now:
                 self._at(self._busy_until[rank], self._end, task)
             else:

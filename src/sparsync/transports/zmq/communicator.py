@@ -224,7 +224,7 @@ class ZmqCommunicator(Communicator):
         """
         if self.world_size == 1:
             raise ConfigurationError(
-                "a world of one has nobody to receive from; ask for world_size first"
+                "a world of one has nobody to receive from; check world_size first"
             )
         return self._receive({None: capacity}, phase, framing)
 
@@ -251,7 +251,9 @@ class ZmqCommunicator(Communicator):
         around = [(rank + shift) % world_size for shift in range(1, world_size)]
         wanted = {r: capacities[r] for r in around if capacities[r] or framing.variable}
         arriving = self._receive(wanted, phase, framing)
-        hosts = {id(payload): _staged(payload) for payload in payloads}  # often the same for all
+        hosts = {
+            id(payload): _staged(payload) for payload in payloads
+        }  # staged once per payload, which is often the same for all
         outgoing = {dest: hosts[id(payloads[dest])] for dest in around}
         given = {dest: p for dest, p in outgoing.items() if p.numel() or framing.variable}
         sending = self._send_all(given, phase)
@@ -457,8 +459,9 @@ def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[st
             near.append(resolved(address).startswith(("tcp://127.", "tcp://[::1]")))
         except OSError as error:
             raise ConfigurationError(
-                f"rank {rank}: rank {peer} is to be found at {address}, and there is no such name here "
-                f"({error.strerror}); give rank {peer} an advertise= that all ranks can resolve, or an "
+                f"rank {rank}: rank {peer} should be at {address}, but this machine cannot resolve "
+                f"that name ({error.strerror}); give rank {peer} an advertise= that all ranks can "
+                "resolve, or an "
                 "IP address"
             ) from error
     # if the hosts file maps a host name to 127.0.1.1, one rank would bind the loopback interface, where

@@ -38,8 +38,8 @@ class CurveKeys:
 
     public: bytes
     secret: bytes = field(repr=False)
-    publics: Sequence[bytes]  # of the ranks of the group
-    listed: Sequence[bytes]  # of all who may connect
+    publics: Sequence[bytes]  # public keys of the ranks of the group
+    listed: Sequence[bytes]  # public keys of all who may connect
 
     def guard(self, socket: zmq.Socket[Any]) -> Doorkeeper:
         """Make a socket, not bound yet, accept only listed keys."""

@@ -62,10 +62,10 @@ MAX_UNCLAIMED: Final = 2**31  # limit on bytes of messages that no receive has a
 MAX_EARLY: Final = 2**26  # limit on bytes of messages of a group that this rank has not joined yet
 # bytes of overhead in memory per message, which matters because many are short
 PER_MESSAGE: Final = 2**9
-MOST_FRAMES: Final = 1 + MAX_MESSAGE // PIECE  # of one message
+MOST_FRAMES: Final = 1 + MAX_MESSAGE // PIECE  # limit on the frames of one message
 HANDSHAKE: Final = 10.0  # seconds in which a connecting peer must identify itself
 STRANGERS: Final = 16  # allowed silent connections, in addition to those of ranks not yet heard of
-MOST_MEMBERS: Final = 1024  # of a group that changes
+MOST_MEMBERS: Final = 1024  # limit on the members of a changing group
 
 
 @final
@@ -105,7 +105,7 @@ class Mesh:
         self.job, self.endpoints = 0, list[str]()
         # messages of a group that this rank has not joined yet; None: the group never changes
         self._early: deque[tuple[int, list[zmq.Frame]]] | None = deque() if changing else None
-        self._early_bytes = 0  # of all of them
+        self._early_bytes = 0  # bytes of all early messages
         self._past: set[int] = set()  # jobs of groups that this rank has left
         self.links: dict[int, Link] = {}
         self.wake_word = secrets.token_bytes(16)  # no peer can guess it
@@ -218,8 +218,9 @@ class Mesh:
             unlisted = [rank for rank, key in enumerate(publics) if key not in self.keys.listed]
             if unlisted:
                 raise ConfigurationError(
-                    f"rank {rank}: the keys of ranks {unlisted} of the new group are not listed; form "
-                    "groups of ranks whose keys all have, and end their endpoints with these"
+                    f"rank {rank}: the keys of ranks {unlisted} of the new group are not listed; "
+                    "form groups of ranks whose keys every rank lists, and append its public key "
+                    "to each endpoint"
                 )
             self.keys = replace(self.keys, publics=publics)
         for link in self.links.values():
@@ -540,7 +541,7 @@ class Mesh:
             self.lose(
                 source,
                 f"messages that nobody receives would take more than {MAX_UNCLAIMED} bytes; "
-                "a rank runs too far ahead of the others, as a barrier would prevent",
+                "a rank runs too far ahead of the others, which a barrier would prevent",
             )
 
     def _hear(self, source: int, frame: zmq.Frame) -> None:

@@ -32,7 +32,7 @@ class Shard:
 
     features: sparse.csr_matrix  # `[rows, dimensions]` with ``float32`` values
     labels: np.ndarray  # `[rows]` with ``float32``, each -1 or +1
-    rows_total: int  # of the whole data set, over all ranks
+    rows_total: int  # rows of the whole data set, over all ranks
     first_row: int
     known: tuple[float, ...] = (-1.0, 1.0)  # labels of the file, ascending
     positive: tuple[float, ...] = (1.0,)  # the file's labels that became +1
@@ -183,7 +183,9 @@ class _Blocks:
     the same bytes and need no lock.
     """
 
-    block_bytes: ClassVar[int] = 1 << 26  # of text; parsing takes up to six times as much memory
+    block_bytes: ClassVar[int] = (
+        1 << 26
+    )  # bytes of text; parsing takes up to six times as much memory
 
     def __init__(self, path: Path, cache: Path | None) -> None:
         require(path.is_file(), f"{path} is not a file; give the path of a data file")
@@ -264,7 +266,7 @@ class _Blocks:
         except OSError as error:
             raise ConfigurationError(
                 f"the cache {self.folder} cannot be written ({error.strerror or error}); "
-                "name a folder that can be with cache=..."
+                "give a writable folder with cache=..."
             ) from error
         finally:
             with contextlib.suppress(OSError):

@@ -36,7 +36,7 @@ class LinearModel:
 
     weights: Floats  # `[dimensions]`
     intercept: float
-    labels: tuple[float, ...] = (-1.0, 1.0)  # of the training file, ascending
+    labels: tuple[float, ...] = (-1.0, 1.0)  # labels of the training file, ascending
     positive: tuple[float, ...] = (1.0,)  # the labels that were trained as +1
     base: int = 0  # the file's number of the first column
 
@@ -106,7 +106,7 @@ class LinearModel:
         Raises:
             ConfigurationError: the file cannot be read, or is not a saved model.
         """
-        require(path.is_file(), f"the model '{path}' is no file; {_CURE}")
+        require(path.is_file(), f"the model '{path}' is not a file; {_CURE}")
         try:
             with zipfile.ZipFile(path):  # otherwise NumPy might take it for an array or a pickle
                 pass
@@ -142,5 +142,5 @@ def _check(path: Path, found: dict[str, Any]) -> None:
         fits = fits and bool(((indices >= 0) & (indices < size)).all())
     require(
         bool(fits) and int(found["format"]) == _FORMAT,
-        f"'{path}' is no model of this version; {_CURE}",
+        f"'{path}' is not a model of this version; {_CURE}",
     )

@@ -222,7 +222,8 @@ class AdaptiveWeights(Weights):
     def __init__(self, size: int, dtype: np.dtype[Any], **penalties: Any) -> None:
         super().__init__(size, dtype, **penalties)
         self.length = 1.0
-        self._squares, self._square = np.zeros(size, dtype), 0.0  # of gradients; the intercept's
+        # sums of squares of gradients, and of the intercept's
+        self._squares, self._square = np.zeros(size, dtype), 0.0
         self._steps, self._lr = 0, 0.0
         self._seen = np.zeros(size if self.l1 or self.l2 else 0, np.int64)  # steps taken
 

@@ -188,7 +188,7 @@ class Solver(ABC):
         self.products, self.meter = products or Products(), meter or Meter()
         self.seed, self.steps = seed, steps
         self.weights: Weights = problem.weights()  # the same bits on all ranks
-        self.rows = [problem.rows]  # of every rank, when started
+        self.rows = [problem.rows]  # rows of every rank, once started
         self.step = 0
 
     async def start(self) -> None:
@@ -254,7 +254,8 @@ async def _sum_over_ranks(comm: Communicator, mine: list[float], phase: str) -> 
 
 
 _BATCH = 1_000  # rows per rank and step (section 8.2)
-_LEAST_STEPS = 100  # per epoch: the paper's data have 50 times as many rows as the trigrams
+# least steps per epoch, because the paper's data have 50 times as many rows as the trigrams
+_LEAST_STEPS = 100
 
 
 @final

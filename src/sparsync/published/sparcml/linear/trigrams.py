@@ -77,7 +77,7 @@ def trigram_shard(
 
 
 def _samples(root: Path, positive: str | None) -> tuple[list[bytes], np.ndarray]:
-    """Read all sources in the order of their paths; return every run of lines, and which are +1."""
+    """Read all sources in the order of their paths; return all runs of lines and their labels."""
     texts: list[bytes] = []
     names: list[str] = []  # top-level package or module of each text
     packages: set[str] = set()

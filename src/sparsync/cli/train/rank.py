@@ -19,6 +19,7 @@ from sparsync.cli.launch import gather
 from sparsync.cli.output import Bar, progress
 from sparsync.cli.train.exchanges import Exchange, make_exchange
 from sparsync.cli.train.results import Goal, TrainResult, seconds_of_all
+from sparsync.cli.train.schedule import Plateau, parse_schedule
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.workloads.delays import parse_delay
 from sparsync.cli.workloads.workload import Draw, Evaluation, Workload, outputs_of
@@ -77,7 +78,8 @@ def _train(
     rank, model = dist.get_rank(), workload.make_model(settings.seed)
     torch.manual_seed(settings.seed * dist.get_world_size() + rank)  # dropout: other units on each
     exchange = make_exchange(settings, name, model)
-    delay = parse_delay(settings.delay)
+    delay, schedule = parse_delay(settings.delay), parse_schedule(settings.lr_schedule)
+    plateau = Plateau(schedule) if schedule.kind == "plateau" else None
     mine = _RankReport()
     dist.barrier()  # DDP has sent the initial weights: on a slow link that is no part of a step
     losses: list[float] = []  # over all ranks, where there is a goal
@@ -87,7 +89,8 @@ def _train(
         link, started = _link_sent(), time.perf_counter()
         time.sleep(delay.seconds(step, rank, dist.get_world_size(), settings.seed))
         with _naming_gloo(f"rank {rank}, step {step}"):
-            loss = _step(settings, exchange, workload, step)
+            factor = 1.0 if plateau is None else plateau.factor
+            loss = _step(settings, exchange, workload, step, factor)
             exchange.after_step()
         mine.seconds.append(time.perf_counter() - started)
         mine.kernel.append(_link_sent() - link)
@@ -96,10 +99,10 @@ def _train(
         mine.sent.append(sent)
         mine.received += received
         bar(settings.steps_of(name), f"loss {loss:.3f} on rank 0 at step {step + 1}")
+        if plateau is not None and plateau.is_due(loss):
+            plateau.judge(_mean_of_ranks(plateau.mean))
         if goal is not None:
-            mean = torch.tensor(loss, dtype=torch.float64)
-            dist.all_reduce(mean)  # between steps: no clock runs
-            losses.append(float(mean) / dist.get_world_size())
+            losses.append(_mean_of_ranks(loss))
             if goal.reached_by(losses):
                 break
     started = time.perf_counter()
@@ -120,6 +123,13 @@ def _train(
     mine.parameters = sum(parameter.numel() for parameter in model.parameters())
     mine.digests = [digest(parameter) for parameter in model.parameters()]
     return exchange, mine
+
+
+def _mean_of_ranks(loss: float) -> float:
+    """Return the mean over all ranks; between steps, where no clock runs."""
+    mean = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
 
 
 def _link_sent() -> int:
@@ -145,14 +155,20 @@ def _computation_seconds(settings: TrainSettings, workload: Workload, *, steps: 
     return float(slowest)
 
 
-def _step(settings: TrainSettings, exchange: Exchange, workload: Workload, step: int) -> float:
-    """Run one step; return this rank's loss before it."""
+def _step(
+    settings: TrainSettings,
+    exchange: Exchange,
+    workload: Workload,
+    step: int,
+    factor: float = 1.0,
+) -> float:
+    """Run one step, at ``factor`` times its learning rate; return this rank's loss before it."""
     # a sum is P means: SGD steps would be as many times too long (Adam's and Muon's do not depend on it)
     divisor = settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
     for optimizer in exchange.optimizers:
         optimizer.zero_grad()
         for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate_at(step) / divisor
+            group["lr"] = factor * settings.learning_rate_at(step) / divisor
     draw = Draw(settings.seed, step, dist.get_rank(), dist.get_world_size(), settings.batch_size)
     inputs, targets = workload.batch(draw)
     loss = workload.loss(outputs_of(exchange.model, inputs), targets)

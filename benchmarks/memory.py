@@ -1,7 +1,7 @@
 """Peak memory of a training process: DDP with ``attach`` relative to plain DDP.
 
     python benchmarks/memory.py        (Linux; 5 minutes; writes benchmarks/memory.md)
-    python benchmarks/memory.py --gpt  (14 GB, 6 minutes; writes benchmarks/memory_gpt.md)
+    python benchmarks/memory.py --gpt  (14 GB, 12 minutes; writes benchmarks/memory_gpt.md)
 
 The first measures algorithms with SGD on linear layers of 21 M parameters; ``--gpt`` the defaults, with
 AdamW and with SGD, on a GPT of 124 M: whole, and sharded by FSDP2.

@@ -107,6 +107,16 @@ def test_a_run_ends_at_the_target_and_clips_like_dense():
 
 
 @pytest.mark.slow
+def test_a_plateau_lowers_the_rate_of_all_ranks_at_once():
+    common = {"ranks": 2, "steps": 8, "layers": 1, "width": 64, "lr": 1.0, "lr_warmup_steps": 0}
+    (found,) = train(TrainSettings(**common, lr_schedule="plateau:1e-6:0:1"), ["dense"])
+    worse = next(t for t in range(1, 8) if found.loss[t] > (1 - 1e-4) * min(found.loss[:t]))
+    (same,) = train(TrainSettings(**common, lr_schedule=f"step:1e-6:{worse + 1}"), ["dense"])
+    assert found.replicas_equal and found.loss == pytest.approx(same.loss, rel=1e-4)
+    assert found.eval_loss == pytest.approx(same.eval_loss, rel=1e-4)
+
+
+@pytest.mark.slow
 def test_a_training_in_the_lab(tmp_path):
     try:
         with Lab(2, "1gbit"):

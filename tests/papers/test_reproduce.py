@@ -37,7 +37,9 @@ def works(settings):
     rows = Table({"P": p, "seconds": settings.seed + 1 / p} for p in settings.track((1, 2)))
     curve = {"ours": rows.points("P", "seconds"), "theirs": [(1, 2.0), (2, 1.0)]}
     panels = [Panel(kind, "P", "s", curve, kind=kind, log="y") for kind in KINDS]
-    return Outcome(rows, [Comparison(*HALF, "[it] is less")], {"n": 5}, "a lot", panels)
+    return Outcome(
+        rows, [Comparison(*HALF, "[it] is less")], {"n": 5, "steps": 40}, "a lot", panels
+    )
 
 
 @artifact("oktopk-breaks", "conclusion", minutes=0.1)
@@ -57,7 +59,12 @@ def test_a_run_shows_both_figures_settings_and_what_differs():
     text = text_of(finished)
     for part in ("0.5 & more", "(section 1)", "0.4", "no: [it] is less", "title [b]"):
         assert part in text
-    assert "n 5; seed 3" in text and "Differs from the paper: a lot" in text
+    assert (
+        "n 5, steps 40; seed 3" in text
+        and "1, 40" in text
+        and "seeds, steps" in text
+        and "Differs from the paper: a lot" in text
+    )
     assert "Quick" not in text
 
 
@@ -69,7 +76,8 @@ def test_files_hold_rows_comparisons_and_pictures(tmp_path):
     content = json.loads(paths[".json"].read_text())
     (compared,) = content["comparisons"]
     assert compared["stated"]["what"] == "half <of> 1" and compared["same"] is False
-    assert content["settings"] == {"n": 5} and content["differs"] == "a lot"
+    assert (content["seeds"], content["steps"]) == (1, 40)
+    assert content["settings"] == {"n": 5, "steps": 40} and content["differs"] == "a lot"
     assert paths[".png"].read_bytes().startswith(b"\x89PNG")
 
 
@@ -83,7 +91,8 @@ def test_what_fails_does_not_stop_the_others_and_is_told():
 def test_the_page_has_every_comparison_picture_and_failure():
     text = page(reproduce([works, breaks], draw=True), [Unavailable("a | b", "P.", "no time")])
     assert (
-        "| oktopk-works | half <of> 1 | 0.5 & more (section 1) | 0.4 | no: [it] is less |" in text
+        "| oktopk-works | half <of> 1 | 0.5 & more (section 1) | 0.4 | no: [it] is less | 1, 40 |"
+        in text
     )
     assert "| oktopk-breaks | failed: ValueError: no <such> thing |" in text
     assert "![title [b]](oktopk-works.png)" in text and "| a / b | P. | no time |" in text
@@ -212,9 +221,8 @@ def test_names_or_all_are_needed(arguments):
 def test_steps_are_for_trainings_that_take_them():
     assert Settings(quick=True, steps=7).steps_or(256, 4) == 7
     assert (Settings().steps_or(256, 4), Settings(quick=True).steps_or(256, 4)) == (256, 4)
-    with pytest.raises(
-        ConfigurationError, match="for oktopk-fig6, oktopk-fig5, not for sparcml-fig7"
-    ):
+    takers = "redsync-fig6-table1, redsync-table2, oktopk-fig6, oktopk-fig5, wagma-ablations"
+    with pytest.raises(ConfigurationError, match=f"for {takers}, not for sparcml-fig7"):
         command(names=["oktopk-fig6", "sparcml-fig7"], steps=5)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsync_papers.reproduce import Settings
+from sparsync_papers.reproduce import Settings, wagma_training
 from sparsync_papers.reproduce.wagma_throughput import (
     BETA,
     COMPUTE,
@@ -96,3 +96,36 @@ def test_late_ranks_take_part_of_wagma_s_updates_back():
     wagma, allreduce = averaged("WAGMA"), averaged("Allreduce-SGD")
     assert wagma.seconds < allreduce.seconds
     assert 0 < wagma.final.item() < allreduce.final.item()
+
+
+# ---- ablations ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "over", "same", "said"),
+    [
+        ("fixed groups", [0.01, 0.03], True, "loss +2.00 ± 1.00 %; P = 64; worse in 2 of 2"),
+        ("fixed groups", [-0.01, 0.03], False, "loss +1.00 ± 2.00 %; P = 64; worse in 1 of 2"),
+        ("S = P = 64", [0.02, -0.03], True, "loss -0.50 ± 2.50 %; P = 64"),
+        ("S = P = 64", [-0.02, -0.03], False, "loss -2.50 ± 0.50 %; P = 64"),
+    ],
+)
+def test_an_ablation_is_worse_on_every_seed_or_larger_groups_no_better(what, over, same, said):
+    one = next(o for o in wagma_training._ABLATIONS if (o.section, o.what) == ("section 5.2", what))
+    compared = wagma_training._compare_ablated(one, over, "P = 64")
+    assert (compared.same, compared.ours) == (same, said)
+
+
+def test_the_ablations_are_those_of_both_sections():
+    found = {
+        section: {o.what for o in wagma_training._ABLATIONS if o.section == section and o.score}
+        for section in ("section 5.2", "section 5.3")
+    }
+    assert found == {
+        "section 5.2": {"no group collectives", "fixed groups", "S = P = 64", "S = 4"},
+        "section 5.3": {"fixed groups", "S = P = 16", "S = 2"},
+    }
+    for one in wagma_training._ABLATIONS:
+        ranks = 64 if one.section == "section 5.2" else 16
+        averager = one.scheme.make(SETTINGS["half"], ranks)
+        assert getattr(averager, "dynamic", True) is (one.what != "fixed groups")

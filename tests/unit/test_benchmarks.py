@@ -1,9 +1,12 @@
 """Every script of ``benchmarks/`` answers ``--help``, and does nothing else then."""
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -32,6 +35,26 @@ for script in scripts:
         print(script, "ended with", end, "said", said.getvalue()[:200], "and wrote", written)
         written.clear()
 """
+
+
+def test_the_reproductions_are_counted_and_keep_the_rows_of_an_earlier_run(monkeypatch):
+    pytest.importorskip("sparsync_papers")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    reproduced = importlib.import_module("reproduced")
+    compared = {"stated": {"what": "w | x", "says": "2", "where": "section 1"}, "ours": "3"}
+    new = {"name": "wagma-fig5", "seconds": 60.0, "seeds": 3, "steps": 240}
+    new["comparisons"] = [{**compared, "same": False, "why": "short"}]
+    before = reproduced.kept(
+        "| `wagma-fig5` | gone | p | o | yes |\n"
+        "| `oktopk-table1` | words | p | o | yes |\n"
+        "| `oktopk-fig8` | halving | (not in the paper) (ours) | o | yes | 2, 50 |\n"
+    )
+    text = reproduced.report([new], before)
+    assert "| `wagma-fig5` | w / x | 2 (section 1) | 3 | **no**: short | 3, 240 |" in text
+    assert "| `oktopk-table1` | words | p | o | yes | 1, - |" in text and "gone" not in text
+    assert "| o | yes | 2, 50 |" in text
+    assert "**1 of 2 conclusions agree" in text
+    assert reproduced.count(text) == {"yes": 1, "no": 1, "yes, of this project alone": 1}
 
 
 def test_every_script_answers_help_and_writes_nothing(tmp_path):

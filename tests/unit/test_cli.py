@@ -1,12 +1,15 @@
 """The command line before anything starts: help, and one clear line for bad input."""
 
+import re
+
 import pytest
 import torch
 
 import sparsync
 from sparsync.cli import app as cli
+from sparsync.cli.train.schedule import Plateau, parse_schedule
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.errors import CommunicationError
+from sparsync.errors import CommunicationError, ConfigurationError
 
 
 def test_alone_it_prints_help(command):
@@ -301,6 +304,62 @@ def test_the_learning_rate_warms_up():
     settings = TrainSettings(lr_warmup_steps=4)
     assert [settings.learning_rate_at(step) for step in (0, 1, 3, 50)] == [0.025, 0.05, 0.1, 0.1]
     assert TrainSettings(optimizer="adam", lr_warmup_steps=0).learning_rate_at(0) == 1e-3
+
+
+def rates(steps, schedule, at, **options):
+    settings = TrainSettings(lr=1.0, steps=steps, lr_schedule=schedule, **options)
+    return [settings.learning_rate_at(step) for step in at]
+
+
+def test_the_learning_rate_falls_in_steps_or_to_zero():
+    at = (0, 3, 79, 80, 119, 120, 159)
+    expected = pytest.approx([0.25, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01])
+    for schedule in ("step:0.1:80+120", "step:0.1:50%+75%"):
+        assert rates(160, schedule, at, lr_warmup_steps=4) == expected
+    assert rates(100, "linear", (19, 20, 60, 99), lr_warmup_steps=20) == [1.0, 1.0, 0.5, 0.0125]
+
+
+def test_milestones_are_those_of_torch():
+    """MultiStepLR, stepped after every step."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 7], gamma=0.5)
+    theirs = []
+    for _ in range(10):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates(10, "step:0.5:3+7", range(10), lr_warmup_steps=0) == theirs
+
+
+def test_a_plateau_halves_the_rate_after_the_windows_it_accepts():
+    plateau, factors = Plateau(parse_schedule("plateau:0.5:1:2")), []
+    for loss in (4.0, 2.0, 3.0, 3.0, 2.0, 4.0, 1.0, 1.0, 5.0, 5.0):  # windows: 3, 3, 3, 1, 5
+        factors.append(plateau.factor)
+        if plateau.is_due(loss):
+            plateau.judge(plateau.mean)
+    assert factors == [1.0] * 6 + [0.5] * 4  # two windows no better than the first
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ("cosine", "constant, linear, step:FACTOR:AT"),
+        ("linear:3", "'linear:3'; give constant"),
+        ("step:0.1", "'step:0.1'; give"),
+        ("step:0.1:", "AT+AT"),
+        ("step:2:80", "FACTOR is 2.0; give a number between 0 and 1"),
+        ("step:0.1:120+80", "rising steps"),
+        ("step:0.1:50%+80", "rising percentages"),
+        ("step:0.1:50%+120%", "'step:0.1:50%+120%'; give"),
+        ("step:0.1:x", "'step:0.1:x'; give"),
+        ("plateau:0.5:1", "'plateau:0.5:1'; give"),
+        ("plateau:0.5:-1:5", "PATIENCE is -1; give a number >= 0"),
+        ("plateau:0.5:1:0", "EVERY is 0; give a number of steps >= 1"),
+    ],
+)
+def test_a_wrong_schedule_is_refused_in_one_line(schedule, said):
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        TrainSettings(lr_schedule=schedule)
 
 
 def test_defaults_are_the_workloads():

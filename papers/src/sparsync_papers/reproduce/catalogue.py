@@ -123,12 +123,6 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
         "Habitat is out of reach; the heavy tail of wagma-fig10 is made of the text's three figures",
     ),
     Unavailable(
-        "ablations of sections 5.2 and 5.3",
-        "WAGMA",
-        "they need several seeds: benchmarks/averaging_ablations.py in a clone repeats those of 5.2, "
-        "two hours (results: benchmarks/averaging-ablations.md); those of 5.3 are on WMT17",
-    ),
-    Unavailable(
         "Figures 5, 8 and 11 at their size",
         "WAGMA",
         "ImageNet, WMT17 and Habitat for days on 16 to 64 GPUs; small models and tasks stand in",

@@ -122,7 +122,13 @@ def figure_7(settings: Settings) -> Outcome:
     return Outcome(
         rows,
         comparisons,
-        {"density, %": 100 * _DENSITY, "n": size, "k of the allgatherv": _K, "tau": _PERIOD},
+        {
+            "density, %": 100 * _DENSITY,
+            "n": size,
+            "k of the allgatherv": _K,
+            "tau": _PERIOD,
+            "steps": trained,
+        },
         "Virtual time on single-ported links (10 GB/s, 1.5 us); supports are a byte transformer's "
         f"gradients after {trained} steps, over links {_BERT_OVER_THIS} times slower, because BERT "
         "is larger; counts of the allgatherv are made up, because the text does not give them.",

@@ -137,7 +137,7 @@ def figure_4(settings: Settings) -> Outcome:
     return Outcome(
         rows,
         comparisons,
-        {"step": steps - 1, "tau'": _PERIOD},
+        {"steps": steps - 1, "tau'": _PERIOD},
         "Models of this size, in the first hundreds of steps; values with error feedback, of rank 0.",
         panels,
     )

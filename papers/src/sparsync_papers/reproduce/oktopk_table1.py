@@ -35,7 +35,8 @@ def table_1(settings: Settings) -> Outcome:
     cases = [(name, p) for name in (*TABLE_1, "oktopk-paper") for p in ranks]
     for name, p in settings.track(cases):
         virtual = SimulatedRanks(Case(name, p, size, _DENSITY, seed=settings.seed))
-        low, high = TABLE_1[name.removesuffix("-paper")].words(size, k, p)
+        row = TABLE_1[name.removesuffix("-paper")]
+        low, high = row.words(size, k, p)
         for step in range(2):  # the first step agrees on regions and, as published, is exact
             ledgers = [ledger.total() for ledger in virtual.step().ledgers]
             # gTopk's messages pass in sequence
@@ -45,6 +46,7 @@ def table_1(settings: Settings) -> Outcome:
             rows.append(
                 {
                     "algorithm": name,
+                    "in the paper": row.title,
                     "P": p,
                     "step": step,
                     "words per k": max(passed) / WORD_BYTES / k,
@@ -61,7 +63,7 @@ def table_1(settings: Settings) -> Outcome:
     return Outcome(
         rows,
         [*(_compare(name, rows) for name in TABLE_1), _as_published(rows)],
-        {"n": size, "k": k, "ranks": max(ranks), "input": "uniform"},
+        {"n": size, "k": k, "ranks": max(ranks), "input": "uniform", "steps": 2},
         "Counted on two steps with error feedback, headers included; max(sent, received) of the busiest "
         "rank (gTopk: sent and received, which pass in sequence). Fresh supports that hardly overlap.",
         [Panel("words of the busiest rank", "ranks P", "words / k", series, log="xy")],

@@ -61,11 +61,14 @@ def _rows(model: str, runs: dict[str, Trained]) -> list[Row]:
 
 
 @artifact(
-    "redsync-fig6-table1", "all three converge alike and end with the same error", minutes=2.5
+    "redsync-fig6-table1",
+    "all three converge alike and end with the same error",
+    minutes=2.5,
+    trains=True,
 )
 def figure_6_table_1(settings: Settings) -> Outcome:
     """Accuracy of RGC and quantised RGC against SGD."""
-    recipes, steps = (digits_recipe(), lstm_recipe()), settings.pick(_STEPS, 3)
+    recipes, steps = (digits_recipe(), lstm_recipe()), settings.steps_or(_STEPS, 3)
     images, text = found = [train_all(recipe, _WAYS, settings, steps) for recipe in recipes]
     errors = [_error(run) for run in images.values()]
     losses = [run.evaluation.loss for run in text.values()]
@@ -118,11 +121,11 @@ def figure_6_table_1(settings: Settings) -> Outcome:
     )
 
 
-@artifact("redsync-table2", "large batches cost RGC no accuracy", minutes=2.5)
+@artifact("redsync-table2", "large batches cost RGC no accuracy", minutes=2.5, trains=True)
 def table_2(settings: Settings) -> Outcome:
     """Error of RGC and quantised RGC over batch sizes."""
     batches, ranks = settings.pick(_BATCHES, (8,)), settings.pick(RANKS, 2)
-    steps = settings.pick(_STEPS, 2)
+    steps = settings.steps_or(_STEPS, 2)
     rows = Table()
     bars: dict[str, list[tuple[float | str, float]]] = {name: [] for name in _WAYS}
     errors: list[float] = []

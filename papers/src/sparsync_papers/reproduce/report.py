@@ -16,7 +16,7 @@ from rich.text import Text
 from sparsync_papers.reproduce import Artifact, Cell, Outcome, Unavailable
 
 _MOST_ROWS = 40  # most rows on the console
-_COMPARED = ("what", "paper", "this run", "same conclusion?")
+_COMPARED = ("what", "paper", "this run", "same conclusion?", "seeds, steps")
 
 Lines = Sequence[tuple[str, ...]]
 
@@ -38,6 +38,12 @@ class Finished:
     def heading(self) -> str:
         """Name, title and paper."""
         return f"{self.artifact.name}: {self.artifact.title} ({self.artifact.paper})"
+
+    @property
+    def evidence(self) -> dict[str, Cell]:
+        """Seeds and steps that the answers rest on; no seeds: a formula; no steps: nothing is trained."""
+        used = {} if self.outcome is None else self.outcome.settings
+        return {"seeds": used.get("seeds", 1), "steps": used.get("steps")}
 
 
 def _notes(finished: Finished, outcome: Outcome) -> list[str]:
@@ -70,14 +76,16 @@ def _rows(outcome: Outcome) -> tuple[list[str], Lines]:
     return columns, [tuple(format_cell(row[key]) for key in columns) for row in outcome.rows]
 
 
-def _compared(outcome: Outcome) -> Lines:
-    """Return the comparisons: the quantity, the paper's figure, this run's, and the conclusion."""
+def _compared(finished: Finished, outcome: Outcome) -> Lines:
+    """Return the comparisons: quantity, the paper's figure, this run's, conclusion, seeds and steps."""
+    evidence = ", ".join(format_cell(number) for number in finished.evidence.values())
     return [
         (
             c.what,
             f"{c.says} ({c.where})",
             c.ours,
             ("yes" if c.same else "no") + (f": {c.why}" if c.why else ""),
+            evidence,
         )
         for c in outcome.comparisons
     ]
@@ -93,7 +101,9 @@ def shown(finished: Finished) -> Group:
     if len(lines) > _MOST_ROWS:
         rows.caption = f"and {len(lines) - _MOST_ROWS} more rows: --out DIR writes all"
     *before, settings, differs = map(Text, _notes(finished, outcome))
-    return Group(heading, *before, _table(_COMPARED, _compared(outcome)), rows, settings, differs)
+    return Group(
+        heading, *before, _table(_COMPARED, _compared(finished, outcome)), rows, settings, differs
+    )
 
 
 def catalogue(artifacts: Sequence[Artifact], unavailable: Sequence[Unavailable]) -> Group:
@@ -120,6 +130,7 @@ def write_files(finished: Finished, folder: Path) -> list[Path]:
         **{key: getattr(artifact, key) for key in ("name", "paper", "title", "conclusion")},
         **{key: getattr(finished, key) for key in ("quick", "seed", "seconds")},
         "settings": dict(outcome.settings),
+        **finished.evidence,
         "differs": outcome.differs,
         "comparisons": [
             {
@@ -142,8 +153,8 @@ def page(finished: Sequence[Finished], unavailable: Sequence[Unavailable]) -> st
     """Write all outcomes as Markdown: the table of all comparisons first, then every artifact."""
     done = [(run, run.outcome) for run in finished if run.outcome is not None]
     same = [c.same for _, outcome in done for c in outcome.comparisons]
-    failed = [(r.artifact.name, f"failed: {r.error}", "", "", "") for r in finished if r.error]
-    compared = [(run.artifact.name, *line) for run, found in done for line in _compared(found)]
+    failed = [(r.artifact.name, f"failed: {r.error}", "", "", "", "") for r in finished if r.error]
+    compared = [(run.artifact.name, *line) for run, found in done for line in _compared(run, found)]
     parts = [
         "# The papers, reproduced",
         f"{len(finished)} artifacts, {sum(same)} of {len(same)} conclusions are the papers'"

@@ -122,7 +122,7 @@ def figure_1(settings: Settings) -> Outcome:
     return Outcome(
         rows,
         comparisons,
-        {"n": size, "windows per rank": 8, "ranks": most},
+        {"n": size, "windows per rank": 8, "ranks": most, "steps": max(stages)},
         "A byte transformer on Python's sources, not ResNet-20 on CIFAR-10; single gradients without "
         "error feedback.",
         panels,

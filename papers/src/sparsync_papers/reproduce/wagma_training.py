@@ -1,4 +1,4 @@
-"""WAGMA, Figures 5, 8 and 11: training over virtual time, small.
+"""WAGMA, Figures 5, 8 and 11, and its ablations: training over virtual time, small.
 
 Each rank has its own model, late ranks a stale one: steps and messages are real, time is virtual.
 """
@@ -107,6 +107,7 @@ class _Timed:
     value: float  # held-out accuracy in %, or loss, of the model after ``finish()``
     seconds: float  # virtual seconds of a step, the mean over ranks
     curve: _Curve  # the same measure of the mean of all models, over virtual seconds
+    loss: float  # held-out loss of the model after ``finish()``
 
 
 def _train(
@@ -138,7 +139,8 @@ def _train(
 
     run = average_models(make_replica, setting, scheme, seed, ranks=ranks, steps=steps)
     curve = [(seconds, value(vector)) for seconds, vector in run.looks]
-    return _Timed(value(run.final), run.seconds, curve)
+    final = value(run.final)  # which leaves the model in ``spare``
+    return _Timed(final, run.seconds, curve, recipe.workload.evaluate(spare).loss)
 
 
 def _outcome(
@@ -198,6 +200,19 @@ def _outcome(
     return Outcome(rows, comparisons, used, differs, [panel])
 
 
+def _perceptron_recipe() -> Recipe:
+    """Return a model that 64 ranks can train: 256 images per step in all."""
+
+    def make_model(seed: int) -> nn.Module:
+        return seeded(_perceptron, seed)
+
+    return Recipe("perceptron, digits", DigitsWorkload(), make_model, lr=0.2, batch_size=4)
+
+
+def _lines_recipe(lines: LinesWorkload) -> Recipe:
+    return Recipe("transformer, lines", lines, lines.make_model, lr=0.3, batch_size=4)
+
+
 def _perceptron() -> nn.Module:
     layers = (nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     return nn.Sequential(*layers)
@@ -227,13 +242,9 @@ def figure_5(settings: Settings) -> Outcome:
             found.append(Comparison(what, says, section, ours, same, _SHORT))
         return found
 
-    def make_model(seed: int) -> nn.Module:
-        return seeded(_perceptron, seed)
-
     return _outcome(
         settings,
-        # 64 ranks can train this model: 256 images per step in all
-        Recipe("perceptron, digits", DigitsWorkload(), make_model, lr=0.2, batch_size=4),
+        _perceptron_recipe(),
         SETTINGS["half"],
         section,
         ranks=settings.pick(_RANKS, 4),
@@ -268,7 +279,7 @@ def figure_8(settings: Settings) -> Outcome:
 
     return _outcome(
         settings,
-        Recipe("transformer, lines", lines, lines.make_model, lr=0.3, batch_size=4),
+        _lines_recipe(lines),
         replace(SETTINGS["fig7"], work=partial(translated, lines)),
         section,
         ranks=settings.pick(_TRANSLATED_RANKS, 4),
@@ -279,6 +290,136 @@ def figure_8(settings: Settings) -> Outcome:
         more="Held-out loss of Python's source stands for BLEU; scores within 0.2 in the paper count as "
         "equal here if losses are within 1 %.",
     )
+
+
+@dataclass(frozen=True)
+class _Ablation:
+    """WAGMA without a part of it, or with another group size."""
+
+    section: str  # of the paper
+    what: str  # in the table
+    scheme: Scheme
+    score: str  # the paper's: top-1 accuracy or BLEU; "" for WAGMA itself, which is first
+    worse: bool = True  # whether the paper finds it worse than WAGMA, or only no better
+
+
+def _wagma(**options: int | bool) -> Scheme:
+    return Scheme("wagma", {"sync_period": "tau", **options})
+
+
+_ABLATIONS = (
+    _Ablation("section 5.2", "WAGMA, S = 8", _wagma(group_size=8), ""),
+    _Ablation(
+        "section 5.2",
+        "no group collectives",
+        Scheme("local", {"period": "tau"}),
+        "75.3 to 68.5 % top-1",
+    ),
+    _Ablation(
+        "section 5.2",
+        "fixed groups",
+        _wagma(group_size=8, dynamic=False),
+        "75.3 to 72.2 % top-1",
+    ),
+    _Ablation("section 5.2", "S = P = 64", _wagma(group_size=64), "does not increase", worse=False),
+    _Ablation("section 5.2", "S = 4", _wagma(group_size=4), "75.3 to 72.8 % top-1"),
+    _Ablation("section 5.3", "WAGMA, S = 4", _wagma(group_size=4), ""),
+    _Ablation(
+        "section 5.3", "fixed groups", _wagma(group_size=4, dynamic=False), "BLEU 26.12 to 24.79"
+    ),
+    _Ablation("section 5.3", "S = P = 16", _wagma(group_size=16), "does not improve", worse=False),
+    _Ablation("section 5.3", "S = 2", _wagma(group_size=2), "BLEU 26.12 to 24.53"),
+)
+_ABLATED_SEEDS = 3  # a choice made here: parts contribute less than seeds differ
+_ABLATED_STEPS = 120  # of each model; likewise
+
+
+def _ablated(
+    settings: Settings, section: str, ranks: int, steps: int, seeds: Sequence[int]
+) -> dict[str, list[_Timed]]:
+    """Train WAGMA and its ablations of a section, all with the same seeds."""
+    if section == "section 5.2":
+        recipe, setting = _perceptron_recipe(), SETTINGS["half"]
+    else:
+        lines = LinesWorkload(context=48, width=64, layers=1)
+        recipe = _lines_recipe(lines)
+        setting = replace(SETTINGS["fig7"], work=partial(translated, lines))
+    found: dict[str, list[_Timed]] = {}
+    for one in _ABLATIONS:
+        if one.section == section:
+            size = one.scheme.options.get("group_size")
+            fits = {} if size is None else {"group_size": min(int(size), ranks)}  # a quick run's
+            scheme = replace(one.scheme, options={**one.scheme.options, **fits})
+            found[one.what] = [
+                _train(recipe, setting, scheme, seed, ranks=ranks, steps=steps) for seed in seeds
+            ]
+            settings.advance(len(_ABLATIONS))
+    return found
+
+
+def _compare_ablated(one: _Ablation, over: Sequence[float], runs: str) -> Comparison:
+    """Compare an ablation's held-out losses, relative to WAGMA's with the same seed, with the paper."""
+    mean = fmean(over)
+    ours = f"loss {100 * mean:+.2f} ± {100 * pstdev(over):.2f} %; {runs}"
+    if one.worse:
+        same, why = min(over) > 0, _SHORT
+        ours += f"; worse in {sum(x > 0 for x in over)} of {len(over)}"
+    else:
+        same, why = mean >= -_LEVEL, "fresh models of all ranks help a short training most"
+    return Comparison(f"{one.what}, against WAGMA", one.score, one.section, ours, same, why)
+
+
+@artifact(
+    "wagma-ablations",
+    "group collectives, dynamic groups and S = sqrt(P) each contribute; larger groups do not",
+    minutes=8.0,
+    trains=True,
+)
+def ablations(settings: Settings) -> Outcome:
+    """WAGMA without parts of it, and with other group sizes, small (sections 5.2 and 5.3)."""
+    steps = settings.steps_or(_ABLATED_STEPS, 8)
+    seeds = range(settings.seed, settings.seed + settings.pick(_ABLATED_SEEDS, 1))
+    rows, comparisons = Table(), []
+    sections = {"section 5.2": settings.pick(_RANKS, 8), "section 5.3": settings.pick(16, 4)}
+    for section, ranks in sections.items():
+        found = _ablated(settings, section, ranks, steps, seeds)
+        base = next(iter(found.values()))
+        for one in (one for one in _ABLATIONS if one.section == section):
+            runs = found[one.what]
+            over = [run.loss / wagma.loss - 1 for run, wagma in zip(runs, base, strict=True)]
+            if one.score:
+                comparisons.append(_compare_ablated(one, over, f"P = {ranks}"))
+            rows.append(
+                {
+                    "section": section.removeprefix("section "),
+                    "scheme": one.what,
+                    "held-out loss": fmean(run.loss for run in runs),
+                    "over WAGMA, %": 100 * fmean(over),
+                    "deviation, %": 100 * pstdev(over),
+                    "paper": one.score or "-",
+                    "virtual ms per step": 1e3 * fmean(run.seconds for run in runs),
+                }
+            )
+    bars = {
+        section: [
+            (str(row["scheme"]), float(row["over WAGMA, %"] or 0))
+            for row in rows.where({"section": section.removeprefix("section ")})
+        ]
+        for section in sections
+    }
+    panels = [
+        Panel(section, "scheme", "held-out loss over WAGMA, %", {"ours": points}, kind="bars")
+        for section, points in bars.items()
+    ]
+    used: Row = {"steps": steps, "seeds": len(seeds), "tau": "10 and 8"}
+    differs = (
+        "Section 5.2: a perceptron on digits, 64 ranks, two random ones late by 320 ms on every step, "
+        "4 images per rank. Section 5.3: a small transformer on lines of Python's source, 16 ranks. "
+        "Training is real, time is simulated with the paper's model on the wire. Losses are compared "
+        "seed by seed, because parts contribute less than seeds differ. The throughput of S = P is in "
+        "wagma-fig4 and wagma-fig7; benchmarks/averaging-ablations.md trains a transformer on 64 ranks."
+    )
+    return Outcome(rows, comparisons, used, differs, panels)
 
 
 _RL_RANKS, _ITERATIONS, _RUNS = 8, 32, 4  # four runs as in section 5.4
@@ -366,7 +507,7 @@ def figure_11(settings: Settings) -> Outcome:
     return Outcome(
         rows,
         comparisons,
-        {"ranks": ranks, "iterations": iterations, "runs": runs, "tau": SETTINGS["fig10"].period},
+        {"ranks": ranks, "steps": iterations, "seeds": runs, "tau": SETTINGS["fig10"].period},
         "CartPole with two small perceptrons instead of navigation in Habitat with ResNet-18 and LSTMs: "
         "returns, not SPL; the heavy tail of wagma-fig10 gives the time of an iteration; "
         f"{iterations} iterations instead of 10 hours.",

@@ -100,6 +100,10 @@ def _elastic(
     """Train while killing ranks."""
     label, *others = labels_of(algorithm)
     require(not others, f"--elastic trains by one algorithm, not {algorithm!r}; name one")
+    require(
+        not settings.lr_schedule.startswith("plateau"),
+        "--elastic has no --lr-schedule plateau: ranks that join do not know earlier losses; choose step",
+    )
     attached_as(label)  # refuses an algorithm that cannot be attached
     if find_spec("torchft") is None:
         raise ConfigurationError("--elastic needs torchft: pip install 'sparsync[elastic]'")

@@ -19,6 +19,7 @@ from sparsync.cli.launch import gather
 from sparsync.cli.output import Bar, progress
 from sparsync.cli.train.exchanges import Exchange, make_exchange
 from sparsync.cli.train.results import Goal, TrainResult, seconds_of_all
+from sparsync.cli.train.schedule import Plateau, parse_schedule
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.workloads.delays import parse_delay
 from sparsync.cli.workloads.workload import Draw, Evaluation, Workload, outputs_of
@@ -79,7 +80,8 @@ def _train(
         settings.seed * dist.get_world_size() + rank
     )  # ranks must draw different units for dropout
     exchange = make_exchange(settings, name, model)
-    delay = parse_delay(settings.delay)
+    delay, schedule = parse_delay(settings.delay), parse_schedule(settings.lr_schedule)
+    plateau = Plateau(schedule) if schedule.kind == "plateau" else None
     mine = _RankReport()
     dist.barrier()  # DDP has sent the initial weights, which must not count as a step on a slow link
     losses: list[float] = []  # mean losses over all ranks, if there is a goal
@@ -89,7 +91,8 @@ def _train(
         link, started = _link_sent(), time.perf_counter()
         time.sleep(delay.seconds(step, rank, dist.get_world_size(), settings.seed))
         with _naming_gloo(f"rank {rank}, step {step}"):
-            loss = _step(settings, exchange, workload, step)
+            factor = 1.0 if plateau is None else plateau.factor
+            loss = _step(settings, exchange, workload, step, factor)
             exchange.after_step()
         mine.seconds.append(time.perf_counter() - started)
         mine.kernel.append(_link_sent() - link)
@@ -98,10 +101,10 @@ def _train(
         mine.sent.append(sent)
         mine.received += received
         bar(settings.steps_of(name), f"loss {loss:.3f} on rank 0 at step {step + 1}")
+        if plateau is not None and plateau.is_due(loss):
+            plateau.judge(_mean_of_ranks(plateau.mean))
         if goal is not None:
-            mean = torch.tensor(loss, dtype=torch.float64)
-            dist.all_reduce(mean)  # between steps, where no clock runs
-            losses.append(float(mean) / dist.get_world_size())
+            losses.append(_mean_of_ranks(loss))
             if goal.reached_by(losses):
                 break
     started = time.perf_counter()
@@ -122,6 +125,13 @@ def _train(
     mine.parameters = sum(parameter.numel() for parameter in model.parameters())
     mine.digests = [digest(parameter) for parameter in model.parameters()]
     return exchange, mine
+
+
+def _mean_of_ranks(loss: float) -> float:
+    """Return the mean over all ranks; between steps, where no clock runs."""
+    mean = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
 
 
 def _link_sent() -> int:
@@ -147,14 +157,20 @@ def _computation_seconds(settings: TrainSettings, workload: Workload, *, steps: 
     return float(slowest)
 
 
-def _step(settings: TrainSettings, exchange: Exchange, workload: Workload, step: int) -> float:
-    """Run one step; return this rank's loss before it."""
+def _step(
+    settings: TrainSettings,
+    exchange: Exchange,
+    workload: Workload,
+    step: int,
+    factor: float = 1.0,
+) -> float:
+    """Run one step, at ``factor`` times its learning rate; return this rank's loss before it."""
     # a sum is P times the mean, so SGD steps would be P times too long (Adam's and Muon's do not change)
     divisor = settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
     for optimizer in exchange.optimizers:
         optimizer.zero_grad()
         for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate_at(step) / divisor
+            group["lr"] = factor * settings.learning_rate_at(step) / divisor
     draw = Draw(settings.seed, step, dist.get_rank(), dist.get_world_size(), settings.batch_size)
     inputs, targets = workload.batch(draw)
     loss = workload.loss(outputs_of(exchange.model, inputs), targets)

@@ -23,6 +23,7 @@ from sparsync.cli.flags import (
     ranks_option,
 )
 from sparsync.cli.network_choice import Connection
+from sparsync.cli.train.schedule import parse_schedule
 from sparsync.cli.values import (
     Bounds,
     Positive,
@@ -79,6 +80,10 @@ _BATCH = "32 for digits, 16 for lines, 8 for bytes and lstm; the papers'"
 _DELAY = (
     "Ranks wait before steps: random:COUNT:SECONDS, persistent:RANK:SECONDS or heavytail:MIN:MAX."
 )
+_SCHEDULE = (
+    "After those: constant, linear (to 0 after the last step), step:FACTOR:AT+AT (AT in steps, or in per "
+    "cent of the run) or plateau:FACTOR:PATIENCE:EVERY (windows of EVERY steps of the training loss)."
+)
 _TARGET = "Time to loss: end each run at the loss that dense has at this step, and report when."
 
 
@@ -116,10 +121,7 @@ class TrainSettings:
     lr_warmup_steps: Annotated[
         Warmup, option("Number of first steps, over which the learning rate grows.")
     ] = 20
-    lr_decay: Annotated[
-        bool,
-        Option("--lr-decay", help="After that let it fall linearly, to 0 after the last step."),
-    ] = False
+    lr_schedule: Annotated[str, option(_SCHEDULE)] = "constant"
     warmup_steps: Annotated[Warmup, option("Number of first steps, which are exchanged dense.")] = 0
     batch_size: Annotated[
         Size, option("Windows, images or other samples per rank and step.", _BATCH)
@@ -145,6 +147,7 @@ class TrainSettings:
         delay = parse_delay(self.delay)
         waits = delay.kind != "persistent" or delay.first < self.ranks
         check("delay", self.delay, waits, f"a rank from 0 to {self.ranks - 1}")
+        parse_schedule(self.lr_schedule)
         self._check_optimizer()
         check_density(self.density)
         self.connection()
@@ -217,11 +220,10 @@ class TrainSettings:
         return connect(self.timeout, transport=self.transport, curve_keys=self.curve_keys)
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of a 0-based step."""
+        """Return the learning rate of a 0-based step; on a plateau, before its reductions."""
         rising = self.lr * min(1.0, (step + 1) / max(self.lr_warmup_steps, 1))
-        if not self.lr_decay or step < self.lr_warmup_steps:
-            return rising
-        return rising * (self.steps - step) / max(self.steps - self.lr_warmup_steps, 1)
+        schedule = parse_schedule(self.lr_schedule)
+        return rising * schedule.at_step(step, steps=self.steps, warmup=self.lr_warmup_steps)
 
     def steps_of(self, algorithm: str) -> int:
         """Return the number of steps of an algorithm: "dense" ends at the target."""

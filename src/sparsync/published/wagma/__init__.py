@@ -196,7 +196,8 @@ Figures
 
 * ``benchmarks/averaging-throughput.md``: Figures 4, 7 and 10, in virtual time.
 * ``benchmarks/averaging-convergence.md``: loss of all schemes after equal steps, with late ranks.
-* ``benchmarks/averaging-ablations.md``: section 5.2's ablations on 64 ranks.
+* ``benchmarks/averaging-ablations.md``: section 5.2's ablations on 64 ranks; those of sections 5.2 and
+  5.3 with smaller models: ``sparsync reproduce wagma-ablations``.
 * ``benchmarks/averaging-delays.md``: seconds that delays add, on real processes.
 * ``benchmarks/ppo.md``: small-scale reinforcement learning (section 5.4).
 * ``benchmarks/reproduced.md``: Figures 4 to 8, 10 and 11 next to the paper's numbers, produced by

@@ -70,6 +70,48 @@ def test_a_script_is_compared_with_plain_ddp(script, tmp_path):
     assert "attached" in out and "2 ranks on links of 500mbit" in out
 
 
+RESTARTED = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import sparsync
+
+dist.init_process_group("gloo")
+again = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+model = DistributedDataParallel(torch.nn.Linear(1_000, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sync = sparsync.attach(model, optimizer)
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(1, 1_000)).sum().backward()
+    optimizer.step()
+    if step == 2 and dist.get_rank() == 1 and not again:
+        sys.exit(3)
+sync.finish()
+lines = [f"rank {dist.get_rank()} of {dist.get_world_size()}, worker {os.environ['LOCAL_RANK']}"]
+print(*lines, "again" if again else "first", sync.steps, flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_has_workers_behind_each_link_and_starts_them_again(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(RESTARTED)
+    inside = ["python", "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3"]
+    options = ["--ranks", "2", "--json", tmp_path / "lab.json"]
+    code, out, err = run("-m", "sparsync", "lab", "500mbit", *options, "--", *inside, path)
+    assert code == 0, err
+    ended = sorted(line for line in out.splitlines() if " of 4, worker " in line)
+    ranks = [(line[1], line.split()[2]) for line in ended]  # the node and the rank
+    assert sorted(rank for _, rank in ranks) == ["0", "1", "2", "3"], out
+    assert [line.partition("worker ")[2] for line in ended] == ["0 again 4", "1 again 4"] * 2, out
+    assert [node for node, _ in ranks] == ["0", "0", "1", "1"]
+    assert "node_rank is only used for static" not in err
+    assert json.loads((tmp_path / "lab.json").read_text())["exit_codes"] == [0, 0]
+
+
 FAILS = """
 if [ "$RANK" = 1 ]; then echo "$MASTER_ADDR $GLOO_SOCKET_IFNAME $WORLD_SIZE"; exit 7; fi
 sleep 600 & echo waiting; wait

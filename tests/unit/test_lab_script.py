@@ -29,6 +29,7 @@ def test_a_rank_is_told_what_torchrun_tells():
     # names of TorchElasticEnvironment in Lightning, and of torchrun's own options
     assert told["TORCHELASTIC_RUN_ID"] == "sparsync-lab"
     assert told["PET_NNODES"] == "3" and told["PET_LOCAL_ADDR"] == "10.77.0.3"
+    assert "PET_NODE_RANK" not in told  # c10d assigns it
     hosts = [rank_variables(rank, ADDRESSES, {})["PET_RDZV_CONF"] for rank in range(3)]
     assert hosts == ["is_host=1", "is_host=0", "is_host=0"]
 
@@ -52,16 +53,51 @@ def test_a_seat_names_the_interface_of_every_transport():
 def test_a_program_is_found_and_a_job_per_link_refused(tmp_path, monkeypatch):
     environ = {"PATH": str(tmp_path)}
     assert searched(environ).split(os.pathsep)[1] == str(tmp_path)
-    assert check_script(["sh", "-c", "true"], {"PATH": "/bin"})[1:] == ["-c", "true"]
+    assert check_script(["sh", "-c", "true"], 2, {"PATH": "/bin"})[1:] == ["-c", "true"]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     for words, message in (
         ([], "no script; write it after --"),
         (["train.py"], r"no program 'train.py'; write -- python train.py"),
-        (["python", "-m", "torch.distributed.run", "--standalone", "a.py"], "leave --standalone"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            check_script(words, environ)
+            check_script(words, 2, environ)
+
+
+RUN = ["python", "-m", "torch.distributed.run"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--standalone"], "--standalone would start a job of its own on every link"),
+        (["--nnodes", "1"], "--nnodes 1 does not fit --ranks 4: .* give 4, or MIN:4"),
+        (["--nnodes=2:3"], "--nnodes 2:3 does not fit --ranks 4"),
+        (["--nnodes=5"], "--nnodes 5 does not fit --ranks 4"),
+        (["--rdzv-endpoint", "head:29400"], "--rdzv-endpoint head:29400 is outside the lab"),
+        (["--rdzv_backend=static"], "--rdzv-backend static cannot be used in the lab"),
+    ],
+)
+def test_torchruns_that_would_not_meet_are_refused(options, message):
+    with pytest.raises(ConfigurationError, match=f"^lab: torchrun {message}"):
+        check_script([*RUN, *options, "train.py"], 4, os.environ)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nproc-per-node", "2", "train.py"],
+        ["--nnodes", "4", "--node-rank", "0", "--master-addr", "head", "train.py"],
+        ["--nnodes", "3:4", "--max-restarts", "3", "-m", "train"],
+        ["train.py", "--standalone", "--nnodes", "1"],  # options of the script
+        ["--no-such-option", "train.py"],  # torchrun says so
+        ["--nnodes", "many", "train.py"],
+        ["--help"],
+    ],
+)
+def test_other_options_of_torchrun_are_passed_on(words, capfd):
+    assert check_script([*RUN, *words], 4, os.environ)[1:] == [*RUN[1:], *words]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_lines_get_a_prefix_and_of_a_bar_its_last_state():

@@ -80,7 +80,7 @@ def command(
     """
     settings = LabSettings(**fields)
     parse_links(lab, settings.ranks)
-    words = check_script(script, os.environ)
+    words = check_script(script, settings.ranks, os.environ)
     check_outputs(json, plot)
     if elastic and find_spec("torchft") is None:
         raise ConfigurationError("--elastic needs torchft: pip install 'sparsync[elastic]'")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Final
 
@@ -43,6 +45,8 @@ def rank_variables(
         "WANDB_MODE": "offline",
         # the lab has no name server either, and torch would warn that addresses have no names
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # torchruns that restart workers would reuse the store, and with it addresses of the last round
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     # one machine with all ranks, as under torchrun --nproc-per-node
     workers = {
@@ -58,10 +62,10 @@ def rank_variables(
         "MASTER_PORT": MASTER_PORT,
         "TORCHELASTIC_RUN_ID": _JOB,  # by which Lightning and others recognise torchrun
     }
-    # defaults of the options of a torchrun inside, for which every rank is a node
+    # The defaults of torchrun's options: for a torchrun inside, every rank is a node of its own.  Not its
+    # node rank, which c10d's rendezvous assigns, with a warning that the given one is ignored.
     agents = {
         "PET_NNODES": ranks,
-        "PET_NODE_RANK": rank,
         "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ENDPOINT": f"{host}:{_RENDEZVOUS_PORT}",
         "PET_RDZV_ID": _JOB,
@@ -77,12 +81,11 @@ def searched(environ: Mapping[str, str]) -> str:
     return f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', os.defpath)}"
 
 
-def check_script(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+def check_script(words: Sequence[str], ranks: int, environ: Mapping[str, str]) -> list[str]:
     """Return the command with the path of its program; refuse one that cannot run in the lab.
 
     Raises:
-        ConfigurationError: there is no such program, or the program would start a separate job on every
-            link.
+        ConfigurationError: there is no such program, or its torchruns would not meet as the lab's nodes.
     """
     require(bool(words), "lab: no script; write it after --, as in -- python train.py")
     program, *rest = words
@@ -92,11 +95,43 @@ def check_script(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
         if program.endswith(".py") and Path(program).is_file():
             cure = f"write -- python {program}"
         raise ConfigurationError(f"lab: there is no program {program!r}; {cure}")
-    alone = "--standalone" in rest
-    torchrun = Path(program).name == "torchrun" or "torch.distributed.run" in rest[:2]
-    require(
-        not (torchrun and alone),
-        "lab: torchrun --standalone would start a job of its own on every link; leave --standalone out: "
-        "torchrun starts one node per rank here, or give the script itself, as in -- python train.py",
-    )
+    if Path(program).name == "torchrun":
+        _check_torchrun(rest, ranks)
+    elif "torch.distributed.run" in rest[:3]:  # python -m, perhaps python -u -m
+        _check_torchrun(rest[rest.index("torch.distributed.run") + 1 :], ranks)
     return [path, *rest]
+
+
+def _check_torchrun(words: Sequence[str], ranks: int) -> None:
+    """Refuse options with which torchruns, one per rank, would not form one job."""
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+    parser = get_args_parser()
+    # an option that is not given has the value that rank_variables hands down
+    parser.set_defaults(nnodes=str(ranks), rdzv_endpoint="", rdzv_backend="c10d", standalone=False)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            given = parser.parse_args(words)
+            least, most = parse_min_max_nnodes(given.nnodes)
+    except (SystemExit, RuntimeError, ValueError):
+        return  # torchrun itself says what is wrong with its options, or shows its help
+    node = "in the lab, every rank is a node of torchrun"
+    require(
+        not given.standalone,
+        f"lab: torchrun --standalone would start a job of its own on every link; leave it out: {node}",
+    )
+    require(
+        least <= ranks == most,
+        f"lab: torchrun --nnodes {given.nnodes} does not fit --ranks {ranks}: {node}; leave it out, or "
+        f"give {ranks}, or MIN:{ranks} for a job that may lose nodes",
+    )
+    require(
+        not given.rdzv_endpoint,
+        f"lab: torchrun --rdzv-endpoint {given.rdzv_endpoint} is outside the lab, where all meet at "
+        "rank 0; leave it out",
+    )
+    require(
+        given.rdzv_backend == "c10d",
+        f"lab: torchrun --rdzv-backend {given.rdzv_backend} cannot be used in the lab, where all meet at "
+        "rank 0 over c10d; leave it out",
+    )

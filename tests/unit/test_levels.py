@@ -198,7 +198,7 @@ def test_codes_outside_a_message_are_refused_before_any_memory_is_touched():
             known.decode_(torch.zeros(count), start, 1.0, keep=False)
         with pytest.raises(ConfigurationError, match="are not whole blocks of 64 of 128 values"):
             native.sum_codes_(torch.zeros(count), [known], start, None)
-        with pytest.raises(ConfigurationError, match="are no whole blocks of 64 of 128 values"):
+        with pytest.raises(ConfigurationError, match="are not whole blocks of 64 of 128 values"):
             known.decode_(torch.zeros(count), start, 1.0, keep=True, less=[known])
     with pytest.raises(ConfigurationError, match="4 bytes of scales and 15 of codes"):
         native.Codes(scales, codes[1:], 128, (1, 64, 1.0, *tables))

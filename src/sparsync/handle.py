@@ -248,7 +248,7 @@ class CommHook:
     def taken(
         model: DistributedDataParallel, sync: Handle, on_bucket: Callable[[Any], Any]
     ) -> CommHook:
-        """Pass a model's buckets to ``on_bucket``; the hook keeps the handle as long as the model."""
+        """Pass a model's buckets to ``on_bucket``; the model's hook keeps the handle alive."""
         hook = CommHook.closed_of(model)
         if hook is None:
             hook = CommHook(model)

@@ -314,7 +314,7 @@ def test_the_expected_size_of_a_sum_is_the_alternating_sum_and_the_mean_of_draws
 
 
 def test_wagma_as_it_is_analysed_stays_within_theorem_4_6_and_lemma_4_5():
-    """Interactions of S random ranks, the others' models older by a gradient, a mean every tau."""
+    """Let S random ranks interact, the others' models stale by one gradient, with a mean every tau."""
     ranks, group, period, steps = 4, 2, 2, 16_384
     task = Logarithms(4, scale=4.0, seed=1)
     setting = {

@@ -1,4 +1,4 @@
-"""The simulator: its clock, networks, ports and work as sim/ documents them; primitives and groups."""
+"""The simulator: clock, networks, ports and work, as documented in sim/; primitives and groups."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ def averaged_by(scheme: str) -> str:
 
 
 def options_of(scheme: str) -> dict[str, Any]:
-    """Return a scheme's own options with defaults, without those shared by every ``Averager``.
+    """Return a scheme's own options with their defaults, without the options of every ``Averager``.
 
     Example:
         >>> options_of("local"), options_of("diloco")["period"]

@@ -96,7 +96,7 @@ def attach_elastic(
 class ElasticSync(GradientSync):
     """The handle of a model whose gradients are exchanged by ranks that may join and leave.
 
-    ``membership`` does the elastic part of it, and ``attendance`` represents this rank in quorums.
+    ``membership`` does the elastic part, and ``attendance`` represents this rank in quorums.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class Turns:
             self.end()
 
     def unless_leaving(self, call: Callable[[], None]) -> None:
-        """Call a function on the training thread, unless a leaving is in progress."""
+        """Call a function on the training thread, unless this rank is leaving."""
         # never blocks: such calls only save time, and must not delay a forward pass
         if self._training:
             call()

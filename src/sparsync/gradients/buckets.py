@@ -61,7 +61,7 @@ class Places:
 
 @final
 class Bucket:
-    """A bucket of the open step.  The residual uses its memory until the averages are written.
+    """A bucket of the open step, whose memory the residual uses until the averages are written.
 
     Attributes:
         future: the future that DDP waits for.

@@ -126,8 +126,8 @@ async def check_replicas(
     Raises:
         PeerError: something differs and the policy is "raise", or "heal" without a majority.
     """
-    # An error is held back until the other parts know.  They compare with different peers, may find
-    # nothing wrong, and would train on, or wait for this rank in the next step.
+    # An error is held back until the other parts know of it. They compare with different peers, so they
+    # may find nothing wrong, and would continue training, or wait for this rank in the next step.
     said, failure, comms = "", None, [] if parts is None else [parts]
     try:
         said = await _compare(sentinel, comm, tensors, place, comm.rank if rank is None else rank)

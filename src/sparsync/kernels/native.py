@@ -143,8 +143,8 @@ def _collect(
     kernel: Callable[..., int], vectors: tuple[int, ...], key: int, limit: int
 ) -> tuple[Tensor, Tensor] | None:
     n = vectors[-1]
-    # every thread has its own room for ``limit`` entries, and C++ moves the results together: memory that
-    # is never written costs nothing
+    # every thread has its own room for ``limit`` entries, which costs nothing where it is never written;
+    # C++ then joins the results
     limit, workers = max(min(limit, n), 0), _workers(n)
     indices, values = empty(workers * limit, torch.int64), empty(workers * limit, torch.float32)
     ends = indices.data_ptr(), values.data_ptr()

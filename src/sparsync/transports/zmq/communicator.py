@@ -62,7 +62,6 @@ class ZmqCommunicator(Communicator):
             per rank; anybody who listens on the network can read both, so only use trusted networks.
         changing: the group may change: see ``regroup``.  ``curve_keys`` then has only one secret key,
             this rank's, or is the file of that key.
-            this rank's, or is that file.
 
     Attributes:
         dropped: refused messages, counted by reason (malformed, of another job, ...).

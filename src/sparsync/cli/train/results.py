@@ -57,7 +57,10 @@ class TrainResult:
     links: str | None = None  # of the lab, as ``parse_links`` reads them
     workload: str = "bytes"
     accuracy: float | None = None  # on held-out images, in [0, 1]
+    momentum: float = 0.0  # of sgd
+    momentum_corrected: bool = False  # it is applied before the exchange
     nesterov: bool = False
+    lr_schedule: str = "constant"  # after the warm-up of the rate
     weight_decay: float = 0.0
     clip: float | None = None
     options: Mapping[str, object] | None = None  # of a scheme of averaging

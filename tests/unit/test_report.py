@@ -157,6 +157,16 @@ def test_the_caption_says_where_most_bytes_are_dense(algorithm, share, said):
     assert said in table if said else "uncompressed" not in table
 
 
+def test_the_caption_names_momentum_where_it_acts_and_the_schedule():
+    options = {"momentum": 0.9, "lr_schedule": "step:0.1:50%"}
+    both = result("dense", 9, **options), result("redsync", 1, momentum_corrected=True, **options)
+    table = " ".join(shown(*both, width=200).split())
+    assert "sgd lr 0.1 (step:0.1:50%), momentum 0.9, loss" in table
+    assert "momentum before the exchange, on each rank's own gradient: redsync" in table
+    plain = shown(result("dense", 9), width=200)
+    assert "sgd lr 0.1, loss" in plain and "momentum" not in plain
+
+
 def test_a_scheme_shows_the_mean_and_the_delay():
     options = {"period": 4, "buffers": "average"}
     sent = [0, 0, 0, 8_000_000] * 15

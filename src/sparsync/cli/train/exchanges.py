@@ -140,6 +140,7 @@ class Exchange:
     formula: Callable[[], int] = int  # without a ledger: bytes of the last step
     sparse: bool = False  # entries are selected, so density applies
     sums: bool = False  # gradients are summed over ranks, not averaged
+    corrected: bool = False  # momentum is applied before the exchange, not by the optimizer
     clips: bool = False  # the exchange clips gradients; otherwise training does, after ``backward``
     dense_share: float = 0.0  # predicted share of a step's bytes that belongs to layers left dense
     options: Mapping[str, object] | None = None  # options of an averaging scheme
@@ -243,6 +244,7 @@ def _attached(
         sync.reducer.comm,
         sparse=True,
         sums=not sync.reducer.algorithm.average,
+        corrected=bool(correction.momentum),
         clips=True,
         dense_share=sync.stats()["dense_share"],
         close=sync.close,

@@ -234,7 +234,9 @@ def _result(
         averaging["stale_share"] = sum(stale) / max(sum(averages), 1)
         averaging |= {"largest_staleness": max(oldest), "seconds_waited": fmean(waited)}
     of_settings = ("workload", "seed", "batch_size", "optimizer", "lr", "nesterov", "weight_decay")
-    same: dict[str, Any] = {key: getattr(settings, key) for key in (*of_settings, "delay")}
+    same: dict[str, Any] = {
+        key: getattr(settings, key) for key in (*of_settings, "delay", "lr_schedule", "momentum")
+    }
     same |= {key: getattr(workload, key, None) for key in ("context", "layers", "width")}
     return TrainResult(
         algorithm=name,
@@ -266,6 +268,7 @@ def _result(
         clip=settings.clip or None,
         options=exchange.options,
         dense_share=exchange.dense_share,
+        momentum_corrected=exchange.corrected,
         **averaging,
         seconds_finish=max(total - sum(seconds), 0.0),
         **same,

@@ -77,6 +77,8 @@ def _caption(results: Sequence[TrainResult]) -> str:
         f"{first.ranks} ranks{network}, {first.parameters:,} parameters"
         + "".join(f", density {density:g}" for density in densities),
         f"workload {first.workload}, {first.optimizer} lr {first.lr:g}"
+        + ("" if first.lr_schedule == "constant" else f" ({first.lr_schedule})")
+        + (f", momentum {first.momentum:g}" if first.optimizer == "sgd" and first.momentum else "")
         + ("" if first.clip is None else f", clip {first.clip:g}")
         + f", loss in nats per {target}",
     ]
@@ -97,6 +99,8 @@ def _caption(results: Sequence[TrainResult]) -> str:
         if result.dense_share > 0.5:
             share = f"{100 * result.dense_share:.0f} % of the bytes of {result.algorithm}"
             lines.append(f"dense: {share} are of layers that it leaves uncompressed{_rule(result)}")
+    if corrected := ", ".join(r.algorithm for r in results if r.momentum_corrected):
+        lines.append(f"momentum before the exchange, on each rank's own gradient: {corrected}")
     if any(r.options is not None for r in results):
         lines.append("sent by schemes that average models: the mean over steps, the end included")
     for result in results:

@@ -62,7 +62,10 @@ class TrainResult:
     links: str | None = None  # the lab's links, as ``parse_links`` reads them
     workload: str = "bytes"
     accuracy: float | None = None  # accuracy on held-out images, in [0, 1]
+    momentum: float = 0.0  # momentum of SGD
+    momentum_corrected: bool = False  # whether it is applied before the exchange
     nesterov: bool = False
+    lr_schedule: str = "constant"  # after the warm-up of the rate
     weight_decay: float = 0.0
     clip: float | None = None
     options: Mapping[str, object] | None = None  # options of an averaging scheme

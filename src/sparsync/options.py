@@ -306,7 +306,7 @@ class Options:
         """
         # each rank knows only its own peers; its position among them is the number of a whole replica
         place = [sorted(ranks).index(dist.get_rank())]
-        world = dist.get_process_group_ranks(groups.world)
+        world = dist.get_process_group_ranks(groups.world or dist.group.WORLD)
         places = zip(world, groups.gathered(place), strict=True)
         inner = groups.make([rank for rank, its in places if its == place])
         parts = TorchCommunicator(inner, timeout=self.transport.timeout)

@@ -198,6 +198,7 @@ def test_small_models_spare_steps_and_large_ones_bytes(alone):
     assert given.for_size(100) is given
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_the_treatment_of_several_optimizers_is_told_apart():
     parameters = [torch.nn.Parameter(torch.ones(2, 2))]
     several = [

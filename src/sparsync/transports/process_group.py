@@ -35,6 +35,11 @@ __all__ = [
     "connect_group",
 ]
 
+# public since torch 2.14, which warns of the older name
+_set_timeout: Final[Any] = (
+    getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
+)
+
 _PATIENCE: Final = 1.0  # seconds for the others to report after one rank's failure
 _LOOK: Final = 0.02  # seconds between checks of the store
 NEVER: Final = 2**30  # a tag that no gloo channel uses; reserved for ``break_off``
@@ -425,7 +430,9 @@ class Groups:
             }
 
         cards = self._cards(ready)
-        places = dict(zip(dist.get_process_group_ranks(self.world), cards, strict=True))
+        places = dict(
+            zip(dist.get_process_group_ranks(self.world or dist.group.WORLD), cards, strict=True)
+        )
         several = len({card["machine"] for card in cards}) > 1
         for rank, card in places.items() if several else ():
             GlooPlace(**card["place"]).check_reachable(rank)  # raises on all ranks, or on none
@@ -457,7 +464,7 @@ class Groups:
                 ) from error
             if dist.get_rank() in members:
                 # so far the timeout has limited connecting; from now on it limits waits
-                distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
+                _set_timeout(timedelta(seconds=self.timeout), group)
                 self._made.append(group)
         return self._made[-1]
 

@@ -167,7 +167,7 @@ def attach_updates(
         # Creating groups is collective, so all ranks use one order: node, parts, replicas.
         pieces, consensus, node, kinds = {}, None, None, dict[str, str]()
         if replicate is None:
-            ranks = dist.get_process_group_ranks(groups.world)
+            ranks = dist.get_process_group_ranks(groups.world or dist.group.WORLD)
             if options.transport.hierarchy is not None:
                 node = Node(options, ranks, groups)
                 ranks, consensus = node.peers, node.consensus

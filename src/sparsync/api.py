@@ -23,7 +23,7 @@ from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.launchers import connect_mpi
 from sparsync.transports.mpi import MpiCommunicator
 from sparsync.transports.process_group import check_transport, connect_group
-from sparsync.wire.codec import MessageFraming
+from sparsync.wire.codec import MessageFraming, decode_as
 from sparsync.wire.coo import StreamCodec
 
 __all__ = ["allgather", "allreduce", "connect", "iallreduce"]
@@ -335,7 +335,9 @@ def _prepare_gather(vector: Any) -> _Program[list[Vector]]:
         messages = await comm.allgatherv(payload, lengths, "allgather", MessageFraming(codec))
         with comm.stage("unpack"):
             return [
-                mine if rank == comm.rank else codec.decode(message, size).to(given.values.device)
+                mine
+                if rank == comm.rank
+                else decode_as(codec, message, size, dtype).to(given.values.device)
                 for rank, message in enumerate(messages)
             ]
 

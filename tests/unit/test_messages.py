@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparsync import SparseVector
@@ -12,6 +12,7 @@ from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.kernels import native
 from sparsync.wire import Coo, Packed
 from sparsync.wire.messages import encode_regions, join_messages, sum_messages
+from sparsync.wire.packed import decode_sum, decode_undealt
 
 from .strategies import same_vector
 from .wire_messages import using
@@ -72,6 +73,7 @@ def test_regions_are_written_and_joined_like_one_by_one(codec, nnz, inner, own):
 
 
 @given(codecs, st.integers(0, 10_000), st.integers(0, 400), st.integers(0, 255))
+@example(Packed("fp32"), 0, 2, 2)  # of a message of the same length: values of float64
 def test_hostile_bytes_give_the_specifications_error_or_result(codec, seed, place, byte):
     v = noise(97, 40, seed)
     good = codec.encode(v).payload
@@ -84,6 +86,24 @@ def test_hostile_bytes_give_the_specifications_error_or_result(codec, seed, plac
     for result in (summed, joined):
         if result is not None:
             result.check()
+
+
+@pytest.mark.parametrize("codec", [Packed("fp32"), Packed(), Packed("int8", block=3)], ids=repr)
+@pytest.mark.parametrize("backend", [native.chosen(), "torch"])
+def test_a_message_of_another_dtype_is_refused_wherever_messages_are_summed(codec, backend):
+    v = noise(97, 40, seed=2)
+    doubled = codec.encode(v).payload.clone()
+    of_doubles = SparseVector(v.indices, v.values.double(), v.size)
+    doubled[:8] = codec.encode(of_doubles).payload[:8]
+    with using(backend):
+        for combine in (
+            lambda: sum_messages(codec, [v, doubled], v),
+            lambda: join_messages(codec, [doubled], [(0, 97)], v),
+            lambda: decode_sum(codec, [doubled, doubled], 1, v, 40),
+            lambda: decode_undealt(codec, [doubled], 40, 0, v, v),
+        ):
+            with pytest.raises(WireFormatError, match=r"claims values of torch\.float64, and this"):
+                combine()
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)

@@ -12,7 +12,7 @@ from sparsync.collectives.costs import Cost, Job, Result, allgatherv
 from sparsync.errors import WireFormatError
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator, rounds
-from sparsync.wire.codec import Codec, MessageFraming
+from sparsync.wire.codec import Codec, MessageFraming, decode_as
 from sparsync.wire.packed import Packed
 
 __all__ = ["Halving"]
@@ -133,7 +133,8 @@ class _Walk:
             receiving = comm.irecv(source, capacity, phase, framing)
             sending = comm.isend(encoded.payload, dest, phase, framing)
             message = await receiving
-            theirs = self.codec.decode(message, span).to(self.mine.values.device)
+            values = self.mine.values
+            theirs = decode_as(self.codec, message, span, values.dtype).to(values.device)
             await sending
             arrived = theirs.split([self.width * i for i in range(count + 1)])
             await comm.work(message.numel())
@@ -156,9 +157,9 @@ class _Walk:
             "allgather",
             MessageFraming(self.codec),
         )
-        pieces = []
+        pieces, values = [], self.mine.values
         for owner, message in enumerate(messages):
-            block = self.codec.decode(message, self.width).to(self.mine.values.device)
+            block = decode_as(self.codec, message, self.width, values.dtype).to(values.device)
             pieces.append(self._placed(block, owner))
         return SparseVector.merge(pieces)
 

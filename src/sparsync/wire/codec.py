@@ -32,6 +32,7 @@ __all__ = [
     "Writer",
     "check_block",
     "check_end",
+    "decode_as",
     "written",
 ]
 
@@ -292,6 +293,18 @@ class Opened(ABC):
     @abstractmethod
     def is_finite(self) -> bool:
         """Return whether the message has neither NaN nor Inf."""
+
+
+def decode_as(codec: Codec[V], message: Tensor, size: int, dtype: torch.dtype) -> V:
+    """Decode another rank's message, and refuse values of another dtype than this rank's own."""
+    # a codec decodes what the header claims; sums of two dtypes would fail elsewhere, or round elsewhere
+    vector = codec.decode(message, size)
+    if vector.values.dtype != dtype:
+        raise WireFormatError(
+            f"a message claims values of {vector.values.dtype}, and this rank's are {dtype}; it is "
+            "corrupt, or the ranks train in different dtypes"
+        )
+    return vector
 
 
 def check_block(block: int) -> None:

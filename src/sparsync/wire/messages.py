@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsync.kernels import native
 from sparsync.sparse import SparseVector
-from sparsync.wire.codec import Codec
+from sparsync.wire.codec import Codec, decode_as
 from sparsync.wire.coo import Coo
 from sparsync.wire.packed import Packed, in_cpp
 
@@ -71,7 +71,10 @@ def sum_messages(
         if summed is not None:
             return SparseVector(*summed, like.size)
     device = like.values.device
-    decoded = [codec.decode(s, like.size) if isinstance(s, Tensor) else s for s in shares]
+    dtype = like.values.dtype
+    decoded = [
+        decode_as(codec, s, like.size, dtype) if isinstance(s, Tensor) else s for s in shares
+    ]
     return SparseVector.merge([vector.to(device) for vector in decoded])
 
 
@@ -91,7 +94,7 @@ def join_messages(
         if joined is not None:
             return SparseVector(*joined, like.size)
     pieces = [
-        codec.decode(message, stop - start).embed(start, like.size)
+        decode_as(codec, message, stop - start, like.values.dtype).embed(start, like.size)
         for message, (start, stop) in zip(messages, spans, strict=True)
     ]
     return SparseVector.join(pieces).to(like.values.device)

@@ -23,7 +23,14 @@ from sparsync.errors import ConfigurationError, WireFormatError
 from sparsync.kernels import native, packing
 from sparsync.sparse import SparseVector
 from sparsync.transports.ledger import Parts
-from sparsync.wire.codec import LONG_HEADER_BYTES, Codec, Encoded, Header, check_block
+from sparsync.wire.codec import (
+    LONG_HEADER_BYTES,
+    Codec,
+    Encoded,
+    Header,
+    check_block,
+    decode_as,
+)
 
 __all__ = ["Packed", "Parcels", "decode_sum", "decode_undealt", "encode_dealt", "in_cpp"]
 
@@ -180,9 +187,9 @@ def decode_sum(
         summed = native.unpack_and_sum(messages, rank, *pair, _style(codec, own.size), k)
         if summed is not None:
             return SparseVector(*summed, own.size)
-    device = own.values.device
+    device, dtype = own.values.device, own.values.dtype
     shares = [
-        own if source == rank else codec.decode(message, own.size).to(device)
+        own if source == rank else decode_as(codec, message, own.size, dtype).to(device)
         for source, message in enumerate(messages)
     ]
     return SparseVector.merge(shares).top(k)
@@ -212,7 +219,7 @@ def decode_undealt(
             return SparseVector(*joined[0], size), SparseVector(*joined[1], size)
     pieces = []
     for owner, message in enumerate(messages):
-        piece = codec.decode(message, width).to(device)
+        piece = decode_as(codec, message, width, share.values.dtype).to(device)
         if owner == rank:
             added = piece.values - share.values
         indices = kernels.undeal(piece.indices, owner, len(messages))

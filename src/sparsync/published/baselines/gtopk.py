@@ -8,7 +8,7 @@ from sparsync.collectives.collective import Collective, Reduced, capped, cut, le
 from sparsync.collectives.costs import Cost, Job, Result
 from sparsync.sparse import SparseVector, Vector
 from sparsync.transports.communicator import Communicator
-from sparsync.wire.codec import Codec, MessageFraming
+from sparsync.wire.codec import Codec, MessageFraming, decode_as
 from sparsync.wire.coo import Coo
 
 __all__ = ["GTopk"]
@@ -86,7 +86,7 @@ class GTopk(Collective):
         # nearest first is rank order, so the lower ranks' sum is always the left operand
         for child in children:
             message = await comm.irecv(child, capacity, "reduce", framing)
-            theirs = codec.decode(message, size).to(device)
+            theirs = decode_as(codec, message, size, mine.values.dtype).to(device)
             await comm.work(message.numel())
             total, rest = cut(SparseVector.merge([total, theirs]), k)
             dropped.append(rest)
@@ -99,7 +99,7 @@ class GTopk(Collective):
         # the child with the most descendants first, because the other subtrees need fewer rounds
         sending = [comm.isend(payload, child, "broadcast", framing) for child in children[::-1]]
         if rank:
-            total = codec.decode(payload, size).to(device)
+            total = decode_as(codec, payload, size, mine.values.dtype).to(device)
         for operation in sending:
             await operation
         return Reduced(total, less(mine, dropped))

@@ -34,7 +34,7 @@ from sparsync.errors import require
 from sparsync.published.oktopk import regions
 from sparsync.sparse import SparseVector, Vector, even_boundaries
 from sparsync.transports.communicator import Communicator
-from sparsync.wire.codec import HEADER_BYTES, Codec, MessageFraming
+from sparsync.wire.codec import HEADER_BYTES, Codec, MessageFraming, decode_as
 from sparsync.wire.coo import Coo
 
 __all__ = [
@@ -365,7 +365,9 @@ class OkTopk(Collective):
         framing = MessageFraming(codec)
         messages = await comm.allgatherv(encoded.payload, lengths, "threshold", framing)
         everyone = [
-            codec.decode(message, stop - start).values.to(region.values.device)
+            decode_as(codec, message, stop - start, region.values.dtype).values.to(
+                region.values.device
+            )
             for message, (start, stop) in zip(messages, pairwise(boundaries), strict=True)
         ]
         values = torch.cat(everyone)

@@ -19,7 +19,7 @@ from sparsync.sparse import SparseVector, even_boundaries
 from sparsync.transports.communicator import Communicator, rounds
 from sparsync.transports.driver import Operation
 from sparsync.transports.groups import Subgroup
-from sparsync.wire.codec import Codec, MessageFraming
+from sparsync.wire.codec import Codec, MessageFraming, decode_as
 from sparsync.wire.messages import encode_regions, join_messages, sum_messages
 
 __all__ = [
@@ -521,7 +521,7 @@ async def _balance(
             receiving[source] = comm.irecv(source, capacity, phase, framing)
     for source, operation in receiving.items():
         base, width = boundaries[source], boundaries[source + 1] - boundaries[source]
-        piece = codec.decode(await operation, width).embed(base, mine.size)
+        piece = decode_as(codec, await operation, width, mine.values.dtype).embed(base, mine.size)
         pieces[source] = piece.to(mine.values.device)
     for operation in sending:
         await operation

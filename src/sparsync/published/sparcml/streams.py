@@ -17,7 +17,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.reduction import SUM, Reduction, combine, densify, fold, reduction
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.communicator import Communicator
-from sparsync.wire.codec import HEADER_BYTES, Encoded, MessageFraming
+from sparsync.wire.codec import HEADER_BYTES, Encoded, MessageFraming, decode_as
 from sparsync.wire.coo import StreamCodec
 from sparsync.wire.messages import join_messages, sum_messages
 
@@ -152,7 +152,7 @@ class Call:
     def decode(self, message: Tensor, size: int, codec: StreamCodec | None = None) -> Vector:
         """Decode a whole message onto the device of this rank's values."""
         with self.comm.stage("unpack"):
-            vector = (codec or self.codec).decode(message, size)
+            vector = decode_as(codec or self.codec, message, size, self.dtype)
         return vector.to(self.mine.values.device)
 
     async def receive(self, source: int, capacity: int, size: int, phase: str) -> Vector:

@@ -131,8 +131,8 @@ def attach(
     Updates take 2 n, and 3 n / ``fragments`` for an exchange.
     """
     # imported here to keep the engines out of ``import sparsync``
+    from sparsync.accepted_optimizers import check_stepped, plain_optimizers, treatment_of
     from sparsync.exclusive import check_outermost, check_unattached
-    from sparsync.optimizers import check_stepped, plain_optimizers, treatment_of
     from sparsync.presets import PRESETS, resolve
     from sparsync.units import check_stepped_later
     from sparsync.updates import OuterStep

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
+from sparsync.accepted_optimizers import holds
 from sparsync.errors import ConfigurationError
 from sparsync.handle import Hook
-from sparsync.optimizers import holds
 
 __all__ = ["Guard", "check_outermost", "check_outside_ddp", "check_unattached"]
 

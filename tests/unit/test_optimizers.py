@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import sparsync
+from sparsync.accepted_optimizers import check_stepped, plain_optimizers, treatment_of
 from sparsync.errors import ConfigurationError
-from sparsync.optimizers import check_stepped, plain_optimizers, treatment_of
 from sparsync.updates import OUTER_SETTINGS, OuterAverager, OuterStep
 
 

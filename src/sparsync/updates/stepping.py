@@ -14,8 +14,8 @@ from typing import Any, Final, final
 import torch
 from torch.optim import Optimizer
 
+from sparsync.accepted_optimizers import chain_of
 from sparsync.handle import Hook
-from sparsync.optimizers import chain_of
 from sparsync.updates.gradient_noise import found_inf
 
 __all__ = ["follow", "follow_scalers"]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsync.accepted_optimizers import held_by
 from sparsync.algorithm import Algorithm
 from sparsync.console import say
 from sparsync.errors import ConfigurationError, require
@@ -44,7 +45,6 @@ from sparsync.gradients.ddp import check_ddp
 from sparsync.gradients.hierarchy import Node
 from sparsync.gradients.sentinel import check_replicas
 from sparsync.handle import CommHook, Handle, Hook, call_after_backward, make_engine, weakly
-from sparsync.optimizers import held_by
 from sparsync.options import Compression, Options
 from sparsync.transports.agree import (
     agree,

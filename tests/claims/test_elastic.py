@@ -1,4 +1,4 @@
-"""Ten minutes with a kill per minute: little is lost besides the time of the absent ranks."""
+"""Five minutes with a kill per minute: little is lost besides the time of the absent ranks."""
 
 import json
 import subprocess
@@ -10,17 +10,17 @@ pytest.importorskip("torchft")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(900)
 def test_a_kill_a_minute_costs_little(tmp_path):
     """Ranks mostly wait, and both runs train at once, so other load slows both down."""
-    options = "--workload bytes --width 32 --batch-size 2 --optimizer sgd --ranks 8 --steps 1050"
+    options = "--workload bytes --width 32 --batch-size 2 --optimizer sgd --ranks 8 --steps 450"
     options += " --delay random:8:0.5 --kill random:60"
     command = [sys.executable, "-m", "sparsync", "train", "--elastic", *options.split()]
     out = tmp_path / "elastic.json"
     subprocess.run([*command, "--json", str(out)], check=True, stdout=subprocess.DEVNULL)
     found = json.loads(out.read_text())
     assert found["recovered"] == found["kills"] >= 3
-    assert found["replicas_equal"] and found["steps"] == 1050
+    assert found["replicas_equal"] and found["steps"] == 450
     assert found["throughput_of_fault_free"] > 0.94
     assert found["throughput_of_present"] > 0.96
     assert found["eval_loss"] == pytest.approx(found["eval_loss_fault_free"], rel=0.05)

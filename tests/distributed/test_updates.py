@@ -597,7 +597,10 @@ def test_other_numbers_of_steps_are_told_by_finish_and_save(transport, folder):
     sync = sparsync.attach(net, optimizer, outer, exchange="updates", transport=carried)
     for step in range(5):
         step_of(net, optimizer, step)
-    both, more = "ranks have done 5 to 6 local steps, this one", "call sync.step() there"
+    both, more = (
+        "ranks have done 5 to 6 local steps, this one",
+        "call sync.step() as often as the other ranks' optimizers step",
+    )
     if rank == 0:
         sync.step()
     before = flat(net)

@@ -213,7 +213,7 @@ def wrapped(name):
         (linear, {"buffers": "mean"}, "buffers is 'mean'; choose average or local"),
         (linear, {"moments": "keep"}, "choose local or average or reset"),
         (linear, {"nonfinite": "skip"}, "choose raise or spread"),
-        (linear, {"moments": "average"}, "give optimizer="),
+        (linear, {"moments": "average"}, "give the optimizer="),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")

@@ -53,10 +53,10 @@ def test_every_form_of_the_variable_selects(value, names):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("eth1", "'eth1' is none of "),
-        ("eth0,nope0", "'nope0' is none of "),
-        ("10.0.0.6", "'10.0.0.6' is none of "),
-        (",", "',' is none of "),
+        ("eth1", "'eth1' is not an interface of "),
+        ("eth0,nope0", "'nope0' is not an interface of "),
+        ("10.0.0.6", "'10.0.0.6' is not an interface of "),
+        (",", "',' is not an interface of "),
         ("^eth,ib,docker,lo", "leaves no interface of "),
     ],
 )

@@ -21,9 +21,10 @@ import argparse
 import ctypes
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -260,13 +261,7 @@ def defaults() -> None:
         "| P | optimizer | malloc | plain DDP | attached | over plain DDP |",
         "|---:|---|---|---:|---:|---:|",
     ]
-    for optimizer, make in OPTIMIZERS.items():
-        for name, malloc in MALLOC.items():
-            plain = Case(Gpt, GPT_WIDTH, make, malloc=malloc)
-            least, most = (measure(2, one) for one in (plain, replace(plain, attached={})))
-            shown = (f"{x / n / WORD_BYTES:.2f}" for x in (least, most, most - least))
-            lines.append(f"| 2 | {optimizer} | {name} | {' | '.join(shown)} |")
-            print(lines[-1], flush=True)
+    lines += default_rows(n, 2, sharded=False)
     lines += [
         "",
         f"Sharded by FSDP2: {SHARDS} replicas of {SHARDS} ranks each, in floats per *local* parameter; "
@@ -275,15 +270,20 @@ def defaults() -> None:
         "| P | optimizer | malloc | plain FSDP2 | attached | over plain FSDP2 |",
         "|---:|---|---|---:|---:|---:|",
     ]
-    for optimizer, make in OPTIMIZERS.items():
-        for name, malloc in MALLOC.items():
-            plain = Case(Gpt, GPT_WIDTH, make, malloc=malloc, sharded=True)
-            ranks = SHARDS * SHARDS
-            least, most = (measure(ranks, one) for one in (plain, replace(plain, attached={})))
-            shown = (f"{x / n * SHARDS / WORD_BYTES:.2f}" for x in (least, most, most - least))
-            lines.append(f"| {ranks} | {optimizer} | {name} | {' | '.join(shown)} |")
-            print(lines[-1], flush=True)
+    lines += default_rows(n, SHARDS * SHARDS, sharded=True)
     (HERE / "memory_gpt.md").write_text("\n".join(lines) + "\n")
+
+
+def default_rows(n: int, world_size: int, *, sharded: bool) -> Iterator[str]:
+    """Measure the defaults of both optimizers, in floats per parameter that a rank holds."""
+    held = n // SHARDS if sharded else n
+    for (optimizer, make), (name, malloc) in product(OPTIMIZERS.items(), MALLOC.items()):
+        plain = Case(Gpt, GPT_WIDTH, make, malloc=malloc, sharded=sharded)
+        least, most = (measure(world_size, one) for one in (plain, replace(plain, attached={})))
+        shown = (f"{x / held / WORD_BYTES:.2f}" for x in (least, most, most - least))
+        line = f"| {world_size} | {optimizer} | {name} | {' | '.join(shown)} |"
+        print(line, flush=True)
+        yield line
 
 
 if __name__ == "__main__":

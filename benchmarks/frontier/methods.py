@@ -58,9 +58,8 @@ class Exchange:
     shared: Callable[[], AbstractContextManager[Any]] = nullcontext  # shows the weights to evaluate
     settle: Callable[[], object] = nothing  # waits for what is under way
     close: Callable[[], object] = nothing
-    hidden: Callable[[], float | None] = (
-        nothing  # share of the exchanges' time for which training did not wait
-    )
+    # share of the exchanges' time for which training did not wait
+    hidden: Callable[[], float | None] = nothing
 
 
 @dataclass(frozen=True)

@@ -213,9 +213,8 @@ class Case:
     """A way to train."""
 
     make: Callable[[], nn.Module] = network  # equal on all ranks
-    loss: Callable[[nn.Module, int, int], Tensor] = (
-        mean_square  # loss of a model, micro-batch and rank
-    )
+    # loss of a model, micro-batch and rank
+    loss: Callable[[nn.Module, int, int], Tensor] = mean_square
     micro: int = 1  # backward passes per step
     no_sync: bool = True  # whether all of them but the last are within no_sync
     ddp: Mapping[str, Any] = field(default_factory=dict)

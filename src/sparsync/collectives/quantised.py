@@ -225,9 +225,15 @@ class _Coded(DenseVector):
         low, stop = 0, start + dense.numel()
         for rank, width in enumerate(self._widths):
             first, last = max(low, start), min(low + width, stop)
-            # what needs memory of its own is decoded in runs, which bound it
-            most = self._most if self._others(rank) or dense.dtype != torch.float32 else width
-            for begin, end in runs(max(last - first, 0), self._like, most or 1):
+            if first >= last:
+                low += width
+                continue
+            step = self._codec.step
+            whole = (first - low) % step == 0 and ((last - low) % step == 0 or last == low + width)
+            in_place = whole and self.dtype == dense.dtype == torch.float32
+            # what is not decoded in place needs memory of its own, which runs bound
+            most = width if in_place and not self._others(rank) else self._most
+            for begin, end in runs(last - first, self._like, most):
                 part = slice(first - start + begin, first - start + end)
                 more = None if plus is None else plus[part]
                 self._decode_run(

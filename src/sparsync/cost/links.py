@@ -147,16 +147,14 @@ class Probe:
     largest: int = 1 << 22
     # maximum number of visits per size; sizes alternate, so a busy moment affects all of them
     visits: int = 8
-    shifts: int = (
-        8  # largest number of shifts; if fewer exist, all are used and every link is measured
-    )
+    # largest number of shifts; if fewer exist, all are used and every link is measured
+    shifts: int = 8
     budget: float = 0.6  # fraction of the calibration's time for the links
     elements: int = (
         1 << 22
     )  # elements of the ranks' vectors: 16 MB, more than most second-level caches
-    calls: int = (
-        1000  # largest number of calls in a batch of work, which also ends when its time is up
-    )
+    # largest number of calls in a batch of work, which also ends when its time is up
+    calls: int = 1000
 
 
 async def measure_links(

@@ -30,9 +30,8 @@ class _Piece(NamedTuple):
     """One run of elements that was accumulated in the open step."""
 
     start: int
-    before: (
-        Tensor  # the old residual, in the gradient's memory; not written if the residual was zero
-    )
+    # the old residual, in the gradient's memory; not written if the residual was zero
+    before: Tensor
 
 
 class Residual:

@@ -122,9 +122,8 @@ class Codec(ABC, Generic[V]):
     """
 
     format: ClassVar[int]  # the codec's number in the header; 128 to 255 are for other packages
-    exact: bool = (
-        False  # no value is ever rounded; a codec that rounds only takes floating-point values
-    )
+    # no value is ever rounded; a codec that rounds only takes floating-point values
+    exact: bool = False
     is_dense: ClassVar[bool] = False  # a message has one entry per element
     options: ClassVar[tuple[int, ...]] = (0,)  # legal values of the header's option
     header_bytes: ClassVar[int] = HEADER_BYTES  # or LONG_HEADER_BYTES

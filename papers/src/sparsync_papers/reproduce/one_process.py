@@ -193,9 +193,8 @@ class Way:
 
     algorithm: Algorithm
     density: float = 1.0  # k / n of every unit
-    compress: Choice | None = (
-        None  # parameters that are exchanged sparsely; None: the algorithm's own choice
-    )
+    # parameters that are exchanged sparsely; None: the algorithm's own choice
+    compress: Choice | None = None
 
 
 def train_all(

@@ -38,9 +38,8 @@ class KernelRow:
     kernel: str
     speedup: float  # seconds_torch / seconds
     over_add: float  # seconds over those of ``residual.add_(gradient)`` on the whole vector
-    gigabytes_per_second: (
-        float  # for n float32 elements, even if the kernel reads only some of them
-    )
+    # for n float32 elements, even if the kernel reads only some of them
+    gigabytes_per_second: float
     seconds: float  # best of the repetitions, including the wait for the device
     seconds_torch: float  # the same for the specification, in torch's operations
     equal: bool  # whether the results are bit-identical

@@ -102,12 +102,10 @@ class Outcome:
     received: int
     verdict: Verdict
     in_full: bool = True  # verified by the sum and the law; else only by the equality of the totals
-    kernel: int | None = (
-        None  # most bytes on any link of a lab in one direction, as the kernel counted
-    )
-    processor: float | None = (
-        None  # processor seconds of the exchange over all threads, the mean over ranks
-    )
+    # most bytes on any link of a lab in one direction, as the kernel counted
+    kernel: int | None = None
+    # processor seconds of the exchange over all threads, the mean over ranks
+    processor: float | None = None
 
 
 @dataclass(frozen=True)

@@ -156,9 +156,8 @@ class WatchedReducer:
 class Evidence:
     """The vectors of one rank in one step; see the life of a gradient in ``sparsync``."""
 
-    accumulated: (
-        Tensor  # `[n]`, the residual of the last step plus the gradient, computed independently
-    )
+    # `[n]`, the residual of the last step plus the gradient, computed independently
+    accumulated: Tensor
     residual: Tensor  # `[n]`, after the commit
     selected: Vector  # the vector that entered the collective
     delivered: Vector  # what this rank delivered, according to the collective

@@ -49,15 +49,13 @@ class LinearResult:
     bytes_updates: list[int]
     replicas_equal: bool  # whether all ranks ended with bit-identical weights
     links: str | None = None  # the lab's links, as ``parse_links`` reads them
-    speedup_communication: float | None = (
-        None  # seconds of "dense" over this one's; likewise below:
-    )
+    # seconds of "dense" over this one's; likewise below:
+    speedup_communication: float | None = None
     speedup_updates: float | None = None
     speedup: float | None = None
     bytes_ratio: float | None = None
-    objective_difference: float | None = (
-        None  # largest relative difference from the loss of "dense"
-    )
+    # largest relative difference from the loss of "dense"
+    objective_difference: float | None = None
 
 
 def with_ratios(results: Sequence[LinearResult]) -> list[LinearResult]:

@@ -76,9 +76,8 @@ def _train(
 ) -> tuple[Exchange, _RankReport]:
     """Train to the last step or the goal."""
     rank, model = dist.get_rank(), workload.make_model(settings.seed)
-    torch.manual_seed(
-        settings.seed * dist.get_world_size() + rank
-    )  # ranks must draw different units for dropout
+    # ranks must draw different units for dropout
+    torch.manual_seed(settings.seed * dist.get_world_size() + rank)
     exchange = make_exchange(settings, name, model)
     delay, schedule = parse_delay(settings.delay), parse_schedule(settings.lr_schedule)
     plateau = Plateau(schedule) if schedule.kind == "plateau" else None

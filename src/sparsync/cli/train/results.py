@@ -30,9 +30,8 @@ class TrainResult:
     lr: float  # learning rate after its warm-up
     loss: list[float]  # loss per step in nats per byte, image, ...; mean over ranks
     eval_loss: float  # the same on held-out samples, after the last step
-    seconds_total: (
-        float  # seconds of the slowest rank for all steps, and for making all replicas equal
-    )
+    # seconds of the slowest rank for all steps, and for making all replicas equal
+    seconds_total: float
     seconds_per_step_mean: float  # mean of ``seconds``; excludes the end
     seconds_per_step_median: float
     bytes_sent_per_step_max: int  # maximum over ranks and steps, including headers
@@ -49,9 +48,8 @@ class TrainResult:
     seconds: list[float]
     # seconds of forward, backward and optimizer on all ranks at once without exchange; measured before
     seconds_computation_median: float
-    seconds_rest_median: (
-        float  # the median step minus these: the part of the exchange that is not hidden
-    )
+    # the median step minus these: the part of the exchange that is not hidden
+    seconds_rest_median: float
     bytes_counted: str  # "ledger": bytes as sent; "formula": those of a bandwidth-optimal allreduce
     # largest number of bytes per step that the kernel counted on a lab's link
     bytes_kernel: list[int] | None

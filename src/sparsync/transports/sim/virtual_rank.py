@@ -35,9 +35,8 @@ class Prices:
     """Costs of messages besides the network: packing and unpacking."""
 
     weigh: Callable[[Tensor, Framing], Weight]  # returns the size charged for a message
-    encode: float = (
-        0.0  # s per entry, for the rank that creates a message (not for one that forwards it)
-    )
+    # s per entry, for the rank that creates a message (not for one that forwards it)
+    encode: float = 0.0
     decode: float = 0.0  # s per entry, for every rank that receives it: to unpack and to sum
     gamma: float = 0.0  # s per byte of dense sums, instead of the network's
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from inspect import Parameter
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from sparsync.errors import ConfigurationError
 
-__all__ = ["fold", "no_option", "parameters_of", "suggestion", "text_of"]
+__all__ = ["fold", "naming_options", "no_option", "parameters_of", "suggestion", "text_of"]
+
+C = TypeVar("C")
 
 # separators: hyphens as typed and as printed in papers, underscores, spaces, commas in codec names
 _BETWEEN: Final = re.compile(r"[-_,\s\u2010-\u2015]+")
@@ -72,6 +75,40 @@ def no_option(
     asked = ", ".join(f"{name}{suggestion(name, known, text)}" for name in unknown)
     there = ", ".join(map(shown, known)) or "none"
     return ConfigurationError(f"{owner} has no option {asked}; it has {there}")
+
+
+def naming_options(kind: type[C]) -> type[C]:
+    """Make a dataclass answer unknown keywords with the nearest options and the list of all.
+
+    This is a decorator, not ``**kwargs``, so the signature survives and type checkers still reject
+    unknown keywords.
+
+    Raises:
+        ConfigurationError: by the constructor, where a dataclass alone would raise ``TypeError``.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @naming_options
+        ... @dataclass
+        ... class Options:
+        ...     period: int = 1
+        >>> Options(perod=2)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        sparsync.errors.ConfigurationError: Options has no option perod (did you mean period?); ...
+    """
+    make: Any = kind.__init__
+    known = list(inspect.signature(kind).parameters)
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise no_option(kind.__name__, unknown, known, text_of(kind))
+        make(self, *args, **given)
+
+    setattr(kind, "__init__", init)  # noqa: B010 - mypy takes an assignment for an override
+    return kind
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:

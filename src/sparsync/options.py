@@ -24,6 +24,7 @@ from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.step import Consensus, Proposal
 from sparsync.gradients.sentinel import Sentinel
 from sparsync.monitoring import sink_of
+from sparsync.names import naming_options
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import run
@@ -54,6 +55,7 @@ Nonfinite = Literal["raise", "skip", "propagate"]
 Compress = Callable[[str, Tensor], bool]
 
 
+@naming_options
 @dataclass(frozen=True)
 class Compression:
     """Which parameters are exchanged sparsely, in which groups, and when.
@@ -112,6 +114,7 @@ class Compression:
         return Warmup(self.warmup_steps, tuple(self.warmup_densities))
 
 
+@naming_options
 @dataclass(frozen=True)
 class Transport:
     """Which ranks exchange with each other, and over which transport.
@@ -159,6 +162,7 @@ class Transport:
         return {name: getattr(self, name) for name in names}
 
 
+@naming_options
 @dataclass(frozen=True)
 class Monitoring:
     """Logs, the policy on NaN and Inf, and the check that replicas stay equal.

@@ -1,5 +1,6 @@
 """Names in any spelling and in the papers' words; for unknown names, the nearest ones."""
 
+from dataclasses import fields
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -238,3 +239,27 @@ def test_an_averager_lists_its_options(name):
 def test_the_nearest_option_is_named_also_by_the_papers_letter(option, nearest):
     with pytest.raises(ConfigurationError, match=rf"no option {option} \(did you mean {nearest}\b"):
         Wagma(torch.nn.Linear(2, 1), **{option: 8})
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "meant"),
+    [
+        (sparsync.Compression, "warmup_step", "warmup_steps"),
+        (sparsync.Transport, "time_out", "timeout or connect_timeout"),
+        (sparsync.Monitoring, "non_finite", "nonfinite"),
+        (sparsync.Correction, "nestrov", "nesterov"),
+        (sparsync.Sentinel, "periods", "period"),
+        (OuterStep, "perod", "period"),
+    ],
+    ids=str,
+)
+def test_unknown_settings_get_the_nearest_and_all_others(
+    settings: type, given: str, meant: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        settings(**{given: 1})
+    said = str(caught.value)
+    assert said.startswith(
+        f"{settings.__name__} has no option {given} (did you mean {meant}?); it has "
+    )
+    assert all(field.name in said for field in fields(settings))

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, check_number_fields, require
+from sparsync.names import naming_options
 from sparsync.sparse import SparseVector, Vector
 from sparsync.units import Unit
 
 __all__ = ["Correction", "Corrector"]
 
 
+@naming_options
 @dataclass(frozen=True)
 class Correction:
     """Settings for clipping, decay and momentum of a local gradient, before it is accumulated.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.errors import CommunicationError, ConfigurationError, PeerError, check_number_fields
+from sparsync.names import naming_options
 from sparsync.transports.agree import Divergence, divergences, heal_, worst
 from sparsync.transports.communicator import Communicator
 from sparsync.units import local_of, replicated_tensors
@@ -20,6 +21,7 @@ __all__ = ["Sentinel", "check_replicas"]
 _NAMED = 3  # number of tensors named in a message
 
 
+@naming_options
 @dataclass(frozen=True, eq=False)
 class Sentinel:
     """How often replicas are compared, and the policy if they differ.

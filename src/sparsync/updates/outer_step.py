@@ -14,6 +14,7 @@ from sparsync.algorithm import LARGE, Algorithm, check_density, default_bits
 from sparsync.collectives import Changing
 from sparsync.errors import check_number_fields, require
 from sparsync.feedback.schedule import Warmup
+from sparsync.names import naming_options
 from sparsync.presets import resolve
 from sparsync.updates.fragments import Layout
 from sparsync.updates.periods import AdaptivePeriod, warm_exchanges
@@ -30,6 +31,7 @@ def _in_bits(bits: int) -> Algorithm:
 
 
 @final
+@naming_options
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OuterStep:
     """Exchanges ``period`` local steps at once, compressed; an outer SGD applies them to shared weights.

@@ -83,10 +83,8 @@ def test_check_selector_finds_a_state_that_is_not_restored():
         testing.check_selector(lambda: Forgetful(fewer_when_new))
 
 
-class Wrapped(Codec):
+class Wrapped(Coo):
     """Coo, except for the defects of subclasses."""
-
-    format, exact = Coo.format, True
 
     def encode(self, vector):
         return Coo().encode(vector)
@@ -109,6 +107,23 @@ class Trusting(Wrapped):
             return super().decode(payload, size)
         except ValueError:
             return SparseVector.empty(size, torch.zeros(0))
+
+
+class Unsorted(Wrapped):
+    """Returns the indices as they are in the message."""
+
+    def decode(self, payload, size):
+        header, body = self.body(payload, size)
+        indices, values = body.split([4 * header.entries, body.numel() - 4 * header.entries])
+        return SparseVector(
+            indices.clone().view(torch.int32).long(), values.clone().view(header.dtype), size
+        )
+
+
+class OfAnother(Codec):
+    format = Coo.format
+
+    encode, decode, layout = Wrapped.encode, Wrapped.decode, Wrapped.layout
 
 
 class Rounding(Wrapped):
@@ -134,6 +149,8 @@ class Shrinking(Wrapped):
     [
         (WrongLength(), "nbytes is wrong"),
         (Trusting(), "bytes were accepted"),
+        (Unsorted(), r"bit \d of byte \d+ of \d+, flipped, gave ConfigurationError"),
+        (OfAnother(), r"OfAnother\(\): format 1 is that of coo; choose another"),
         (Rounding(), "decode differs from decoded"),
         (Doubling(), "the error exceeds the vector"),
         (Shrinking(), "bytes"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sparsync.errors import WireFormatError
 from sparsync.sparse import SparseVector
 from sparsync.testing.cases import cases, same
+from sparsync.wire import CODECS
 from sparsync.wire.codec import Codec
 
 __all__ = ["check_codec"]
@@ -17,10 +20,12 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def check_codec(
     codec: Codec[SparseVector], *, contractive: bool = True, spreading: bool = False
 ) -> None:
-    """Check a codec: round trips, exact sizes, budgets, and refusal of every truncated message.
+    """Check a codec: round trips, exact sizes, budgets, truncated messages and flipped bits, its number.
 
     ``decode`` must return ``decoded``.  For an exact dtype this is the vector itself.  Otherwise finite
     values must stay finite, nonfinite values nonfinite, and the error must not exceed the vector.
+    Bytes from the network may be anything: ``decode`` refuses every truncated message, and turns one with
+    flipped bits into ``WireFormatError`` or into a valid vector, never into another exception.
 
     Args:
         codec: the codec to check.
@@ -38,6 +43,9 @@ def check_codec(
     number = getattr(codec, "format", None)
     fits = type(number) is int and 1 <= number <= 255
     assert fits, f"{codec!r}: format is {number!r}; choose a number from 128 to 255"
+    # a message of another codec with the same number would be decoded, not refused
+    taken = [name for name, row in CODECS.items() if _takes(row, codec)]
+    assert not taken, f"{codec!r}: format {number} is that of {', '.join(taken)}; choose another"
     for case in cases():
         for dtype in _DTYPES:
             vector = SparseVector.from_dense(case.make(0, 2, 1).to(dtype))
@@ -50,6 +58,15 @@ def check_codec(
         far = SparseVector(indices, values, 300_000)
         _check(codec, far, f"{codec!r}, entries far apart, {dtype}", contractive)
     _check_budgets(codec, size=1000)
+    for case in cases():
+        vector = SparseVector.from_dense(case.make(0, 2, 1))
+        _check_flips(codec, vector, f"{codec!r}, case '{case.name}'")
+
+
+def _takes(row: Codec[Any], codec: Codec[Any]) -> bool:
+    """Return whether a row has the codec's number, but neither is a variant of the other."""
+    alike = isinstance(codec, type(row)) or isinstance(row, type(codec))
+    return not alike and getattr(row, "format", None) == codec.format
 
 
 def _check(codec: Codec[SparseVector], vector: SparseVector, where: str, contractive: bool) -> None:
@@ -78,6 +95,28 @@ def _check(codec: Codec[SparseVector], vector: SparseVector, where: str, contrac
         except WireFormatError:
             continue
         raise AssertionError(f"{where}: {length} of {nbytes} bytes were accepted")
+
+
+def _check_flips(codec: Codec[SparseVector], vector: SparseVector, where: str) -> None:
+    """Check that a flipped bit is refused, or gives a vector with valid indices."""
+    good = codec.encode(vector).payload
+    length = good.numel()
+    # the whole header, the bytes after it, and some of the rest
+    for at in sorted(
+        {*range(min(length, 20)), *range(20, length, max(1, length // 8)), length - 1}
+    ):
+        for bit in (0, 3, 7):
+            flipped = good.clone()
+            flipped[at] ^= 1 << bit
+            try:
+                codec.decode(flipped, vector.size).check()
+            except WireFormatError:
+                continue
+            except Exception as error:
+                raise AssertionError(
+                    f"{where}: bit {bit} of byte {at} of {length}, flipped, gave {error!r}; raise "
+                    "WireFormatError for bytes that the codec never writes"
+                ) from error
 
 
 def _check_extremes(codec: Codec[SparseVector], dtype: torch.dtype, spreading: bool) -> None:

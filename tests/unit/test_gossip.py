@@ -271,5 +271,6 @@ def test_the_mixing_steps_are_the_logarithm_or_one_more_for_a_few_uneven_groups(
 
 def test_the_default_group_size_by_table():
     table = {1: 1, 2: 2, 3: 3, 4: 2, 5: 2, 6: 2, 7: 3, 8: 2, 9: 3, 12: 3, 13: 4, 15: 3, 16: 4}
+    table |= {10: 3, 14: 4, 22: 5, 62: 8, 94: 10}
     table |= {20: 4, 30: 5, 32: 4, 64: 8, 101: 10, 128: 8, 256: 16, 1024: 32}
     assert {world_size: default_group_size(world_size) for world_size in table} == table

@@ -84,8 +84,8 @@ class Wagma(Accompanied):
     older than what its rank contributed to the last global average, so none is tau steps old.
 
     Args:
-        group_size: S; default: the divisor of P nearest sqrt(P).  If S does not divide P, group sizes
-            differ by one; 1: only global averages, which is local SGD.
+        group_size: S; default: about sqrt(P) (``default_group_size``).  If S does not divide P, group
+            sizes differ by one; 1: only global averages, which is local SGD.
         sync_period: tau, in steps; None, for infinity: no global average before ``finish``, which gives
             up an assumption of Theorem 4.1 (rank 0 reports which).
         grouping: a late rank's group continues without it ("wait-avoiding") or waits ("synchronous").
@@ -336,18 +336,19 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
 def default_group_size(world_size: int) -> int:
     """Return the divisor of P, other than 1, nearest to the square root of P (section 5.2).
 
-    For a prime P > 3 the only such divisor is P, which would be a global average.  The result is then the
-    integer nearest to the root, because any S is allowed.
+    If that divisor differs from the root by more than a factor of 1.5, as every divisor of a large prime
+    or of 62 does, the result is the integer nearest to the root, because any S is allowed.
 
     Example:
-        >>> [default_group_size(world_size) for world_size in (1, 2, 8, 12, 64, 13)]
-        [1, 2, 2, 3, 8, 4]
+        >>> [default_group_size(world_size) for world_size in (1, 2, 8, 12, 64, 13, 62)]
+        [1, 2, 2, 3, 8, 4, 8]
     """
+    if world_size <= 3:
+        return world_size
     root = sqrt(world_size)
     divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]
-    if divisors == [world_size] and world_size > 3:
-        return round(root)
-    return min(divisors, key=lambda size: abs(size - root), default=1)
+    nearest = min(divisors, key=lambda size: abs(size - root))
+    return nearest if root / 1.5 <= nearest <= 1.5 * root else round(root)
 
 
 # ---- sums of a group ------------------------------------------------------------------------------

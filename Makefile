@@ -21,7 +21,7 @@ ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_levels.py tests/un
   tests/unit/test_messages.py tests/unit/test_packed.py tests/unit/test_wire_hostile.py \
   tests/unit/test_forwarder.py
 
-AT_ONCE := -n 2 --dist loadfile tests src papers/src
+AT_ONCE := --dist loadfile tests src papers/src
 # as collected: the ten minutes of tests/claims/test_elastic.py are not to begin last
 LONGEST_FIRST := --no-loadscope-reorder
 
@@ -70,19 +70,20 @@ demo: $(INSTALLED)
 test: check
 	@$(MAKE) --no-print-directory test-only
 
-# those that measure links, or end ranks, one after the other; the others two at a time
+# those that measure links or memory one after the other; the others several at a time, the slow ones
+# three, because many of them wait for deadlines
 test-only: $(TOOLS)
-	$(BIN)/pytest -m "not slow and not alone" $(AT_ONCE)
+	$(BIN)/pytest -m "not slow and not alone" -n 2 $(AT_ONCE)
 	$(BIN)/pytest -m "not slow and alone" tests/distributed
 
 test-slow: $(TOOLS)
-	$(BIN)/pytest -m "slow and not alone" $(AT_ONCE) $(LONGEST_FIRST)
+	$(BIN)/pytest -m "slow and not alone" -n 3 $(AT_ONCE) $(LONGEST_FIRST)
 	$(BIN)/pytest -m "slow and alone" tests/distributed
 
 coverage: $(TOOLS)
 	$(BIN)/python $(PIP) -q -c constraints.txt coverage
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -m "not slow and not alone" $(AT_ONCE)
+	$(BIN)/coverage run -m pytest -m "not slow and not alone" -n 2 $(AT_ONCE)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

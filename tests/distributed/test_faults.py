@@ -30,7 +30,7 @@ from .fault_jobs import Fault, run
 from .fault_programs import STEPS, breakdowns_of_preset, breakdowns_of_scheme
 from .test_lab import IN_THE_LAB
 
-pytestmark = [pytest.mark.gloo, pytest.mark.alone]
+pytestmark = pytest.mark.gloo
 
 RANKS = 3
 LINGER = 5.0  # seconds that closing may take: ``zmq.mesh.LINGER``

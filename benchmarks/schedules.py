@@ -30,7 +30,7 @@ from frontier.tasks import BETAS, GptWorkload, grouped
 from small_networks import ResNet, VisionTransformer, held_out_digits
 from virtual_updates import DEFAULT, ONE_BIT, train_dense, train_updates
 
-from sparsync.cli.workloads.digits import DigitsWorkload
+from sparsync.cli.workloads.digits import DigitsWorkload, SmallVgg
 from sparsync.cli.workloads.stdlib_text import LstmWorkload
 from sparsync.cli.workloads.workload import Draw
 from sparsync.presets import resolve
@@ -235,6 +235,7 @@ TASKS: Mapping[str, tuple[Callable[[], Any], tuple[float, ...]]] = MappingProxyT
         "lstm": (lambda: WorkloadTask(LstmWorkload()), (6e-3, 3e-3, 1.5e-3)),
         "resnet": (lambda: DigitsTask(ResNet), (4e-3, 2e-3, 1e-3)),
         "vit": (lambda: DigitsTask(VisionTransformer), (4e-3, 2e-3, 1e-3)),
+        "vgg": (lambda: DigitsTask(lambda: SmallVgg(seed=torch.initial_seed())), (4e-3, 2e-3)),
         "regression": (RegressionTask, (3e-3,)),
     }
 )

@@ -1,4 +1,4 @@
-"""AN4: sounds in three forms, spectrograms, and CTC's letters."""
+"""Tests of the workload AN4: sounds in three forms, spectrograms, and CTC's letters."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Folders of images: classes, crops, and the errors for missing files."""
+"""Tests of image folders: classes, crops, and the errors for missing files."""
 
 import sys
 

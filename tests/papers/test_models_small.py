@@ -1,4 +1,4 @@
-"""Small variants of the papers' models: shapes, gradients, initial weights, receptive fields."""
+"""The papers' models in small variants: shapes, gradients, initial weights, and receptive fields."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Gradients: accumulation, several backward passes, clipping, NaN, COO, precision, devices."""
+"""Practices with gradients: accumulation, repeated backward, clipping, NaN, COO, precision, devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models: their parameters and layout, changes to them, DDP's settings, compilation."""
+"""Practices with models: their parameters and layout, changes to them, DDP's settings, compilation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sparsync bench --selectors``: rows, ratios, tables, picture and the command."""
+"""Tests of ``sparsync bench --selectors``: rows, ratios, tables, the picture and the command."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Lloyd-Max levels: decoded blocks, and the size of their rounding errors."""
+"""Lloyd-Max levels: the decoded blocks, and the size of their rounding errors."""
 
 import math
 from fractions import Fraction
@@ -21,7 +21,7 @@ from .wire_messages import rounded
 
 @st.composite
 def any_floats(draw):
-    """Vectors of finite values of any dtype: similar values, values far apart, denormals."""
+    """Draw vectors of finite values of any dtype: similar values, values far apart, denormals."""
     dtype, most = draw(float_dtypes), 30
     if draw(st.booleans()):
         return draw(dense_tensors(most, dtype, finite=True))

@@ -1,4 +1,4 @@
-"""The scikit-learn estimator: its contract, its accuracy beside scikit-learn's, its ranks."""
+"""The scikit-learn estimator: its contract, its accuracy beside scikit-learn's own, its ranks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""C++ kernels alone: refusals, forced instruction sets, and installation without a compiler."""
+"""The C++ kernels alone: refusals, forced instruction sets, and installing without a compiler."""
 
 import logging
 import os

@@ -663,7 +663,7 @@ class World:
         self.accounts.setdefault(key, {})[member.number] = account
 
     def committed(self, member, step, *, applied):
-        """Check that one group committed a step for which all its members were prepared, without loss."""
+        """Check that a single group committed a step, that all its members were prepared; no loss."""
         attempt = member.members._past[-1][1]
         if step not in self.attempts or member.members.attempt == len(self.groups) - 1:
             self.hold(step, attempt)

@@ -72,12 +72,12 @@ Plot = Annotated[Path | None, Option(help="Plot them in this file (.png, .pdf or
 
 
 def option(text: str, default: str | bool = True) -> Any:
-    """Declare an option by its help text, which shows ``default`` instead of the value."""
+    """Declare an option by its help text, which shows ``default`` in place of the default value."""
     return Option(help=text, show_default=default)
 
 
 def whole(text: str) -> int:
-    """Return the whole number that a text means, also as ``7e9``.
+    """Return the whole number that a text means; ``7e9`` is one, for example.
 
     Example:
         >>> whole("7e9"), whole("1_000"), whole("1.5e3")

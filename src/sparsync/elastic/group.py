@@ -168,7 +168,8 @@ class ElasticGroup(ProcessGroup):
         Incompatible members are left out, so that they end and not the training ranks: a rank that is
         compatible with no other, and has not met any rank yet, raises an error.
         """
-        # Only recorded: sockets belong to the exchanging thread, which may be in a step.
+        # The quorum is only recorded here: sockets belong to the exchanging thread, which may be in
+        # a step.
         try:
             peers = [
                 {"transport": "zmq", "key": "", **json.loads(handle)} for handle in opts.handles
@@ -187,7 +188,8 @@ class ElasticGroup(ProcessGroup):
                 "a member of the quorum has another kind of process group; give all managers an "
                 "ElasticGroup of the same version"
             ) from error
-        # not raised, because torchft would only record it as an error of this quorum, and ask forever
+        # the reason is not raised, because torchft would only record it as an error of this quorum,
+        # and ask forever
         misfit = ""
         if any(reasons):
             why = "; ".join(sorted({*reasons} - {""}))
@@ -196,7 +198,7 @@ class ElasticGroup(ProcessGroup):
                 f"({why}); give all the same transport=, and curve_keys= with the same .key files"
             )
             if len(fitting) > 1 or (self.quorum is not None and not self.quorum.misfit):
-                # once per reason, because every change of the quorum ends up here
+                # each reason is printed once, because every change of the quorum ends up here
                 if misfit != self._said:
                     say(f"{misfit}; they are left out")
                 self._said, misfit = misfit, ""
@@ -253,11 +255,12 @@ def make_manager(
 
     Args:
         min_replicas: the minimum number of ranks that train; with fewer, training waits.
-        lighthouse: its address, e.g. http://HOST:29510; None: the address in ``TORCHFT_LIGHTHOUSE``.
+        lighthouse: the lighthouse's address, e.g. http://HOST:29510; by default that in
+        ``TORCHFT_LIGHTHOUSE``.
         name: this rank's name in torchft's logs.
         timeout: seconds that a message of an exchange may take.
-        **options: of ``ElasticGroup``: ``transport``, ``curve_keys``, ``interface``, ``port_range``
-            and ``advertise``.
+        **options: the arguments ``transport``, ``curve_keys``, ``interface``, ``port_range`` and
+            ``advertise`` of ``ElasticGroup``.
     """
     if lighthouse is not None:
         os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse

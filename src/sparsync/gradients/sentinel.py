@@ -60,7 +60,7 @@ class Sentinel:
             raise ConfigurationError(
                 f"Sentinel: policy is {self.policy!r}; choose one of raise, warn, heal"
             )
-        # a single string would pass as a collection, namely of letters
+        # a single string would pass as a collection of its letters
         named = isinstance(self.buffers, Collection) and not isinstance(self.buffers, str)
         if not named or not all(isinstance(name, str) for name in self.buffers):
             raise ConfigurationError(f"Sentinel: buffers is {self.buffers!r}; give a list of names")
@@ -149,7 +149,7 @@ async def check_replicas(
 async def _compare(
     sentinel: Sentinel, comm: Communicator, tensors: Mapping[str, Tensor], place: str, rank: int
 ) -> str:
-    """Return a text about these replicas; empty if they are equal."""
+    """Return a text about the differences between these replicas; empty if they are equal."""
     torn = await divergences(comm, tensors)
     if not torn:
         return ""
@@ -175,7 +175,7 @@ async def _compare(
 
 
 def _named(torn: Sequence[Divergence], called: Sequence[int], place: str) -> str:
-    """Name the first tensors that differ, and the ranks; ``called`` has the rank numbers to print."""
+    """Name the first tensors that differ, and the ranks, by their numbers in ``called``."""
     more = len(torn) - _NAMED
     shown = "; ".join(
         str(replace(each, groups=tuple(tuple(called[r] for r in group) for group in each.groups)))

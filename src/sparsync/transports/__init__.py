@@ -1,1 +1,1 @@
-"""Transports carry bytes: the ``Communicator`` seam, its drivers, and its adapters."""
+"""Transports carry bytes: the ``Communicator`` seam, the drivers of algorithms, and the adapters."""

@@ -100,8 +100,8 @@ class Several(Framing):
         blocks, at = [], 0
         for capacity in self.capacities:
             length = self.framing.length(buffer[at:]) if self.variable else capacity
-            # The sender states the length, and slicing would silently truncate; a wrong length must not
-            # shift all later messages
+            # the length is checked, because slicing would silently truncate a message that is too
+            # long, and a wrong length must not shift all later messages
             if length > min(capacity, buffer.numel() - at):
                 raise WireFormatError(
                     f"a message claims {length} bytes where at most "
@@ -174,7 +174,8 @@ class Ledger:
         # thread at a time communicates
         self._lock = threading.Lock()
         self.last_step = Traffic()
-        # bytes of the worst finished step: the papers bound a rank's traffic in every step, not the mean
+        # the bytes of the worst finished step, because the papers bound a rank's traffic in every
+        # step, not the mean
         self.sent_max = 0
         self.received_max = 0
         self.outside = Traffic()  # outside of any step

@@ -119,7 +119,7 @@ class OuterStep:
     sign: bool = False
 
     def __post_init__(self) -> None:
-        # every argument is checked here, on each rank by itself: nothing has been sent yet
+        # each rank checks every argument here by itself, before anything is sent
         check_number_fields(self)
         period, given = self.period, vars(self)
         first = period.least if isinstance(period, AdaptivePeriod) else period
@@ -205,7 +205,7 @@ class OuterStep:
             return self
         period = self.period
         if period is None:
-            # local steps between exchanges are needed for a delay, and for fragments to take turns
+            # a delay needs local steps between exchanges, and so do fragments, which take turns
             every_step = elements < LARGE and self.fragments == 1 and not self.delay
             period = 1 if every_step else _PERIOD
         return replace(self, algorithm=_in_bits(default_bits(elements)), period=period)
@@ -216,7 +216,7 @@ class OuterStep:
         unit_bytes: int | None = None,
         warmup_steps: int = 0,
     ) -> OuterStep:
-        """Return these settings, updated with any given to ``attach`` in other arguments."""
+        """Return these settings, updated with those given to ``attach`` in other arguments."""
         algorithm = replace(
             self.chosen,
             compress=compress or self.chosen.compress,

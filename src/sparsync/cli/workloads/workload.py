@@ -1,4 +1,4 @@
-"""The seam of workloads: a model, the batches of every rank, held-out samples, and default settings."""
+"""The seam of workloads: a model, every rank's batches, held-out samples, and default settings."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ PADDING = (
 class Defaults:
     """Default settings of a workload.
 
-    Those of the papers' workloads are taken from the papers; the others are the best of three or more for
-    dense.
+    The papers' workloads take their settings from the papers; for the others, settings are the best
+    of three or more for dense.
     """
 
     sgd_lr: float  # learning rate of SGD with momentum 0.9
@@ -257,7 +257,7 @@ class Workload(ABC):
     def evaluate(
         self, model: nn.Module, *, rank: int = 0, world_size: int = 1, batch_size: int = 32
     ) -> Evaluation:
-        """Evaluate a model on a rank's share of the held-out samples; by default on all of them."""
+        """Evaluate a model on a rank's share of the held-out samples, or by default on all of them."""
         training = model.training
         model.eval()
         try:

@@ -52,14 +52,15 @@ __all__ = [
 # The marginal bin may hold up to k / 64 entries.  They are admitted in rank order, not by magnitude, so
 # up to this fraction of the total may differ from the exact top-k.
 _FINE = 64
-# Fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a budgeted turn.
+# These were fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a
+# budgeted turn.
 _PASSES = 4  # per entry of k: sort, histogram, and find the delivered ones
 _COUNTS_TURN = 1 / 3  # share of a turn, because a round that exchanges counts does almost no work
 
 
 @dataclass(frozen=True)
 class OkTopkState:
-    """State carried from step to step; the same on every rank.
+    """The state that is carried from step to step; it is the same on every rank.
 
     Attributes:
         boundaries: P + 1 cuts of ``[0, n)``; None before the first step, and after a region was crowded.
@@ -215,8 +216,8 @@ class OkTopk(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Run Algorithm 1."""
-        # The cap is applied before anything is sent: a threshold that is reused for 32 steps selects up
-        # to 19 k entries (measured), and Equations 1 to 3 assume k.
+        # The cap is applied before any message is sent: a threshold that is reused for 32 steps
+        # selects up to 19 k entries (measured), and Equations 1 to 3 assume k.
         mine = capped(selected, k, self.cap)
         boundaries = await self._agree_on_boundaries(comm, mine, k, step)
         writer = regions.Writer(self.codec, comm, mine, step)
@@ -266,7 +267,7 @@ class OkTopk(Collective):
         if not self.balanced_split:
             return even_boundaries(size, world_size)
         known = self.state.boundaries
-        # Algorithm 1, line 5, tests (t - 1) mod tau because its steps start at 1.
+        # Algorithm 1, line 5, tests (t - 1) mod tau, because the paper's steps start at 1.
         if step % self.repartition_period and known and len(known) == world_size + 1:
             return list(known)
         if self.boundaries == "average":
@@ -357,7 +358,8 @@ class OkTopk(Collective):
 
         This takes up to 2 min(k P, n) words, which Equation 3 leaves out.
         """
-        # exact, because rounded sums would tie and far more than k entries would reach the k-th largest
+        # the codec must be exact, because rounded sums would tie, and far more than k entries would
+        # reach the k-th largest
         codec = self.codec if self.codec.is_exact(region.values.dtype) else Coo()
         encoded = codec.encode(region)
         length = torch.tensor([encoded.payload.numel()])
@@ -406,7 +408,8 @@ class OkTopk(Collective):
 class _Kept(NamedTuple):
     """The number of largest entries that each rank keeps of its region, known to all ranks.
 
-    ``loads``: entries that each rank summed; empty if they were not exchanged.
+    ``loads`` has the number of entries that each rank summed; it is empty if these were not
+    exchanged.
     """
 
     counts: Sequence[int]
@@ -482,7 +485,7 @@ def _share_bytes(k: float, world_size: int) -> float:
 def histogram_cost(k: int, world_size: int) -> Cost:
     """Return the cost of an allreduce of ``clamp(k / 16, 32, 1024)`` bins plus two outer ones.
 
-    Where the marginal bin is divided again (usually 0 or 1 times), 64 bins more.
+    Each time that the marginal bin is divided again (usually 0 or 1 times), 64 bins are added.
     """
     return allreduce(regions.bins_for(k) + 2, world_size)
 

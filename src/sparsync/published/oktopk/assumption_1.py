@@ -50,7 +50,7 @@ def xi(
 
 
 def _top(values: Tensor, k: int) -> Tensor:
-    """Return a copy that keeps the k largest entries and is zero elsewhere."""
+    """Return a copy that keeps the k largest entries and has zeros elsewhere."""
     chosen, positions = torch.zeros_like(values), kernels.top(values, k)
     chosen[positions] = values[positions]
     return chosen

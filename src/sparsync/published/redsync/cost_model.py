@@ -66,9 +66,9 @@ class Timing:
         return self.overhead + self.per_byte * nbytes
 
     def beats_from(self, other: Timing) -> float:
-        """Return the size in bytes above which this is always faster than ``other``.
+        """Return the size in bytes from which on this is always faster than ``other``.
 
-        0: at every size; infinity: at none.
+        The size is 0 if this is faster at every size, and infinity if at none.
 
         Example:
             >>> Timing(3.0, 1.0).beats_from(Timing(1.0, 2.0))
@@ -108,7 +108,7 @@ class SelectionTimes:
 
 
 class SizeThresholds(NamedTuple):
-    """Layer sizes in bytes from which a method is used; infinity: never.
+    """Layer sizes in bytes from which a method is used; infinity if it is never used.
 
     The names match Algorithms 4 and 5, the options of the preset "redsync", and ``BySize``.
     """

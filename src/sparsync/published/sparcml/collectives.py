@@ -234,7 +234,7 @@ class Dynamic(StreamCollective):
             >>> split_allgather().cost(Job(10**6, 1000, 8, result=1000)).words  # 4 k (P - 1) / P
             3528.0
         """
-        # T_split and T_sparse_ag of section 5.3.2, or the dense allgather of 5.3.3
+        # these are T_split and T_sparse_ag of section 5.3.2, or the dense allgather of 5.3.3
         peers, ranks = job.world_size - 1, job.world_size
         piece = HEADER_BYTES + ENTRY_BYTES * job.k / ranks
         if self.local is not None:
@@ -262,7 +262,7 @@ class Dynamic(StreamCollective):
         return await call.allgather(region, boundaries, dense=self.always_dense)
 
     async def _split_and_fold(self, call: Call, boundaries: Sequence[int]) -> Vector:
-        """Return the left fold, in rank order, of this rank's region; sparse.
+        """Return the left fold of this rank's region in rank order, as a sparse vector.
 
         Messages are sent point to point if a native call would pad each to the longest possible length.
         """
@@ -292,7 +292,7 @@ class Dynamic(StreamCollective):
     def _rounded(
         self, call: Call, pieces: Sequence[SparseVector], boundaries: Sequence[int]
     ) -> tuple[list[Tensor], SparseVector]:
-        """Return a message per region, and the own region, rounded only if the others' shares are."""
+        """Return a message per region, and the own region, which is rounded only if other shares are."""
         codec = self.local or call.codec
         payloads, own = [], pieces[call.comm.rank]
         for dest, (piece, start) in enumerate(zip(pieces, boundaries, strict=False)):
@@ -435,7 +435,7 @@ class SparcmlAutoState:
 
 @final
 class SparcmlAuto(Collective):
-    """Recursive doubling for small results, split and allgather for large, dynamic for dense ones.
+    """Chooses recursive doubling for small results, split and allgather for large, dynamic for dense.
 
     SparCML asks the user for "some rough idea" of the result's size K (section 5.3).  This collective
     learns K from the last total, whose entries all ranks know.  The first call uses the expectation of
@@ -492,7 +492,8 @@ class SparcmlAuto(Collective):
             most = float(await comm.allreduce(torch.tensor([selected.nnz]), "entries", "max"))
         chosen = self.choose(Job(size, most, comm.world_size, result=self.state.entries), dtype)
         reduced = await chosen.reduce(comm, selected, k, step)
-        # count nonzero entries of dense totals too, or one dense total would make all later ones dense
+        # nonzero entries of dense totals count as well, or one dense total would make all later
+        # ones dense
         entries = entries_of(reduced.total, self._doubling.operation)
         self.state = SparcmlAutoState(entries, most)
         return reduced

@@ -80,7 +80,7 @@ def sparcml(
         return Dynamic(StreamCodec(dense=Qsgd(**arguments)), cap=None, keep_error=keep_error)
 
     def calls(job: Job) -> tuple[int, Job]:
-        """Treat the whole job as one layer whose blocks all contribute the same number of entries."""
+        """Treat the whole job as one layer, whose blocks all contribute the same number of entries."""
         per_block = min(-(-int(job.k) * block // job.size), block)
         return 1, job._replace(k=max(job.k, per_block * job.size // block))
 

@@ -59,7 +59,7 @@ CODECS: Final = MappingProxyType[str, Codec[DenseVector] | None](
 )
 
 
-# the assumptions given up without global averages, by staleness
+# the assumptions that are given up without global averages, by staleness
 _GIVEN_UP: Final = MappingProxyType(
     {
         "unbounded": "a late rank's model may be arbitrarily old, so Assumption 1.3 (bounded staleness) "
@@ -174,8 +174,8 @@ class Wagma(Accompanied):
         if self.sync_period is None and self._binding is not None and comm.rank == 0:
             say(f"sync_period=None: {_GIVEN_UP[self.staleness]}")
         vector = vector.cpu()
-        # A group of one never waits, but an agent contributing on its rank's behalf would average the
-        # rank's new model with its own old one.
+        # A group of one never waits.  But an agent that contributes on its rank's behalf would
+        # average the rank's new model with its own old one.
         grouping = "synchronous" if size == 1 else self.grouping
         self._rounds = ModelRounds(
             vector, size, self.sync_period, grouping, dynamic=self.dynamic, codec=self._codec
@@ -209,7 +209,7 @@ class Wagma(Accompanied):
         if answer.resumes:
             self.resume_at = step_of(result.version + 1)
             return total / result.models
-        # lines 10 to 14 and 16 of Algorithm 2; a result is taken only once
+        # these are lines 10 to 14 and 16 of Algorithm 2; a result is taken only once
         if result.version <= self._taken:
             return vector
         self._taken = result.version
@@ -220,7 +220,7 @@ class Wagma(Accompanied):
 
 @final
 class ModelRounds(Rounds):
-    """Rounds of WAGMA: group averages, and a global one when ``(step + 1) % sync_period == 0``.
+    """Rounds of WAGMA: group averages, and a global average when ``(step + 1) % sync_period == 0``.
 
     With a codec, a rank contributes the difference between its model and the last global average,
     ``base``, which all ranks have.  It adds the rounding error to its next contribution::
@@ -265,7 +265,7 @@ class ModelRounds(Rounds):
         return [present[i] for i in group_of(present.index(rank), count, size, step)]
 
     def publish(self, vector: Tensor) -> None:
-        """Contribute ``vector`` from now on; the caller must not change it."""
+        """Contribute ``vector`` from now on; the caller must not change the vector."""
         self._vector = vector if self.error is None else vector + self.error
 
     def restart(self, model: Tensor) -> None:
@@ -311,7 +311,7 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
     References: Li et al., WAGMA-SGD, IEEE TPDS 2021, Algorithm 1, with ``mask = 1 << shift`` (as
     printed, a mask that is already shifted is shifted again; the paper's examples come out so).
     """
-    # P / S rounded to nearest, half down, so no rank is alone with S = 2 and P odd
+    # this is P / S rounded to nearest, half down, so that no rank is alone with S = 2 and P odd
     groups = (2 * world_size + group_size - 1) // (2 * group_size)
     # The next shuffle should spread a group's members over as many groups as possible, without gaps: the
     # stride is the smallest group's size, or the next number below it that has an inverse.  If S divides
@@ -384,7 +384,7 @@ class CodedSum(NamedTuple):
 async def coded_allreduce(
     comm: Communicator, vector: Tensor, codec: Codec[DenseVector], seed: int
 ) -> CodedSum:
-    """Sum over a group: every member sums one block of the rounded vectors and sends the rounded sum.
+    """Sum over a group, in which every member sums one block of rounded vectors and sends the result.
 
     The codec's random numbers depend on ``seed`` and the rank.
 

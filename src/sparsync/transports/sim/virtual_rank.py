@@ -26,7 +26,8 @@ __all__ = ["Prices", "SimCommunicator", "Simulation", "simulate"]
 T = TypeVar("T")
 
 _ACTOR_TAG = 2**31  # a channel that no unit of a model uses
-# new objects between two collections: many messages are in flight, and none of them is garbage
+# This many new objects may appear between two collections, because many messages are in flight and
+# none of them is garbage.
 _YOUNG = 100_000
 
 
@@ -60,7 +61,7 @@ class SimCommunicator(Communicator):
     async def compute(self, seconds: float) -> None:
         """Compute for ``seconds`` of virtual time.
 
-        Work charged meanwhile by this rank's other coroutines comes first, and delays the end.
+        Work that other coroutines of this rank charge meanwhile comes first, and delays the end.
         """
         if not seconds >= 0:
             raise ConfigurationError(f"compute: {seconds} s cannot pass; give seconds >= 0")
@@ -149,8 +150,8 @@ class _Receive(SimOperation):
         yield from super().__await__()
         if not self.booked:
             self.booked = True
-            # booked at the await, not on arrival: unpacking is work of the rank, done when the rank gets
-            # to the message
+            # the work is booked at the await rather than on arrival, because the rank unpacks a
+            # message when it gets to it
             comm = self.comm
             comm.ledger.received(self.phase, self.result.numel())
             if comm.prices is not None:
@@ -246,10 +247,11 @@ def simulate(
         world_size: number of virtual ranks, >= 1.
         links: latency, bandwidth and reduction speed of the simulated network; see ``topology``.
         faults: ranks that stall, or die.
-        prices: costs of packing and unpacking messages; None: free.
+        prices: costs of packing and unpacking messages; None if both are free.
 
     Raises:
-        DeadlockError: ranks wait for each other; says which rank waits for which, in which phase.
+        DeadlockError: ranks wait for each other; the message says which rank waits for which, in
+        which phase.
 
     Cost: 20 to 40 microseconds per message.
 

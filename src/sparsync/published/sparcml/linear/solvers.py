@@ -89,7 +89,8 @@ class DenseSlices(Collective):
 
 # ---- shared by the solvers --------------------------------------------------------------------------
 
-# divisors of the learning rate after t epochs, counted from 0; "adagrad" has one rate per weight instead
+# the divisors of the learning rate after t epochs, counted from 0; "adagrad" has one rate per
+# weight instead
 SCHEDULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
     {
         "adagrad": lambda t: 1.0,
@@ -106,8 +107,8 @@ class Meter:
     """Measures how a rank spends its time.  All ranks exchange in the same order, so lists match up.
 
     Args:
-        fence: called before every exchange; waits for the slowest rank, so waiting does not count as
-            communication, and returns the start time.  Default: no waiting.
+        fence: called before every exchange; waits for the slowest rank, so that waiting does not
+            count as communication, and returns the start time.  By default, ranks do not wait.
         clock: clock for the exchanges; the simulator has its own.
     """
 
@@ -148,7 +149,7 @@ class Evaluation:
 
 
 class Solver(ABC):
-    """Trains one linear model on the rows of all ranks; every rank makes every call.
+    """Trains one linear model on the rows of all ranks; every rank must make every call.
 
     Args:
         comm: the group.
@@ -158,7 +159,7 @@ class Solver(ABC):
         products: the threads for matrix products.
         seed: seed for the order of rows or coordinates.
         steps: maximal number of steps per epoch; None: a whole pass.
-        meter: takes the time.
+        meter: measures the time.
     """
 
     facts: dict[str, object]  # must be equal on all ranks, like those of the problem
@@ -254,7 +255,8 @@ async def _sum_over_ranks(comm: Communicator, mine: list[float], phase: str) -> 
 
 
 _BATCH = 1_000  # rows per rank and step (section 8.2)
-# least steps per epoch, because the paper's data have 50 times as many rows as the trigrams
+# the least number of steps per epoch, because the paper's data have 50 times as many rows as the
+# trigrams
 _LEAST_STEPS = 100
 
 
@@ -325,7 +327,7 @@ class Sgd(Solver):
 
     @property
     def batch_size(self) -> int:
-        """Rows per rank and step; known after ``start``, unless it was given."""
+        """Rows per rank and step; if they were not given, they are known after ``start``."""
         return self._batch_size or max(min(_BATCH, max(self.rows) // _LEAST_STEPS), 1)
 
     def _whole_pass(self) -> int:
@@ -461,11 +463,12 @@ class Scd(Solver):
         return max(-(-max(map(len, self.slices)) // self.coordinates), 1)
 
     async def start(self) -> None:
-        """See ``Solver``; also find the columns that occur in the data."""
+        """Start as any ``Solver``; also find the columns that occur in the data."""
         await super().start()
         here = torch.from_numpy(np.diff(self.columns.indptr)[:-1] > 0).to(torch.uint8)
         occurring = (await self.comm.allreduce(here, "occurring", "max")).numpy().nonzero()[0]
-        # the vector of updates has one element more, for the intercept, and is cut in the same places
+        # the vector of updates has one element more, for the intercept, and is cut in the same
+        # places
         cuts = even_boundaries(self.problem.dimensions + 1, self.comm.world_size)
         self.slices = np.split(occurring, np.searchsorted(occurring, cuts[1:-1]))
 

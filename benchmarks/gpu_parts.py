@@ -94,7 +94,7 @@ def check_device(device: torch.device, **tensors: Tensor | None) -> None:
         check(where == device, f"{name} is on {where}, not on {device}")
 
 
-# ==== kernels =========================================================================================
+# ---- kernels ---------------------------------------------------------------------------------------
 
 
 def contracts(rehearse: bool) -> Iterator[Row]:
@@ -110,7 +110,7 @@ def contracts(rehearse: bool) -> Iterator[Row]:
     yield {"tests": "the Triton kernels and what needs a GPU", "outcome": lines[-1].strip("= ")}
 
 
-# ==== attach ==========================================================================================
+# ---- attach ----------------------------------------------------------------------------------------
 
 
 class Given(nn.Module):
@@ -288,7 +288,7 @@ def nccl(rehearse: bool) -> Iterator[Row]:
         yield {"case": "two ranks, one device", "outcome": f"NCCL ended a process: {error}"}
 
 
-# ==== one rank: NCCL, FSDP2, replicate() ==============================================================
+# ---- one rank: NCCL, FSDP2, replicate() ------------------------------------------------------------
 
 
 def one_rank(rehearse: bool) -> Iterator[Row]:
@@ -350,7 +350,7 @@ def one_model(kind: str, exchange: str, mesh: Any, device: torch.device) -> Row:
     return {"exchange": exchange, "outcome": "as expected"}
 
 
-# ==== selection =======================================================================================
+# ---- selection -------------------------------------------------------------------------------------
 
 
 def selection(rehearse: bool) -> Iterator[Row]:
@@ -411,7 +411,7 @@ def select(size: int, k: int, device: torch.device) -> Row:
     }
 
 
-# ==== transfer ========================================================================================
+# ---- transfer --------------------------------------------------------------------------------------
 
 
 def transfer(rehearse: bool) -> Iterator[Row]:
@@ -489,7 +489,7 @@ def transfer(rehearse: bool) -> Iterator[Row]:
     check(torch.equal(message, torch.cat(packed).cpu()), "the message is not what was packed")
 
 
-# ==== all =============================================================================================
+# ---- all -------------------------------------------------------------------------------------------
 
 # time limit of each part, in seconds
 PARTS: dict[str, tuple[Callable[[bool], Iterator[Row]], int]] = {

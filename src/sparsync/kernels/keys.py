@@ -15,7 +15,7 @@ from sparsync.errors import ConfigurationError
 
 __all__ = ["check_pair", "key_range", "magnitude_keys"]
 
-# for each dtype: the integers of the same width, and the bits of its mantissa
+# for each dtype, the integers of the same width, and the number of bits of its mantissa
 _BITS = MappingProxyType(
     {
         torch.float32: (torch.int32, 23),

@@ -63,7 +63,7 @@ def figure_13(settings: Settings) -> Outcome:
 def seconds_to(
     points: Sequence[tuple[float, float]], target: float, *, rising: bool
 ) -> float | None:
-    """Return when a curve first reaches a value; None: never.
+    """Return the time at which a curve first reaches a value, or None if it never does.
 
     Example:
         >>> seconds_to([(1.0, 0.2), (2.0, 0.9)], 0.8, rising=True)

@@ -169,7 +169,7 @@ def scd(settings: Settings) -> Outcome:
 
 
 def _compare(what: str, says: str, where: str, sparse: LinearResult) -> Comparison:
-    """Compare: the sparse exchange must be faster, and by more in its communication."""
+    """Compare: the sparse exchange must be faster, by a larger factor in its communication."""
     whole, alone = sparse.speedup or 0.0, sparse.speedup_communication or 0.0
     return Comparison(
         what,

@@ -102,7 +102,7 @@ class EagerRounds(Rounds):
         self._given = self._waiting  # this rank's contribution to the current round
 
     def activates(self, version: int, rank: int) -> bool:
-        """Solo: any rank may start; majority: a random rank, so half have arrived on average."""
+        """In "solo" any rank may start; in "majority" a random one, when half have arrived on average."""
         # the rank is drawn from seed and version alone, so all ranks agree on it without a message
         if self.quorum == "solo" or version % 2 == 0:
             return True

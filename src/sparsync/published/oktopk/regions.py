@@ -224,7 +224,7 @@ class Writer:
     def write_regions(
         self, vector: SparseVector, boundaries: Sequence[int], own: int
     ) -> tuple[list[Tensor], SparseVector]:
-        """Return one message per region, empty for ``own``, and the own region's entries, not rounded."""
+        """Return one message per region, empty for ``own``, and the own region's entries, unrounded."""
         if self.exact:
             return encode_regions(self.codec, vector, boundaries, own)
         parts, none = vector.split(boundaries), torch.empty(0, dtype=torch.uint8)

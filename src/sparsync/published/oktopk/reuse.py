@@ -125,7 +125,7 @@ class Reused(Selector):
     def _within_band(
         self, accumulated: Tensor, k: int, known: int, collected: SparseVector | None, limit: int
     ) -> SparseVector:
-        """Return the entries that reach the threshold if their number is about k, else exactly k."""
+        """Return the entries that reach the threshold if about k of them do, and otherwise exactly k."""
         # this decision is local: the global threshold is exact on every step, so ranks need not
         # agree
         if collected is not None:

@@ -427,7 +427,7 @@ class Ring(StreamCollective):
 
 @dataclass(frozen=True)
 class SparcmlAutoState:
-    """Entries of the last total, and the maximum per rank in the first call; None before it."""
+    """The entries of the last total, and the maximum per rank in the first call; None before it."""
 
     entries: int | None = None
     most: float | None = None

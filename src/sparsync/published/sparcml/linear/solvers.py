@@ -335,7 +335,7 @@ class Sgd(Solver):
         return -(-max(self.rows) // self.batch_size)
 
     async def start(self) -> None:
-        """See ``Solver``; also measure the rows, and choose a learning rate if none was given."""
+        """Start as any ``Solver``; also measure the rows, and choose a learning rate if none is given."""
         await super().start()
         problem, weights = self.problem, self.weights
         if self.lr is not None and not isinstance(weights, AdaptiveWeights):

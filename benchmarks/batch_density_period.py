@@ -1,4 +1,4 @@
-"""Final loss by batch, density and threshold period tau': which of them matter, and in which combination.
+"""Measure the final loss by batch, density and threshold period tau', and which of them matter.
 
     python benchmarks/batch_density_period.py            (writes batch-density-period.md, .json)
     python benchmarks/batch_density_period.py --seeds 1

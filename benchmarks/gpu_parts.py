@@ -1,4 +1,4 @@
-"""The parts of `make gpu`, see gpu.py: each yields the rows of its table, or fails."""
+"""The parts of `make gpu` (see gpu.py): each yields the rows of its table, or fails."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def contracts(rehearse: bool) -> Iterator[Row]:
 
 
 class Given(nn.Module):
-    """A model whose gradients equal its inputs, bit for bit on every device."""
+    """A model whose gradients equal its inputs, bit for bit, on every device."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Given(nn.Module):
 
 
 def optimizer_of(model: nn.Module, exchange: str | None) -> torch.optim.Optimizer:
-    """Return AdamW for updates, else SGD with rate 1, whose steps are rounded alike on every device."""
+    """Return AdamW for updates, otherwise SGD with rate 1, whose steps are rounded alike everywhere."""
     if exchange == "updates":
         return torch.optim.AdamW(model.parameters(), lr=0.01)
     return torch.optim.SGD(model.parameters(), lr=1.0)
@@ -311,7 +311,7 @@ def one_rank(rehearse: bool) -> Iterator[Row]:
 
 
 def one_model(kind: str, exchange: str, mesh: Any, device: torch.device) -> Row:
-    """Train one model; check that average plus residual is the gradient, or that steps equal AdamW's."""
+    """Train one model; check that average plus residual is the gradient, or that steps are AdamW's."""
     import sparsync
     from sparsync.units import local_of
 
@@ -372,7 +372,7 @@ def selection(rehearse: bool) -> Iterator[Row]:
 
 
 def select(size: int, k: int, device: torch.device) -> Row:
-    """Measure one size, for which both must find the same magnitudes."""
+    """Measure one size, for which both selections must find the same magnitudes."""
     from sparsync.kernels import magnitude_keys
     from sparsync.kernels import triton as backend
 
@@ -415,7 +415,7 @@ def select(size: int, k: int, device: torch.device) -> Row:
 
 
 def transfer(rehearse: bool) -> Iterator[Row]:
-    """Measure how much of the time to move k entries to the host a backward pass hides."""
+    """Measure how much of the time to move k entries to the host is hidden by a backward pass."""
     from sparsync.kernels import packing
     from sparsync.kernels import triton as backend
 

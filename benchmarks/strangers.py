@@ -1,4 +1,4 @@
-"""Strangers at a rank's port: how long the longest exchange takes while they try.
+"""Measure the longest exchange while strangers try to enter at a rank's port.
 
     python benchmarks/strangers.py     (a minute; writes benchmarks/strangers.md)
 

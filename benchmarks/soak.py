@@ -163,7 +163,7 @@ class Trainee:
         sums = torch.stack([accumulated, self.residual().double(), accumulated.abs()])
         dist.all_reduce(sums)
         average = torch.cat([p.grad.flatten() for p in parameters]).double()
-        # one more rounding than in the law, because the average was divided by P
+        # there is one more rounding than in the law, because the average was divided by P
         bound = (world_size + 3) * 2.0**-24 * sums[2] + 2.0**-126
         off = (sums[0] - world_size * average - sums[1]).abs() / bound
         self.worst = max(self.worst, float(off.max()))

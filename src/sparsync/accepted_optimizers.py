@@ -46,7 +46,8 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
             raise ConfigurationError(
                 f"optimizer is {name}; give a torch.optim.Optimizer, or a list of them"
             )
-        # torch's Optimizer.__init__ creates the hook registries; without them no step is ever seen
+        # torch's Optimizer.__init__ creates the hook registries; without them, no step would ever
+        # be seen
         if not hasattr(one, "_optimizer_step_post_hooks"):
             raise ConfigurationError(
                 f"{name} has no hooks, because its __init__ does not call torch.optim.Optimizer's; let "

@@ -13,7 +13,8 @@ from sparsync.errors import ConfigurationError
 
 __all__ = ["fold", "no_option", "parameters_of", "suggestion", "text_of"]
 
-# separators: hyphens as typed and as printed in papers, underscores, spaces, commas in codec names
+# the separators are hyphens as typed and as printed in papers, underscores, spaces, and commas in
+# codec names
 _BETWEEN: Final = re.compile(r"[-_,\s\u2010-\u2015]+")
 
 

@@ -199,7 +199,8 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
             pauses = ""
     sync.finish()
     end = {"weights": weights_digest(model.parameters()), "loss": loss.item()}
-    # as arrays, because the receiver would fetch tensors from this process, which is about to end
+    # the sums are sent as arrays, because the receiver would fetch tensors from this process, which
+    # is about to end
     end |= {"put": account.put.numpy(), "applied": account.applied.numpy()}
     end["residual"] = account.residual(sync).numpy()
     pipe.send({**sync.stats()["elastic"], **end})

@@ -178,7 +178,7 @@ def _without_gpus() -> None:
 
     cuda: Any = torch.cuda
     torch.nn.Module.to = to_cpu  # type: ignore[assignment]
-    # two equal functions, because Dynamo needs a separate one for each name
+    # these are two equal functions, because Dynamo needs a separate one for each name
     cuda.set_device = lambda *_: None
     cuda.synchronize = lambda *_, **__: None
     cuda.device = lambda *_: nullcontext()

@@ -41,7 +41,8 @@ LAYERS = (
 LEVEL_OF = {axis: level for level, row in enumerate(LAYERS) for axis in row}
 MAX_FLOORS = 14
 
-# packages independent of the network: they may import the transports' seam, but no adapter
+# these packages are independent of the network: they may import the transports' seam, but no
+# adapter
 ALGORITHMS = ("selection", "wire", "collectives", "cost", "averaging", "feedback")
 ADAPTERS = {"process_group", "zmq", "mpi", "sim", "connect", "launchers"}
 

@@ -10,7 +10,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-# a single process for all scripts, because most of the time goes into importing torch
+# a single process asks all scripts, because most of the time goes into importing torch
 ASK = """
 import contextlib, io, os, runpy, sys
 

@@ -253,7 +253,8 @@ def test_the_site_is_deployed_by_version(checkout):
     mkdocs = checkout / ".venv" / "bin" / "mkdocs"  # a borrowed one would not see mike
     mkdocs.write_text('#!/bin/sh\nexec python -m mkdocs "$@"\n')
     mkdocs.chmod(0o755)
-    # a single page, because `make docs` builds all pages with warnings as errors, which takes long
+    # there is a single page, because `make docs` builds all pages with warnings as errors, which
+    # takes long
     (checkout / "mkdocs.yml").write_text("site_name: small\ndocs_dir: small\nplugins: [mike]\n")
     (checkout / "small").mkdir()
     (checkout / "small" / "index.md").write_text("# A page of the site\n")

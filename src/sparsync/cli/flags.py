@@ -65,7 +65,8 @@ CurveKeys = Annotated[
     Readable(folder=True),
     Option(help="Folder of keys: zmq encrypts and refuses unknown ranks."),
 ]
-# at least 0.1 s, because a store or a socket needs a fraction of a second even when nothing is slow
+# the least timeout is 0.1 s, because a store or a socket needs a fraction of a second even when
+# nothing is slow
 Timeout = Annotated[float, Bounds(0.1, 1e6), Option(help="Seconds that a rank waits for another.")]
 Json = Annotated[Path | None, Option(help="Write the measurements to this file.")]
 Plot = Annotated[Path | None, Option(help="Plot them in this file (.png, .pdf or .svg).")]

@@ -215,8 +215,9 @@ def _under_mpiexec(world_size: int, call: tuple[Any, ...], grace: float) -> Iter
         server.bind(path)
         server.listen(world_size)
         server.settimeout(0.1)
-        # One thread per rank.  The environment is Python's copy, because an MPI library initialised in
-        # this process may have added variables, in C, that would confuse the ranks' MPI.
+        # Each rank has one thread.  The environment is Python's copy, because an MPI library
+        # initialised in this process may have added variables, in C, that would confuse the ranks'
+        # MPI.
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         child = [sys.executable, "-m", "sparsync.cli.launch", path]
         process = subprocess.Popen([*command, *child], env=environ)

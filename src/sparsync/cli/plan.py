@@ -57,7 +57,7 @@ __all__ = [
 # a plan runs nothing, so its bounds exceed any machine; a single rank and an empty model get an
 # answer as well
 ManyRanks = Annotated[int, Bounds(1, 10**6)]
-# options that describe a machine, also used by plans of other packages
+# these options describe a machine; plans of other packages use them as well
 Network = Annotated[str | None, option("bandwidth,latency, e.g. 10gbit,20us.", "the machine's")]
 RoundTrip = Annotated[
     str | None, option("Round trip between ranks, e.g. 80ms, on top of the latency.")

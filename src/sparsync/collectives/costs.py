@@ -217,7 +217,8 @@ def sum_bound_words(job: Job) -> float:
         >>> sum_bound_words(Job(10**6, 300_000, 8))
         500000.0
     """
-    # delta = N i / (c + i) of section 5.1, with indices and values of 4 bytes: half of the elements
+    # this is delta = N i / (c + i) of section 5.1, with indices and values of 4 bytes: half of the
+    # elements
     limit = job.size * WORD_BYTES // ENTRY_BYTES
     if job.summed > limit:
         return float(limit) if job.world_size > 1 else 0.0

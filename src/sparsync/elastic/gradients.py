@@ -266,8 +266,8 @@ class PresentRanks(Ranks):
             # been exchanged yet
             run(self._agree() if jobs else attempt())
         except CommunicationError as error:
-            # missed: the roll has closed this rank's step and put its gradients into the residual; there
-            # are no others before the next backward pass
+            # ``missed`` returns False: the roll has closed this rank's step and put its gradients
+            # into the residual, and there are no others before the next backward pass
             if not self.attendance.persist(error, attempt, missed=lambda: False):
                 self._missed = True
                 return None

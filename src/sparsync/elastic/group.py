@@ -42,8 +42,8 @@ if not hasattr(Manager, "_reconfigure_pg"):
 
 __all__ = ["ElasticGroup", "Quorum", "group_of", "make_manager"]
 
-# interval of heartbeats: a tenth of the 500 ms without one after which a lighthouse, as recommended by
-# docs/elastic.md, considers a rank gone
+# the interval of heartbeats is a tenth of 500 ms, after which a lighthouse, as recommended by
+# docs/elastic.md, considers a silent rank gone
 _BEAT = timedelta(milliseconds=50)
 # time without an answer after which the quorum is requested again: a lighthouse that ends loses requests
 _ASK_AGAIN = timedelta(seconds=20)
@@ -126,8 +126,8 @@ class ElasticGroup(ProcessGroup):
         self.store: Any = None  # the manager's; gloo's ranks meet in the store of the first of them
         self._keys: CurveKeys | None = None
         self._said = ""
-        # A group of one until the first quorum.  Sockets are bound now, because the handle that the
-        # manager sends to the lighthouse contains their addresses.
+        # This is a group of one until the first quorum.  Sockets are bound now, because the handle
+        # that the manager sends to the lighthouse contains their addresses.
         self.comm: ZmqCommunicator | GlooCommunicator
         if transport == "torch":
             self.copies = CopyServer(interface, None, None)
@@ -151,8 +151,8 @@ class ElasticGroup(ProcessGroup):
             self.copies = CopyServer(interface, port_range, advertise, self._keys)
         self._card = {"transport": transport, "key": ""}
         if self._keys is not None:
-            # a digest of all listed keys: ranks with different lists would refuse each other's sockets,
-            # and wait for each other in every step
+            # this digest covers all listed keys, because ranks with different lists would refuse
+            # each other's sockets, and wait for each other in every step
             listed = hashlib.blake2b(b"".join(sorted(self._keys.listed)), digest_size=6)
             self._card["transport"] = f"{transport} with the keys {listed.hexdigest()}"
             self._card["key"] = self._keys.public.decode()

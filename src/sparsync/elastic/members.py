@@ -57,7 +57,7 @@ _MEASURED: Final = 10  # steps between measurements of the residual's norm, a pa
 class Entry(NamedTuple):
     """A rank's answer to the roll call."""
 
-    # integers only, because an entry is sent as one row of int64
+    # all fields are integers, because an entry is sent as one row of int64
     step: int  # the open step
     history: int  # the attempt that committed the last step; at first a digest of the weights
     prepared: int  # the attempt whose exchange of the open step this rank completed; 0: none
@@ -384,7 +384,8 @@ class Members:
         comm = self.reducer.channel("roll")
         leaves = self._present[:, 1].tolist()
         stay = [rank for rank, when in enumerate(leaves) if not when]
-        # only recorded here: the commit adds it, and an abandoned attempt is dealt again
+        # the dealt residual is only recorded here: the commit adds it, and an abandoned attempt is
+        # dealt again
         self._dealt = []
         for leaver in [rank for rank, when in enumerate(leaves) if when == 1 and stay]:
             for unit, residual in enumerate(self.reducer.residuals):

@@ -59,7 +59,8 @@ class Notice:
         if threading.current_thread() is not threading.main_thread():
             return
         self._pipe = reads, writes = os.pipe()
-        # required by ``set_wakeup_fd``: Python writes from the signal handler, which must not block
+        # ``set_wakeup_fd`` requires this: Python writes from the signal handler, which must not
+        # block
         os.set_blocking(writes, False)
         other = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
         if other != -1:

@@ -115,8 +115,8 @@ class Corrector:
             wide = torch.promote_types(unit.dtype, torch.float32)
             size = unit.size if correction.momentum else 0
             self.velocities.append(torch.zeros(size, dtype=wide, device=unit.device))
-        # Double buffering: a step writes the second buffer and a commit swaps them, so a refused step is
-        # undone exactly by not swapping.  The price is 2 n elements.
+        # There are two buffers: a step writes the second one and a commit swaps them, so a refused
+        # step is undone exactly by not swapping.  The price is 2 n elements.
         self._next = [torch.zeros_like(velocity) for velocity in self.velocities]
 
     @property

@@ -153,8 +153,8 @@ async def _compare(
     torn = await divergences(comm, tensors)
     if not torn:
         return ""
-    # All ranks found the same differences, so all get here.  ``comm`` numbers the replicas of one part,
-    # but users know global ranks.
+    # All ranks found the same differences, so all of them get here.  ``comm`` numbers the replicas
+    # of one part, but users know global ranks.
     called = [int(theirs) for theirs in await comm.allgather(torch.tensor([rank]), "sentinel")]
     found = _named(torn, called, place)
     if sentinel.policy == "raise":

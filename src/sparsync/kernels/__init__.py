@@ -72,7 +72,7 @@ def backend_of(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> Any:
 @functools.cache
 def _triton() -> Any:
     """Return the Triton backend, which the first CUDA tensor imports, or None without Triton."""
-    # imported lazily, because processes without a GPU do not need it
+    # the backend is imported lazily, because processes without a GPU do not need it
     backend = importlib.import_module("sparsync.kernels.triton")
     return backend if backend.installed() else None
 

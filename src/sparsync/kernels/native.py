@@ -78,7 +78,7 @@ EXTENSION: Final[Any] = _load()  # the extension module; None if there is none
 _ELEMENTS_PER_THREAD: Final = 1 << 20
 # up to this size, ``find`` without a limit allocates for all elements instead of counting first
 _SMALL: Final = 1 << 14
-# from this size, ``top`` guesses a threshold from a sample instead of counting all keys
+# from this size on, ``top`` guesses a threshold from a sample instead of counting all keys
 _SAMPLED: Final = 1 << 17
 _STRIDE: Final = 256  # one element in this many is sampled,
 _SAMPLES: Final = 1 << 12  # or more, to get at least this many samples

@@ -58,7 +58,7 @@ _SHIFTS: Final = (24, 16, 8, 0)
 # programs per count: enough to fill a large GPU (an H100 has 132 multiprocessors), and few enough that
 # their additions to one histogram do not contend
 _COUNTING_PROGRAMS: Final = 512
-# elements per program: four 16-byte loads of float32 in flight for each of its 128 threads
+# elements per program; each of its 128 threads has four 16-byte loads of float32 in flight
 BLOCK: Final = 2048
 
 

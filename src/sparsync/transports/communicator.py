@@ -262,8 +262,9 @@ class Communicator(ABC):
     ) -> None:
         """Allreduce `[P, width]`, in place."""
         world_size = self.world_size
-        # Reduce-scatter.  Block r is summed along a tree determined by P and r, not by the order of
-        # arrival.  Only rank r has the sum, and the allgather copies it, so all ranks get the same bits
+        # This is the reduce-scatter.  Block r is summed along a tree determined by P and r, not by
+        # the order of arrival.  Only rank r has the sum, and the allgather copies it, so all ranks
+        # get the same bits
         for skip, count in rounds(world_size):
             theirs = await self._swap(blocks, self.rank + skip, count, skip, phase)
             for i, block in enumerate(theirs):
@@ -348,8 +349,8 @@ class Communicator(ABC):
         """
         world_size, rank = self.world_size, self.rank
         receiving, sending = {}, []
-        # rotated, as in Ok-Topk, Figure 2b: if all ranks sent to rank 0 first, then to rank 1, one port
-        # would be flooded in each turn while the others idle (2a)
+        # destinations are rotated, as in Ok-Topk, Figure 2b: if all ranks sent to rank 0 first,
+        # then to rank 1, one port would be flooded in each turn while the others idle (2a)
         for shift in range(1, world_size):
             source, dest = (rank - shift) % world_size, (rank + shift) % world_size
             receiving[source] = self.irecv(source, capacities[source], phase, framing)

@@ -256,8 +256,8 @@ class Engine:
     def __init__(self, name: str, comms: Sequence[Abortable] = ()) -> None:
         self._jobs: _Jobs = SimpleQueue()
         over = threading.Event()
-        # a function, not a method, because its thread would keep the engine alive, so it could never be
-        # dropped
+        # the target is a function, not a method, because the thread would keep a method's engine
+        # alive, so the engine could never be dropped
         self._thread = threading.Thread(
             target=_work, args=(self._jobs, over), name=f"sparsync-{name}", daemon=True
         )

@@ -104,8 +104,9 @@ class GlooCommunicator(Communicator):
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send the payload, prefixed by its length if the receiver does not know it."""
         payload = payload.contiguous()
-        # Sent as one message with its length, because two would need another call on either side.  gloo
-        # fills only the start of a receive buffer that is too long, and does not report how much
+        # The payload is sent as one message with its length, because two messages would need
+        # another call on either side.  gloo fills only the start of a receive buffer that is too
+        # long, and does not report how much
         if framing.variable:
             payload = torch.cat([torch.tensor([payload.numel()]).view(torch.uint8), payload])
         if payload.numel() == 0:

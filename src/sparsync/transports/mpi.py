@@ -146,7 +146,7 @@ class MpiCommunicator(Communicator):
 
     def host(self, actor: Actor) -> Host:
         """Run an actor over ZeroMQ, which lets it sleep until a message arrives from any sender."""
-        # imported here, because most groups run no actor and do not need pyzmq
+        # this is imported here, because most groups run no actor and do not need pyzmq
         from sparsync.transports.zmq import host_over
 
         return host_over(actor, self, self)

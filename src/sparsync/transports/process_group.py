@@ -80,7 +80,7 @@ def connect_group(
         from sparsync.transports.mpi import MpiCommunicator  # most jobs have no MPI
 
         return MpiCommunicator.over(over_torch, timeout=timeout)
-    # imported here, because groups over gloo and MPI do not need pyzmq
+    # this is imported here, because groups over gloo and MPI do not need pyzmq
     from sparsync.transports.zmq import ZmqCommunicator
 
     return ZmqCommunicator(
@@ -141,7 +141,7 @@ class TorchCommunicator(Communicator):
 
     def host(self, actor: Actor) -> Host:
         """Run an actor over ZeroMQ; the ranks meet in the group's store, which names missing ranks."""
-        # imported here, because most groups run no actor and do not need pyzmq
+        # this is imported here, because most groups run no actor and do not need pyzmq
         from sparsync.transports.zmq import host_over
 
         return host_over(actor, self, store_of(self.group))
@@ -223,7 +223,8 @@ class TorchCommunicator(Communicator):
         others = [r for r in range(self.world_size) if r != rank]
         if not others:
             return list(payloads)
-        # zeroed, because padding is sent as well, and must not reveal what this memory held before
+        # the rows are zeroed, because padding is sent as well, and must not reveal what this memory
+        # held before
         rows = torch.zeros(len(others), own, dtype=torch.uint8, device=self.device)
         parts, padding, known = Parts(), 0, dict[int, Parts]()
         for row, dest in zip(rows, others, strict=True):

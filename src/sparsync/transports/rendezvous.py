@@ -90,8 +90,8 @@ def meet(
             try:
                 store.wait([key], timedelta(seconds=left))
             except RuntimeError as error:
-                # blame the ranks that never came, if any; otherwise those that came, gave up and withdrew
-                # their cards
+                # blame the ranks that never came, if there are any, and otherwise those that came,
+                # gave up and withdrew their cards
                 later = range(peer, len(keys))
                 missing = [p for p in later if not _has(store, f"{keys[p]} arrived")]
                 missing = missing or [p for p in later if not _has(store, keys[p])]

@@ -46,7 +46,8 @@ class Changes:
     def __init__(self, parameters: Collection[Tensor]) -> None:
         self._parameters = list(parameters)
         found = sorted(self._parameters, key=torch.numel, reverse=True)
-        # limited to one dtype and device, so the samples can be concatenated without further copies
+        # the list is limited to one dtype and device, so that the samples can be concatenated
+        # without further copies
         self._largest = [
             p for p in found if (p.dtype, p.device) == (found[0].dtype, found[0].device)
         ]

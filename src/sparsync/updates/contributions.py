@@ -69,8 +69,8 @@ class Contributions:
 
     def __init__(self, *, weighs: bool | None = False) -> None:
         self.weighs, self.ranks = weighs, 0.0
-        # one total, and a mark per fragment: fragments are exchanged at different times, so each counts
-        # from its own last exchange
+        # there is one total, and a mark per fragment: fragments are exchanged at different times,
+        # so each counts from its own last exchange
         self._kind, self._total = 0, 0.0
         self._sent: list[float] = []  # by fragment, the total at its last exchange
         self.shown: list[float] = []

@@ -30,7 +30,8 @@ __all__ = [
 
 _SIDE: Final = 8  # each gradient is projected to 8 x 8 sums, so 64 numbers are exchanged
 _RUN: Final = 1 << 18  # elements; a few runs fit into a cache, and their memory is reused
-# elements; joining tensors of this size costs no more than Python's overhead per tensor
+# a number of elements; joining tensors of up to this size costs no more than Python's overhead per
+# tensor
 _SMALL: Final = 1 << 13
 _JOINED: Final = 64  # how many small tensors are joined at a time
 _PAIRS: Final = 25  # pairs of measurements until ``agreement`` is known
@@ -102,7 +103,7 @@ class GradientNoise:
         # sums of squares: the lasting part common to all ranks, the lasting part particular to single
         # ranks, and all differences between ranks
         self._lasting, self._pairs = torch.zeros(3, dtype=torch.float64), 0
-        # by parameter: squares of the average, and the mean of the single ranks' squares
+        # for each parameter, the squares of the average, and the mean of the single ranks' squares
         self._squares = torch.zeros(2, len(self._parameters), dtype=torch.float64)
         self._measured, self._step, self.shares = 0, 0, dict[Tensor, float]()
 
@@ -120,9 +121,10 @@ class GradientNoise:
         draw = torch.Generator()  # on the CPU, so the signs do not depend on the device
         self.values.zero_()
         for at, (row, parameter) in enumerate(zip(self.values, self._parameters, strict=True)):
-            # One seed per parameter.  Tensor-parallel ranks hold shards of different sizes between
-            # parameters that are whole on all of them; these need the same signs everywhere, because
-            # their copies must make equal steps.  // 2: pairs of measurements share their signs.
+            # Each parameter has its own seed.  Tensor-parallel ranks hold shards of different sizes
+            # between parameters that are whole on all of them; these need the same signs
+            # everywhere, because their copies must make equal steps.  With // 2, pairs of
+            # measurements share their signs.
             draw.manual_seed(self._measured // 2 * len(self._parameters) + at)
             gradient = None
             if parameter not in left_out:
@@ -307,7 +309,7 @@ def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ra
     jobs: list[_Job] = []
     for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
         (beta1, beta2), share = group["betas"], max(shares[parameter], 1 / ranks)
-        # the bias corrections, as factors: v / (1 - beta2^t) and lr m / (1 - beta1^t)
+        # these are the bias corrections as factors: v / (1 - beta2^t) and lr m / (1 - beta1^t)
         own = 1 / (1 - beta2**step)
         rate = -float(group["lr"]) / (1 - beta1**step)
         moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])

@@ -277,7 +277,7 @@ class UpdateSync(Handle):
         self._seen: list[int] = []  # the parameters that trained when the model was last checked
         # this rank's own weights, set aside while the model holds the shared ones
         self._own: Tensor | None = None
-        # reentrant: a signal handler may call ``shared`` during a swap
+        # the lock is reentrant, because a signal handler may call ``shared`` during a swap
         self._swap = threading.RLock()
         self._skipped = set[Tensor]()  # parameters whose current step a GradScaler skips
         self._changes = Changes(weights.trained.values())

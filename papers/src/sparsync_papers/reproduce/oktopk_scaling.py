@@ -29,7 +29,7 @@ from sparsync_papers.reproduce import (
 )
 
 FITTED_RANKS = 32
-# assumed here: the first three constants, the shares of the models, and gTopk's selections
+# the first three constants, the shares of the models, and gTopk's selections are assumed here
 _ALPHA = 50e-6  # s per message: two copies between GPU and host, and a call from Python
 _THRESHOLD = 12 * 4 / 550e9  # s per element: 12 passes at 3/4 of a P100's 732 GB/s
 _BUCKETS = 8  # number of buckets of DenseOvlp
@@ -131,7 +131,8 @@ class Effective:
 
     alpha: float  # per message
     beta: float  # per byte of sparse messages
-    # seconds per byte of dense messages: copies of all n elements to the host and back, and sums
+    # seconds per byte of dense messages, including copies of all n elements to the host and back,
+    # and sums
     beta_dense: float
     threshold: float  # per element, to select by a threshold
     sort: float  # per element, to select by PyTorch's ``topk``

@@ -51,7 +51,7 @@ class Machine:
     """A node of Piz Daint."""
 
     alpha: float = 1.5e-6  # seconds per message (assumed: MPI on Aries)
-    # seconds per byte: 1.5 GB/s between GPU memories (section 6.1, Figure 5)
+    # seconds per byte, from 1.5 GB/s between GPU memories (section 6.1, Figure 5)
     beta: float = 1 / 1.5e9
     launch: float = 10e-6  # seconds per kernel (assumed: launched one by one from Python)
     # seconds per byte and pass: three quarters of a P100's 732 GB/s (its data sheet)
@@ -66,7 +66,7 @@ class Machine:
         return self.launch * kernels.launches + passed
 
 
-# as in Algorithm 4: U = m U + G; V += U; mask = 1; mask[selected] = 0; V *= mask; U *= mask
+# Algorithm 4 computes U = m U + G; V += U; mask = 1; mask[selected] = 0; V *= mask; U *= mask
 MOMENTUM_MASK = Kernels(6, 3 + 3 + 1 + 0 + 3 + 3)
 MASK = Kernels(4, 3 + 1 + 0 + 3)  # the same without momentum
 PACK = Kernels(2, 0)  # the values; then count, indices and values in one message

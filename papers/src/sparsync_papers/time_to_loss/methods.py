@@ -316,7 +316,7 @@ def _exchange(
     family = method.recipe.family
     if family == "low-rank":
         sent = WORD_BYTES * min(_LOW_RANK * method.recipe.matrix_rank * math.sqrt(size), size)
-        # three parts: left factors, right factors, and parameters that are not matrices
+        # the three parts are left factors, right factors, and parameters that are not matrices
         wire = 3 * allreduced(sent / 3, world_size, machine, idle)
         return _Exchange(wire, _LOW_RANK_PASSES * whole, 2 * share * sent)
     if method.recipe.selects:

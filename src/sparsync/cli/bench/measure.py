@@ -102,7 +102,7 @@ class Outcome:
     received: int
     verdict: Verdict
     in_full: bool = True  # verified by the sum and the law; else only by the equality of the totals
-    # the most bytes on any link of a lab in one direction, as the kernel counted
+    # the most bytes on any link of a lab in one direction, as counted by the kernel
     kernel: int | None = None
     # processor seconds of the exchange over all threads, the mean over ranks
     processor: float | None = None

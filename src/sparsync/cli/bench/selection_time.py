@@ -48,7 +48,8 @@ _UNITS = MappingProxyType({"KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30})
 _ITEM = 4  # bytes of a float32
 # rounds of error feedback that make a residual, in which entries accumulate below the threshold
 _ROUNDS = 20
-# standard deviation of the gradient, relative to the distance between the k-th and 2k-th magnitude
+# the standard deviation of the gradient, relative to the distance between the k-th and 2k-th
+# magnitude
 _DRIFT = 0.25
 _PERIOD = 5  # calls that share a threshold (RedSync, 5.2.2: "empirically set to 5")
 _SETTLED = 10  # calls until the fused selector knows how many candidates to collect
@@ -60,8 +61,8 @@ class SelectorSettings:
 
     sizes: tuple[int, ...]  # sizes of the residual in bytes; float32
     density: float = 0.001  # k / n (RedSync: 0.1 %)
-    # "uniform" on [0, 1) as in the figure, "normal", or "residual", as after rounds of error
-    # feedback
+    # the kind of input: "uniform" on [0, 1) as in the figure, "normal", or "residual", as after
+    # rounds of error feedback
     input: str = "uniform"
     device: str = "cpu"
     seed: Seed = 0  # seed of the residual and of the gradients

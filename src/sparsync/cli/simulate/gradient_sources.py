@@ -33,7 +33,8 @@ class Gradients:
     held: Sequence[int]  # elements of every unit that a rank holds
     density: float  # k / held
     draw: Callable[[int, int], Sequence[Tensor]]  # fresh `[held]` per unit, for a rank and step
-    # ascending positions of the held elements, for a rank and unit; None: all elements are held
+    # the ascending positions of the held elements, for a rank and unit; None if all elements are
+    # held
     places: Callable[[int, int], Tensor] | None = None
 
 

@@ -41,8 +41,8 @@ def comparison(results: Sequence[TrainResult]) -> Group:
     for result in results:
         seconds = result.seconds_to_target
         reached = "never" if seconds is None else format_seconds(seconds)
-        # the median, because the first steps may be dense (a warm-up; PowerSGD's first two); the mean for
-        # averaging schemes, because most of their steps may send nothing
+        # this is the median, because the first steps may be dense (a warm-up; PowerSGD's first
+        # two); for averaging schemes it is the mean, because most of their steps may send nothing
         sent = median(result.bytes_sent) if result.options is None else fmean(result.bytes_sent)
         accuracy = result.accuracy
         rows.append(

@@ -212,7 +212,7 @@ class Sgp(Averager):
 
     def _x(self, vector: Tensor) -> Tensor:
         """Return the numerator after the update that made z this vector."""
-        # x = w z + (vector - z): the update is added to x unscaled by w
+        # by x = w z + (vector - z), the update is added to x unscaled by w
         z = self.memory.get("model")
         return vector if z is None else vector + (self.state.weight - 1) * z
 

@@ -250,7 +250,7 @@ class OkTopk(Collective):
         trigger = self.repartition_trigger
         crowded = trigger is not None and regions.is_crowded(kept.loads, trigger)
         self.state = OkTopkState(None if crowded else tuple(boundaries), kept.threshold_key)
-        # line 14: the intersection of local and global indices; the rest stays in the residual
+        # line 14 is the intersection of local and global indices; the rest stays in the residual
         delivered = mine.restrict(total.indices)
         if not writer.errors:
             return Reduced(total, delivered)

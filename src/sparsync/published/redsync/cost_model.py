@@ -93,7 +93,8 @@ class SelectionTimes:
 
     # top-k by magnitude is as slow as an allreduce at 3.5 GB/s (section 5.2, Figure 3)
     exact: Timing = Timing(100e-6, 2 / 3.5e9)
-    # Algorithm 2: |x|, mean, max, 3 counts, 2 kernels to compact, 2 for the top k
+    # Algorithm 2 computes |x|, mean, max and 3 counts, with 2 kernels to compact and 2 for the top
+    # k
     trimmed: Timing = Timing(100e-6, 9 / 550e9)
     # Algorithm 3 with a search: |x|, mean, max, 8 counts, 2 to compact
     search: Timing = Timing(130e-6, 14 / 550e9)

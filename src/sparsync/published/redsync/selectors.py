@@ -159,7 +159,7 @@ class BinarySearch(Selector):
     def _search(self, accumulated: Tensor, k: int) -> tuple[int | None, SparseVector]:
         """Return the threshold, or None if all elements are zero, and the entries that reach it."""
         mean, peak = mean_and_max(accumulated)
-        # the invariant: more than 2k entries reach ``low``, fewer than k reach ``high``
+        # the invariant is that more than 2k entries reach ``low``, and fewer than k reach ``high``
         low, high = 0.0, 1.0
         while high - low > self.eps:
             ratio = (low + high) / 2

@@ -199,7 +199,7 @@ class Network(Generic[T]):
         """Send a copy of ``payload`` once the source's work is done."""
         operation = SimOperation("send to rank", dest, phase)
         weight = weight or Weight(payload.numel())
-        # copied, because the sender may change its buffer once the operation is done
+        # the payload is copied, because the sender may change its buffer once the operation is done
         message = Message((source, dest, tag), payload.clone(), phase, weight, operation)
         ready = self._busy_until[source]
         if ready > self.now:

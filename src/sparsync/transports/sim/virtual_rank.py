@@ -36,7 +36,7 @@ class Prices:
     """Costs of messages besides the network: packing and unpacking."""
 
     weigh: Callable[[Tensor, Framing], Weight]  # returns the size charged for a message
-    # s per entry, for the rank that creates a message (not for one that forwards it)
+    # seconds per entry for the rank that creates a message, but not for one that forwards it
     encode: float = 0.0
     decode: float = 0.0  # s per entry, for every rank that receives it: to unpack and to sum
     gamma: float = 0.0  # s per byte of dense sums, instead of the network's
@@ -49,7 +49,8 @@ class SimCommunicator(Communicator):
     def __init__(self, rank: int, network: Network[Any], prices: Prices | None = None) -> None:
         super().__init__(rank, network.world_size, torch.device("cpu"))
         self.network, self.prices = network, prices
-        # the last packed payload, because it may go to several ranks but is charged once
+        # the last packed payload is remembered, because it may go to several ranks but is charged
+        # once
         self._packed: Tensor | None = None
         self._passes_on = False
 

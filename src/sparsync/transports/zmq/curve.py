@@ -128,8 +128,8 @@ def load_curve_keys(directory: Path | str, rank: int, world_size: int) -> CurveK
     Raises:
         ConfigurationError: a file is missing or not a certificate, or two ranks share a key.
     """
-    # one key per rank, because the key identifies the sender: two ranks with the same key could
-    # impersonate each other
+    # every rank has its own key, because the key identifies the sender: two ranks with the same key
+    # could impersonate each other
     publics = [_load(Path(directory) / f"rank-{r}.key")[0] for r in range(world_size)]
     public, secret = _load(Path(directory) / f"rank-{rank}.key_secret")
     if secret is None or public != publics[rank] or len(set(publics)) != world_size:

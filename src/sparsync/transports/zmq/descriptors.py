@@ -12,7 +12,8 @@ __all__ = ["OWN", "PER_PEER", "require_descriptors"]
 # descriptors of the context, its threads, the incoming socket, and the socket that authenticates
 # peers
 OWN: Final = 12
-# descriptors per peer: the link, both ends of its monitor, the outgoing and the incoming connection
+# the descriptors per peer are the link, both ends of its monitor, the outgoing and the incoming
+# connection
 PER_PEER: Final = 5
 SPARE: Final = 16  # for files, and for connections opened meanwhile by torch
 

@@ -23,7 +23,8 @@ HEARTBEAT: Final = 20.0
 # or this many times ``timeout``, if that is longer: when a rank stalls, the deadline of the wait
 # for this rank must pass first, although the last sign of life came before that wait began
 PATIENCE: Final = 2.0
-# seconds between signs of life, because routers and firewalls drop connections that are idle for minutes
+# the seconds between signs of life, because routers and firewalls drop connections that are idle
+# for minutes
 BEAT: Final = 5.0
 MOST_SECONDS: Final = 2e6  # libzmq stores milliseconds in a 32-bit int
 HIGH_WATER: Final = (

@@ -1,4 +1,4 @@
-"""Run WAGMA's ablations (section 5.2) on as many ranks as in the paper: 64, S = 8, tau = 10.
+"""Run WAGMA's ablations (section 5.2) on 64 ranks, as in the paper, with S = 8 and tau = 10.
 
     python benchmarks/averaging_ablations.py     (two hours of a core; .md and .json)
 

@@ -1,4 +1,4 @@
-"""Split the time of a RedSync step (its Figure 10): select, mask, pack, communicate, unpack.
+"""Split a RedSync step's time into selecting, masking, packing, communicating, unpacking (Figure 10).
 
     python benchmarks/redsync_phases.py     (2 minutes; writes benchmarks/redsync_phases.md and .png)
 

@@ -1,4 +1,4 @@
-"""Make runs equal on all machines: the examples of property tests, threads, and the effect of Ctrl-C."""
+"""Give all machines the same examples of property tests, the same threads, and the same Ctrl-C."""
 
 import os
 import signal

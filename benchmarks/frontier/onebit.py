@@ -1,4 +1,4 @@
-"""1-bit Adam, from its paper: dense Adam, and then signs of momentum over a frozen second moment."""
+"""1-bit Adam, from its paper, is dense Adam, then signs of momentum over a frozen second moment."""
 
 from __future__ import annotations
 

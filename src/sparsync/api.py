@@ -117,7 +117,7 @@ def allreduce(
 
     Raises:
         ConfigurationError: the algorithm, operation or option is unknown, the vector is not 1-D, or
-        k < 0.
+            k < 0.
         PeerError: ranks disagree on size, dtype, operation, algorithm or k; a peer died.
 
     Cost: the algorithm's, plus one small allgather in which ranks compare the call.

@@ -92,13 +92,14 @@ def attach(
         algorithm: for gradients, the name of a preset in any spelling ("budgeted", the default, "auto",
             "Ok-Topk", ...), or an ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", cap=None)``.
             For updates, the name of a member of the family ("diloco", "sparseloco", ...), an
-            ``OuterStep``, or an algorithm for ``OuterStep`` to exchange with; None: 1 bit, every second
-            step; below a million parameters on every step, and in up to 8 bits (``default_bits``).  With
-            DDP, "auto" measures the group and chooses dense gradients where they take fewer seconds per
-            step, or hardly more.  It does not know how many steps reach a given loss.
+            ``OuterStep``, or an algorithm for ``OuterStep`` to exchange with.  None sends 1 bit on
+            every second step; below a million parameters it sends up to 8 bits on every step
+            (``default_bits``).  With DDP, "auto" measures the group and chooses dense gradients
+            where they take fewer seconds per step, or hardly more.  It does not know how many steps
+            reach a given loss.
         density: fraction k / n of every unit that is exchanged, in (0, 1], if entries are selected.
-            None: 1 %; below a million parameters more, up to 100 % at 46,000 (``default_density``).
-            Rank 0 reports the choice once.
+            None means 1 %, and more below a million parameters: up to 100 % at 46,000
+            (``default_density``).  Rank 0 reports the choice once.
         exchange: "gradients", "updates", or "auto": updates if an optimizer other than SGD is given, or
             an ``algorithm`` that only exchanges updates.  Rank 0 reports the choice and the reason once,
             and how the optimizer's steps are treated.

@@ -1,4 +1,4 @@
-"""``attach(ddp, optimizer, "auto")`` without SGD: dense gradients or updates, by seconds per step."""
+"""Choose dense gradients or updates by seconds per step, for ``attach(ddp, adamw, "auto")``."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def measured_choice(
 
     Raises:
         ConfigurationError: the model is not DDP, or cannot be attached; or links are too slow to
-        measure.
+            measure.
         PeerError: ranks were given different arguments.
     """
     check_ddp(model)

@@ -176,7 +176,7 @@ def check_saved(value: Any, kind: Kind, name: str, cure: str) -> None:
 
     Raises:
         ConfigurationError: the value does not match; the message names the first field that is
-        missing, unknown, or of another kind.
+            missing, unknown, or of another kind.
 
     Cost: a pass over all tensors.
 
@@ -324,7 +324,7 @@ def opened(state: Any, kind: str, content: Kind = Mapping) -> dict[str, Any]:
 
     Raises:
         ConfigurationError: a part of the envelope, or a field, is missing or wrong; the message
-        names it.
+            names it.
 
     Example:
         >>> opened(sealed("averager", {"steps": 3}), "averager")

@@ -56,7 +56,7 @@ Compress = Callable[[str, Tensor], bool]
 
 @dataclass(frozen=True)
 class Compression:
-    """Which parameters are exchanged sparsely, in which groups, and when.
+    """Settings for which parameters are exchanged sparsely, in which groups, and when.
 
     All settings must be equal on all ranks.  Each is checked on construction
     (``ConfigurationError``).
@@ -175,7 +175,7 @@ class Monitoring:
         scaler: the ``GradScaler`` that scales the gradients.  The residual is rescaled with it, and
             overflows are propagated to it.
         sentinel: compares replicas every ``Sentinel.period`` steps; None to compare only at
-        ``attach``.
+            ``attach``.
         log: receives the numbers of every step (``sparsync.monitoring.Monitor``) on this rank: a path
             ending in ``.jsonl``, a ``SummaryWriter`` of TensorBoard, a run of Weights & Biases, a meter
             of OpenTelemetry, or a function of (step, values).  For updates, the step is the local step

@@ -89,7 +89,7 @@ def _codec(owner: str, given: Any) -> Any:
 
 
 def quantised(*, bits: int = 2, block: int = 256) -> Algorithm:
-    """Few bits per element in both directions, a scale per block, error feedback: a dense allreduce.
+    """Allreduce all elements in few bits in both directions, with scales per block and error feedback.
 
     Args:
         bits: bits per element: 1, 2, 3, 4, 8 or 16.

@@ -38,7 +38,7 @@ class Reduction:
     Attributes:
         name: the name that ranks compare before any data moves.
         apply: a function `[m], [m] -> [m]`, element-wise and associative; it must not modify its
-        arguments.
+            arguments.
         neutral: returns, for a dtype, the element e with ``apply(e, x) == x == apply(x, e)``.
         commutative: whether the operands may be swapped.  If not, collectives that cannot keep the rank
             order refuse the operation.

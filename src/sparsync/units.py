@@ -79,7 +79,7 @@ class Unit:
         return self.slots[bisect_right(starts, index) - 1].name
 
     def entries(self, density: float) -> int:
-        """Return k for a density: ``density * n`` rounded, at least 1, at most n; n for a dense unit.
+        """Return k for a density: ``density * n``, rounded, from 1 to n; for a dense unit, k is n.
 
         Example:
             >>> unit, = plan_units([("w", torch.zeros(300))])

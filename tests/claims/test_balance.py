@@ -1,4 +1,4 @@
-"""Ok-Topk, section 3.1.2 and Figure 7b: it balances before the allgatherv, but only when needed."""
+"""Test that Ok-Topk balances before the allgatherv when needed (section 3.1.2 and Figure 7b)."""
 
 import pytest
 
@@ -102,7 +102,7 @@ def test_several_overfull_ranks_stay_below_4k(holders):
 
 
 def test_balancing_is_faster_than_the_direct_allgatherv():
-    """Figure 7b reports gains of 1.12 to 1.43 times that grow with the ranks; here: 1.2, 1.5 and 1.7."""
+    """Figure 7b's gains of 1.12 to 1.43 times grow with the ranks; the gains here are 1.2 to 1.7."""
     gains = []
     for world_size in (8, 16, 32):
         counts = [8192] + [0] * (world_size - 1)

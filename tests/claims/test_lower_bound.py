@@ -1,4 +1,4 @@
-"""Ok-Topk, Theorem 3.1: COO needs at least 2 k (P - 1) / P words, and one case needs no more.
+"""Test Ok-Topk's Theorem 3.1: COO needs at least 2 k (P - 1) / P words, and one case needs no more.
 
 "All local top-k values of worker i are in region i that worker i is in charge of ... the global
 top-k values are uniformly distributed among P workers."

@@ -1,4 +1,4 @@
-"""Ok-Topk, sections 3.1.3 and 5.2: reused thresholds, and how many entries they select."""
+"""Test Ok-Topk's reused thresholds, and how many entries they select (sections 3.1.3 and 5.2)."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_a_reused_threshold_deviates_by_less_than_11_percent_on_a_stationary_pro
 
 
 def test_accurate_thresholds_are_calculated_every_tau_prime_steps_and_reused_between():
-    """Algorithm 1, lines 2-4 and 9-12: the local and the global threshold; steps are 0-based."""
+    """Algorithm 1 does so for both thresholds (lines 2-4 and 9-12); steps are 0-based here."""
     ranks = SimulatedRanks(case(oktopk_paper(threshold_period=PERIOD), 4, "uniform"))
     local, shared = [], []
     for step in range(2 * PERIOD + 1):

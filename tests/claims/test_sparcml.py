@@ -1,4 +1,4 @@
-"""SparCML, section 5.3: the bounds of its collectives, on the simulator's ledger and clock.
+"""Check the bounds of SparCML's collectives (section 5.3) on the simulator's ledger and clock.
 
 Supports overlap in one of two extreme ways: all are equal ("full") or all are disjoint ("none").
 """

@@ -1,4 +1,4 @@
-"""Ok-Topk, section 3.1.1: splitting, its extreme case, and the rotation of destinations."""
+"""Test how Ok-Topk splits, its extreme case, and how it rotates destinations (section 3.1.1)."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Ok-Topk, Table 1: bandwidth and latency of every row, checked on the simulator's ledger and clock.
+"""Check bandwidth and latency of every row of Ok-Topk's Table 1 on the simulator's ledger and clock.
 
 The row of TopkDSA is checked with SparCML's bounds in ``test_sparcml.py``, that of gTopk in
 ``test_gtopk.py``.

@@ -1,4 +1,4 @@
-"""WAGMA-SGD, section 4: the effect of the switches alpha and beta, shown by mixing matrices."""
+"""Show the effect of WAGMA-SGD's switches alpha and beta (section 4) by mixing matrices."""
 
 import pytest
 import torch

@@ -28,7 +28,7 @@ def test_wagma_is_faster_than_local_sgd_when_two_random_ranks_are_late(ranks, ra
 
 
 def test_balanced_synchronous_schemes_and_wagma_are_within_7_percent():
-    """Section 5.2, 64 ranks, none late: 1.51 to 1.57 steps per second, and 1.61 for AD-PSGD."""
+    """With 64 ranks, none late, section 5.2 has 1.51 to 1.57 steps per second, and 1.61 for AD-PSGD."""
     rows = ("local SGD, H = 1", "Allreduce-SGD", "D-PSGD", "SGP, 2 neighbours")
     found = [seconds("control", ROWS[row], 64, steps=3) for row in rows]
     found.append(seconds("control", ROWS["WAGMA"], 64, steps=10))  # the tenth averages globally

@@ -1,4 +1,4 @@
-"""Digests of all results but averaged gradients: calls, models, linear models, bytes, selections."""
+"""Digest calls, models, linear models, bytes and selections: all results but averaged gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replica for tests of elastic training: a small model, SGD or AdamW, clipping, a schedule."""
+"""The replica for tests of elastic training has a small model, SGD or AdamW, clipping and a schedule."""
 
 import ctypes
 import os

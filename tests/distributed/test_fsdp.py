@@ -1,4 +1,4 @@
-"""FSDP2 inside replicas and sparse exchange between them, on gloo: 2 replicas x 2 shards, and 4 x 1."""
+"""Test FSDP2 in replicas and sparse exchange between them, over gloo: 2 replicas x 2 shards, 4 x 1."""
 
 import copy
 import io

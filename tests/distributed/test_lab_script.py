@@ -1,4 +1,4 @@
-"""``sparsync lab`` as a user starts it, on two real links: a script alone, and dense against attached."""
+"""Start ``sparsync lab`` as users do, on two real links: a script alone, and dense against attached."""
 
 import json
 import os

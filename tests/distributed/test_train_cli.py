@@ -1,4 +1,4 @@
-"""``sparsync train`` as a user starts it: real processes, exit codes, files, and few, slow runs."""
+"""Start ``sparsync train`` as users do: a few slow runs of real processes check exit codes and files."""
 
 import json
 import os
@@ -75,8 +75,7 @@ def test_pytorchs_hooks_are_compared_with_their_bytes():
     assert half.loss[0] == dense.loss[0] and half.loss[1] == pytest.approx(dense.loss[1], rel=1e-3)
     full, compressed = dense.bytes_sent[0], low_rank.bytes_sent[2]
     assert low_rank.bytes_sent == [full, full, compressed, compressed]
-    # with rank 4, every matrix that this shrinks below half its size sends 4 (rows + columns)
-    # numbers
+    # with rank 4, every matrix that shrinks below half its size sends 4 (rows + columns) numbers
     w, embedding, positions = 64, 256 * 64, 64 * 64
     layers = 4 * ((3 * w + w) + (w + w) + 2 * (4 * w + w))
     ends = 2 * 4 * (256 + w)

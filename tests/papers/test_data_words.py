@@ -1,4 +1,4 @@
-"""Tests of texts: the vocabulary, windows, and pairs of sentences."""
+"""Test the vocabulary and the windows of texts, and pairs of sentences."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Lines in length buckets: no line is lost, padding does not count, and costs are known in advance."""
+"""Test that length buckets lose no line, do not count padding, and know their costs in advance."""
 
 import numpy as np
 import pytest

@@ -28,7 +28,7 @@ def test_a_perfect_translation_has_1_and_a_foreign_one_0():
 
 
 def test_the_papers_example_of_clipped_counts():
-    """Papineni et al., section 2.1: "the" is clipped at 2 of 7, and no bigram is right."""
+    """In Papineni et al., section 2.1, "the" is clipped at 2 of 7, and no bigram is right."""
     found = ngrams([["the"] * 7], [CAT], longest=2)
     assert precisions(found, 2) == [(2, 7), (0, 6)] and bleu(found, longest=2) == 0
 

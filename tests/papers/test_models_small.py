@@ -1,4 +1,4 @@
-"""The papers' models in small variants: shapes, gradients, initial weights, and receptive fields."""
+"""Test shapes, gradients, initial weights and receptive fields of the papers' models, made small."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The framework of ``sparsync reproduce``: its files, pages, failures and names."""
+"""Test the files, pages, failures and names of the framework of ``sparsync reproduce``."""
 
 import csv
 import io

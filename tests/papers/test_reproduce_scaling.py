@@ -1,4 +1,4 @@
-"""Ok-Topk's weak scaling: the fit at P = 32, its predictions for P = 256, and the simulated steps."""
+"""Test Ok-Topk's weak scaling: the fit at P = 32, its predictions for P = 256, and simulated steps."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""WAGMA's artifacts: virtual time, training in virtual time, and the comparisons."""
+"""Test WAGMA's artifacts: virtual time, training in virtual time, and the comparisons."""
 
 import pytest
 import torch

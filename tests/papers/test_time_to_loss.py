@@ -1,4 +1,4 @@
-"""The time to a loss: the committed fit matches the committed curves; plans, pages and errors."""
+"""Test that the committed fit of the time to a loss matches its curves; test plans, pages and errors."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Practices of training loops: uneven inputs, evaluation, exceptions, optimizers."""
+"""Test practices of training loops with uneven inputs, evaluation, exceptions and optimizers."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_a_slow_network_makes_it_sparse_and_a_fast_one_dense(units):
 
 
 def test_what_was_measured_corrects_a_wrong_plan():
-    """The machine is declared fast: dense is planned, found slow, and abandoned after a few checks."""
+    """On a machine declared fast, dense is planned, found slow, and abandoned after a few checks."""
     results = train(SLOW, 30, machine=machine_of(FAST, select=1e-8), check_period=3, patience=2)
     names = [step[0] for step in results[0][0]]
     assert names[1] == "dense" and names[7] != "dense" and "dense" not in names[20:]

@@ -1,4 +1,4 @@
-"""Averagers on models: tensors that are sent or local, comparisons, refusals and saved states."""
+"""Test averagers on models: which tensors are sent, comparisons, refusals and saved states."""
 
 import io
 import json

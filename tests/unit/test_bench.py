@@ -1,4 +1,4 @@
-"""Tests of ``sparsync bench``: its checks, its summaries, and the command on ``sim``."""
+"""Test the checks and summaries of ``sparsync bench``, and the command on ``sim``."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""SGD's default: the density chosen for each model, the loss compared with dense, and the notices."""
+"""Test the default density for SGD on each model, the loss compared with dense, and the notices."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""``sparsync doctor`` without its ranks: arguments, checks, the page, the JSON."""
+"""Test arguments, checks, the page and the JSON of ``sparsync doctor``, without its ranks."""
 
 import dataclasses
 import json

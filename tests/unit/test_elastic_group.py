@@ -1,4 +1,4 @@
-"""The members of quorums: their handles, members that are left out, keys, and gloo."""
+"""Test the members of quorums: their handles, members that are left out, keys, and gloo."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""The table of bytes against loss: runs that are made, runs that are not repeated, and the report."""
+"""Test which runs the table of bytes against loss makes and does not repeat, and its report."""
 
 import doctest
 import importlib

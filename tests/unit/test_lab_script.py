@@ -1,4 +1,4 @@
-"""``sparsync lab`` around its ranks: environment, checks, prefixes, tables, pictures."""
+"""Test what surrounds the ranks of ``sparsync lab``: environment, checks, prefixes, tables, pictures."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Measurements and logs: xi follows equation 5, logs are complete, and neither changes the training."""
+"""Test that xi follows Equation 5, that logs are complete, and that neither changes the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C++ kernels alone: refusals, forced instruction sets, and installing without a compiler."""
+"""Test refusals and forced instruction sets of the C++ kernels, and installs without a compiler."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Packed messages: every backend writes the specified bytes; also sizes, rounding, parcels."""
+"""Test that every backend packs the specified bytes; also test sizes, rounding and parcels."""
 
 import struct
 from math import ceil

@@ -1,4 +1,4 @@
-"""Plans: the winner, the bandwidths and densities up to which it wins, and the effect of measurements."""
+"""Test which algorithm a plan chooses, up to which bandwidth and density, and how measurements matter."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Regions: cuts, turns, balance, and the quantiles of keys over all ranks."""
+"""Test how regions are cut, take turns and are balanced, and the quantiles of keys over all ranks."""
 
 from bisect import bisect_left
 from itertools import accumulate, pairwise

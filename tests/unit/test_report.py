@@ -1,4 +1,4 @@
-"""The output of a training run: the contract of its JSON, time to loss, the table, the plot."""
+"""Test the output of a training run: the contract of its JSON, time to loss, the table, the plot."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tests of ``simulate_training``: closed forms, scale, baselines, overlap, repeatability by seed."""
+"""Compare ``simulate_training`` with closed forms; test scale, baselines, overlap and seeds."""
 
 import dataclasses
 from functools import partial

@@ -1,4 +1,4 @@
-"""Vectors and the operations on them: sums, folds, cuts, and refusals."""
+"""Test vectors and the operations on them: sums, folds, cuts, and refusals."""
 
 from itertools import pairwise
 

@@ -79,7 +79,7 @@ LARGEST_KEY, _ = key_range(torch.float32)
 
 
 def vectors(n):
-    """Return vectors of n elements: ordinary ones, with ties and awkward floats, constant, zero."""
+    """Return vectors of n elements: ordinary, with ties and awkward floats, constant, and zero."""
     generator = torch.Generator().manual_seed(n)
     awkward = torch.tensor(palette(torch.float32))
     mixed = awkward[torch.randint(len(awkward), (n,), generator=generator)]

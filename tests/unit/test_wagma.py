@@ -1,4 +1,4 @@
-"""Averages that wait for few ranks or none: late, stalled and dead ranks, and rounded values."""
+"""Test averages that wait for few ranks or none, with late, stalled and dead ranks and rounded values."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""All wire formats obey the same laws: literal bytes, round trips, sizes, refusals by the sender."""
+"""Test laws that all wire formats obey: literal bytes, round trips, sizes, refusals by the sender."""
 
 import re
 from pathlib import Path

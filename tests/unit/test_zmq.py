@@ -1,4 +1,4 @@
-"""The ZeroMQ transport between threads: contracts, order, channels, sizes, any source, all to all."""
+"""Test ZeroMQ between threads: contracts, order, channels, sizes, any source, and all to all."""
 
 import time
 

@@ -234,7 +234,7 @@ class UpdateSpaceSGD(UpdateSpace):
 
     Raises:
         ConfigurationError: the module is DDP's, lr < 0, the density is bad, or an algorithm or
-        option unknown.
+            option unknown.
         NonFiniteGradientError: from ``step``; parameters and residuals are unchanged.
 
     State: the reducer's, together with torch's in ``state_dict()``; one per rank.

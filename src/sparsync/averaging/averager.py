@@ -107,7 +107,7 @@ class Averager(Stateful):
             ``finish``) or "average" with the parameters; "reset" drops the whole state whenever an
             average is taken.  Step counts are never sent.
         nonfinite: NaN or Inf in a rank's parameters "raise" an error on that rank, or "spread" to
-        other ranks.
+            other ranks.
         unknown: any other options, which are refused with a list of the valid ones.
 
     Attributes:

@@ -163,7 +163,7 @@ def await_whole(path: Path, seconds: float) -> None:
 
     Raises:
         CheckpointError: this rank does not see them in time, so the ranks' folders are not the
-        same.
+            same.
     """
     deadline = time.monotonic() + seconds
     while not _has_all(path):

@@ -117,7 +117,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         sync: the handle returned by ``attach``.
         folder: the folder for this run's checkpoints, visible to all ranks; created if necessary.
         keep: the number of newest checkpoints to keep; older ones are removed.  With None, all are
-        kept.
+            kept.
         shared: by name, objects and values that are equal on all ranks and saved once, by rank 0:
             anything with a ``state_dict()`` (a model, an optimizer, a scaler, a scheduler), tensors,
             numbers.  For updates, the state of ``sync`` includes every rank's own weights and moments,
@@ -214,7 +214,7 @@ def load(
             than tensors and plain values (files are read with ``weights_only=True`` and run no
             code).
         ConfigurationError: the checkpoint does not fit this run; other ranks may raise
-        ``CheckpointError`` instead.
+            ``CheckpointError`` instead.
 
     If it raises, nothing has changed on any rank: objects that had already loaded their states are rolled
     back.

@@ -109,7 +109,7 @@ def launch(
         args: picklable arguments.
         timeout: seconds that gloo waits for a peer.
         grace: seconds that the other ranks have to end by themselves after one has failed.
-        lab: an open lab of ``world_size`` ranks to place them in; None: they use loopback.
+        lab: an open lab of ``world_size`` ranks to place them in; with None they use loopback.
         mpi: let ``mpiexec`` start the ranks, so that MPI connects them as well.
 
     Returns:

@@ -47,7 +47,7 @@ class Named:
         name: name of the row.
         options: values by name, as in Python.
         label: name and options as text that parses to the same algorithm; used for rows of tables
-        and JSON.
+            and JSON.
     """
 
     name: str

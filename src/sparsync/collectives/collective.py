@@ -54,7 +54,7 @@ class Collective(Stateful):
     Attributes:
         result: the kind of total, which determines the lower bound for comparing costs.
         by_runs: whether the collective reads a dense vector only through ``DenseVector.run``, never
-        as a whole.
+            as a whole.
         order: order of the float additions.  "rank": the total is, bit for bit, the left fold in rank
             order of the delivered vectors; "tree": another order, the same on every run.
     """

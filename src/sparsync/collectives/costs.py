@@ -94,7 +94,7 @@ class Cost:
         messages: number of messages that a rank sends in sequence.
         nbytes: volume, the maximum over ranks of max(sent, received).
         relayed: sequential bytes in addition to ``nbytes``, i.e. bytes of other ranks for which a
-        rank waits.
+            rank waits.
         encoded: number of entries packed.
         decoded: number of entries unpacked and merged.
         dense_bytes: bytes of dense vectors added or copied into place.

@@ -25,7 +25,7 @@ _WEIGHT = 0.5  # weight of a new measurement in its candidate's factor
 
 @dataclass(frozen=True)
 class AutoState:
-    """The choice, and the candidates' ratios of measured to predicted times.
+    """The choice so far, and the candidates' ratios of measured to predicted times.
 
     The state is changed by arithmetic alone, so ranks that see the same seconds choose alike.  The
     prediction for a candidate that was never used is trusted: every candidate that promises enough is

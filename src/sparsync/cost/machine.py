@@ -1,4 +1,4 @@
-"""Machine: the seconds that links and ranks take per message, byte, element and entry."""
+"""A ``Machine`` has the seconds that links and ranks take per message, byte, element and entry."""
 
 from __future__ import annotations
 

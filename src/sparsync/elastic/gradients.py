@@ -1,4 +1,4 @@
-"""``attach(model, optimizer, elastic=manager)``: gradients exchanged by the ranks currently present.
+"""Exchange gradients among the ranks present, for ``attach(model, optimizer, elastic=manager)``.
 
 In every step torchft's manager is asked for a quorum while the forward pass runs. If its members differ
 from those of the previous step, or an exchange fails, they call the roll (``members``) before they

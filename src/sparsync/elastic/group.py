@@ -256,7 +256,7 @@ def make_manager(
     Args:
         min_replicas: the minimum number of ranks that train; with fewer, training waits.
         lighthouse: the lighthouse's address, e.g. http://HOST:29510; by default that in
-        ``TORCHFT_LIGHTHOUSE``.
+            ``TORCHFT_LIGHTHOUSE``.
         name: this rank's name in torchft's logs.
         timeout: seconds that a message of an exchange may take.
         **options: the arguments ``transport``, ``curve_keys``, ``interface``, ``port_range`` and

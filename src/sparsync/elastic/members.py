@@ -163,7 +163,7 @@ class Members:
 
     Args:
         reducer: a ``changing`` reducer; its totals are not divided, and ``contributors`` is the
-        divisor.
+            divisor.
         start: digest of the weights before the first step.
         set_up: digest of everything that must be equal on all ranks.
 
@@ -180,7 +180,7 @@ class Members:
         deals: this rank's residual is dealt in the open step.
         clock: the position in training as a number, which a stale rank takes from the others.
         newcomers: ranks whose gradients count from the next step on, but not in this one, with
-        their donors.
+            their donors.
         told: further numbers from all ranks' votes, by rank.
     """
 

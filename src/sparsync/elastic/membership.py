@@ -32,7 +32,7 @@ class Membership:
         take_part: takes part in the others' steps, on that thread and without training, until this
             rank has left; must not keep the handle alive.
         needs_steps: the reason why this rank can leave only in training steps; empty if there is
-        none.
+            none.
 
     Attributes:
         turns: excludes the training thread's steps and a leaving from each other.

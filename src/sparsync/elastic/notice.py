@@ -26,7 +26,7 @@ class Notice:
 
     Args:
         begin: starts leaving, on any thread; returns False if the handle is gone, so no rank can
-        leave.
+            leave.
         leave: leaves within the given seconds without the main thread, unless that thread is in a
             step.  It is called on a separate thread, and returns "" or a line that says why the
             rank has not left.

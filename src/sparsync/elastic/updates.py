@@ -1,4 +1,4 @@
-"""``attach(model, optimizer, elastic=manager)``: updates exchanged by the ranks currently present.
+"""Exchange updates among the ranks present, for ``attach(model, optimizer, elastic=manager)``.
 
 Before every exchange, torchft's manager is asked for a quorum; between exchanges ranks are independent.
 A rank that joins takes part in the exchange that the others are in, with no changes of its own, and

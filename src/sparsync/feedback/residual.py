@@ -135,7 +135,7 @@ class Residual:
     def collected(self, key: int = 1, limit: int | None = None) -> SparseVector | None:
         """Return the collected entries that reach ``key``, with 32-bit indices if those suffice.
 
-        Returns None if there are more than ``limit``, or if there were too many to collect.
+        The result is None if there are more than ``limit``, or if there were too many to collect.
         """
         if not self._found:
             return None

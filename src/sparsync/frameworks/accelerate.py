@@ -1,4 +1,4 @@
-"""Accelerate: ``sync = attach(accelerator, model)``, after ``accelerator.prepare``.
+"""Attach to Accelerate: ``sync = attach(accelerator, model)``, after ``accelerator.prepare``.
 
 ``accelerator.save_state`` and ``load_state`` then include every rank's sparsync state.
 """

@@ -99,7 +99,7 @@ class NodeReducer:
     Attributes:
         reducer: exchanges this rank's part of every unit between nodes.
         node: the communicator of this node's ranks; its ledger counts the bytes that a ring would
-        send.
+            send.
         consensus: the joint decision of this node's ranks on every step.
         pieces: the part of every parameter that this rank exchanges.
 

@@ -121,7 +121,7 @@ async def check_replicas(
         place: the place named in the message, e.g. "step 65".
         parts: the other ranks of this replica, each of which compares with its own peers; if one of them
             finds a difference, all act on it.
-        rank: this rank's number in messages; None: its number in ``comm``.
+        rank: this rank's number in messages; None takes its number in ``comm``.
 
     Raises:
         PeerError: something differs and the policy is "raise", or "heal" without a majority.

@@ -49,7 +49,7 @@ def shards_of(model: nn.Module, replicas: Collection[int]) -> list[Shard]:
 
     Raises:
         ConfigurationError: parameters have no storage, or COO gradients, or a mesh includes
-        replicas.
+            replicas.
     """
     if any(getattr(module, "sparse", False) is True for module in model.modules()):
         raise ConfigurationError(

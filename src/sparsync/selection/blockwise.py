@@ -28,7 +28,7 @@ class Blockwise(Selector):
 
     Args:
         entries: entries per block; by default ``ceil(k block / n)``.  If k is 0, no entry is
-        selected.
+            selected.
         block: elements per block (SparCML's bucket; 512 in its sections 8.3 and 8.4).
 
     Cost: a partial sort of every block, all at once.   State: none.

@@ -1,1 +1,1 @@
-"""Transports carry bytes: the ``Communicator`` seam, the drivers of algorithms, and the adapters."""
+"""Transports carry bytes; here are the ``Communicator`` seam, drivers of algorithms, and adapters."""

@@ -87,7 +87,7 @@ class Communicator(ABC):
         ledger: counts the traffic of all channels.
         tag: the channel of this handle's messages; see ``channel``.
         companions: threads, actors and memories that other modules attached to this group;
-        ``close`` ends them.
+            ``close`` ends them.
         aborted: set by ``abort``; shared by all channels.
         pads: whether ``alltoallv`` pads every message to its sender's capacity.
         tags: number of channels supported by the transport.

@@ -141,7 +141,7 @@ def place(step: int, local_step: int | None = None) -> str:
 
     Args:
         step: the ledger's step; if an optimizer takes local steps, the number of an exchange.
-        local_step: the last local step before that exchange; None: every step is an exchange.
+        local_step: the last local step before that exchange; None if every step is an exchange.
 
     Example:
         >>> place(65), place(32, 65)
@@ -155,7 +155,8 @@ class Ledger:
 
     Attributes:
         step: the open step; if an optimizer takes local steps, the number of an exchange.
-        local_step: the last local step before the current exchange; None: every step is an exchange.
+        local_step: the last local step before the current exchange; None if every step is an
+            exchange.
 
     Example:
         >>> ledger = Ledger()

@@ -68,7 +68,7 @@ def connect_group(
 
     Raises:
         ConfigurationError: the transport is unknown, or has no sockets although settings of sockets
-        are given.
+            are given.
         DeadlineError: names the ranks that did not arrive in time.
     """
     check_transport(transport, sockets)
@@ -322,7 +322,7 @@ class _Call(Operation):
         finish: returns the result once the request is done.
         among_all: as in ``_named``.
         started: the request is already in flight, so ``start`` may be called at any time to inspect
-        it.
+            it.
     """
 
     def __init__(

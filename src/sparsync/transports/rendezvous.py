@@ -250,9 +250,9 @@ class GlooPlace:
         at: the interface and address, for messages.
         near: whether it is loopback, which no other machine reaches.
         names: the interface names that the variable must hold for gloo; None if it may keep its
-        value.
+            value.
         far: an interface that other machines can reach, if the variable is not set; otherwise
-        empty.
+            empty.
         present: the machine's interfaces, for messages.
     """
 

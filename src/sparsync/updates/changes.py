@@ -98,7 +98,7 @@ def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> 
 
     Raises:
         PeerError: ranks have loaded different weights, or only some have loaded any; raised on all
-        ranks.
+            ranks.
 
     Cost: an allgather of 8 bytes, the cost of ``worst`` if a replica is split over ranks, and that of
     ``digest`` if ``loaded``.

@@ -19,7 +19,7 @@ _ENTRIES: Final = 64  # per chunk of 64 x 64, as in SparseLoCo: 1.6 %, within th
 
 
 def sparseloco() -> Algorithm:
-    """SparseLoCo's exchange: chunk-wise top-k, quantised, allgathered.
+    """SparseLoCo exchanges chunk-wise top-k, which is quantised and allgathered.
 
     The paper's quantiser uses 2 bits without randomness.  ``SparseQsgd`` at 2 bits is contractive only if
     values are shrunk to 2 / 9, so 4 bits are used here.  With Elias-Fano indices an entry then takes 12.5

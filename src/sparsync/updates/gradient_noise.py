@@ -288,7 +288,7 @@ def with_moments(
 
 @torch.no_grad()
 def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ranks: float) -> None:
-    """Lengthen the last step to its length with the second moment of averaged gradients.
+    """Lengthen the last step as if it had used the second moment of averaged gradients.
 
     Averaged over P ``ranks``, the gradients of a parameter have k times the squares of a single rank's
     (``shares``, see ``GradientNoise``).  Dense training divides by the root of ``k v``, but a rank

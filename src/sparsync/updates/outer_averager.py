@@ -44,7 +44,7 @@ class OuterAverager(Averager):
     Attributes:
         settings: the settings of the outer step.
         optimizers: the optimizers whose broken moments are dropped, and whose learning rate a step
-        by signs uses.
+            by signs uses.
 
     Cost: as ``OuterStep``.
     State: that of ``OuterEngine``, once it runs.

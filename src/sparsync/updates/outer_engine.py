@@ -68,7 +68,7 @@ class OuterEngine(Stateful):
         reducer: the reducer of the layout's units.
         weights: this rank's weights, to be read and written; the caller must keep a reference to them.
         optimizers: the optimizers whose broken moments are dropped, and whose learning rate a step
-        by signs uses.
+            by signs uses.
         carry: starts an exchange after earlier ones, and returns an awaitable of its end; if None,
             the exchange runs when its result is needed.
         reduce: exchanges the moves of units and returns their averages, whose memory may be

@@ -60,28 +60,29 @@ class OuterStep:
 
     Args:
         algorithm: a preset's name or an ``Algorithm``; sums are divided by world_size, even
-            if it has ``average=False``.  None: "quantised" in blocks of 512, with as many bits as suit
-            the size of the model (``default_bits``).
+            if it has ``average=False``.  None means "quantised" in blocks of 512, with as many bits
+            as suit the size of the model (``default_bits``).
         density: k / n of the index-value pairs sent in an exchange.
-        period: local steps between exchanges, H.  None: 1 for sparse algorithms; for algorithms that send
-            every element, the period at which the bytes per step equal those of pairs at this density;
-            with ``algorithm=None``, 2, or 1 for models below a million elements.
-            An ``AdaptivePeriod`` follows the measured drift.
+        period: local steps between exchanges, H.  None means 1 for sparse algorithms; for
+            algorithms that send every element, the period at which the bytes per step equal those
+            of pairs at this density; and with ``algorithm=None`` 2, or 1 for models below a million
+            elements.  An ``AdaptivePeriod`` follows the measured drift.
         fragments: number of runs of parameters, of about equal size, exchanged in turn within a period.
         delay: local steps from the start of an exchange until it is applied; less than the period.
         warmup_steps: over these first steps the period doubles from 1 to H in equal parts, because local
             steps cost most while weights move fast.
         residual: "apart": all ranks continue from equal weights, as in the papers; or "weights".
         outer_lr: the outer learning rate, > 0; 1 means averaging.
-        momentum: of the outer optimizer, in [0, 1); None: 1 - 1 / world_size, as in BMUF.
+        momentum: the outer optimizer's, in [0, 1); None means 1 - 1 / world_size, as in BMUF.
         nesterov: use Nesterov's outer momentum, as in ``torch.optim.SGD``.
         residual_decay: factor on the residual at every exchange, in [0, 1].
-        noise_correction: lengthen Adam's steps to their length with the second moment of averaged
-            gradients (``gradient_noise.correct``), and lengthen steps whose length does not depend on the
-            gradient's, so their average is as long as one (``step_length.lengthen``).  Only for
-            ``attach``, which knows the optimizer.
+        noise_correction: lengthen Adam's steps, as if they used the second moment of averaged
+            gradients (``gradient_noise.correct``), and lengthen steps whose length does
+            not depend on the gradient's, so their average is as long as one
+            (``step_length.lengthen``).  Only for ``attach``, which knows the optimizer.
         dct: exchange and keep the changes as cosine coefficients of runs of this many elements
-            (``rotate_``); None: untransformed.  Ranks must compute bit-identical transforms.
+            (``rotate_``); None does not transform them.  Ranks must compute bit-identical
+            transforms.
         sign: step in the direction of the signs of the average, by ``outer_lr`` times the optimizer's
             learning rate, which all ranks and groups must share (without optimizer: rate 1).
 

@@ -731,7 +731,7 @@ class UpdateSync(Handle):
 
         Raises:
             ConfigurationError: the state does not fit; the message names the first field that does
-            not.
+                not.
         """
         content = opened(state, "updates")
         # The settings are checked first, so a state saved with other settings is refused for that reason,

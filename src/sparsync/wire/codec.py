@@ -65,7 +65,7 @@ class Header(NamedTuple):
         return HEADER_BYTES if self.size is None else LONG_HEADER_BYTES
 
     def pack(self) -> bytes:
-        """Return the bytes, little-endian: magic, format, dtype, option, count; size and detail.
+        """Return the header's little-endian bytes: magic, format, dtype, option, count, size and detail.
 
         Example:
             >>> list(Header(1, torch.float32, 258).pack())

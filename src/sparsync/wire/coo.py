@@ -63,7 +63,7 @@ class Whole(Codec[DenseVector]):
 
     Args:
         dtype: the dtype to which values are rounded; finite values stay finite.  With None, values
-        are sent unchanged.
+            are sent unchanged.
 
     Cost: 8 + 4 n bytes for float32, 8 + 2 n for bfloat16.   State: none.
     Differs from the paper: the header names the form, which in the paper follows from the count.

@@ -1,4 +1,4 @@
-"""QSGD: values of few bits, rounded stochastically, in blocks that share a scale."""
+"""QSGD rounds values stochastically to few bits, in blocks that share a scale."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def _stages(width: int, depths: Sequence[int], *, bottleneck: bool = False) -> n
 
 
 def resnet20_cifar10(*, width: int = 16, classes: int = 10) -> ImageClassifier:
-    """Build the ResNet-20 of SparCML's Figure 1: 272,474 parameters; see ``resnet44_cifar10``."""
+    """Build the ResNet-20 of SparCML's Figure 1, with 272,474 parameters; see ``resnet44_cifar10``."""
     return _cifar(3, width, classes)
 
 

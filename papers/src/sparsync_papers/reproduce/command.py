@@ -114,7 +114,7 @@ def find(name: str, artifacts: tuple[Artifact, ...] = ARTIFACTS) -> Artifact:
 
     Raises:
         ConfigurationError: there is no such artifact; the message lists names with similar
-        spelling.
+            spelling.
 
     Example:
         >>> find("Ok-Topk_Table1").paper

@@ -1,4 +1,4 @@
-"""Ok-Topk, Figures 9, 11 and 13: small models trained here, over the simulated time of the large ones."""
+"""Ok-Topk, Figures 9, 11 and 13: train small models over the simulated time of the large ones."""
 
 from __future__ import annotations
 

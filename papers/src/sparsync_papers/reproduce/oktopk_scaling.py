@@ -1,4 +1,4 @@
-"""Ok-Topk, Figures 8, 10 and 12: weak scaling, simulated with costs fitted to the text at P = 32."""
+"""Simulate Ok-Topk's weak scaling (Figures 8, 10 and 12) with costs fitted to the text at P = 32."""
 
 from __future__ import annotations
 

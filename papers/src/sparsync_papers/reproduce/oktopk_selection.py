@@ -1,4 +1,4 @@
-"""Ok-Topk, Figures 4 to 6 and section 5.2, in training: thresholds, xi, and the fill-in of TopkDSA."""
+"""Measure thresholds, xi and TopkDSA's fill-in during training (Ok-Topk, Figures 4 to 6, section 5.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ok-Topk, Table 1: words and messages of six allreduces, counted by the ledger."""
+"""Count words and messages of the six allreduces in Ok-Topk's Table 1, by the ledger."""
 
 from __future__ import annotations
 

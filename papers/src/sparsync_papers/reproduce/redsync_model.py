@@ -1,4 +1,4 @@
-"""RedSync, Figures 7 to 10, by its own cost model: speedups, and the shares of a step."""
+"""Predict speedups and the shares of a step by RedSync's own cost model (Figures 7 to 10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulate and predict the stages of a RedSync step: select, mask, pack, communicate, unpack.
+"""Simulate and predict how long a RedSync step selects, masks, packs, communicates and unpacks.
 
 The real collectives exchange real messages of the models' layers on the simulator.  Its clock
 charges the network and, with the constants of ``Machine`` and ``Kernels``, the GPU's work before

@@ -77,7 +77,7 @@ def _rows(outcome: Outcome) -> tuple[list[str], Lines]:
 
 
 def _compared(finished: Finished, outcome: Outcome) -> Lines:
-    """Return the comparisons: quantity, the paper's number, this run's, conclusion, seeds, steps."""
+    """Return rows of a quantity, the paper's number, this run's, a conclusion, seeds and steps."""
     evidence = ", ".join(format_cell(number) for number in finished.evidence.values())
     return [
         (

@@ -1,4 +1,4 @@
-"""SparCML, Table 2 and section 8.2: linear models on naturally sparse data, SGD and SCD."""
+"""Train linear models on naturally sparse data by SGD and SCD (SparCML, Table 2 and section 8.2)."""
 
 from __future__ import annotations
 

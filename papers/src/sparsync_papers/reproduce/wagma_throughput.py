@@ -1,4 +1,4 @@
-"""WAGMA, Figures 4, 7 and 10 and the control of section 5.2: throughput in virtual time."""
+"""Measure throughput in virtual time (WAGMA, Figures 4, 7 and 10, and the control of section 5.2)."""
 
 from __future__ import annotations
 

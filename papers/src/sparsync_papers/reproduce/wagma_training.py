@@ -1,4 +1,4 @@
-"""WAGMA, Figures 5, 8 and 11, and its ablations: small models, trained over virtual time.
+"""Train small models over virtual time (WAGMA, Figures 5, 8 and 11, and its ablations).
 
 Each rank has its own model, and late ranks a stale one.  Steps and messages are real; time is
 virtual.

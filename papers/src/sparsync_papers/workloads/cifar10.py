@@ -1,4 +1,4 @@
-"""CIFAR-10 and its classifiers: 60,000 colour images of 32 x 32 pixels, ten classes.
+"""CIFAR-10, which has 60,000 colour images of 32 x 32 pixels in ten classes, and its classifiers.
 
 The python format is a pickle. A pickle can name any function to be called, so this module refuses every
 name except those that an array of bytes needs.

@@ -110,7 +110,7 @@ def existing(folder: Path, names: Sequence[str], *, what: str, advice: str) -> P
 
     Raises:
         ConfigurationError: none of them exists; the message names ``what`` and gives the
-        ``advice``.
+            ``advice``.
     """
     for name in names:
         if (folder / name).exists():

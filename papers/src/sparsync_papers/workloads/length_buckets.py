@@ -48,7 +48,7 @@ class LineBuckets:
     Args:
         text: `[bytes]` with ``torch.uint8``.
         longest: bytes of the longest line, including its newline; empty and longer lines are left
-        out.
+            out.
         width: bucket b holds the lengths from ``b * width + 1`` to ``(b + 1) * width``.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Gradients for benches and claim tests: deterministic in (seed, step, rank).
+"""Gradients for benches and claim tests, which are deterministic in (seed, step, rank).
 
 The inputs differ in their supports, because the volume of a sparse collective depends on where the large
 entries of the ranks are, and whether they coincide.

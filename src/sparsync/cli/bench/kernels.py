@@ -79,7 +79,7 @@ def bench_kernels(
         density: k / n; twice as many elements are candidates.
         streams: number of ranks P whose entries are merged, in a region of n / P.
         repetitions: number of timed calls, of which the fastest counts; one more call before them
-        warms up and compiles.
+            warms up and compiles.
         seed: seed of the vectors.
 
     Raises:

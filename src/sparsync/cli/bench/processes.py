@@ -132,7 +132,7 @@ class Team:
     def _time_of_add(self, size: int, *, repetitions: int = 10) -> tuple[list[float], list[float]]:
         """Time repetitions of ``residual.add_(gradient)`` on all ranks at once.
 
-        Returns the slowest rank's seconds, and the mean processor seconds, per repetition.
+        The slowest rank's seconds and the mean processor seconds are returned, per repetition.
         """
         residual, gradient = torch.zeros(size), torch.ones(size)
         times = []

@@ -75,7 +75,7 @@ class _Watched(Collective):
         Args:
             keep: keep copies of the vectors, because the reducer may overwrite its buffers.
             fence: called before the exchange, which starts when ``fence`` returns; None to start at
-            once.
+                once.
         """
         self.keep, self.fence = keep, fence
 

@@ -87,7 +87,7 @@ def check_script(words: Sequence[str], ranks: int, environ: Mapping[str, str]) -
 
     Raises:
         ConfigurationError: the program does not exist, or its torchruns would not meet as the lab's
-        nodes.
+            nodes.
     """
     require(bool(words), "lab: no script; write it after --, as in -- python train.py")
     program, *rest = words

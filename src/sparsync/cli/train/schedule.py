@@ -59,7 +59,7 @@ class Schedule:
             step: 0-based.
             steps: number of steps of the whole run.
             warmup: number of first steps, over which the rate grows; "linear" begins to fall after
-            them.
+                them.
 
         Example:
             >>> schedule = parse_schedule("step:0.1:50%+75%")
@@ -129,7 +129,7 @@ def parse_schedule(text: str) -> Schedule:
 
     Raises:
         ConfigurationError: the text has no such form, a factor is outside (0, 1), or milestones do
-        not rise.
+            not rise.
 
     Example:
         >>> parse_schedule("step:0.1:80+120")

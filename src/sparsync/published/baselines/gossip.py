@@ -1,4 +1,4 @@
-"""Gossip: ranks average with a few others; D-PSGD and SGP after every step, AD-PSGD in the background."""
+"""Gossip averages with few ranks after each step (D-PSGD, SGP) or in the background (AD-PSGD)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Ring(Graph):
 
 @final
 class Exponential(Graph):
-    """The directed exponential graph: hops of 1, 2, 4, ... ranks, the next ``count`` on every step.
+    """The directed exponential graph has hops of 1, 2, 4, ... ranks; each step takes the next ``count``.
 
     After any ceil(log2 P) steps every rank has information from every other.  With ``count=1`` and P a
     power of two, all ranks then hold exactly the mean.

@@ -83,18 +83,18 @@ class OkTopk(Collective):
     Args:
         codec: wire format (default: coo).  A lossy codec rounds entries on their way to a region's
             owner, and the owner's sums on their way to all.
-        keep_error: the rank that rounds keeps the error, which requires a contractive codec; False: the
-            error is lost and reported.
+        keep_error: the rank that rounds keeps the error, which requires a contractive codec; if
+            False, the error is lost and reported.
         repartition_period: tau in steps (paper: 64).
         repartition_trigger: cut again on the next step when a region held more than this multiple of
-            the mean (1.5 keeps the words received in phase 2 below 3k); None: never early,
+            the mean (1.5 keeps the words received in phase 2 below 3k).  None never does so early,
             as published.  Needs ``global_threshold="histogram"``, whose messages carry the loads.
         threshold_period: tau' in steps, for ``global_threshold="allgather"`` (paper: 32, BERT 128).
         boundaries: "histogram" (quantiles of the summed counts) or "average" (means of the ranks' own
             cuts, as published, section 3.1.1; assumes that the ranks' supports look alike).
         global_threshold: "histogram" (exactly k, every step) or "allgather" (as published: exact
             every ``threshold_period`` steps at up to 2 min(kP, n) words, reused in between).
-        cap: at most ``cap * k`` entries are taken, locally and globally; None: any number.
+        cap: at most ``cap * k`` entries are taken, locally and globally; None takes any number.
         buckets: number of buckets of messages in the split; one is reduced while the next is in flight
             (section 3.1.1, which gives no number).  1: no bucketing.
         rotate: rotate destinations (Figure 2b).
@@ -301,7 +301,7 @@ class OkTopk(Collective):
     async def _by_histogram(
         self, comm: Communicator, share: regions.Share, k: int, *, size: int
     ) -> _Kept:
-        """Keep exactly ``min(cap * k, nnz)`` entries: a histogram of magnitudes, then one of counts.
+        """Keep exactly ``min(cap * k, nnz)`` entries, by histograms of magnitudes and then of counts.
 
         The bins cover one octave on either side of the last threshold, or all magnitudes if there is
         none.  All entries above the marginal bin are kept.  The remaining places are filled in rank
@@ -456,10 +456,10 @@ def equation_3(k: float, world_size: int) -> Cost:
 
 
 def split_cost(k: float, world_size: int, message: float | None = None) -> Cost:
-    """Return Equation 1, split and reduce: ``(P - 1) alpha + 2 k (P - 1) / P beta``, plus P - 1 headers.
+    """Return the cost of split and reduce, Equation 1: ``(P - 1) alpha + 2 k (P - 1) / P beta``.
 
-    Assumes that every region holds equally many of every rank's entries.  ``message``: bytes of k / P
-    entries; None: as coo.
+    The headers of P - 1 messages are added.  Every region is assumed to hold equally many of every
+    rank's entries.  ``message`` is the bytes of k / P entries; None counts them as coo.
     """
     peers, message = world_size - 1, _share_bytes(k, world_size) if message is None else message
     return Cost(peers, peers * message, together=max(peers - 1, 0))

@@ -52,7 +52,7 @@ def oktopk(
 
 
 def oktopk_paper(*, threshold_period: int = 32, **options: Any) -> Algorithm:
-    """Ok-Topk as published: averaged boundaries, allgathered threshold, no cap.
+    """Ok-Topk as published has averaged boundaries, an allgathered threshold, and no cap.
 
     Args:
         threshold_period: tau' (paper, section 5.2: 32 for VGG and LSTM, 128 for BERT).

@@ -436,8 +436,8 @@ async def balance_and_allgatherv(
     """Return the union of all ranks' kept entries, identical everywhere.
 
     ``kept`` are this rank's entries, relative to its region; ``counts`` are the numbers of entries of all
-    ranks.  Entries are balanced first if the largest count exceeds ``balance_trigger`` times the mean;
-    None: never.
+    ranks.  Entries are balanced first if the largest count exceeds ``balance_trigger`` times the
+    mean; with None they never are.
 
     Cost: balancing takes at most 2 (P - 1) messages in total and 2k words per rank.  The allgatherv takes
     ceil(log2 P) messages and about 2k (P - 1) / P words if counts are even, otherwise P - 1 messages on a

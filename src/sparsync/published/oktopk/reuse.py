@@ -43,7 +43,8 @@ class Reused(Selector):
 
     Args:
         threshold_period: tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), or "auto".
-        cap: maximal number of entries over k, on steps that reuse a threshold; None: as published.
+        cap: maximal number of entries over k, on steps that reuse a threshold; None sets no bound,
+            as published.
         floor: minimal number of entries over k, on the same steps.
 
     Cost: n comparisons; a partial sort of n every ``threshold_period`` steps and below the floor; with

@@ -129,7 +129,7 @@ def equation_1(
     unpack: Timing = Timing(),
     words_per_entry: int = QUANTIZED,
 ) -> Timing:
-    """Return ``T_sparse`` as a function of a layer's bytes: select, allgather, add P messages.
+    """Return ``T_sparse`` of a layer's bytes: the time to select, allgather, and add P messages.
 
     alpha is in seconds per message, beta in seconds per byte.  ``select`` depends on the bytes of the
     layer, ``unpack`` (gamma_1) on the bytes of one message.  ``words_per_entry`` is ``QUANTIZED``, as

@@ -76,7 +76,7 @@ def redsync_quantized(
     keep_error: bool = True,
     fusion_bytes: int = _FUSION,
 ) -> Algorithm:
-    """Quantised RGC: entries of one sign per step, alternating, with one mean for their values.
+    """Quantised RGC sends entries of one sign per step, in alternation, with one mean for their values.
 
     The output layer is not quantised (section 5.2.3); it is exchanged as in "redsync".
 

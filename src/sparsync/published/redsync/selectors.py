@@ -100,8 +100,9 @@ class BinarySearch(Selector):
     taken.
 
     With ``reuse_period`` p (section 5.2.2: 5) the threshold is also used for the next p - 1 calls (the
-    paper's "sampled threshold binary search").  Any number of entries may reach it then; the largest
-    ``cap * k`` are taken (None: no cap, as published).  If no entry reaches it, a new search begins.
+    paper's "sampled threshold binary search").  Any number of entries may reach it then; the
+    largest ``cap * k`` are taken (all of them with None, as published).  If no entry reaches it, a
+    new search begins.
 
     Args:
         eps: width of the bracket of ratios at which a search gives up (the paper names no value;
@@ -194,10 +195,11 @@ class BySize(Selector):
 
     Args:
         compress_thd: bytes (Algorithm 4; section 5.4: 128 KB at 3.5 GB/s).
-        thsd1: bytes (Algorithm 5); None: ``compress_thd``, no exact tier (section 5.4).
+        thsd1: bytes (Algorithm 5); None means ``compress_thd``, without an exact tier (section
+            5.4).
         thsd2: bytes (Algorithm 5; section 5.4: 4 MB).
         reuse_period: passed to ``BinarySearch`` (section 5.4: 5).
-        cap: passed to ``BinarySearch``; None: as published.
+        cap: passed to ``BinarySearch``; None is as published.
 
     Cost: the method's.   State: the search's; the other methods have none.
     Differs from the paper: the reuse counter survives between calls (Algorithm 5, line 2, resets it to 0

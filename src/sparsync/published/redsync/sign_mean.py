@@ -39,7 +39,8 @@ class SignMean(Codec[SparseVector]):
 
     Args:
         indices: "coo", as published, one word each; "packed", Elias-Fano as in ``Packed``.
-        layers: elements per layer, 1 to 65535 layers (``for_layers`` sets them); None: one layer.
+        layers: elements per layer, for 1 to 65535 layers (``for_layers`` sets them); None means one
+            layer.
 
     Cost: 16 bytes, plus 8 per layer, plus 4 nnz bytes of indices, or as ``Packed``.   State: none.
     Differs from the paper: fused layers share a message; packed indices; the caller may keep the rounding

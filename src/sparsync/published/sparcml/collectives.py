@@ -164,7 +164,7 @@ class RecursiveDoubling(StreamCollective):
 
 @final
 class Dynamic(StreamCollective):
-    """DSAR_Split_allgather: half of the volume, for large results that may become dense.
+    """DSAR_Split_allgather halves the volume of large results that may become dense.
 
     Every rank sends the entries of each of P even regions to the region's owner, who folds them; an
     allgather follows.  A region is sent sparse as long as its reduced entries are within the codec's
@@ -178,8 +178,8 @@ class Dynamic(StreamCollective):
         always_dense: regions are sent dense, however few their entries (as published).
         local: codec of the messages to owners, which also rounds the rank's own share (Q in SparCML's
             Algorithm 1).  Default: ``codec``.
-        keep_error: the sender keeps the rounding errors of its entries, and a region's owner those of its
-            sums; False: both are lost, as published.
+        keep_error: the sender keeps the rounding errors of its entries, and a region's owner those
+            of its sums; if False, both are lost, as published.
     Cost: P - 1 + ceil(log2 P) messages.  Dense:
     ``L2 + (P - 1) / P N beta_d <= T <= L2 + k beta_s + (P - 1) / P N beta_d`` with
     ``L2 = (P - 1) alpha + log2(P) alpha``; sparse, received:
@@ -224,7 +224,7 @@ class Dynamic(StreamCollective):
     def cost(self, job: Job) -> Cost:
         """Return the cost of two sparse halves (section 5.3.2), or with a dense second half (5.3.3).
 
-        Assumes that entries are spread evenly over the regions.  Dense: ``n (P - 1) / P`` to
+        Entries are assumed to be spread evenly over the regions.  Dense: ``n (P - 1) / P`` to
         ``2 k + n (P - 1) / P`` words.
 
         Example:
@@ -310,7 +310,7 @@ class Dynamic(StreamCollective):
 def split_allgather(
     codec: StreamCodec | None = None, *, op: str | Reduction = "sum", cap: float | None = 1.0
 ) -> Dynamic:
-    """SSAR_Split_allgather: for large results; regions stay sparse, however many entries they have.
+    """SSAR_Split_allgather suits large results; its regions stay sparse, however many entries they have.
 
     Args:
         codec: wire format; only its sparse part is used.
@@ -444,7 +444,7 @@ class SparcmlAuto(Collective):
     Args:
         codec: wire format of all three; its limit decides when a result counts as dense.
         op: the operation.
-        cap: at most ``cap * k`` entries per rank are taken; None: all.
+        cap: at most ``cap * k`` entries per rank are taken; None takes all.
 
     Cost: the lowest estimate of the three; with ``cap=None`` the first call takes one more allreduce, of
     one integer, unless ``expect`` was called, as ``sparsync.allreduce`` does.

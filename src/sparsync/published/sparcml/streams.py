@@ -31,14 +31,15 @@ class StreamCollective(Collective):
         codec: wire format; the rank that rounds keeps the error (default: coo; dense where that is
             shorter).
         op: a name of ``sparsync.reduction.OPERATIONS``, or a ``Reduction``.
-        cap: at most ``cap * k`` entries per rank are taken; None: all.
+        cap: at most ``cap * k`` entries per rank are taken; None takes all.
 
     Raises:
         ConfigurationError: unknown operation; a cap that is not positive, or for another operation than
             a sum.
 
     Attributes:
-        keep_error: the rank that rounds keeps the error; False: no rank does, and it is reported as lost.
+        keep_error: the rank that rounds keeps the error; if False, no rank does, and it is reported
+            as lost.
     """
 
     keep_error = True

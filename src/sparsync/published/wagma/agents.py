@@ -227,7 +227,7 @@ class Agent(Companion):
         step: the first local step.
         model: published first, and given to a rank that rejoins before the first synchronous round.
         deadline: seconds of silence after which a rank that others wait for is left out; None if
-        never.
+            never.
     """
 
     def __init__(

@@ -84,17 +84,18 @@ class Wagma(Accompanied):
     older than what its rank contributed to the last global average, so none is tau steps old.
 
     Args:
-        group_size: S; default: the divisor of P nearest sqrt(P).  If S does not divide P, group sizes
-            differ by one; 1: only global averages, which is local SGD.
-        sync_period: tau, in steps; None, for infinity: no global average before ``finish``, which gives
-            up an assumption of Theorem 4.1 (rank 0 reports which).
+        group_size: S; default: the divisor of P nearest sqrt(P).  If S does not divide P, group
+            sizes differ by one.  With 1 there are only global averages, which is local SGD.
+        sync_period: tau, in steps.  None stands for infinity: there is no global average before
+            ``finish``, which gives up an assumption of Theorem 4.1 (rank 0 reports which).
         grouping: a late rank's group continues without it ("wait-avoiding") or waits ("synchronous").
-        dynamic: change groups from step to step (Algorithm 1); False: the ablation of section 5.2.
+        dynamic: change groups from step to step (Algorithm 1); False is the ablation of section
+            5.2.
         values: group averages are sent as "fp32" (the model's own dtype), "bf16" or "int8"; a rank adds
             its rounding error to its next contribution.  Global averages are never rounded.
         deadline: seconds of silence after which a rank that others wait for is left out and reported.
             When it is heard again it resumes with the last global average, at the others' step
-            (``resume_at``).  None: the others wait for it.
+            (``resume_at``).  With None, the others wait for it.
 
     Raises:
         DeadlineError: a rank misses a global average by more than the communicator's timeout.

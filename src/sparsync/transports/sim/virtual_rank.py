@@ -252,7 +252,7 @@ def simulate(
 
     Raises:
         DeadlockError: ranks wait for each other; the message says which rank waits for which, in
-        which phase.
+            which phase.
 
     Cost: 20 to 40 microseconds per message.
 

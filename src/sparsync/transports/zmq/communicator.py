@@ -58,8 +58,9 @@ class ZmqCommunicator(Communicator):
             long.
         connect_timeout: seconds that opening the connections between ranks may take.
         curve_keys: directory of ``make_curve_keys``.  Messages are encrypted, and only ranks with a
-            listed key may connect, each under its own number.  None: no encryption, and a random password
-            per rank; anybody who listens on the network can read both, so only use trusted networks.
+            listed key may connect, each under its own number.  With None, messages are not
+            encrypted, and each rank has a random password; anybody who listens on the network can
+            read both, so only use trusted networks.
         changing: the group may change (see ``regroup``).  ``curve_keys`` then has a single secret
             key, that of this rank, or is the file of that key.
 
@@ -319,7 +320,7 @@ class _Wait(Operation):
         Args:
             now: on the monotonic clock.
             where: describes the operation.
-            peer: the awaited rank; None: any rank.
+            peer: the awaited rank, or None for any rank.
         """
         if self.deadline is None or now < self.deadline:
             return
@@ -429,7 +430,7 @@ class Receive(_Wait):
 
 
 def _staged(payload: Tensor) -> Tensor:
-    """Return the payload in host memory; from CUDA through pinned memory, which torch reuses.
+    """Return the payload in host memory; it leaves CUDA through pinned memory, which torch reuses.
 
     Only this payload's stream is synchronised, not the device.
     """

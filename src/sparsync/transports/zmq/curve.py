@@ -149,7 +149,7 @@ def own_curve_keys(place: Path | str) -> CurveKeys:
 
     Raises:
         ConfigurationError: it is not clear which secret key is this rank's, or the key has no
-        public one.
+            public one.
     """
     place = Path(place)
     secrets = sorted(place.glob("*.key_secret")) if place.is_dir() else [place]

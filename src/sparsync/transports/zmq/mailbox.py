@@ -164,7 +164,7 @@ class Mailboxes:
             self._waiting.setdefault((claim.source, claim.tag), deque()).append(claim)
 
     def fail(self, source: int | None, reason: str) -> None:
-        """End every receive from this source (None: every receive from any source) with an error."""
+        """End every receive from this source (or with None, from any source) with an error."""
         for (waited, _), waiting in self._waiting.items():
             while waited == source and waiting:
                 claim = waiting.popleft()

@@ -158,7 +158,7 @@ class Solver(ABC):
         options: options of the exchange; the solver sets its format and cap.
         products: the threads for matrix products.
         seed: seed for the order of rows or coordinates.
-        steps: maximal number of steps per epoch; None: a whole pass.
+        steps: maximal number of steps per epoch; None makes a whole pass.
         meter: measures the time.
     """
 
@@ -269,19 +269,20 @@ class Sgd(Solver):
     model is replicated; totals are bit-identical, and therefore so are the replicas.
 
     Args (in addition to those of ``Solver``):
-        batch_size: rows per rank and step; None: the paper's 1,000, or fewer to get 100 steps per epoch.
-        lr: initial learning rate.  None, with "adagrad": 1, in units of the scores.  None, with another
-            schedule: the inverse of a bound on the curvature, which guarantees that gradient descent
-            descends, but slowly; well-conditioned data allow more.  The bound is ``c (mean |x_i|^2 +
-            intercept) + l2``, where c is the loss's curvature (the hinge has none, and 1 is a choice, not
-            a bound).
+        batch_size: rows per rank and step; None takes the paper's 1,000, or fewer to get 100 steps
+            per epoch.
+        lr: initial learning rate.  With "adagrad", None means 1, in units of the scores.  With
+            another schedule, None means the inverse of a bound on the curvature, which guarantees
+            that gradient descent descends, but slowly; well-conditioned data allow more.  The bound
+            is ``c (mean |x_i|^2 + intercept) + l2``, where c is the loss's curvature (the hinge has
+            none, and 1 is a choice, not a bound).
         schedule: one of ``SCHEDULES``, t in epochs; "adagrad" has a rate for every weight, which
             decreases as its gradients add up (``AdaptiveWeights``).
         staleness: step t uses exactly the totals up to step t - 1 - staleness; an epoch ends with nothing
-            in flight.  0: synchronous.
-        background: runs exchanges during the computation; None: each runs when its result is needed
-            (always the case in the simulator, whose clock does not charge computation).
-        shuffle: a new order of the rows in each epoch; False: their stored order.
+            in flight.  0 makes it synchronous.
+        background: runs exchanges during the computation; with None, each runs when its result is
+            needed (always the case in the simulator, whose clock does not charge computation).
+        shuffle: draw a new order of the rows in each epoch; False keeps their stored order.
 
     Cost: per step one exchange of the gradient's entries; O(entries of the batch + n).
     State: weights, step.   Differs from the paper: an intercept, which is not penalised; AdaGrad's rates

@@ -272,7 +272,7 @@ def specify(workload: str, row: str, seed: int, lr: float, delay: str = TRAINED[
 
 
 def run_all(cache: Cache, seeds: int) -> Iterator[None]:
-    """Make the missing runs, those that determine the learning rate first; yield after each run."""
+    """Make the missing runs, beginning with those that determine the learning rate; yield after each."""
     for delay in DELAYS:
         for row in (row for row in ROWS if row not in LR_SCALE):
             yield cache.make({"row": row, "seed": 0, "delay": delay})

@@ -144,7 +144,7 @@ class TorchTask:
 
 
 class WorkloadTask:
-    """A task that trains the models of ``frontier.py``, a GPT without biases or an LSTM; clips at 1.0."""
+    """Trains a model of ``frontier.py``, a GPT without biases or an LSTM, and clips gradients at 1.0."""
 
     clip = 1.0
 

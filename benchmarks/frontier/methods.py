@@ -119,7 +119,7 @@ def dense(model: nn.Module, kind: str, lr: float, steps: int, *, half: bool = Fa
 def power_sgd(
     model: nn.Module, kind: str, lr: float, steps: int, *, rank: int, start: int, least_gain: float
 ) -> Exchange:
-    """Use PyTorch's PowerSGD hook, with error feedback and warm start, in one bucket, as two hang."""
+    """Use PyTorch's PowerSGD hook in one bucket (two hang), with error feedback and warm start."""
     ddp = in_ddp(model, bucket_cap_mb=4 * elements(model) // 2**20 + 1)
     state = powerSGD_hook.PowerSGDState(
         None, rank, start_powerSGD_iter=start, min_compression_rate=least_gain

@@ -1,4 +1,4 @@
-"""Finished runs, with one JSON line each, which are not repeated; and the tuning of a method."""
+"""Keep finished runs, one JSON line each, so that none is repeated, and tune methods."""
 
 from __future__ import annotations
 

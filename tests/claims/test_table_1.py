@@ -65,7 +65,7 @@ def test_gaussiank_is_topka_with_the_entries_that_its_threshold_finds(world_size
 
 @pytest.mark.parametrize("world_size", RANKS)
 def test_oktopk_paper_needs_at_most_2p_plus_2_log_p_messages(world_size):
-    """This holds on steps that reuse thresholds and boundaries; without balancing, P + 2 log P."""
+    """This holds on steps that reuse thresholds and boundaries; without balancing it is P + 2 log P."""
     _, simulation = steps(oktopk_paper(), world_size, "clustered", 2)
     form = published_step(1, 1, world_size)
     assert messages(simulation) == form.messages == world_size - 1 + 2 * log2(world_size)

@@ -269,7 +269,7 @@ def killed_while_exchanging(member):
 
 
 def full_disk(member, folder, means):
-    """Save; fill the disk of one rank; fail to save; continue training; free the disk, and save again."""
+    """Save, fail to save once one rank's disk is full, continue, and save again once it is freed."""
     member.join()
     ddp, sync = attached(member.fault, model())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)

@@ -294,7 +294,7 @@ def sleep_in_the_lab(directory: str) -> None:
 
 
 def parent(directory: str, *links: str) -> None:
-    """Open labs, of which the last has two ranks; record their namespaces; wait to be killed."""
+    """Open labs, the last one with two ranks, record their namespaces, and wait to be killed."""
     with contextlib.ExitStack() as stack:
         inodes = []
         for each in links:

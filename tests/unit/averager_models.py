@@ -1,4 +1,4 @@
-"""Small models to average on threads as ranks, and a scheme with memory."""
+"""Small models, which threads average as ranks, and a scheme with memory."""
 
 from typing import final
 

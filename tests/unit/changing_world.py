@@ -663,7 +663,7 @@ class World:
         self.accounts.setdefault(key, {})[member.number] = account
 
     def committed(self, member, step, *, applied):
-        """Check that a single group committed a step, that all its members were prepared; no loss."""
+        """Check that one group alone committed a step, with all members prepared and nothing lost."""
         attempt = member.members._past[-1][1]
         if step not in self.attempts or member.members.attempt == len(self.groups) - 1:
             self.hold(step, attempt)

@@ -352,8 +352,8 @@ def test_the_example_learns_and_ends_with_equal_replicas(launcher, ranks):
 
 # ---- numbers ---------------------------------------------------------------------------------------
 
-# on 4 ranks: S, tau, the averages in 8 steps, and the models in each average; None if the order of
-# arrival matters
+# These are, on 4 ranks, S, tau, the averages in 8 steps, and the models in each average, or None if
+# the order of arrival matters.
 NUMBERS = {
     "allreduce": (4, 1, 8, 4),
     "local": (1, 8, 1, 4),

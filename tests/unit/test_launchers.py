@@ -1,4 +1,4 @@
-"""Launchers are recognised by their environment variables; also the example for Slurm."""
+"""Test that environment variables identify launchers, and that the example for Slurm works."""
 
 import os
 import re

@@ -73,7 +73,7 @@ class Collective(Stateful):
         return None
 
     def expect(self, entries: int, total: int | None) -> None:
-        """Receive sizes that are known before a call; ignored by default.
+        """Receive sizes that are known before a call; by default, they are ignored.
 
         Args:
             entries: the maximal number of entries of any rank; equal on all ranks, like ``total``.
@@ -93,7 +93,7 @@ class Collective(Stateful):
         return None
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return the most words that a rank sends or receives on any step; None without a promise."""
+        """Return the most words that a rank sends or receives on any step, or None without a promise."""
         return None
 
     @abstractmethod

@@ -272,7 +272,7 @@ class _Coded(DenseVector):
         self.__dict__.pop("values", None)
 
     def first_nonfinite(self, dtype: torch.dtype | None = None) -> int | None:
-        """Return the index of the first element that is NaN or Inf, in ``dtype`` if given; or None."""
+        """Return the index of the first element that is NaN or Inf (in ``dtype`` if given), or None."""
         # bfloat16 has the range of float32, so finite values stay finite; float16 overflows above 65504
         known = self._finite and dtype != torch.float16
         return None if known else super().first_nonfinite(dtype)

@@ -27,7 +27,7 @@ _BITS = MappingProxyType(
 
 
 def magnitude_keys(x: Tensor) -> Tensor:
-    """Return integers ordered as ``|x|``, same shape; 0 only for zero.
+    """Return integers in the order of ``|x|``, in the same shape; only zero gets 0.
 
     Example:
         >>> keys = magnitude_keys(torch.tensor([0.0, -2.0, 1.0, float("nan"), float("inf")]))

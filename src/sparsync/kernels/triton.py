@@ -484,7 +484,7 @@ def _decode_indices(packed_ptr, ends_ptr, indices_ptr, first, end, n, low, BLOCK
 
 @jit
 def _encode_bf16(bits_ptr, packed_ptr, n, BLOCK: tl.constexpr):
-    """Round to nearest, ties to even, with integers; never round up to Inf, and use a single NaN."""
+    """Round to nearest, ties to even, by integer arithmetic; never round up to Inf, and use one NaN."""
     at = _positions(BLOCK)
     bits = tl.load(bits_ptr + at, mask=at < n, other=0)
     magnitude = bits & 0x7FFFFFFF

@@ -228,7 +228,7 @@ class Divergence:
 
     @property
     def majority(self) -> tuple[int, ...]:
-        """The ranks that agree, if they are more than half of all ranks; otherwise empty."""
+        """The ranks that agree, if they are more than half of all ranks; otherwise this is empty."""
         largest = self.groups[0]
         return largest if 2 * len(largest) > sum(map(len, self.groups)) else ()
 

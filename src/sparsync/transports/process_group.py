@@ -110,7 +110,7 @@ def check_transport(transport: str, sockets: Mapping[str, object]) -> None:
 
 @final
 class TorchCommunicator(Communicator):
-    """One rank of a process group; None for the default group.
+    """One rank of a process group, or of the default group if that is None.
 
     CUDA tensors are staged through host memory if the backend is gloo.  NCCL has no channels and
     needs both sides of a message to know its length, so it serves only the native collectives.

@@ -244,7 +244,7 @@ def _address_of(value: str, host: str | None) -> str:
 
 @dataclass(frozen=True)
 class GlooPlace:
-    """Where gloo listens on this machine.
+    """The place where gloo listens on this machine.
 
     Attributes:
         at: the interface and address, for messages.

@@ -139,7 +139,7 @@ class Whole(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Decode a message of ``size`` elements or a run from ``start`` on; divide, write to ``into``.
+        """Decode a message of ``size`` elements, or a run from ``start`` on, divided, into ``into``.
 
         ``add`` adds to ``into`` instead.
         """

@@ -135,7 +135,7 @@ class LloydMax(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Decode a message of ``size`` elements or a run from ``start`` on; divide, write to ``into``.
+        """Decode a message of ``size`` elements, or a run from ``start`` on, divided, into ``into``.
 
         ``add`` adds to ``into`` instead.  This takes one pass if both are float32.
         """
@@ -211,7 +211,7 @@ def difference_to(
     add: bool,
     plus: Tensor | None = None,
 ) -> None:
-    """Write a message minus the sum of ``less``, divided, from element ``start`` on.
+    """Write a message minus the sum of ``less``, divided by ``divisor``, from element ``start`` on.
 
     ``add`` adds ``plus`` and then this difference to ``into`` instead.  With messages of float32
     with equal bits and blocks, this takes one pass.

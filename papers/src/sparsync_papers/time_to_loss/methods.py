@@ -1,4 +1,4 @@
-"""Predict the time to a loss of whole training methods; find the fastest, and explain the choice.
+"""Predict how long training methods take to reach a loss, find the fastest, and explain the choice.
 
     seconds to the loss = steps of dense x ratio x seconds per step, and dense steps at the start
     seconds per step    = computation + work + (exchange - hidden) / period

@@ -236,7 +236,7 @@ class MaskedWords(Objective):
 @final
 @dataclass(frozen=True)
 class BertWikipedia(FolderWorkload[MaskedPairs]):
-    """Ok-Topk, section 5: Adam with decoupled weight decay 0.01; use with ``--lr-schedule linear``."""
+    """Ok-Topk (section 5) has Adam with decoupled weight decay 0.01; use ``--lr-schedule linear``."""
 
     width: int = 768  # numbers per position, a multiple of 64: the width of a head
     layers: int = 12  # blocks

@@ -71,7 +71,7 @@ class Vocabulary:
     def of_words(
         cls, words: Iterable[str], *, special: Sequence[str] = (UNKNOWN,), most: int | None = None
     ) -> Vocabulary:
-        """Build a vocabulary of special words, then others by frequency and alphabet; ``most`` in all."""
+        """Build a vocabulary of at most ``most`` words: special ones, then by frequency and alphabet."""
         counts = Counter(words)
         for word in special:
             counts.pop(word, None)

@@ -105,7 +105,7 @@ class Team:
         )
 
     def _collect(self, mine: Evidence) -> Iterator[Evidence]:
-        """On rank 0, yield every rank's evidence in rank order; on others, nothing; all ranks call this.
+        """Yield every rank's evidence in rank order on rank 0, nothing on others; all ranks call this.
 
         Evidence passes through the group's store, which is not on the links of a lab: with n = 14.7
         M and P = 8, the residuals and accumulated gradients alone are 0.8 GB, which keep a link of

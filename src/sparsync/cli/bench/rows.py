@@ -1,4 +1,4 @@
-"""The rows of ``sparsync bench``: their measurements, claims and bounds; and the tables of them.
+"""The rows of ``sparsync bench``, with measurements, claims and bounds, and the tables of rows.
 
 Tables start with ratios, which are comparable between machines.
 """

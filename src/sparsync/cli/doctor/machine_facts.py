@@ -153,7 +153,7 @@ def _text(file: Path) -> str:
 
 
 def free_bytes(meminfo: str) -> int | None:
-    """Return the bytes that programs can still take without swapping; None except on Linux."""
+    """Return the bytes that programs can still take without swapping, or None except on Linux."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
     return 1024 * int(found[1]) if found else None
 

@@ -134,7 +134,7 @@ def _mean_of_ranks(loss: float) -> float:
 
 
 def _link_sent() -> int:
-    """Return the bytes sent on this rank's link, as counted by the kernel; 0 outside a lab."""
+    """Return the bytes that the kernel counts as sent on this rank's link, or 0 outside a lab."""
     counted = local_traffic()
     return 0 if counted is None else counted[0]
 

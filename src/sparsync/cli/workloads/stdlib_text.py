@@ -114,7 +114,7 @@ class ByteText:
 
 @dataclass(frozen=True)
 class TextWorkload(Workload):
-    """The text of a language model's workload, without the model, which a subclass adds."""
+    """The text of a language model's workload; a subclass adds the model."""
 
     context: int = 64  # bytes per window
 

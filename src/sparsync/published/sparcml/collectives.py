@@ -399,7 +399,7 @@ class Ring(StreamCollective):
         return self.cost(job).words if self.dense else None
 
     async def total(self, call: Call) -> Vector:
-        """Reduce-scatter, with the arriving partial sum as the left operand; then allgather."""
+        """Reduce-scatter, with the arriving partial sum as the left operand, and then allgather."""
         comm = call.comm
         boundaries = even_boundaries(call.size, comm.world_size)
         pieces: list[Vector]
@@ -427,7 +427,7 @@ class Ring(StreamCollective):
 
 @dataclass(frozen=True)
 class SparcmlAutoState:
-    """The entries of the last total, and the maximum per rank in the first call; None before it."""
+    """The entries of the last total, and the first call's maximum per rank; None before that call."""
 
     entries: int | None = None
     most: float | None = None

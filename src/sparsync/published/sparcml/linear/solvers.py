@@ -193,7 +193,7 @@ class Solver(ABC):
         self.step = 0
 
     async def start(self) -> None:
-        """Check that all ranks agree on the problem, and count their rows; called once, first.
+        """Check that all ranks agree on the problem, and count their rows; this is called once, first.
 
         Raises:
             PeerError: ranks disagree; the message names the fact and the ranks.
@@ -229,7 +229,7 @@ class Solver(ABC):
         return resolve(self.exchange, **given).make_collective()
 
     async def evaluate(self, problem: Problem | None = None) -> Evaluation:
-        """Evaluate the weights on all ranks' rows of another problem; default: the training problem.
+        """Evaluate the weights on all ranks' rows of a problem, by default the training problem.
 
         Cost: one pass over the rows and an allgather of 24 bytes.
         """

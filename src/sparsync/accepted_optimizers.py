@@ -1,4 +1,4 @@
-"""The optimizers accepted by ``attach``: wrappers are unwrapped, unsuitable ones are refused."""
+"""Check the optimizers given to ``attach``: unwrap wrappers, and refuse unsuitable optimizers."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_exact_steps_exceed_the_claim_and_have_their_own_cost(kind, world_size):
 
 @pytest.mark.parametrize("world_size", [8, 16])
 def test_supports_that_do_not_look_alike_exceed_the_claim(world_size):
-    """Negative control: the averaged boundaries exceed the claim on the very case of Theorem 3.1."""
+    """As a negative control, averaged boundaries exceed the claim on the very case of Theorem 3.1."""
     for step, simulation in published(world_size, "matching", 2):
         if step == 0:
             continue
@@ -77,7 +77,7 @@ def test_reused_thresholds_exceed_any_bound_per_requested_k():
 
 @pytest.mark.parametrize("world_size", [3, 8])
 def test_boundaries_are_agreed_by_an_allreduce_of_p_elements_every_tau_steps(world_size):
-    """ "requires an allreduce with message size of P elements" (3.1.1); here, of the P - 1 inner cuts."""
+    """Section 3.1.1 sends P elements in this allreduce; here, it sends the P - 1 inner cuts."""
     for step, simulation in published(world_size, "uniform", REPARTITION + 1):
         traffic = phase(simulation, "boundaries")
         if step % REPARTITION:

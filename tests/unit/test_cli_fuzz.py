@@ -1,4 +1,4 @@
-"""Hostile values for every option of every command; the commands themselves list their options.
+"""Try hostile values for every option of every command; the commands themselves list their options.
 
 A call must end with code 0 or 2 within its limits of memory and time, without a traceback; code 1
 is allowed if a valid input needs more memory. With code 2, the call must have printed one line and

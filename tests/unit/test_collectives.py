@@ -1,4 +1,4 @@
-"""Collectives against examples by hand and dense loops, in particular which rank keeps dropped sums."""
+"""Compare collectives with examples by hand and dense loops, e.g. in which rank keeps dropped sums."""
 
 import functools
 from collections import defaultdict
@@ -35,7 +35,7 @@ SIZE, LAYERS, COUNT = 40, (24, 0, 16), 8
 
 
 def one_signed(rank: int) -> SparseVector:
-    """Return multiples of 1/8 of one sign at eight places, four per layer; means and sums are exact."""
+    """Return multiples of 1/8 of one sign, at four places per layer, whose means and sums are exact."""
     generator = torch.Generator().manual_seed(rank)
     low, high = (torch.randperm(n, generator=generator)[:4].sort().values for n in (24, 16))
     values = torch.randint(1, 40, (COUNT,), generator=generator) / 8

@@ -1,4 +1,4 @@
-"""Every algorithm, scheme, codec, selector and engine on tensors of a device, from one table.
+"""Run every algorithm, scheme, codec, selector and engine on tensors of a device, from one table.
 
 Messages are in the host's memory. The rows are those of the registries, so that a new row is tested
 without being named here, and the variants that the contracts use.

@@ -1,4 +1,4 @@
-"""D-PSGD, SGP and BMUF match their equations in matrices; the graphs of gossip; groups."""
+"""Test that D-PSGD, SGP and BMUF match their equations; test the graphs and groups of gossip."""
 
 from collections import Counter
 from functools import partial

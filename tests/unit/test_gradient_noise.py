@@ -1,4 +1,4 @@
-"""Adam on one of several ranks: the noise of its gradients, and the correction of its steps."""
+"""Test the noise of the gradients that Adam sees on one of several ranks, and how steps are corrected."""
 
 import pytest
 import torch

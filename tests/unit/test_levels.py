@@ -1,4 +1,4 @@
-"""Lloyd-Max levels: the decoded blocks, and the size of their rounding errors."""
+"""Test how blocks of Lloyd-Max levels are decoded, and how large their rounding errors are."""
 
 import math
 from fractions import Fraction

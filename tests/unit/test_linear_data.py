@@ -1,4 +1,4 @@
-"""Rows for the linear solvers: exactly one rank reads each line; trigrams of source files."""
+"""For the linear solvers, exactly one rank reads each line, and source files become trigrams."""
 
 import bz2
 import gzip

@@ -1,4 +1,4 @@
-"""Exchanged updates may keep their memory on the host; and the settings that are refused."""
+"""Exchanged updates may keep their memory on the host, and some settings are refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Local steps with a compressed outer step, against plain averaging, torch's SGD and their own law."""
+"""Compare local steps with a compressed outer step with plain averaging, torch's SGD and their law."""
 
 import math
 import pickle

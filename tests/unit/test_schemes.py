@@ -1,4 +1,4 @@
-"""Schemes by name: the table of the command line, and the requirements of the command."""
+"""Test the command line's table of schemes by name, and the requirements of the command."""
 
 from importlib.metadata import EntryPoint
 

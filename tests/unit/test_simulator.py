@@ -1,4 +1,4 @@
-"""The simulator's clock, networks, ports and work are as documented in sim/; primitives and groups."""
+"""The simulator's clock, networks, ports, work, primitives and groups are as documented in sim/."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""On one rank: which calls count as steps of an optimizer whose updates are exchanged."""
+"""Test on one rank which calls count as steps of an optimizer whose updates are exchanged."""
 
 import pytest
 import torch

@@ -173,7 +173,7 @@ def expected_union(k: float, size: int, ranks: int) -> float:
 
 # ---- lower bounds -----------------------------------------------------------------------------------
 #
-# Theorem 3.1 counts two words of 4 bytes per entry (coo), the lemmas one (the value).  A format with
+# Theorem 3.1 counts two words of 4 bytes per entry (coo); the lemmas count one, the value.  A format with
 # shorter indices or values, like packed, may go below a bound.
 
 

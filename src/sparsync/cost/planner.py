@@ -1,4 +1,4 @@
-"""Predict the time of a step's exchange per collective; find the fastest, and where dense wins.
+"""Predict the time of a step's exchange by collective, the fastest one, and where dense wins.
 
     seconds   = selection + exchange - hidden
     selection = n select + (entries of the total) decode

@@ -162,7 +162,7 @@ def _low(key: int) -> int:
 
 
 def top(x: Tensor, k: int) -> Tensor:
-    """Cost: for large x, a pass and a selection among about k; six passes if the sample misleads."""
+    """Cost: for large x, a pass and a selection among about k, or six passes if the sample misleads."""
     n, address = x.numel(), _address("x", x)
     k = min(k, n)
     if k <= 0:

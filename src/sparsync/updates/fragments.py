@@ -239,8 +239,8 @@ class Exchange:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields that a loaded exchange needs to be applied."""
-        # states are taken when all exchanges have settled, so no exchange is carried any more;
-        # scratch memory is not worth saving
+        # States are taken when all exchanges have settled, so none is carried by the engine any more.
+        # Scratch memory is not worth saving.
         passing = ("carried", "scratch", "last")
         kept = {name: value for name, value in vars(self).items() if name not in passing}
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}

@@ -25,7 +25,7 @@ _RESNET, _TRANSFORMER, _NAVIGATION = 25_559_081, 61_362_176, 8_476_421  # parame
 COMPUTE = 1 / _ADPSGD_RATE  # seconds of ResNet-50's step
 BETA = (1 / _LOCAL_RATE - COMPUTE) / (2 * 4 * _RESNET * 63 / 64)  # seconds per byte
 ALPHA = 2e-6  # seconds per message, for a hop of such a network (assumed)
-# the assumed seconds of a mean batch: 2,700 of at most 8,192 tokens, at 10,000 per second
+# the assumed seconds of a mean batch, which has 2,700 of at most 8,192 tokens, at 10,000 per second
 TRANSFORMER_COMPUTE = 0.27
 LATE = Delay("random", 2, 0.32)  # section 5.2
 TAIL = Delay("heavytail", 1.7, 43.5)  # section 5.4

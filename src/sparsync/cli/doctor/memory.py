@@ -1,4 +1,4 @@
-"""Whether a model fits into the memory of a job's ranks: ``sparsync doctor --model-size``."""
+"""Check whether a model fits into the ranks' memory, for ``sparsync doctor --model-size``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of virtual ranks: sparse ones that need less memory than n elements, dense, recorded."""
+"""Gradients of virtual ranks, which are recorded, dense, or sparse (in less memory than n elements)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small VGG on scikit-learn's images of digits: RedSync's convolutional test case, small."""
+"""A small VGG on scikit-learn's images of digits is a small form of RedSync's convolutional test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of SparCML's collectives: streams of any operation, which become dense if that is shorter."""
+"""The base of SparCML's collectives has streams of any operation, which become dense when shorter."""
 
 from __future__ import annotations
 

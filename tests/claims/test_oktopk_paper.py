@@ -1,4 +1,4 @@
-"""Ok-Topk as published (preset "oktopk-paper"): the steps that its claims cover, and those they omit.
+"""Test Ok-Topk as published ("oktopk-paper") on the steps that its claims cover, and on others.
 
 The claim is at most 6 (P - 1) / P words per entry *actually selected*, on steps that reuse their
 thresholds, if the ranks' inputs are exchangeable (averaged boundaries assume that they are

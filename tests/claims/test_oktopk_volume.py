@@ -1,4 +1,4 @@
-"""Ok-Topk: "the algorithm incurs less than 6k communication volume" (section 3, Equation 3).
+"""Ok-Topk "incurs less than 6k communication volume" (section 3, Equation 3).
 
 Here the preset "oktopk" must keep to this on every step, per *requested* k, in max(sent, received)
 over ranks, including headers and histograms. The claim is for k / P >= 256, k / n = 1/32, and

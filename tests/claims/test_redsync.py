@@ -1,4 +1,4 @@
-"""RedSync: Equations 1 and 2 and their consequences, checked on the simulator's ledger and clock."""
+"""Check RedSync's Equations 1 and 2 and their consequences on the simulator's ledger and clock."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""``docs/theory.md``: measured assumptions, and bounds compared with runs that meet these assumptions."""
+"""Measure the assumptions in ``docs/theory.md``, and compare its bounds with runs that meet them."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""WAGMA-SGD, sections 5.2 and 5.4: throughput in virtual time (benchmarks/averaging_throughput.py)."""
+"""Check WAGMA-SGD's throughput in virtual time (5.2 and 5.4; benchmarks/averaging_throughput.py)."""
 
 import pytest
 

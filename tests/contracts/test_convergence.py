@@ -1,4 +1,4 @@
-"""Theorem 4.1 of Ok-Topk, per algorithm: min |grad f|^2 falls towards 0 on a smooth non-convex f."""
+"""With every algorithm, min |grad f|^2 falls towards 0 for a smooth, non-convex f (Theorem 4.1)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The device memory per parameter that exchanged updates need, on the stand-in for a GPU."""
+"""Measure the device memory per parameter of exchanged updates, on the stand-in for a GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The state of a handle in checkpoints of torch.distributed.checkpoint."""
+"""Save and load the state of a handle by torch.distributed.checkpoint."""
 
 from itertools import product
 

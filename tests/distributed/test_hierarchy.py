@@ -1,4 +1,4 @@
-"""Failures and results of DDP on two nodes of two ranks: dense inside nodes, sparse between them.
+"""Train by DDP on two nodes of two ranks, dense inside nodes and sparse between them, also with faults.
 
 All ranks learn of a failure on one of two nodes or shards, and no rank is ahead of the others.
 """

@@ -1,4 +1,4 @@
-"""Vectors of more than 2^31 elements and messages of more than 2 GiB, which need that much memory."""
+"""Test vectors of more than 2^31 elements and messages of more than 2 GiB; they need that memory."""
 
 import functools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Pipeline stages (dp 2 x pp 2) and tensor parallelism (dp 2 x tp 2) on gloo."""
+"""Test pipeline stages (dp 2 x pp 2) and tensor parallelism (dp 2 x tp 2) over gloo."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""The MPI transport between real processes of ``mpiexec``."""
+"""Test the MPI transport between real processes of ``mpiexec``."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Overflows, diverging replicas and checkpoints on four real ranks."""
+"""Four real ranks recover from overflows and diverging replicas, and resume from checkpoints."""
 
 import copy
 import time

@@ -1,4 +1,4 @@
-"""Checkpoints while ranks have their own weights and moments."""
+"""Save and load checkpoints while ranks have their own weights and moments."""
 
 import contextlib
 import copy

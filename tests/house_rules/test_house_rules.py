@@ -1,4 +1,4 @@
-"""The house rules that a machine can check; CONTRIBUTING.md explains them."""
+"""Check those house rules that a machine can check; CONTRIBUTING.md explains them."""
 
 import ast
 import importlib

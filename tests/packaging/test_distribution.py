@@ -1,4 +1,4 @@
-"""From a clean copy to an installed wheel, which has the right files and runs without the checkout."""
+"""A wheel built from a clean copy has the right files, and runs without the checkout once installed."""
 
 import os
 import subprocess

@@ -78,7 +78,7 @@ def over_dense(cache: Cache, batch: int, density: float, period, seeds: int) -> 
 
 
 def effect(cache: Cache, axis: int, seeds: int) -> str:
-    """Return the mean of log(loss / dense) at every setting of one axis, the others averaged over."""
+    """Return the mean of log(loss / dense) at every setting of one axis, averaged over the others."""
     levels = (BATCHES, DENSITIES, PERIODS)[axis]
     cells = []
     for level in levels:

@@ -118,7 +118,7 @@ def test_oktopk_sends_less_with_quantised_values(name, world_size):
 
 @pytest.mark.parametrize(("bits", "balance_trigger"), [(2, 1.0), (4, 4.0), (8, 1.0)])
 def test_oktopk_with_qsgd_is_unbiased_and_reports_its_loss(bits, balance_trigger):
-    """Entries are rounded when sent to their owner, sums when sent to all, some twice if balanced."""
+    """Entries are rounded on the way to their owner, and sums to all, some twice if balanced."""
     size = k = 601  # no four regions are equally full
     given = [vector[:size] for vector in gradients()]
 

@@ -1,4 +1,4 @@
-"""With every algorithm, min |grad f|^2 falls towards 0 for a smooth, non-convex f (Theorem 4.1)."""
+"""With every algorithm, min |grad f|^2 falls to 0 on a smooth non-convex f (Ok-Topk, Theorem 4.1)."""
 
 import pytest
 import torch

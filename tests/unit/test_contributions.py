@@ -134,7 +134,7 @@ def test_steps_of_which_nobody_has_seen_anything_count_nothing():
 
 
 def test_equal_numbers_are_as_none():
-    """Equal numbers give the bits of none; if none are given, only the first exchange sends more."""
+    """Equal numbers give the same bits as no numbers, which cost a message in the first exchange only."""
     ends = []
     for seen in (None, 7):
 

@@ -226,7 +226,7 @@ def test_auto_selects_within_the_band_whatever_came_before(accumulated, k, step,
 
 
 def peaked() -> Tensor:
-    """Return values that are mostly near zero and never large, unlike normal ones."""
+    """Return values mostly near zero and never large, as late gradients are, unlike normal ones."""
     uniform = torch.rand(SIZE, generator=torch.Generator().manual_seed(1)) * 2 - 1
     return uniform.sign() * uniform.abs().clamp(max=0.9) ** 2
 

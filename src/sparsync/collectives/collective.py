@@ -93,7 +93,12 @@ class Collective(Stateful):
         return None
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return the most words that a rank sends or receives on any step, or None without a promise."""
+        """Return the most words that a rank sends or receives on any step, or None without a promise.
+
+        Args:
+            job: the exchange, of two ranks or more.
+            exchangeable: whether swapping the inputs of two ranks leaves all expectations unchanged.
+        """
         return None
 
     @abstractmethod

@@ -539,8 +539,8 @@ class Members:
         if part is not None:
             self._apply(part)
         else:
-            # the others did the last step closed here in another attempt, or not yet: exchange the parts
-            # of the two attempts
+            # the others made the last step closed here in another attempt, or not yet, so exchange
+            # the parts of the two attempts
             holds = _attempt_of(last.step, self._past, step)
             if holds is not None and holds != last.attempt:
                 self._take_back(last.parts.get(last.attempt))

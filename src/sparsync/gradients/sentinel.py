@@ -92,8 +92,8 @@ class Sentinel:
                 f"{', '.join(buffers) or 'none'}"
             )
         chosen = {name: local_of(buffers[name]) for name in self.buffers if name not in ignored}
-        # Ordered by name and then by key: the optimizer's own order may differ between ranks, e.g. after
-        # a load, and digests are compared in the order of this dict
+        # The order is by name and then by key, because the optimizer's own order may differ between
+        # ranks, e.g. after a load, and digests are compared in the order of this dict.
         moments = {
             f"{kind} of {name}": local_of(value)
             for name, parameter in model.named_parameters()

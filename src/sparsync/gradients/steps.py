@@ -238,7 +238,7 @@ class GradientSteps:
         this.jobs.append(self.engine.submit(self._exchange(this, unit)))
 
     async def _exchange(self, this: Step, unit: int) -> None:
-        """Exchange a unit; runs on the engine's thread, like ``finish``."""
+        """Exchange a unit; this runs on the engine's thread, like ``finish``."""
         if this.failed:  # the group is broken, so do not wait for the deadline of every unit
             if self.nodes is not None:
                 await self.nodes.follow(unit)

@@ -35,7 +35,7 @@ _OWN_LENGTH: Final[Mapping[str, bool]] = MappingProxyType(
         "NAdam": False,
         "RAdam": False,
         "RMSprop": False,
-        # these classes are from the package pytorch-optimizer, and any others of the same name
+        # these are classes of the package pytorch-optimizer; other classes of the same name count as well
         "AdEMAMix": True,
         "ADOPT": False,
         "Lamb": False,

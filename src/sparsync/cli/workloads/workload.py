@@ -241,7 +241,7 @@ class Workload(ABC):
         raise NotImplementedError
 
     def held_out_batches(self, *, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-        """Yield a rank's share of held-out samples, equal for every seed; by default ``held_out``'s."""
+        """Yield a rank's share of held-out samples (by default ``held_out``'s), equal for every seed."""
         inputs, targets = (part[rank::world_size] for part in self.held_out())
         for start in range(0, len(inputs), batch_size):
             part = slice(start, start + batch_size)

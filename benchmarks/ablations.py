@@ -1,4 +1,4 @@
-"""Seconds of one exchange with Ok-Topk's optimisations switched off one at a time.
+"""Measure the seconds of one exchange while Ok-Topk's optimisations are switched off one by one.
 
     python benchmarks/ablations.py [--lab 1gbit]     (writes benchmarks/ablations.md; about 5 minutes)
 
@@ -45,7 +45,7 @@ def spread(rank: int, world_size: int) -> torch.Tensor:
 
 
 def clustered(rank: int, world_size: int) -> torch.Tensor:
-    """Return normal values in the first n / P elements, zeros elsewhere, so one even region holds all."""
+    """Return normal values in the first n / P elements and zeros elsewhere, so one region holds all."""
     values = torch.zeros(SIZE)
     width = max(SIZE // world_size, K)
     values[:width] = spread(rank, world_size)[:width]
@@ -68,7 +68,7 @@ ROWS = {
 
 
 def seconds(make, world_size: int, *, gamma: float = 0.0, **options) -> float:
-    """Return the virtual seconds of an exchange after the first, which agrees on regions."""
+    """Return the virtual seconds of any exchange after the first, which agrees on the regions."""
     collectives = [OkTopk(**options) for _ in range(world_size)]
     vectors = [Exact().select(make(rank, world_size), K, 0) for rank in range(world_size)]
     links = Links(LINKS.alpha, LINKS.beta, gamma)
@@ -157,7 +157,7 @@ BUCKETS = {"without": 1, "with": 2}
 
 
 def exchange_times(connection: Connection, size: int) -> dict[str, list[float]]:
-    """Return the milliseconds of every exchange with and without bucketing, which take turns."""
+    """Return the milliseconds of every exchange with bucketing and without, which take turns."""
     rank, k, line = dist.get_rank(), round(DENSITY * size), StartLine(dist.new_group())
     mine = Exact().select(gradient("uniform", Draw(size, REAL_RANKS, rank, 0, 0)), k, 0)
     collectives = {name: OkTopk(buckets=buckets) for name, buckets in BUCKETS.items()}

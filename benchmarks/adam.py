@@ -1,4 +1,4 @@
-"""AdamW with a sparse exchange: every variant compared with dense AdamW, 4 ranks.
+"""Compare every variant of AdamW with a sparse exchange with dense AdamW, on 4 ranks.
 
     python benchmarks/adam.py                (long; writes benchmarks/adam.md, .json)
     python benchmarks/adam.py --only signs   (only runs with "signs" in their name)
@@ -52,14 +52,14 @@ def dense(steps: int, seed: int, lr: float) -> dict:
 
 
 def best_lr(runs: Runs, steps: int) -> float:
-    """Return dense's best learning rate among finished runs, or the middle one before there are any."""
+    """Return the best learning rate of dense among finished runs, or the middle one if there are none."""
     tried = {lr: runs.find(dense(steps, 0, lr)) for lr in LRS}
     known = {lr: run["eval_loss"] for lr, run in tried.items() if run and run["eval_loss"]}
     return min(known, key=known.__getitem__) if known else LRS[1]
 
 
 def run_all(runs: Runs, seeds: int) -> None:
-    """Make the missing runs, those that determine the learning rate first."""
+    """Make the missing runs, of which those that determine the learning rate come first."""
     for steps in STEPS:
         for lr in LRS:
             runs.make(dense(steps, 0, lr), optimizer="adamw")

@@ -1,4 +1,4 @@
-"""The ablations of WAGMA, section 5.2, on as many ranks as in the paper: 64, S = 8, tau = 10.
+"""Run WAGMA's ablations (section 5.2) on 64 ranks, as in the paper, with S = 8 and tau = 10.
 
     python benchmarks/averaging_ablations.py     (two hours of a core; .md and .json)
 
@@ -20,7 +20,7 @@ RANKS, LRS = 64, (0.2, 0.4, 0.8)
 DELAY = "two of 64 late on every step"
 MODEL = {"layers": 1, "width": 64, "batch_size": 2}  # 128 windows per step in all
 WAGMA = "WAGMA, S = 8"
-# row -> scheme, its options, and the paper's top-1 accuracy
+# for each row: the scheme, its options, and the paper's top-1 accuracy
 ROWS = {
     "Allreduce-SGD": ("allreduce", {}, "75.9"),
     WAGMA: ("wagma", {"group_size": 8}, "75.3"),
@@ -45,7 +45,7 @@ def prepare(steps: int) -> None:
 def row_of(
     name: str, runs: list[dict], bases: list[dict], played: dict | None, fastest: dict
 ) -> str:
-    """Return one row: each run is compared with WAGMA's run with the same seed."""
+    """Return one row, in which each run is compared with WAGMA's run with the same seed."""
     cells = [name, ROWS[name][2], str(len(runs))]
     if any(run["loss"] is None for run in runs):
         return f"| {' | '.join([*cells, 'diverges', '', '', ''])} |"
@@ -99,7 +99,7 @@ instead of 28,000 end while the models still change fast.
 
 
 def main() -> None:
-    """Make the missing runs, seed by seed; write the results after each."""
+    """Make the missing runs, seed by seed; write the results after each run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)

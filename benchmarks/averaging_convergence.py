@@ -1,4 +1,4 @@
-"""Averaging schemes after equal steps: 8 ranks, real training, virtual time (WAGMA, section 5.2).
+"""Compare averaging schemes after equal steps of 8 ranks in virtual time (WAGMA, section 5.2).
 
     python benchmarks/averaging_convergence.py          (two hours of a core; .md, .json, .png)
     python benchmarks/averaging_convergence.py --only digits --seeds 1
@@ -35,7 +35,8 @@ from sparsync.transports.sim import Links, SimCommunicator, simulate
 RANKS, STEPS = 8, 300
 LOOKS = (50, 100, 150, 200, 250)  # steps after which the mean of all models is evaluated
 BETWEEN = 295  # steps: five after a global average, five before the next
-# name -> the ranks that are late by 320 ms (section 5.2), and the interval between such steps
+# for each name: the ranks that are late by 320 ms (section 5.2), and the interval between such
+# steps
 DELAYS = {
     "two of eight late on every step": ("random:2:0.32", 1),  # as many as among 64 ranks in 5.2
     "one of eight late on every fourth": ("random:1:0.32", 4),  # 1/32 per rank and step, as in 5.2
@@ -50,7 +51,8 @@ BETA, PARAMETERS = 0.184e-9, 25_559_081  # 5.4 GB/s (ours); ResNet-50 (5.2)
 LIMIT = 0.01
 # all schemes use Allreduce-SGD's best rate
 LRS = {"digits": (0.025, 0.05, 0.1, 0.2), "bytes": (0.1, 0.2, 0.4, 0.8)}
-# 16 images, 128 in all, as with 4 ranks by default; the transformer takes an hour, not a day
+# 16 images per rank are 128 in all, as with 4 ranks by default; the transformer takes an hour, not
+# a day
 WORKLOAD_OPTIONS = {"digits": {"batch_size": 16}, "bytes": {"layers": 2, "width": 96}}
 # row -> scheme and its options, in the order of the runs
 ROWS = {
@@ -262,7 +264,7 @@ class Cache:
 
 
 def specify(workload: str, row: str, seed: int, lr: float, delay: str = TRAINED[0]) -> dict:
-    """Return the settings that identify a run; schemes that wait for all ignore which ranks are late."""
+    """Return the settings that identify a run; schemes that wait for all ranks ignore which are late."""
     if row not in AVOIDING:
         delay = TRAINED[0]
     lr = round(lr * LR_SCALE.get(row, 1), 6)
@@ -270,7 +272,7 @@ def specify(workload: str, row: str, seed: int, lr: float, delay: str = TRAINED[
 
 
 def run_all(cache: Cache, seeds: int) -> Iterator[None]:
-    """Make the missing runs, those that determine the learning rate first; yield after each."""
+    """Make the missing runs, beginning with those that determine the learning rate; yield after each."""
     for delay in DELAYS:
         for row in (row for row in ROWS if row not in LR_SCALE):
             yield cache.make({"row": row, "seed": 0, "delay": delay})
@@ -366,7 +368,7 @@ def ablations(cache: Cache, workload: str, seeds: int) -> list[str]:
 
 
 def line(row: str, delay: str, pairs: list[tuple[dict, dict]]) -> str:
-    """Return one row: each run is compared with Allreduce-SGD's run with the same seed."""
+    """Return one row, in which each run is compared with Allreduce-SGD's run with the same seed."""
     runs = [run for run, _ in pairs]
     cells = [row, delay.split(" late")[0] + delay.partition(" on")[2], f"{len(runs)}"]
     if any(run["loss"] is None for run in runs):

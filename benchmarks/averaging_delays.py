@@ -1,12 +1,13 @@
-"""Averaging schemes between real processes, some of them late, over gloo.
+"""Run averaging schemes between real processes over gloo, some of which are late.
 
     python benchmarks/averaging_delays.py             (writes benchmarks/averaging-delays.md, .json)
     python benchmarks/averaging_delays.py --only stall
 
-Part "added": the time that the delays of WAGMA's section 5.2 (two random ranks wait 320 ms before each
-step) add to the seconds per step of the slowest rank, including ``finish()``.  Every scheme runs with and
-without delays, one after the other, ``--repeats`` times.  Part "stall": the duration of an average whose
-other member is busy, so that its agent shares an interpreter with the computation.
+Part "added" measures the time that the delays of WAGMA's section 5.2 (two random ranks wait 320 ms
+before each step) add to the seconds per step of the slowest rank, including ``finish()``.  Every
+scheme runs with and without delays, one after the other, ``--repeats`` times.  Part "stall"
+measures the duration of an average whose other member is busy, so that its agent shares an
+interpreter with the computation.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def sleeping(until: float) -> None:
 
 
 def python(until: float) -> None:
-    """Hold the interpreter's lock, except at its switch interval (5 ms)."""
+    """Hold the interpreter's lock, except at the interpreter's switch interval (5 ms)."""
     count = 0
     while time.monotonic() < until:
         count += sum(range(100))

@@ -1,4 +1,4 @@
-"""Throughput of the averaging schemes in virtual time: WAGMA's Figures 4, 7 and 10 in the simulator.
+"""Simulate the throughput of the averaging schemes in virtual time: WAGMA's Figures 4, 7 and 10.
 
     python benchmarks/averaging_throughput.py              (half an hour; writes averaging-*)
     python benchmarks/averaging_throughput.py --only fig4  (only runs with "fig4" in their name)
@@ -97,7 +97,7 @@ STYLES = {
     "D-PSGD": "C0o-", "local SGD, H = 1": "C1o-", "Allreduce-SGD": "C5x:", "local SGD, H = tau": "C1^:",
 }  # fmt: skip
 
-# figure, ranks, row -> WAGMA's throughput over it, in the paper
+# for each figure, ranks and row: WAGMA's throughput over that of the row, in the paper
 RATIOS = {(t.figure, t.ranks, row): t.ratio for t in TARGETS for row in t.rows}
 
 
@@ -109,7 +109,7 @@ def steps_of(scheme: str, world_size: int) -> int:
 
 
 def cases() -> Iterator[tuple[str, int, str]]:
-    """Yield figure, ranks and row of all runs, the short ones first."""
+    """Yield figure, ranks and row of all runs, with the short runs first."""
     points = [(ranks, name) for name, setting in SETTINGS.items() for ranks in setting.ranks]
     for ranks, figure in sorted(points, key=lambda point: point[0]):
         yield figure, ranks, "ideal"

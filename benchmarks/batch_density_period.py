@@ -1,4 +1,4 @@
-"""Final loss by batch, density and threshold period tau': which of them matter, and in which combination.
+"""Measure the final loss by batch, density and threshold period tau', and which of them matter.
 
     python benchmarks/batch_density_period.py            (writes batch-density-period.md, .json)
     python benchmarks/batch_density_period.py --seeds 1
@@ -78,7 +78,7 @@ def over_dense(cache: Cache, batch: int, density: float, period, seeds: int) -> 
 
 
 def effect(cache: Cache, axis: int, seeds: int) -> str:
-    """Return the mean of log(loss / dense) at every setting of one axis, the others averaged over."""
+    """Return the mean of log(loss / dense) at every setting of one axis, averaged over the others."""
     levels = (BATCHES, DENSITIES, PERIODS)[axis]
     cells = []
     for level in levels:

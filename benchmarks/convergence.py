@@ -1,4 +1,4 @@
-"""Loss after equal steps: Ok-Topk compared with dense at dense's best learning rate.
+"""Compare the loss of Ok-Topk with dense after equal steps, at the best learning rate of dense.
 
     python benchmarks/convergence.py --optimizer sgd        (writes benchmarks/convergence-sgd.md, .json)
     python benchmarks/convergence.py --optimizer adam

@@ -1,4 +1,4 @@
-"""SGD's default compared with dense SGD at dense's best rate, with and without momentum; virtual ranks.
+"""Compare SGD's default with dense SGD at its best rate, with and without momentum, on virtual ranks.
 
     python benchmarks/defaults_sgd.py                       (missing runs, then the table)
     python benchmarks/defaults_sgd.py --tasks mlp,resnet --methods "default,1 %" --seeds 1,2,3
@@ -51,7 +51,7 @@ LAST = 5  # a run's loss is the mean of these evaluations, five steps apart; a s
 
 
 class Regression:
-    """Learns the outputs of a random network with the same inputs and outputs, for noise as input."""
+    """A task that learns the outputs of a random network of the same shape, for noise as input."""
 
     batch, clip = 32, math.inf
 
@@ -80,7 +80,7 @@ class Regression:
 
 
 class Digits:
-    """Learns scikit-learn's images of handwritten digits, shifted by up to a pixel."""
+    """A task that learns scikit-learn's images of handwritten digits, shifted by up to a pixel."""
 
     clip = math.inf
 
@@ -140,7 +140,7 @@ class Text:
 
 
 class Vgg(nn.Module):
-    """The VGG-16 of ``papers/``, 18 wide, for digits: every pixel is 4 x 4 pixels of three channels."""
+    """The VGG-16 of ``papers/`` with a width of 18, for digits; each of their pixels is 4 x 4 pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,12 +152,12 @@ class Vgg(nn.Module):
 
 
 def lstm() -> nn.Module:
-    """Return the language model of ``papers/``, 256 wide, of bytes, without dropout."""
+    """Return the language model of ``papers/`` for bytes, with a width of 256 and without dropout."""
     return LstmLanguageModel(vocabulary=256, width=256, dropout=0.0)
 
 
 def wide() -> nn.Module:
-    """Return a network of 1,126,410 parameters: 1 % of them are exchanged."""
+    """Return a network of 1,126,410 parameters, of which 1 % are exchanged."""
     layers = nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
     return nn.Sequential(nn.Flatten(), *layers)
 
@@ -167,7 +167,7 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
 
 
-# steps; rates of dense SGD without momentum, and with one of 0.9
+# for each task: its steps, and the rates of dense SGD without momentum and with a momentum of 0.9
 TASKS: Mapping[str, tuple[Callable[[], Any], int, Mapping[float, tuple[float, ...]]]] = (
     MappingProxyType(
         {

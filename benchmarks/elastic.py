@@ -1,9 +1,9 @@
-"""Kill and restart ranks at random; measure the others' loss, and how soon the killed ranks are back.
+"""Kill and restart ranks at random; measure the others' loss, and how soon killed ranks are back.
 
 Every row is ``sparsync train --elastic``, which trains twice, the first time without faults.  Writes
 ``benchmarks/elastic.md`` and a plot.
 
-    python benchmarks/elastic.py                 # about 3 hours; --quick: 5 minutes
+    python benchmarks/elastic.py                 # about 3 hours; with --quick 5 minutes
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Where AdamW's one line loses to dense training: exchanges without rounding, with known gradient noise.
+"""Find where AdamW's one line loses to dense training, by exact exchanges with known gradient noise.
 
     python benchmarks/exact_shares.py --seeds 1,2,3 --steps 1000
 
-Four ranks average their updates in 32 bits after every step, and know exactly by how much averaging
-shrinks the squares of their gradients (the *share*, see ``averaging.moments``): of each parameter, or of
-each group of its rows.  The remaining loss is therefore not due to rounding, measurement or the period.
-The variants remove further causes: clipping by each rank's own norm, and each rank's own second moments.
+Four ranks average their updates in 32 bits after every step.  For each parameter, or each group of
+its rows, they know exactly by how much averaging shrinks the squares of their gradients (the
+*share*, see ``averaging.moments``).  The remaining loss is therefore not due to rounding,
+measurement or the period. The variants remove further causes: clipping by each rank's own norm, and
+each rank's own second moments.
 
 Every finished run is a line of ``exact_shares/results.jsonl`` and is not repeated;
 ``exact_shares.md`` is made from these lines alone.
@@ -34,11 +35,11 @@ RANKS = 4
 
 
 class Method(NamedTuple):
-    """Differences of a run from the one line.
+    """The differences of a run from the one line.
 
     Attributes:
-        dense: average gradients before the optimizer, as DDP.
-        groups: shares per matrix, of as many contiguous rows each; 0: one per row.
+        dense: average gradients before the optimizer, as DDP does.
+        groups: number of shares per matrix, of equally many contiguous rows; 0 for a share per row.
         common_clip: clip by the norm of the average, as DDP does, instead of by each rank's own norm.
         second: the second moments to divide by: the rank's "own", their "mean" over ranks, or those of
             the averaged gradients ("dense"), as in DDP.
@@ -65,7 +66,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 
 
 class State:
-    """Moments of all ranks, and sums of squares per group of rows, of one parameter."""
+    """The moments of all ranks for one parameter, and sums of squares per group of its rows."""
 
     def __init__(self, parameter: Tensor, group: Mapping[str, Any], method: Method) -> None:
         rows = parameter.shape[0] if parameter.dim() else 1
@@ -79,7 +80,7 @@ class State:
         self.group, self.method = group, method
 
     def direction(self, gradients: Tensor, step: int) -> Tensor:
-        """Return the average of all ranks' steps, without the rate; ``gradients``: `[ranks, ...]`."""
+        """Return the average of all ranks' steps, without the rate; ``gradients`` are `[ranks, ...]`."""
         method, (beta1, beta2) = self.method, self.group["betas"]
         self.first.lerp_(gradients, 1 - beta1)
         self.second.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)

@@ -1,4 +1,4 @@
-"""How processes end that stop in the middle of training: exit codes, seconds, output on stderr.
+"""Stop processes in the middle of training, and record exit codes, seconds and output on stderr.
 
 ``python benchmarks/exits.py --runs 200`` writes ``exits.md``.  Finished runs are kept in
 ``exits.json``, so an interrupted table can be completed later.  Two ranks train with AdamW, and both stop
@@ -6,9 +6,9 @@ after a step that has begun an exchange, which is still in flight if ``delay=1``
 rank ends with an unexpected code, prints anything besides its own traceback, or takes more than 5 seconds
 after its last statement.
 
-Ranks are forked from a process that has imported everything and started no thread.  They end like any
-Python process, through the interpreter's own finalisation.  Linux only: the scheduler reports how long a
-process has waited for a processor, which does not count.
+Ranks are forked from a process that has imported everything and started no thread.  They end like
+any Python process, through the interpreter's own finalisation.  This needs Linux, whose scheduler
+reports how long a process has waited for a processor, because that time does not count.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
     command, pipes = [sys.executable, __file__, "--serve"], {"stdin": PIPE, "stdout": PIPE}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, text=True, env=environment, **pipes) as server:
-        # in turn, so that an interrupted table has equal numbers of each kind
+        # runs take turns, so that an interrupted table has equal numbers of each kind
         for number, kind in itertools.product(range(options.runs), KINDS):
             name = name_of(*kind)
             if options.kinds not in name or number < len(done.setdefault(name, [])):
@@ -85,7 +85,7 @@ def name_of(transport: str, delay: int, destroys: bool, end: str) -> str:
 
 
 def judge(end: str, ranks: list[Any]) -> tuple[str, float]:
-    """Return the defects of a run, and how long its ranks took to end."""
+    """Return the defects of a run, and the time that its ranks took to end."""
     for code, seconds, words in ranks:
         lines = [line.partition("]: ")[2] or line for line in words.strip().splitlines()]
         lines = [line for line in lines if not line.startswith(SAID)]
@@ -205,7 +205,7 @@ if __name__ == "__main__":
     if "--serve" not in sys.argv:
         main()
     elif (given := serve()) is not None:
-        # at the top level, so that only the interpreter's own finalisation follows
+        # this is at the top level, so that only the interpreter's own finalisation follows
         mine, (run, carrier, late, destroys, end), file = given
         handle = train(mine, run, carrier, late)
         if destroys:

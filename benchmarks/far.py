@@ -1,4 +1,4 @@
-"""Exchanges over far links: in round trips, back to back and after a pause.
+"""Measure exchanges over far links in round trips, back to back and after a pause.
 
     python benchmarks/far.py        (about 20 minutes; Linux, root; writes benchmarks/far.md)
 
@@ -53,7 +53,7 @@ KEPT, BBR = {"tcp_slow_start_after_idle": "0"}, {"tcp_congestion_control": "bbr"
 
 
 def gradients(preset: str, comm: Communicator) -> Iterator[None]:
-    """Yield before an exchange, after it, and at the end of its step, repeatedly."""
+    """Yield before an exchange, after it, and at the end of its step, again and again."""
     reducer = Reducer(
         comm, plan_units([("w", torch.empty(SIZE))]), run(resolve(preset).on(comm)), DENSITY
     )
@@ -69,7 +69,7 @@ def gradients(preset: str, comm: Communicator) -> Iterator[None]:
 
 
 def updates(_: str, comm: Communicator) -> Iterator[None]:
-    """Yield at the same points, for changes of weights in one bit each."""
+    """Yield at the same points, for changes of weights that are sent in one bit each."""
     whole, draw = Quantised(bits=1, block=512), torch.Generator().manual_seed(comm.rank)
     for step in count():
         change = DenseVector(torch.randn(UPDATES, generator=draw))

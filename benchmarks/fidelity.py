@@ -1,4 +1,4 @@
-"""The planner's predictions, compared with times on real links.
+"""Compare the planner's predictions with times on real links.
 
     python benchmarks/fidelity.py      (half an hour on an idle machine; Linux; .md, .json)
 
@@ -60,7 +60,7 @@ def measure(rate: str, ranks: int, size: int) -> dict:
 def cells_of(run: dict) -> list[dict]:
     """Predict every collective of a run, next to its measurement.
 
-    ``tbf``'s bucket lets a burst pass at once, so these bytes cost no wire time.
+    The bucket of ``tbf`` lets a burst pass at once, so these bytes cost no wire time.
     """
     machine, cells = Machine.from_dict(run["machine"]), []
     burst = default_burst(parse_rate(run["rate"]))

@@ -1,4 +1,4 @@
-"""Density of sums of sparse gradients, by number of ranks (SparCML, Figure 1).
+"""Measure the density of sums of sparse gradients by number of ranks (SparCML, Figure 1).
 
     python benchmarks/fill_in.py        (half a minute; writes benchmarks/fill_in.md and fill_in.png)
 

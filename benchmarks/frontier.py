@@ -1,7 +1,8 @@
-"""Bytes and loss with AdamW and Muon: every method on one task, tuned alike, on measured links.
+"""Measure bytes and loss with AdamW and Muon: all methods on one task, tuned alike, on known links.
 
     python benchmarks/frontier.py --task gpt-1m --steps 300     (long; resumes)
-    python benchmarks/frontier.py --task gpt-1m --lab 100mbit   (then: seconds and bytes on real links)
+    python benchmarks/frontier.py --task gpt-1m --lab 100mbit   (then seconds and bytes on real
+    links)
     python benchmarks/frontier.py --report                      (only writes the report)
 
 A method tries every learning rate, then each value of its two knobs, with the first seed; the best

@@ -45,8 +45,8 @@ def judge(
 
     Args:
         release: seconds by row, for every run of the release.
-        head: the same of the head.
-        floor: ratio up to which a row is not slower, however small its noise.
+        head: seconds by row, for every run of the head.
+        floor: ratio up to which a row does not count as slower, however small its noise.
 
     Example:
         >>> judge([{"top": 1.0}, {"top": 1.1}], [{"top": 1.5}, {"top": 1.6}], floor=1.2)
@@ -69,7 +69,7 @@ def measure(python: str, kernels: str = KERNELS, exchanges: str = EXCHANGES) -> 
     with tempfile.TemporaryDirectory() as folder:
         for options in (kernels, exchanges):
             file = Path(folder) / "rows.json"
-            # in another folder than the checkout, whose sources would be imported first
+            # this runs in another folder than the checkout, whose sources would be imported first
             subprocess.run(
                 [python, "-m", "sparsync", "bench", *options.split(), "--json", str(file)],
                 check=True,

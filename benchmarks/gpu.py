@@ -1,4 +1,4 @@
-"""Everything of sparsync that needs a GPU, in one run: correctness first, then times.
+"""Run every part of sparsync that needs a GPU: first the checks of correctness, then the times.
 
     make gpu                                  (20 minutes at most; an NVIDIA GPU and torch for CUDA)
     make gpu GPU_PYTHON=python3               (with that Python's installed packages; needs no network)
@@ -46,7 +46,7 @@ def _installed(name: str) -> bool:
 
 
 def run_part(name: str, rehearse: bool, seconds: float) -> Row:
-    """Run a part in a process group of its own, which ends with it."""
+    """Run a part in a process group of its own, which ends with the part."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
         command = [sys.executable, __file__, "--part", name, "--json", str(out)]
@@ -68,7 +68,7 @@ def run_part(name: str, rehearse: bool, seconds: float) -> Row:
 
 
 def be_part(name: str, rehearse: bool, out: Path) -> int:
-    """Run as a part's process: write its rows as they come, and the reason why they end."""
+    """Run as a part's process: write the rows as they come, and the reason why they end."""
     rows: list[Row] = []
     try:
         for row in PARTS[name][0](rehearse):

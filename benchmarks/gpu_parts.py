@@ -1,4 +1,4 @@
-"""The parts of `make gpu`, see gpu.py: each yields the rows of its table, or fails."""
+"""The parts of `make gpu` (see gpu.py): each yields the rows of its table, or fails."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def check_device(device: torch.device, **tensors: Tensor | None) -> None:
         check(where == device, f"{name} is on {where}, not on {device}")
 
 
-# ==== kernels =========================================================================================
+# ---- kernels ---------------------------------------------------------------------------------------
 
 
 def contracts(rehearse: bool) -> Iterator[Row]:
@@ -110,11 +110,11 @@ def contracts(rehearse: bool) -> Iterator[Row]:
     yield {"tests": "the Triton kernels and what needs a GPU", "outcome": lines[-1].strip("= ")}
 
 
-# ==== attach ==========================================================================================
+# ---- attach ----------------------------------------------------------------------------------------
 
 
 class Given(nn.Module):
-    """A model whose gradients equal its inputs, bit for bit on every device."""
+    """A model whose gradients equal its inputs, bit for bit, on every device."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Given(nn.Module):
 
 
 def optimizer_of(model: nn.Module, exchange: str | None) -> torch.optim.Optimizer:
-    """Return AdamW for updates, else SGD with rate 1, whose steps are rounded alike on every device."""
+    """Return AdamW for updates, otherwise SGD with rate 1, whose steps are rounded alike everywhere."""
     if exchange == "updates":
         return torch.optim.AdamW(model.parameters(), lr=0.01)
     return torch.optim.SGD(model.parameters(), lr=1.0)
@@ -288,7 +288,7 @@ def nccl(rehearse: bool) -> Iterator[Row]:
         yield {"case": "two ranks, one device", "outcome": f"NCCL ended a process: {error}"}
 
 
-# ==== one rank: NCCL, FSDP2, replicate() ==============================================================
+# ---- one rank: NCCL, FSDP2, replicate() ------------------------------------------------------------
 
 
 def one_rank(rehearse: bool) -> Iterator[Row]:
@@ -311,7 +311,7 @@ def one_rank(rehearse: bool) -> Iterator[Row]:
 
 
 def one_model(kind: str, exchange: str, mesh: Any, device: torch.device) -> Row:
-    """Train one model; check that average plus residual is the gradient, or that steps equal AdamW's."""
+    """Train one model; check that average plus residual is the gradient, or that steps are AdamW's."""
     import sparsync
     from sparsync.units import local_of
 
@@ -350,7 +350,7 @@ def one_model(kind: str, exchange: str, mesh: Any, device: torch.device) -> Row:
     return {"exchange": exchange, "outcome": "as expected"}
 
 
-# ==== selection =======================================================================================
+# ---- selection -------------------------------------------------------------------------------------
 
 
 def selection(rehearse: bool) -> Iterator[Row]:
@@ -372,7 +372,7 @@ def selection(rehearse: bool) -> Iterator[Row]:
 
 
 def select(size: int, k: int, device: torch.device) -> Row:
-    """Measure one size, for which both must find the same magnitudes."""
+    """Measure one size, for which both selections must find the same magnitudes."""
     from sparsync.kernels import magnitude_keys
     from sparsync.kernels import triton as backend
 
@@ -411,11 +411,11 @@ def select(size: int, k: int, device: torch.device) -> Row:
     }
 
 
-# ==== transfer ========================================================================================
+# ---- transfer --------------------------------------------------------------------------------------
 
 
 def transfer(rehearse: bool) -> Iterator[Row]:
-    """Measure how much of the time to move k entries to the host a backward pass hides."""
+    """Measure how much of the time to move k entries to the host is hidden by a backward pass."""
     from sparsync.kernels import packing
     from sparsync.kernels import triton as backend
 
@@ -489,7 +489,7 @@ def transfer(rehearse: bool) -> Iterator[Row]:
     check(torch.equal(message, torch.cat(packed).cpu()), "the message is not what was packed")
 
 
-# ==== all =============================================================================================
+# ---- all -------------------------------------------------------------------------------------------
 
 # time limit of each part, in seconds
 PARTS: dict[str, tuple[Callable[[bool], Iterator[Row]], int]] = {

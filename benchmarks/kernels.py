@@ -1,4 +1,4 @@
-"""The CPU kernels, relative to torch's ``residual.add_(gradient)`` and to torch's own operations.
+"""Time the CPU kernels relative to torch's ``residual.add_(gradient)`` and its other operations.
 
 python benchmarks/kernels.py [--json FILE] [--rounds 20] [--threads 1,2]     (about a minute)
 
@@ -38,7 +38,7 @@ Rows = dict[str, Callable[[], object]]
 
 
 def error_feedback(size: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return a residual as left by training, and the next gradient, in blocks of unequal scale."""
+    """Return a residual as training leaves it, and the next gradient, in blocks of unequal scale."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-1, 1, 64).repeat_interleave(-(-size // 64))[:size]
     residual = torch.zeros(size)

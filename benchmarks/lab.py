@@ -1,4 +1,4 @@
-"""The lab's far links: rate, RTT, loss and asymmetry, requested and measured; processor time.
+"""Measure rate, RTT, loss and asymmetry of the lab's far links, and the processor time they take.
 
     python benchmarks/lab.py        (about 6 minutes; Linux, root; writes benchmarks/lab.md)
 
@@ -60,7 +60,7 @@ def listen(kind: int) -> socket.socket:
 
 
 def ping() -> float:
-    """Return the median round trip of a byte over TCP from rank 0 to rank 1; 0 on the other ranks."""
+    """Return the median round trip of a byte over TCP from rank 0 to rank 1, or 0 on the other ranks."""
     with listen(socket.SOCK_STREAM) as server:
         seconds = [0.0]
         if dist.get_rank() == 0:
@@ -79,7 +79,7 @@ def ping() -> float:
 
 
 def lost(source: int) -> float:
-    """Return the share of datagrams that did not reach this rank; 0 on their source."""
+    """Return the share of datagrams that did not reach this rank, or 0 on their source."""
     with listen(socket.SOCK_DGRAM) as server:
         arrived = 0
         if dist.get_rank() == source:
@@ -142,7 +142,7 @@ def pair(warm_up: float, seconds: float) -> tuple[float, ...]:
 
 
 def load(pattern: str, warm_up: float, seconds: float) -> list[float]:
-    """Return each rank's rate of reception when all send to the next rank, or to all."""
+    """Return the rate at which each rank receives when all send to the next rank, or to all."""
     ranks = dist.get_world_size()
     steps = (1,) if pattern == "to the next" else range(1, ranks)
     streams = [(rank, (rank + step) % ranks) for step in steps for rank in range(ranks)]

@@ -1,8 +1,8 @@
-"""One exchange on real links: every collective compared with gloo's dense allreduce.
+"""Compare one exchange of every collective on real links with gloo's dense allreduce.
 
     python benchmarks/lab_exchange.py     (about 15 minutes; Linux; writes benchmarks/lab_exchange.md)
 
-Runs the equivalent of these commands, one after the other, and shows the ratios first:
+This runs the equivalent of these commands, one after the other, and shows the ratios first:
 
     sparsync bench --lab 1gbit --ranks 8 --size 14728266 --density 0.01 \
         --collectives dense,allgather,oktopk,budgeted,halving

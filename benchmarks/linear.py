@@ -1,13 +1,13 @@
-"""Linear models on trigrams: sparse exchanges compared with dense, and ours with scikit-learn.
+"""Train linear models on trigrams; compare sparse exchanges with dense, and with scikit-learn.
 
     python benchmarks/linear.py     (4 minutes; Linux; writes benchmarks/linear.md)
 
-Runs the equivalent of these commands, one after the other, and shows the ratios first:
+This runs the equivalent of these commands, one after the other, and shows the ratios first:
 
     sparsync linear --lab 1gbit --ranks 8 --compare dense,allgather,...
     sparsync linear --lab 1gbit --ranks 8 --solver scd --steps 100 --compare dense
 
-then ``SparseLinearClassifier`` and scikit-learn's ``SGDClassifier`` on one rank.
+Then it runs ``SparseLinearClassifier`` and scikit-learn's ``SGDClassifier`` on one rank.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def section(heading: str, results: list[dict]) -> list[str]:
 
 
 def accuracy(rows: int, epochs: int, l2: float = 1e-5, lr: float = 20.0) -> list[str]:
-    """Compare with scikit-learn on one rank, with equal penalty, training on 9 of 10 rows."""
+    """Compare with scikit-learn on one rank, with an equal penalty, after training on 9 of 10 rows."""
     shard = trigram_shard(rows=rows)
     cut = rows * 9 // 10
     training, held_out = slice(None, cut), slice(cut, None)

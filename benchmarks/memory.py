@@ -1,10 +1,10 @@
-"""Peak memory of a training process: DDP with ``attach`` relative to plain DDP.
+"""Measure the peak memory of a training process under DDP with ``attach``, relative to plain DDP.
 
     python benchmarks/memory.py        (Linux; 5 minutes; writes benchmarks/memory.md)
     python benchmarks/memory.py --gpt  (14 GB, 12 minutes; writes benchmarks/memory_gpt.md)
 
-The first measures algorithms with SGD on linear layers of 21 M parameters; ``--gpt`` the defaults, with
-AdamW and with SGD, on a GPT of 124 M: whole, and sharded by FSDP2.
+The first command measures algorithms with SGD on linear layers of 21 M parameters.  With ``--gpt``,
+the defaults are measured, with AdamW and with SGD, on a GPT of 124 M, whole and sharded by FSDP2.
 
 Each figure comes from fresh processes.  They first train a tiny model, which pays for imports, threads
 and sockets, then a large one.  The figure is the kernel's peak (VmHWM), minus the memory in use between
@@ -90,7 +90,7 @@ def linear_layers(width: int) -> nn.Module:
 
 
 class Gpt(nn.Module):
-    """GPT-2's shapes, of torch's own layers: 124 M parameters at a width of 768."""
+    """A model of torch's own layers with GPT-2's shapes: 124 M parameters at a width of 768."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Gpt(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """What a process trains; ``attached`` are the arguments of ``attach``, None is training without.
+    """The training of a process; ``attached`` has the arguments of ``attach``, or is None without it.
 
     With ``sharded``, every replica has SHARDS ranks, and FSDP2 takes the place of DDP.
     """
@@ -125,7 +125,7 @@ class Case:
 
 
 def step_of(model: nn.Module, generator: torch.Generator) -> Tensor:
-    """Return a loss on random data; few of them, so that activations take little."""
+    """Return a loss on random data, of which there is little, so that activations take little memory."""
     inner = getattr(model, "module", model)
     if isinstance(inner, Gpt):
         most = inner.embedding.num_embeddings
@@ -136,7 +136,7 @@ def step_of(model: nn.Module, generator: torch.Generator) -> Tensor:
 
 
 def sharded(make: Callable[[int], nn.Module], width: int, mesh: DeviceMesh) -> nn.Module:
-    """Shard a model by FSDP2, layer by layer; no rank ever holds the whole."""
+    """Shard a model by FSDP2, layer by layer, so that no rank ever holds the whole model."""
     with torch.device("meta"):
         model = make(width)
     for layer in model.layers.layers:
@@ -177,7 +177,8 @@ def train(width: int, case: Case) -> None:
 
 def peak(case: Case) -> int:
     """Return the peak memory of the large model in bytes, the maximum over ranks."""
-    # not by an environment variable: ranks are forked from a process that has read it already
+    # this is not an environment variable, because ranks are forked from a process that has read it
+    # already
     if case.malloc is not None and ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, case.malloc) != 1:
         raise OSError(f"mallopt(M_MMAP_THRESHOLD, {case.malloc}) failed; run with glibc")
     train(TINY, case)
@@ -194,7 +195,7 @@ def measure(world_size: int, case: Case) -> int:
 
 
 def row(world_size: int, view: bool, malloc: str, case: str, extra: int, plain: int) -> str:
-    """Return one row of the table; the rest is the memory taken in addition to the residual."""
+    """Return one row of the table; its rest is the memory taken in addition to the residual."""
     residual = elements(WIDTH) * WORD_BYTES
     rest = (extra - residual) / (WORD_BYTES * elements(WIDTH) * (DENSITY + 1 / world_size))
     return (

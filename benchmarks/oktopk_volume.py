@@ -1,4 +1,4 @@
-"""Volume and simulated time per rank by world size and input, compared with the claimed bounds.
+"""Compare volume and simulated time per rank with the claimed bounds, by world size and input.
 
     python benchmarks/oktopk_volume.py        (about 2 minutes; writes benchmarks/oktopk_volume.md)
 

@@ -1,4 +1,4 @@
-"""The one line with every optimizer, with unequal data per rank, and in fine-tuning, on virtual ranks.
+"""Try the one line with every optimizer, unequal data per rank, and fine-tuning, on virtual ranks.
 
     python benchmarks/optimizers.py --studies optimizers --seeds 1,2,3 --search
     python benchmarks/optimizers.py --report    (only writes the tables)
@@ -154,7 +154,7 @@ def train_optimizer(run: Mapping[str, Any]) -> float:
 
 
 class Unequal(TorchTask):
-    """Gives every rank its own number of windows per step, and dense the mean over all of them."""
+    """A task that gives every rank its own number of windows per step, and dense the mean over all."""
 
     def __init__(self, rows: Sequence[int], *, joined: bool) -> None:
         super().__init__(*SHAPE)
@@ -193,7 +193,7 @@ def train_unequal(run: Mapping[str, Any]) -> float:
 
 
 class Apart(TorchTask):
-    """Gives every rank a separate part of the text; some batches come from all of it."""
+    """A task that gives every rank a separate part of the text; some batches come from all of it."""
 
     def __init__(self, common: float) -> None:
         super().__init__(*SHAPE, packages=("email", "pydoc_data", "json", "http"))
@@ -208,7 +208,7 @@ class Apart(TorchTask):
 
 
 class Classes:
-    """Digits, with a small network; every rank has its own classes, or all ranks have all classes."""
+    """A small network on digits; every rank has its own classes, or all ranks have all classes."""
 
     clip = math.inf
 
@@ -262,7 +262,7 @@ def train_apart(run: Mapping[str, Any]) -> float:
 
 
 class LowRank(nn.Module):
-    """A linear layer that is frozen, and the product of two narrow ones (LoRA, matrix rank 4)."""
+    """A frozen linear layer plus the product of two narrow ones (LoRA, matrix rank 4)."""
 
     def __init__(self, frozen: nn.Linear) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The combined weight, which is all that torch's encoder layers use without gradients."""
+        """The combined weight; torch's encoder layers use only this when there are no gradients."""
         return self.frozen.weight + self.up.weight @ self.down.weight
 
     @property
@@ -314,7 +314,7 @@ def tuned(case: str, seed: int) -> nn.Module:
 
 
 def fine_tune(run: Mapping[str, Any]) -> float:
-    """Continue training on the text of Python's manual; "before" is the initial loss."""
+    """Continue training on the text of Python's manual; "before" is the loss at the beginning."""
     task, case = TorchTask(*SHAPE, packages=("pydoc_data",)), run["case"].split(",")[0]
     if run["method"] == "before":
         model = tuned(case, run["seed"]).eval()
@@ -328,7 +328,7 @@ def fine_tune(run: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Study:
-    """One question: its rows, how they are trained, and what the report says.
+    """One question, with its rows, their training, and the words of the report.
 
     A run is identified by a dictionary with ``study``, ``case``, ``lr``, ``seed`` and ``method``.
 
@@ -353,7 +353,7 @@ def grid(first: float) -> tuple[float, ...]:
 
 
 def is_there(study: str, case: str) -> bool:
-    """Return whether an optimizer can be run here; finished runs are in the report either way."""
+    """Return whether an optimizer can be run here; the report has finished runs in either case."""
     own = study != "optimizers" or case in [*OPTIMIZERS][:10]
     return own or importlib.util.find_spec("pytorch_optimizer") is not None
 
@@ -441,7 +441,7 @@ def spread(values: Sequence[float], digits: int = 1, sign: str = "+") -> str:
 
 
 def row_of(results: Results, name: str, case: str) -> str:
-    """Return a row of a table, or nothing if there is nothing to compare."""
+    """Return a row of a table, or no row if there is nothing to compare."""
     study, lr = STUDIES[name], best_rate(results, name, case)
     found: dict[str, dict[int, float]] = {}
     for method in ("before", *study.methods):

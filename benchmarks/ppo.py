@@ -1,12 +1,12 @@
-"""PPO with ranks that collect for unequal times: return and time of every averaging scheme.
+"""Train PPO with ranks that collect for unequal times; compare averaging schemes by return and time.
 
     python benchmarks/ppo.py     (writes benchmarks/ppo.md, .json)
     python benchmarks/ppo.py --ranks 2 --runs 1 --iterations 5 --algorithm allreduce,local
 
 CartPole replaces the Habitat navigation of WAGMA's section 5.4, which is out of reach (see
-``sparsync_papers.workloads.ppo``).  A step of CartPole takes microseconds, a rendered step milliseconds.
-``--step-seconds`` sleeps for this long per step, so a waiting rank does not free a core for the others.
-Rows are written as soon as they are done, so a run can be interrupted.
+``sparsync_papers.workloads.ppo``).  A step of CartPole takes microseconds, and a rendered step
+milliseconds. ``--step-seconds`` sleeps for this long per step, so that a waiting rank does not free
+a core for the others. Rows are written as soon as they are done, so a run can be interrupted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparsync.cli.output import progress
 from sparsync.errors import ConfigurationError
 from sparsync_papers.workloads.ppo import Ppo
 
-# our values, except 8, WAGMA's synchronization period in 5.4
+# these are our values, except for 8, which is WAGMA's synchronization period in 5.4
 OPTIONS = {"wagma": {"sync_period": 8}, "local": {"period": 1}}
 
 

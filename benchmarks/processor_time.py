@@ -1,4 +1,4 @@
-"""Processor time of one exchange: the defaults of SGD and of AdamW, relative to torch's ``add_``.
+"""Measure the processor time of one exchange by the defaults of SGD and AdamW, relative to ``add_``.
 
     python benchmarks/processor_time.py            (2 minutes; writes benchmarks/processor_time.md)
     python benchmarks/processor_time.py --growth   (40 minutes, 10 GB; appends how cost grows, with
@@ -70,7 +70,7 @@ class Exchange:
         self.residual = Residual(size, torch.float32, torch.device("cpu"))
 
     def select(self, gradient: Tensor) -> Vector:
-        """Return what is exchanged; ``budgeted`` selects its entries now, which is not timed."""
+        """Return the entries or values to exchange; ``budgeted`` selects now, which is not timed."""
         if self.name == "budgeted":
             self.residual.accumulate(0, gradient)
             whole = self.residual.accumulated
@@ -125,7 +125,7 @@ def measure(names: tuple[str, ...], size: int, turns: int) -> dict[str, Seconds]
 
 
 def _keep_fastest(best: dict[str, Seconds], kind: str, new: Seconds) -> None:
-    """Keep, of each part, the fastest turn: other work on the machine only adds to it."""
+    """Keep the fastest turn of each part, because other work on the machine only adds to a turn."""
     old = best.get(kind, new)
     best[kind] = {part: min(old[part], seconds) for part, seconds in new.items()}
 

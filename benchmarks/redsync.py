@@ -1,7 +1,7 @@
-"""RedSync's convergence on small models: a VGG on digits and an LSTM on text, both with 4 ranks.
+"""Measure RedSync's convergence on 4 ranks, with a small VGG on digits and a small LSTM on text.
 
     python benchmarks/redsync.py                        (writes benchmarks/redsync.md, .json)
-    python benchmarks/redsync.py --only lstm --seeds 1  (only what has "lstm" in its name, one seed)
+    python benchmarks/redsync.py --only lstm --seeds 1  (runs with "lstm" in their name, one seed)
 
 Part "convergence" asks the question of Table 1 and Figure 6: are RedSync and its quantised form as
 good as dense after equal steps?  Part "batches" asks that of Table 2: are they also as good with large
@@ -77,7 +77,7 @@ def convergence(
 
 
 def batch(args: argparse.Namespace, total: int, algorithm: str, lr: float) -> dict:
-    """Return the settings of a run of the second part: equal epochs for every batch size."""
+    """Return the settings of a run of the second part, which has equal epochs for every batch size."""
     images = len(DigitsWorkload().parts[0][1])
     return {
         "part": "batches",
@@ -92,7 +92,7 @@ def batch(args: argparse.Namespace, total: int, algorithm: str, lr: float) -> di
 
 
 def best_dense(args: argparse.Namespace, runs: Runs, total: int) -> dict | None:
-    """Return dense's run at its best learning rate, once all of its runs are done."""
+    """Return the run of dense at its best learning rate, once all of its runs are done."""
     base = workload_class("digits").defaults.sgd_lr
     tried = [runs.find(batch(args, total, "dense", times * base)) for times in BATCH_LRS]
     if any(run is None for run in tried):
@@ -106,7 +106,7 @@ def make(runs: Runs, spec: dict) -> None:
 
 
 def run_all(args: argparse.Namespace, runs: Runs) -> None:
-    """Make the missing runs: row by row with all seeds, then the batch sizes."""
+    """Make the missing runs: first row by row with all seeds, then the batch sizes."""
     for workload in ("digits", "lstm"):
         for algorithm, density in rows(args):
             for seed in range(args.seeds):
@@ -152,7 +152,7 @@ def convergence_table(
     measure: Callable[[dict], float],
     sign: int,
 ) -> list[str]:
-    """Return mean and standard deviation over seeds, and whether they are as good as dense's.
+    """Return mean and standard deviation over seeds, and whether they are as good as those of dense.
 
     A larger ``sign`` times ``measure`` is better.
     """

@@ -1,8 +1,8 @@
-"""Where a RedSync step's time goes (its Figure 10): select, mask, pack, communicate, unpack.
+"""Split a RedSync step's time into selecting, masking, packing, communicating, unpacking (Figure 10).
 
     python benchmarks/redsync_phases.py     (2 minutes; writes benchmarks/redsync_phases.md and .png)
 
-Simulated by ``sparsync_papers.reproduce.redsync_phases``.
+The step is simulated by ``sparsync_papers.reproduce.redsync_phases``.
 """
 
 from __future__ import annotations

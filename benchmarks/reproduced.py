@@ -1,4 +1,4 @@
-"""The papers' conclusions next to ours, from the files that ``sparsync reproduce`` wrote.
+"""Show the papers' conclusions next to ours, from the files that ``sparsync reproduce`` wrote.
 
 sparsync reproduce --all --out DIR          (an hour on two cores)
 python benchmarks/reproduced.py DIR         (writes reproduced.md; artifacts not in DIR keep their rows)
@@ -28,7 +28,7 @@ OURS = re.compile(r"\(not in the paper\)")
 
 
 def cells_of(line: str) -> list[str]:
-    """Return the cells of a row of a Markdown table; none of any other line."""
+    """Return the cells of a row of a Markdown table, or no cells for any other line."""
     return [cell.strip() for cell in line.strip().strip("|").split("|")] if "|" in line else []
 
 
@@ -85,7 +85,7 @@ def count(text: str) -> Counter[str]:
 
 
 def report(artifacts: list[dict], before: dict[str, list[str]]) -> str:
-    """Return the document: new rows where an artifact was run, else those of ``before``."""
+    """Return the document: new rows where an artifact was run, and otherwise those of ``before``."""
     new = {artifact["name"]: lines_of(artifact) for artifact in artifacts}
     names = [artifact.name for artifact in ARTIFACTS]
     lines = [line for name in names for line in new.get(name, before.get(name, []))]

@@ -1,4 +1,4 @@
-"""Many training runs, one after the other, kept in a file, so an interrupted table can be completed."""
+"""Many training runs, one after the other, kept in a file so that an interrupted table can go on."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Runs:
 
 
 def spread(values: list[float]) -> str:
-    """Format mean and standard deviation.
+    """Format the mean and the standard deviation.
 
     Example:
         >>> spread([1.0, 3.0]), spread([2.0])

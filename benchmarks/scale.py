@@ -1,4 +1,4 @@
-"""AdamW's one line compared with dense AdamW for more ranks and larger models, on virtual ranks.
+"""Compare AdamW's one line with dense AdamW for more ranks and larger models, on virtual ranks.
 
     python benchmarks/scale.py --tasks gpt-100k --ranks 4,8,16,32 --batches rank,all
     python benchmarks/scale.py --tasks gpt-1m --ranks 8 --rates 0.002 --seeds 1,2

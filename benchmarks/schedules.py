@@ -1,4 +1,4 @@
-"""AdamW's one line compared with dense AdamW at the same rate, under nine schedules, on virtual ranks.
+"""Compare AdamW's one line with dense AdamW at the same rate, under nine schedules, on virtual ranks.
 
     python benchmarks/schedules.py --tasks torch-100k,bytes-100k --schedules cosine-0,linear-0 --seeds 1,2
     python benchmarks/schedules.py --methods uncorrected,two-bits    (other candidates for the default)
@@ -74,7 +74,7 @@ def rate_at(schedule: str, step: int, steps: int) -> float:
 
 
 class TorchGpt(nn.Module):
-    """A GPT of torch's own layers, with biases, GELU and an untied head."""
+    """A GPT made of torch's own layers, with biases, GELU and an untied head."""
 
     def __init__(self, context: int, width: int, layers: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class TorchGpt(nn.Module):
 
 
 class TorchTask:
-    """Trains ``TorchGpt`` on the sources of some Python packages; clips at 1.0."""
+    """A task that trains ``TorchGpt`` on the sources of some Python packages, and clips at 1.0."""
 
     clip, batch = 1.0, 8
 
@@ -144,7 +144,7 @@ class TorchTask:
 
 
 class WorkloadTask:
-    """Trains the models of ``frontier.py``, a GPT without biases or an LSTM; clips at 1.0."""
+    """Trains a model of ``frontier.py``, a GPT without biases or an LSTM, and clips gradients at 1.0."""
 
     clip = 1.0
 
@@ -170,7 +170,7 @@ class WorkloadTask:
 
 
 class DigitsTask:
-    """Trains a network on scikit-learn's images of digits, shifted by up to a pixel."""
+    """A task that trains a network on scikit-learn's images of digits, shifted by up to a pixel."""
 
     clip = math.inf
 
@@ -198,7 +198,7 @@ class DigitsTask:
 
 
 class RegressionTask:
-    """Trains a linear layer to copy ten of its inputs: the script of ``docs/quick-start.md``."""
+    """A task that trains a linear layer to copy ten of its inputs, as in ``docs/quick-start.md``."""
 
     clip = math.inf
 

@@ -1,4 +1,4 @@
-"""The cost of selecting 0.1 % of a residual, by size and selector (RedSync, Figure 3).
+"""Measure the cost of selecting 0.1 % of a residual, by size and selector (RedSync, Figure 3).
 
     python benchmarks/selection.py        (10 minutes, 3 GB; writes selection.md and selection.png)
 

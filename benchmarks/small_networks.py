@@ -53,7 +53,7 @@ class ResidualBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """A transformer over sixteen patches of images `[batch, 1, 8, 8]`, of torch's own layers."""
+    """A transformer, made of torch's own layers, over sixteen patches of images `[batch, 1, 8, 8]`."""
 
     def __init__(self, width: int = 64, layers: int = 3) -> None:
         super().__init__()

@@ -1,12 +1,13 @@
-"""Time of a training step with many small parameters: ``attach`` relative to plain DDP.
+"""Time training steps with many small parameters, with ``attach`` relative to plain DDP.
 
     python benchmarks/small_parameters.py [CASE]    (6 minutes; writes benchmarks/small_parameters.md)
 
-Two ranks on loopback, without a slow link.  The same two processes train the models of a row in turn, for
-two steps each; updates are exchanged after the second step.  Figures are medians and ratios of medians,
-of wall-clock time and, in parentheses, of the process's processor time, which other jobs on the machine
-disturb less.  The excess over 1 is the cost of an exchange, which does not pay off without a slow link,
-and of Python code for every parameter.  Results for a CASE (a part of its name) are only printed.
+There are two ranks on loopback, without a slow link.  The same two processes train the models of a
+row in turn, for two steps each; updates are exchanged after the second step.  Figures are medians
+and ratios of medians, of wall-clock time and, in parentheses, of the process's processor time,
+which other jobs on the machine disturb less.  The excess over 1 is the cost of an exchange, which
+does not pay off without a slow link, and of Python code for every parameter.  Results for a CASE (a
+part of its name) are only printed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Transformer(nn.Module):
         return self.head(self.layers(self.words(x)))
 
 
-# name: count and size of parameters (None: the transformer), and unit_bytes
+# for each name: the count and size of parameters (None for the transformer), and unit_bytes
 CASES: dict[str, tuple[tuple[int, int] | None, int | None]] = {
     "1,000 x 8": ((1_000, 8), None),
     "3,000 x 8": ((3_000, 8), None),

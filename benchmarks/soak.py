@@ -1,4 +1,4 @@
-"""Training for hours with delays, overflows, restarts and killed ranks: nothing is lost, nothing leaks.
+"""Train for hours with delays, overflows, restarts and killed ranks; nothing may be lost or leak.
 
     python benchmarks/soak.py                  (Linux; 2 hours; writes benchmarks/soak.md, .json, .png)
     python benchmarks/soak.py --minutes 5
@@ -9,9 +9,10 @@ the model again and load the checkpoint, in the same processes.  Every other lif
 which the others must report in time.  The next life loads the last checkpoint with a different number of
 ranks.
 
-The job repeatedly checks the law (everything accumulated is in the total or in a residual), that replicas
-are equal, that residuals are unchanged after a refused step, the state after a restart, and that memory,
-threads and open files do not grow.  The .json is written after every life; a later call continues it.
+The job repeatedly checks the law (all that was accumulated is in the total or in a residual), that
+replicas are equal, that residuals are unchanged after a refused step, that a restart restores the
+state, and that memory, threads and open files do not grow.  The .json is written after every life;
+a later call continues it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ MIB = 1 << 20
 
 
 class Trainee:
-    """A rank's model, optimizer and handle; all of them are rebuilt in a restart."""
+    """A rank's model, optimizer and handle, all of which are rebuilt in a restart."""
 
     def __init__(self, algorithm: str, folder: Path) -> None:
         self.algorithm, self.folder = algorithm, folder
@@ -91,7 +92,7 @@ class Trainee:
         self.step = int(self.sync.stats()["exchanges"])
 
     def restart(self) -> None:
-        """Save, close everything, and start again; the state must be the same, bit for bit."""
+        """Save, close, and start again; the state must be the same, bit for bit."""
         self.save()
         before, weights = self.residual(), self.weights()
         self.sync.close()
@@ -110,7 +111,7 @@ class Trainee:
         return torch.cat([p.detach().flatten() for p in self.net.parameters()])
 
     def residual(self) -> Tensor:
-        """Return this rank's residual, flat, in the order of the parameters."""
+        """Return this rank's residual as a flat tensor, in the order of the parameters."""
         kept = self.sync.state_dict()["content"]["reducer"]["residual"]
         zeros = {n: torch.zeros(p.numel()) for n, p in self.net.named_parameters()}
         return torch.cat([kept.get(name, zeros[name]) for name in zeros])
@@ -162,7 +163,7 @@ class Trainee:
         sums = torch.stack([accumulated, self.residual().double(), accumulated.abs()])
         dist.all_reduce(sums)
         average = torch.cat([p.grad.flatten() for p in parameters]).double()
-        # one more rounding than in the law, because the average was divided by P
+        # there is one more rounding than in the law, because the average was divided by P
         bound = (world_size + 3) * 2.0**-24 * sums[2] + 2.0**-126
         off = (sums[0] - world_size * average - sums[1]).abs() / bound
         self.worst = max(self.worst, float(off.max()))
@@ -177,8 +178,8 @@ class Trainee:
 def sample() -> list[float]:
     """Return this process's memory in MiB, its threads and its open files.
 
-    Python first collects its garbage (DDP's models are in cycles), and the C library returns its free
-    memory, so everything that remains is in use.
+    Python first collects its garbage (DDP's models are in cycles), and the C library returns its
+    free memory, so all that remains is in use.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

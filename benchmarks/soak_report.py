@@ -1,4 +1,4 @@
-"""The report of a soak: a table, and memory over time.  ``soak.py`` runs it."""
+"""The report of a soak, which ``soak.py`` runs: a table, and memory over time."""
 
 from __future__ import annotations
 

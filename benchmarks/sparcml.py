@@ -1,8 +1,9 @@
-"""Quantised top-k SGD (SparCML, Algorithm 1): 16 of every 512 entries at 4 bits, compared with dense.
+"""Compare quantised top-k SGD (SparCML, Algorithm 1; 16 of every 512 entries at 4 bits) with dense.
 
     python benchmarks/sparcml.py        (5 minutes; writes benchmarks/sparcml.md, .json; resumes)
 
-Equivalent to ``sparsync train --ranks 4 --steps 300 --density 0.03125 --lr LR --algorithm NAME``.
+It is equivalent to ``sparsync train --ranks 4 --steps 300 --density 0.03125 --lr LR --algorithm
+NAME``.
 """
 
 from __future__ import annotations

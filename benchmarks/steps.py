@@ -1,4 +1,4 @@
-"""How many more steps than dense a method needs: the study's model, fitted to the frontier's curves.
+"""Fit the study's model of how many more steps than dense a method needs to the frontier's curves.
 
     python benchmarks/steps.py     (seconds; writes benchmarks/steps.md, and coefficients into papers/)
 
@@ -82,7 +82,7 @@ class Observation:
         return features(self.recipe, self.optimizer, self.ranks, self.steps)
 
 
-# of SGD with momentum 0.9, steps to dense's loss after 100: benchmarks/train_lab.md
+# for SGD with momentum 0.9, the steps to the loss of dense after 100: benchmarks/train_lab.md
 OF_SGD = (
     Observation("train_lab", "budgeted", "sgd", 4, 8, 100, 1.0, Recipe("sparse gradients"), 1.05),
     Observation("train_lab", "powersgd-r4", "sgd", 4, 8, 100, 1.0, Recipe("low-rank"), 1.16),
@@ -114,7 +114,7 @@ def recipe_of(name: str) -> Recipe | None:
 
 
 def observations(rows: Sequence[Row]) -> list[Observation]:
-    """Return the ratios of every method that the model describes, where dense has a matching run."""
+    """Return the ratios of all methods that the model describes, where dense has a matching run."""
     found, finished = list(OF_SGD), [row for row in rows if not row["lab"]]
     for place in dict.fromkeys((row["task"], row["ranks"], row["batch"]) for row in finished):
         here = [row for row in finished if (row["task"], row["ranks"], row["batch"]) == place]
@@ -136,7 +136,7 @@ def keys_of(runs: Mapping[int, Mapping[tuple[str, str], Entry]]) -> list[tuple[s
 
 
 def progresses(dense: Entry) -> bool:
-    """Return whether dense's loss falls throughout; if not, steps to a loss are noise."""
+    """Return whether the loss of dense falls throughout; if it does not, steps to a loss are noise."""
     return not dense.diverged and all(
         after <= NOISE * before
         for row in dense.best
@@ -169,7 +169,7 @@ def ratios(place: Observation, dense: Entry, own: Sequence[Entry]) -> Iterator[O
 
 @dataclass(frozen=True)
 class Fit:
-    """Coefficients by feature, and the spread of a ratio's logarithm around the model."""
+    """The coefficients by feature, and the spread of a ratio's logarithm around the model."""
 
     coefficients: Mapping[str, float]
     spread: float
@@ -226,7 +226,7 @@ def likely(errors: Sequence[float]) -> float:
 
 
 def written(data: Sequence[Observation], found: Fit) -> str:
-    """Return the package's lines, as its formatter would write them."""
+    """Return the lines of the package's file, as its formatter would write them."""
     factor = likely(
         [abs(math.log(seen.ratio) - log) for seen, log in left_out(data) if not seen.bound]
     )

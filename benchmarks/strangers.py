@@ -1,4 +1,4 @@
-"""Strangers at a rank's port: how long the longest exchange takes while they try.
+"""Measure the longest exchange while strangers try to enter at a rank's port.
 
     python benchmarks/strangers.py     (a minute; writes benchmarks/strangers.md)
 
@@ -73,7 +73,7 @@ CASES: dict[str, Callable[[str, float], None] | None] = {
 
 
 def rank_of(number: int, port: int, tell: Any) -> None:
-    """Exchange with the other rank; tell the address, then the longest exchange."""
+    """Exchange with the other rank; report rank 0's address, and at the end the longest exchange."""
     store = TCPStore("127.0.0.1", port, 2, number == 0)
     with ZmqCommunicator(number, 2, store=store, timeout=60.0) as comm:
         if number == 0:

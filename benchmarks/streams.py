@@ -1,4 +1,4 @@
-"""Where a sparse sum stops paying off: the factor on delta (SparCML, section 5.1), measured.
+"""Measure where a sparse sum stops paying off: the factor on delta (SparCML, section 5.1).
 
     python benchmarks/streams.py        (half a minute; writes benchmarks/streams.md)
 
@@ -39,7 +39,7 @@ def operand(nnz: int, seed: int) -> SparseVector:
 
 
 def best(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the shortest time of each call, with all calls measured in turn."""
+    """Return the shortest time of each call, while all calls take turns."""
     seconds = dict.fromkeys(calls, float("inf"))
     for _ in range(REPEATS):
         for name, call in calls.items():

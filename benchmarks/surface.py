@@ -1,4 +1,4 @@
-"""Seconds to dense's loss by rate and round-trip time: every method in every cell of a real network.
+"""Measure the seconds to dense's loss by rate and round-trip time, for every method in every cell.
 
     python benchmarks/surface.py --curves     (about 40 minutes: trains methods that have no curve yet)
     python benchmarks/surface.py --cells      (about 2 hours; Linux, root; resumes)
@@ -45,7 +45,8 @@ CURVES, CELLS = HERE / "frontier" / "results.jsonl", HERE / "surface" / "results
 OUT, PICTURE = HERE / "surface.md", HERE.parent / "docs" / "images" / "surface.png"
 RATES, RTTS = ("10mbit", "100mbit", "1gbit"), (0, 20, 80)
 FASTEST = RATES[-1]
-# not in the tables: after the first revision of the study, and after the second
+# these networks are not in the tables: two were measured after the first revision of the study, and two
+# after the second
 HELD_OUT, LAST = ("30mbit,40ms", "300mbit,10ms"), ("20mbit,30ms", "200mbit,50ms")
 RANKS, STEPS, GOAL = 4, 300, 200  # the goal: dense's loss after this many steps
 LONG = 600  # steps of methods that have not reached the loss after 300; a few need 400
@@ -53,12 +54,13 @@ BATCH, RATE, SGD_RATES = 2, 1e-3, (0.1, 0.3)
 SEEDS = 1, 2, 3  # with SGD, whose curves are flat at the comparison; other methods have one seed
 SEEDED = "dense", "powersgd-r4", "gradients"
 SMALLER = ("gpt-1m", 8), ("gpt-100k", 4)  # and their batches, for the fit of steps with SGD
-# of predictions: the model's elements, a message's seconds without a distance, and those of a step
-# without exchange, from the frontier's runs of this model in the lab
+# these numbers are for predictions: the model's elements, the seconds of a message without a
+# distance, and the seconds of a step without exchange, from the frontier's runs of this model in
+# the lab
 PARAMETERS, ALPHA, COMPUTATION = 8_443_552, 50e-6, 0.23
 FRAMED = 1514 / 1448  # bytes on a link for one of a TCP connection
-# bytes per parameter and step, of methods that are measured for 10 steps at rates below this; the rest
-# for 20
+# methods that send more than MANY_BYTES per parameter and step are measured for 10 steps at rates below
+# FEW_STEPS, and all others for 20
 MANY_BYTES: Final = 1.0
 FEW_STEPS: Final = 50e6
 
@@ -107,7 +109,7 @@ def run_of(line: Line, lr: float) -> Run:
 
 
 def train(curves: Results, line: Line) -> None:
-    """Train for a method's curves; with SGD, at two rates, and smaller models for the fit of steps."""
+    """Train for a method's curves; with SGD, also at two rates and for smaller models, to fit steps."""
     runs = [run_of(line, lr) for lr in (SGD_RATES if line.optimizer == "sgd" else (RATE,))]
     seeded, places = line.optimizer == "sgd" and line.method in SEEDED, [runs]
     for task, batch in SMALLER if seeded else ():
@@ -119,7 +121,7 @@ def train(curves: Results, line: Line) -> None:
 
 
 def best(curves: Results, line: Line) -> dict[int, Row]:
-    """Return a method's finished curves, at its best rate, by seed."""
+    """Return a method's finished curves by seed, at its best rate."""
     rows = comparable(curves.rows, run_of(line, RATE))
     rows = [row for row in rows if row["knobs"] == METHODS[line.method].untuned]
     return {row["seed"]: row for row in chosen(rows)} if rows else {}
@@ -143,7 +145,7 @@ def as_adamw(line: Line, lab: str) -> bool:
 
 
 def time(cells: Results, line: Line, lab: str, lr: float) -> None:
-    """Measure seconds and bytes per step in one cell, in whole periods; a dense phase is 2 steps."""
+    """Measure seconds and bytes per step in one cell, over whole periods; a dense phase is 2 steps."""
     method = METHODS[line.method]
     knobs = {**method.untuned}
     period = {**method.settings, **knobs}.get("period", 1)
@@ -218,7 +220,7 @@ def machine_of(lab: str, ranks: int) -> Machine:
 
 
 def predict(labs: Iterable[str], path: Path) -> None:
-    """Write the current study's prediction for every cell; never overwrite an existing file."""
+    """Write the current study's prediction for every cell, but never overwrite an existing file."""
     said: dict[str, dict[str, object]] = {}
     for lab in labs:
         for optimizer in ("adamw", "sgd"):
@@ -334,7 +336,7 @@ def _named(lab: str) -> str:
 
 
 def verdict(found: dict[tuple[str, str], Cell]) -> list[str]:
-    """Report in which cells our default is the fastest to the loss, and by how much it is not."""
+    """Report the cells in which our default is the fastest to the loss, and its lag in the others."""
     said = []
     for mine in (line for line in LINES if line.default):
         others = [

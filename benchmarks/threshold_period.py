@@ -1,4 +1,4 @@
-"""Thresholds reused for tau' steps, or until the count leaves a band: exact steps and deviation.
+"""Reuse thresholds for tau' steps, or until the count leaves a band; measure steps and deviations.
 
     python benchmarks/threshold_period.py                (writes threshold-period.md, .json)
     python benchmarks/threshold_period.py --only LAMB    (only runs with "LAMB" in their name)

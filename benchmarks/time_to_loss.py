@@ -1,4 +1,4 @@
-"""Time to dense's loss: the study's predictions, compared with the frontier's curves and lab.
+"""Compare the study's predictions of the time to dense's loss with the frontier's curves and lab.
 
     python benchmarks/time_to_loss.py     (seconds; writes benchmarks/time_to_loss.md)
 

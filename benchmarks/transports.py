@@ -1,4 +1,4 @@
-"""Small messages among local processes: ZeroMQ compared with gloo, pyzmq alone and bare sockets.
+"""Compare small messages among local processes: over ZeroMQ, gloo, pyzmq alone and bare sockets.
 
     python benchmarks/transports.py        (about 2 minutes; writes benchmarks/transports.md)
 
@@ -40,7 +40,7 @@ LARGE = 65_536  # bytes: what a rank sends to another at 1 % of 14.7 M, packed, 
 
 
 def all_to_all(comm: Communicator, nbytes: int) -> Callable[[], None]:
-    """Return one exchange of ``nbytes`` between every two ranks, checked."""
+    """Return one exchange of ``nbytes`` between every two ranks, whose result is checked."""
     payload = torch.full((nbytes,), comm.rank, dtype=torch.uint8)
     payloads, sizes = [payload] * comm.world_size, [nbytes] * comm.world_size
 
@@ -148,7 +148,7 @@ def small_allreduce(comm: Communicator) -> Callable[[], None]:
     return lambda: (run(comm.allreduce(value, "bench")), None)[1]
 
 
-# medians per round on one rank: seconds, and seconds of the processor
+# the medians per round on one rank, in seconds and in seconds of the processor
 Times = dict[str, tuple[float, float]]
 
 

@@ -1,4 +1,4 @@
-"""Training runs with all ranks in this process, and a file of finished runs, for other scripts.
+"""Make training runs with all ranks in this process, and keep them in a file, for other scripts.
 
 Ranks are coroutines of the simulator that take turns on one core; gradients, selections and messages are
 real.  Results are the same on every machine with the same torch.
@@ -55,14 +55,14 @@ def train(
     """Train on virtual ranks; return held-out loss, accuracy and mean bytes sent per rank.
 
     Args:
-        workload: model and data.
-        algorithm: averages gradients, with the whole model in one unit.
+        workload: the model and the data.
+        algorithm: the algorithm that averages gradients, with the whole model in one unit.
         density: the algorithm's density.
         make_optimizer: makes the optimizer of a rank's model.
-        ranks: P.
+        ranks: number of ranks P.
         steps: optimizer steps.
         batch_size: samples per rank and step.
-        seed: determines weights and data.
+        seed: the seed of weights and data.
         bar: called with ``steps`` after every step.
         prepare: called with every rank's reducer before the first step.
         after_step: called with every rank's reducer, after its step.

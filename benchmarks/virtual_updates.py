@@ -23,7 +23,8 @@ from sparsync.updates.step_length import lengthen, remember
 from sparsync.updates.weights import ModelWeights
 
 DEFAULT: Mapping[str, Any] = OUTER_SETTINGS["updates"]
-# the default of models above a million elements, also for smaller ones that stand for them here
+# this is the default of models above a million elements, also used for smaller ones that stand for
+# them here
 ONE_BIT: Mapping[str, Any] = MappingProxyType(
     {**DEFAULT, "algorithm": resolve("quantised", bits=1, block=512), "period": 2}
 )
@@ -61,11 +62,11 @@ def train_updates(
         loss_of: returns a model's loss on the batch of a step and rank.
         rate_at: returns the learning rate of a step.
         steps: the steps of every rank.
-        ranks: P.
+        ranks: number of ranks P.
         clip: the largest 2-norm of a rank's gradients.
         settings: settings of ``OuterStep``.
         after_step: called on every rank before the exchange, with the last optimizer.
-        seen: the contribution of a rank's step; None: all ranks have the same weight.
+        seen: the contribution of a rank's step; None if all ranks have the same weight.
     """
 
     async def program(comm: SimCommunicator) -> tuple[nn.Module, dict[str, Any]]:
@@ -125,7 +126,7 @@ def train_dense(
     ranks: int = 4,
     clip: float = float("inf"),
 ) -> nn.Module:
-    """Return the model that plain DDP would train; arguments as in ``train_updates``."""
+    """Return the model that plain DDP would train; the arguments are those of ``train_updates``."""
     model = make_model()
     optimizers = _several(make_optimizer(model))
     for step in range(steps):

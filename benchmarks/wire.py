@@ -1,4 +1,4 @@
-"""The packed wire format's bytes, time and accuracy, compared with coo and the entropy.
+"""Compare the packed wire format's bytes, time and accuracy with those of coo and with the entropy.
 
     python benchmarks/wire.py        (half a minute; writes benchmarks/wire.md)
 

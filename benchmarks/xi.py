@@ -1,4 +1,4 @@
-"""Assumption 1's xi and the final loss, by the rounding and the number of values sent.
+"""Measure Assumption 1's xi and the final loss, by the rounding and the number of values sent.
 
     python benchmarks/xi.py                (writes xi.md, .json)
     python benchmarks/xi.py --only digits  (only runs with "digits" in their name)

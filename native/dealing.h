@@ -1,18 +1,18 @@
-// Dealing elements to ranks by a hash: see kernels/reference.py, the specification.
+// Dealing elements to ranks by a hash; kernels/reference.py is the specification.
 #pragma once
 
 #include <cstdint>
 
 namespace sparsync {
 
-// Divides by a number that is known at run time only, without a division where 32 bits suffice.
+// Divides by a number that is known only at run time, without a division where 32 bits suffice.
 class Divisor {
  public:
   explicit Divisor(int64_t by)
       : by_(static_cast<uint64_t>(by)), inverse_(~uint64_t{0} / by_ + 1) {}
 
   uint64_t quotient(uint64_t x) const {
-    // exact below 2^32 (Lemire et al., 2019); for by = 1 the inverse has wrapped to 0
+    // this is exact below 2^32 (Lemire et al., 2019); for by = 1 the inverse has wrapped to 0
     if (inverse_ == 0) return x;
     if (x >> 32 != 0) return x / by_;
     return static_cast<uint64_t>((static_cast<unsigned __int128>(inverse_) * x) >> 64);
@@ -22,7 +22,8 @@ class Divisor {
   uint64_t by_, inverse_;
 };
 
-// `static` below: a copy that was compiled for one instruction set must not be merged with another.
+// Functions below are `static`, because a copy that was compiled for one instruction set must not be
+// merged with another.
 
 // MurmurHash3's 32-bit finaliser, then reduced to [0, world_size).
 static inline uint64_t turn(uint64_t group, uint64_t world_size) {
@@ -43,14 +44,14 @@ static inline Place place_of(uint64_t index, uint64_t ranks, const Divisor &divi
   return {group, owner >= ranks ? owner - ranks : owner};
 }
 
-// Which of the `ranks` elements of a group belongs to an owner.
+// Returns which of the `ranks` elements of a group belongs to an owner.
 static inline uint64_t offset_of(uint64_t group, uint64_t owner, uint64_t ranks) {
   const uint64_t offset = owner + ranks - turn(group, ranks);
   return offset >= ranks ? offset - ranks : offset;
 }
 
-// Groups n ascending indices by owner, each group ascending.  order: their positions; local: their
-// indices within their owners; counts: `world_size` numbers.
+// Groups n ascending indices by owner, each group ascending.  `order` gets their positions, `local` their
+// indices within their owners, and `counts` has `world_size` numbers.
 void deal(const int64_t *indices, int64_t n, int64_t world_size, int64_t *order, int64_t *local,
           int64_t *counts);
 

@@ -38,7 +38,7 @@ struct Unpacked {
   std::vector<uint64_t> starts;  // of every message, and the end
 };
 
-// Whether a message starts as it should and has the length that its count asks for.
+// Returns whether a message starts as it should and has the length that its count asks for.
 bool well_formed(const Message &message, const Style &style) {
   if (message.nbytes < header_bytes) return false;
   const auto first = packed::load<uint64_t>(message.bytes);
@@ -49,7 +49,7 @@ bool well_formed(const Message &message, const Style &style) {
                                packed::index_bytes(nnz, style.width);
 }
 
-// Returns -1, or the message that is malformed.
+// Returns -1, or the number of the message that is malformed.
 int64_t unpack_all(const std::vector<Message> &messages, int64_t skip, const Style &style,
                    const Scan &scan, Scratch &scratch, Unpacked &out) {
   out.starts.assign(1, 0);
@@ -76,7 +76,7 @@ uint64_t index_of(uint64_t group, uint64_t owner, uint64_t ranks) {
   return group * ranks + offset_of(group, owner, ranks);
 }
 
-// Sets those that tie at the threshold to zero for which no place is left: of the highest indices.
+// Sets entries that tie at the threshold to zero if no place is left for them, highest indices first.
 void drop_late_ties(const Unpacked &all, const Threshold &least, Scratch &scratch) {
   const uint64_t sent = all.starts.back(), ranks = all.starts.size() - 1;
   auto *ties = scratch.take<uint64_t>(sent + 1);  // where they lie
@@ -95,8 +95,8 @@ void drop_late_ties(const Unpacked &all, const Threshold &least, Scratch &scratc
     all.values[late->second] = 0;
 }
 
-// Moves the entries of every message that are not zero and among the k largest of all to its start;
-// `stops` says where they end then.  `errors` are moved with the entries of `own`.
+// Moves the entries of every message that are not zero and among the k largest of all to its start, and
+// sets `stops` to their ends.  `errors` are moved with the entries of `own`.
 void keep_largest(const Unpacked &all, int64_t k, uint64_t own, float *errors, const Scan &scan,
                   Scratch &scratch, std::vector<uint64_t> &stops) {
   const auto sent = static_cast<int64_t>(all.starts.back());
@@ -126,7 +126,7 @@ void keep_largest(const Unpacked &all, int64_t k, uint64_t own, float *errors, c
 
 constexpr int64_t batch = 1024;  // entries placed before they are moved: they stay in the L1 cache
 
-// Entries grouped by owner, with room for `limit` of everyone and, of the own, for all.
+// Entries grouped by owner, with room for `limit` entries of every owner and for all of the own ones.
 struct Buckets {
   Buckets(int64_t count, int64_t world_size, int64_t own, int64_t limit, Scratch &scratch) {
     for (int64_t r = 0; r < world_size; ++r)
@@ -143,7 +143,7 @@ struct Buckets {
   float *values;
 };
 
-// Fills the buckets; false if one but the own has more than `limit` entries.
+// Fills the buckets; returns false if one other than the own has more than `limit` entries.
 bool fill(const Entries &entries, int64_t world_size, int64_t own, int64_t limit, uint64_t width,
           const Scan &scan, Buckets &buckets) {
   const auto ranks = static_cast<uint64_t>(world_size);

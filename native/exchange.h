@@ -1,5 +1,5 @@
-// The exchange of packed messages, fused: what wire/packed.py composes of dealing, packing and merging,
-// without the intermediate tensors.  A rank's entries pass through its caches once.
+// The fused exchange of packed messages: it does what wire/packed.py composes of dealing, packing and
+// merging, without the intermediate tensors.  A rank's entries pass through its caches once.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ struct Entries {
   int64_t count;
 };
 
-// How messages are written: their first 16 bytes, but for the count (bytes 4 to 7), and the body's
-// parameters.
+// The parameters of messages: their first 16 bytes except for the count (bytes 4 to 7), and those of the
+// body.
 struct Style {
   uint64_t start[2];
   int form;
@@ -30,7 +30,7 @@ struct Style {
   uint64_t width;  // elements of one owner
 };
 
-// What deal_and_pack writes.  Message r lies at `messages + r * stride`, `lengths[r]` bytes.
+// The output of deal_and_pack.  Message r has `lengths[r]` bytes at `messages + r * stride`.
 struct Parcels {
   uint8_t *messages;
   uint64_t stride;
@@ -40,36 +40,36 @@ struct Parcels {
   float *own_values;
 };
 
-// Where entries are written, and how many fit; more are refused before they are written.
+// The memory for entries, and their largest number; more are refused before they are written.
 struct Room {
   int64_t *indices;
   float *values;
   int64_t capacity;
 };
 
-// Deals entries to `world_size` owners and packs a message for each but `own`.  Returns how many are
-// its own; -1, and nothing useful, if a share has more than `limit` entries.
+// Deals entries to `world_size` owners and packs a message for each of them but `own`.  Returns the
+// number of own entries, or -1 with useless output if a share has more than `limit` entries.
 int64_t deal_and_pack(const Entries &entries, int64_t world_size, int64_t own, int64_t limit,
                       const Style &style, const Scan &scan, const Parcels &out);
 
-// Sums messages and the own entries (at place `own`; that message is ignored), a left fold in their order,
-// and keeps the `k` largest sums, without zeros.  Returns the count; -1 - i if message i is
-// malformed or of another style.  `out` needs room for min(k, width) entries.
+// Sums messages and the own entries as a left fold in their order, and keeps the `k` largest sums,
+// without zeros.  The own entries are at place `own`, whose message is ignored.  Returns the count, or
+// -1 - i if message i is malformed or of another style.  `out` needs room for min(k, width) entries.
 int64_t unpack_and_sum(const std::vector<Message> &messages, int64_t own, const Entries &mine,
                        const Style &style, int64_t k, const Scan &scan, const Room &out);
 
-// What one owner summed, in the order of its message, which has the same entries, rounded.
+// The sums of one owner, in the order of its message, which has the same entries rounded.
 struct Sums {
   int64_t owner;
   const float *values;
   int64_t count;
 };
 
-// Joins what every owner sent to one vector of `size` elements, ascending, and of that the `k` largest
-// (ties to the lower index), without zeros: `total`, which needs room for min(k, entries received).  And
-// what this rank delivered of it: what it `sent`, and what rounding added to its `own` sums, added, without
-// zeros, which needs room for no more.  Returns both counts; -1 - i as the first if message i is
-// malformed, of another style or names an element beyond `size`.
+// Joins the messages of all owners to one ascending vector of `size` elements, and keeps its `k` largest
+// entries (ties go to the lower index), without zeros, in `total`, which needs room for min(k, entries
+// received).  Also writes the part of the total that this rank delivered: the entries that it `sent` plus
+// the errors from rounding its `own` sums, without zeros, which needs no more room.  Returns both counts;
+// the first is -1 - i if message i is malformed, of another style or names an element beyond `size`.
 std::pair<int64_t, int64_t> unpack_and_undeal(const std::vector<Message> &messages,
                                               const Style &style, uint64_t size, int64_t k,
                                               const Sums &own, const Entries &sent,

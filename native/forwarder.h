@@ -18,8 +18,8 @@ struct Wire {
 
 // Carries packets among devices until `stop` is readable or closed at its other end.
 //
-// The devices are of kind TAP with IFF_VNET_HDR and do not block; that of rank r has the address
-// `network` + 1 + r, and ups[r] and downs[r] are the wires of what it sends and receives.  Packets to
+// The devices are of kind TAP with IFF_VNET_HDR and do not block.  The device of rank r has the address
+// `network` + 1 + r, and its packets go out over the wire ups[r] and come in over downs[r].  Packets to
 // other addresses are dropped.
 void forward(const std::vector<int> &devices, const std::vector<Wire> &ups,
              const std::vector<Wire> &downs, uint32_t network, int stop);

@@ -1,5 +1,5 @@
-// Lloyd-Max levels, included by scan_body.h; kernels/normal_levels.py is the specification.  The order of
-// every sum is its order.
+// Lloyd-Max levels, included by scan_body.h; kernels/normal_levels.py is the specification, and sums have
+// its order.
 
 #include <cstddef>
 
@@ -40,7 +40,7 @@ inline float sum_of_halves(float *row, int64_t n) {
   return row[0];
 }
 
-// <a, b> of an even number of elements, by a sum of halves.
+// Returns <a, b> of an even number of elements, by a sum of halves.
 inline float inner(const float *a, const float *b, int64_t n, float *scratch) {
   const int64_t half = n / 2;
   for (int64_t i = 0; i < half; ++i) scratch[i] = a[i] * b[i] + a[half + i] * b[half + i];
@@ -76,7 +76,7 @@ void unpack_codes(const uint8_t *in, int64_t count, int32_t *codes) {
   }
 }
 
-// Writes the magnitudes relative to `unit`, the number of each one's level, and the level.  Returns
+// Writes the magnitudes relative to `unit`, and the number and the value of the level of each.  Returns
 // <levels, magnitudes> / <levels, levels>, in units.
 template <int bits>
 float choose(const float *x, int64_t n, int32_t peak, float inverse, const Levels &given,
@@ -118,8 +118,8 @@ float choose(const float *x, int64_t n, int32_t peak, float inverse, const Level
 #if defined(__AVX2__)
 inline __m256 load(const float *from) { return _mm256_loadu_ps(from); }
 
-// a[0]^T b[0] + a[2]^T b[2] + (a[1]^T b[1] + a[3]^T b[3]) of the quarters of a block: the first two
-// steps of `inner`.
+// Computes a[0]^T b[0] + a[2]^T b[2] + (a[1]^T b[1] + a[3]^T b[3]) of the quarters of a block, which are
+// the first two steps of `inner`.
 inline __m256 two_halvings(const __m256 *a, const __m256 *b) {
   const __m256 even = _mm256_add_ps(_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[2], b[2]));
   return _mm256_add_ps(even, _mm256_add_ps(_mm256_mul_ps(a[1], b[1]), _mm256_mul_ps(a[3], b[3])));
@@ -132,7 +132,7 @@ inline float sum_of_eights(float *row, int64_t n) {
   return sum_of_halves(row, together);
 }
 
-// `choose` and the codes of a whole block of 2^j >= 32 elements.
+// Does `choose`, and writes the codes, for a whole block of 2^j >= 32 elements.
 template <int bits>
 float choose_eights(const float *x, float inverse, const Levels &given, float *scratch,
                     uint8_t *codes) {
@@ -190,8 +190,8 @@ float choose_eights(const float *x, float inverse, const Levels &given, float *s
 #endif
 
 #if defined(__AVX512F__)
-// `choose` and the codes of a whole block of 2^j >= 64 elements in one bit: the only level is 1, so the
-// products are the magnitudes, and nothing but their sums is written.
+// Does `choose`, and writes the codes, for a whole block of 2^j >= 64 elements in one bit.  The only
+// level is 1, so the products are the magnitudes, and only their sums are written.
 inline float choose_signs(const float *x, float inverse, int64_t block, float *sums,
                           uint8_t *codes) {
   const int64_t quarter = block / 4;
@@ -208,7 +208,7 @@ inline float choose_signs(const float *x, float inverse, int64_t block, float *s
           static_cast<uint16_t>(_mm512_cmp_ps_mask(value, _mm512_setzero_ps(), _CMP_LT_OQ));
       __builtin_memcpy(codes + at / 8, &word, sizeof word);
     }
-    // the order of `two_halvings`
+    // this has the order of `two_halvings`
     const __m512 even = _mm512_add_ps(part[0], part[2]), odd = _mm512_add_ps(part[1], part[3]);
     _mm512_storeu_ps(sums + i, _mm512_add_ps(even, odd));
   }
@@ -216,7 +216,7 @@ inline float choose_signs(const float *x, float inverse, int64_t block, float *s
 }
 #endif
 
-// into = what the codes say / divisor, or with `keep` into += that.
+// into = the decoded codes / divisor, or with `keep` into += the same.
 template <int bits>
 void decode_as(const uint8_t *scales, const uint8_t *codes, int64_t n, const Levels &given,
                float divisor, bool keep, float *into, float *scratch) {

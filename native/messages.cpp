@@ -23,7 +23,7 @@ void check_width(int64_t width) {
     throw std::invalid_argument("a region has more than 2^32 elements; cut more regions");
 }
 
-// Writes indices relative to `start`; refuses those that do not ascend within `width` elements.
+// Writes indices relative to `start`; refuses indices that do not ascend within `width` elements.
 void narrow(const int64_t *indices, int64_t count, int64_t start, int64_t width, uint32_t *out) {
   bool inside = count == 0 || (indices[0] >= start && indices[count - 1] < start + width);
   for (int64_t i = 1; i < count; ++i) inside &= indices[i - 1] < indices[i];
@@ -32,7 +32,7 @@ void narrow(const int64_t *indices, int64_t count, int64_t start, int64_t width,
   for (int64_t i = 0; i < count; ++i) out[i] = static_cast<uint32_t>(indices[i] - start);
 }
 
-// The address, or where it is not aligned that of a copy.
+// Returns the address, or that of a copy if the address is not aligned.
 template <typename T>
 const T *aligned(const uint8_t *from, uint64_t count, Scratch &scratch) {
   if (reinterpret_cast<uintptr_t>(from) % alignof(T) == 0) return reinterpret_cast<const T *>(from);
@@ -41,7 +41,7 @@ const T *aligned(const uint8_t *from, uint64_t count, Scratch &scratch) {
   return copy;
 }
 
-// Reads a message; false if it is malformed.
+// Reads a message; returns false if it is malformed.
 bool open(const Share &share, const Layout &layout, uint64_t width, const Scan &scan, Scratch &scratch,
           View &view) {
   const uint64_t header = layout.form == coo ? coo_header : packed_header;

@@ -58,8 +58,8 @@ const sparsync::Scan &scan_of(const char *isa) {
 
 constexpr int64_t plain_step = int64_t{1} << 15;  // elements per step of a pass that keeps nothing
 
-// Runs a collecting pass.  Every worker has its own `limit` places of the output; afterwards they are
-// moved together.  Returns the count, or -1 if more than `limit` were found.
+// Runs a collecting pass.  Every worker has its own `limit` places of the output; afterwards, the entries
+// are moved together.  Returns the count, or -1 if more than `limit` were found.
 template <typename Pass>
 int64_t collect(int64_t n, int64_t limit, int workers, int64_t *indices, float *values,
                 const Pass &pass) {
@@ -211,7 +211,7 @@ int64_t summed_blocks(int64_t block) {
   return std::max(summed_step / block, int64_t{1}) * block;
 }
 
-// Quantises x, or x + more if that is not 0.
+// Quantises x, or x + more if `more` is not 0.
 void quantise(Address x, Address more, int64_t n, const RawLevels &raw, Address scales,
               Address codes, int threads, const char *isa) {
   const auto &scan = scan_of(isa);
@@ -236,8 +236,8 @@ void quantise(Address x, Address more, int64_t n, const RawLevels &raw, Address 
 
 using RawCodes = std::tuple<Address, Address>;  // scales, and codes
 
-// into = (the message - the sum of those in `less`) / divisor; with `keep`, into + plus + that; without
-// plus, if that is 0.
+// into = (the message - the sum of the messages in `less`) / divisor; with `keep`, this is added to
+// into + plus, without plus if that is 0.
 void decode_levels(Address into, Address plus, const std::vector<RawCodes> &less, float divisor,
                    bool keep, int64_t n, const RawLevels &raw, Address scales, Address codes,
                    int threads, const char *isa) {
@@ -279,7 +279,7 @@ void decode_levels(Address into, Address plus, const std::vector<RawCodes> &less
   });
 }
 
-// into = the sum of the messages, in their order, + own; without own, if that is 0.
+// into = the sum of the messages, in their order, + own; own is left out if it is 0.
 void sum_levels(Address into, const std::vector<RawCodes> &messages, Address own, int64_t n,
                 const RawLevels &raw, int threads, const char *isa) {
   const auto &scan = scan_of(isa);

@@ -1,8 +1,8 @@
 // The packed format of one message's body, for packing.cpp and exchange.cpp.
 //
-// Plain C++ for every machine: the bit streams are serial, the loops over values vectorise.  Whatever
-// bytes come in, nothing outside the given buffers is read or written.  All of it has internal linkage:
-// scan_body.h compiles it for several instruction sets.
+// This is plain C++ for every machine: the bit streams are serial, and the loops over values vectorise.
+// Whatever bytes come in, no memory outside the given buffers is read or written.  All functions have
+// internal linkage, because scan_body.h compiles them for several instruction sets.
 #pragma once
 
 #include <cstdint>
@@ -83,12 +83,12 @@ inline void store_word(uint8_t *bytes, uint64_t nbytes, uint64_t at, uint64_t wo
     std::memcpy(bytes + at, &word, nbytes - at);
 }
 
-// Appends bits, a word at a time; the last word is cut to the bytes that are there.
+// Appends bits, a word at a time; the last word is cut to the bytes that are left.
 class BitWriter {
  public:
   BitWriter(uint8_t *bytes, uint64_t nbytes) : bytes_(bytes), nbytes_(nbytes) {}
 
-  // `count` from 1 to 64, bits above it zero
+  // `count` is from 1 to 64, and the bits above it are zero
   void put(uint64_t bits, unsigned count) {
     word_ |= bits << fill_;
     fill_ += count;
@@ -126,7 +126,7 @@ inline void put_low_bits(BitWriter writer, const Index *indices, uint64_t nnz, u
   writer.flush();
 }
 
-// False if the indices do not ascend strictly below `size`.
+// Returns false if the indices do not ascend strictly below `size`.
 template <typename Index>
 inline bool pack_indices(const Index *indices, uint64_t nnz, uint64_t size, uint8_t *out,
                   uint64_t nbytes) {
@@ -157,7 +157,7 @@ inline bool pack_indices(const Index *indices, uint64_t nnz, uint64_t size, uint
   return true;
 }
 
-// `whole`: 8 bytes can be read wherever low bits start.
+// `whole` means that 8 bytes can be read wherever low bits start.
 template <bool whole, typename Index>
 inline int64_t unpack_bits(const uint8_t *in, uint64_t nbytes, uint64_t nnz, uint64_t size,
                            Index *indices) {
@@ -184,7 +184,7 @@ inline int64_t unpack_bits(const uint8_t *in, uint64_t nbytes, uint64_t nnz, uin
   return ascending && lowest <= size ? static_cast<int64_t>(found) : -1;
 }
 
-// Returns how many bits are set where `nnz` should be; -1 if the indices do not ascend below `size`.
+// Returns how many bits are set, which should be `nnz`, or -1 if the indices do not ascend below `size`.
 template <typename Index>
 inline int64_t unpack_indices(const uint8_t *in, uint64_t nbytes, uint64_t nnz, uint64_t size,
                               Index *indices) {
@@ -268,7 +268,7 @@ inline void check(uint64_t nnz, uint64_t size, int form, uint64_t block, uint64_
     throw std::invalid_argument("a packed message of another length");
 }
 
-// Writes values and indices to `body`, and what a receiver sees to `decoded` (not for fp32).
+// Writes values and indices to `body`, and the values that a receiver sees to `decoded` (not for fp32).
 template <typename Index>
 bool pack(const Index *indices, const float *values, uint64_t nnz, uint64_t size, int form,
           uint64_t block, uint8_t *body, uint64_t nbytes, float *decoded) {
@@ -283,7 +283,7 @@ bool pack(const Index *indices, const float *values, uint64_t nnz, uint64_t size
   return pack_indices(indices, nnz, size, body + middle, nbytes - middle);
 }
 
-// The inverse; returns what unpack_indices does.
+// Inverts `pack`; returns the same as unpack_indices.
 template <typename Index>
 int64_t unpack(const uint8_t *body, uint64_t nbytes, uint64_t nnz, uint64_t size, int form,
                uint64_t block, Index *indices, float *values) {

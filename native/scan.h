@@ -1,7 +1,7 @@
 // The passes over whole vectors, one implementation per instruction set, chosen at run time.
 //
 // Magnitudes are compared as the bits of |x| ("keys"): finite floats in the order of |x|, then Inf,
-// then NaN.  It vectorises without -ffast-math, and a NaN is selected (seen), never lost.
+// then NaN.  This vectorises without -ffast-math, and a NaN is selected and seen, never lost.
 #pragma once
 
 #include <cstdint>
@@ -14,22 +14,22 @@ namespace sparsync {
 
 constexpr uint32_t largest_key = 0x7fffffffu;
 
-// `static`: a copy that was compiled for one instruction set must not be merged with another
+// it is `static`, because a copy compiled for one instruction set must not be merged with another
 static inline uint32_t key_of(float value) {
   uint32_t bits;
   __builtin_memcpy(&bits, &value, sizeof bits);
   return bits & largest_key;
 }
 
-// Elements per step of a collecting pass: the parts of two vectors stay in the L1 cache.
+// Elements per step of a collecting pass, so few that the parts of two vectors stay in the L1 cache.
 constexpr int64_t scan_step = 4096;
 
-// Slots that `sum` tells apart: their bits fill 8 KiB.
+// Number of slots that `sum` tells apart; their bits fill 8 KiB.
 constexpr uint64_t slots_per_tile = uint64_t{1} << 16;
 constexpr uint64_t words_per_tile = slots_per_tile / 64;
 
-// Room for what a worker finds: upwards, or downwards from its end.
-// `count` is `capacity + 1` once more was found than fits.
+// Room for the entries that a worker finds, upwards, or downwards from its end.
+// `count` is `capacity + 1` once more entries were found than fit.
 struct Found {
   int64_t *indices;
   float *values;
@@ -44,7 +44,7 @@ struct Bounds {
   uint32_t highest;  // 0 where there is none
 };
 
-// How a vector is quantised: see kernels/normal_levels.py.
+// The parameters with which a vector is quantised; see kernels/normal_levels.py.
 struct Levels {
   int bits;          // 1, 2, 3, 4 or 8
   int64_t block;     // elements that share a scale, a multiple of 8
@@ -53,7 +53,7 @@ struct Levels {
 };
 constexpr int64_t levels_scratch = 4;  // floats that the passes below need for each element of a block
 
-// How much longer Adam's steps become: see updates/gradient_noise.py.
+// The factors by which Adam's steps become longer; see updates/gradient_noise.py.
 struct Moments {
   float lengthened, own;  // what v is multiplied by, in the step that is wanted and in the one made
   float eps, rate;
@@ -62,33 +62,33 @@ struct Moments {
 struct Scan {
   // residual, gradient = residual + gradient, residual; in [start, stop)
   void (*swap_add)(float *residual, float *gradient, int64_t start, int64_t stop);
-  // the same of at most scan_step elements, and collects the sums with a key >= `key`
+  // does the same for at most scan_step elements, and collects the sums with a key >= `key`
   void (*accumulate)(float *residual, float *gradient, int64_t start, int64_t stop, uint32_t key,
                      Found &found);
-  // collects what has a key >= `key` of at most scan_step elements
+  // collects the elements with a key >= `key`, of at most scan_step elements
   void (*find)(const float *x, int64_t start, int64_t stop, uint32_t key, Found &found);
-  // how many have a key >= `key`
+  // counts the elements with a key >= `key`
   int64_t (*count)(const float *x, int64_t start, int64_t stop, uint32_t key);
   Bounds (*bounds)(const float *x, int64_t n);
-  // writes the positions with a key > `key`, and of those with this key the first `ties`
+  // writes the positions with a key > `key`, and the first `ties` of those with this key
   int64_t (*take)(const float *x, int64_t n, uint32_t key, int64_t ties, int64_t *positions,
                   int64_t capacity);
-  // writes the keys in [low, high], in order; returns their count, `capacity + 1` if more than fit
+  // writes the keys in [low, high], in order; returns their count, or `capacity + 1` if they do not fit
   int64_t (*between)(const float *x, int64_t n, uint32_t low, uint32_t high, uint32_t *keys,
                      int64_t capacity);
-  // how many reach each of `bins` ascending keys
+  // counts the elements that reach each of `bins` ascending keys
   void (*count_from)(const float *x, int64_t n, const int64_t *keys, int64_t bins, int64_t *counts);
-  // how indices below 2^31 are dealt to fewer than 2^31 ranks: see dealing.h
+  // deals indices below 2^31 to fewer than 2^31 ranks; see dealing.h
   void (*place)(const int64_t *indices, int64_t n, uint32_t ranks, uint32_t *groups,
                 uint32_t *owners);
-  // the slots of an owner's elements in a tile that starts with the group `first`
+  // writes the slots of an owner's elements in a tile that starts with the group `first`
   void (*undeal)(const uint32_t *groups, int64_t n, uint64_t first, uint32_t owner, uint32_t ranks,
                  uint16_t *slots);
   // adds n entries by their slots, in their order; writes `base` + slot and the sums, ascending, and
-  // returns how many.  There is room for n.  `bits`, of all slots, says which occur.
+  // returns how many.  There is room for n.  `bits`, of all slots, marks those that occur.
   int64_t (*sum)(const uint16_t *slots, const float *values, int64_t n, int64_t base, uint64_t *bits,
                  int64_t *indices, float *sums);
-  // a message's body: see packed.h
+  // packs and unpacks a message's body; see packed.h
   bool (*pack)(const uint32_t *indices, const float *values, uint64_t nnz, uint64_t size, int form,
                uint64_t block, uint8_t *body, uint64_t nbytes, float *decoded);
   int64_t (*unpack)(const uint8_t *body, uint64_t nbytes, uint64_t nnz, uint64_t size, int form,
@@ -96,7 +96,7 @@ struct Scan {
   // writes a bf16 per block, and a code per element
   void (*quantise)(const float *x, int64_t n, const Levels &given, uint8_t *scales, uint8_t *codes,
                    float *scratch);
-  // into = what they say / divisor, or with `keep` into += that
+  // into = the decoded codes / divisor, or with `keep` into += the same
   void (*decode_levels)(const uint8_t *scales, const uint8_t *codes, int64_t n, const Levels &given,
                         float divisor, bool keep, float *into, float *scratch);
   // weights += (1 / lengthened root - 1 / root) rate first
@@ -104,7 +104,7 @@ struct Scan {
                    const Moments &given);
 };
 
-// nullptr where this build or this machine does not have the instruction set
+// returns nullptr if this build or this machine lacks the instruction set
 const Scan *scan_plain();
 const Scan *scan_neon();
 const Scan *scan_avx2();

@@ -4,8 +4,8 @@
 //   uint64_t add_reaching(float *r, float *g, uint32_t key)    swap-add, then the same of r
 //   void add_only(float *r, float *g)                          swap-add
 //
-// Everything here has internal linkage: code compiled for one instruction set must never be merged
-// with that of another by the linker.
+// All functions here have internal linkage: the linker must never merge code that was compiled for one
+// instruction set with that for another.
 
 #include "dealing.h"
 #include "levels_body.h"
@@ -27,8 +27,8 @@ inline int64_t emit(uint64_t word, uint16_t base, uint16_t *positions, int64_t c
   const int bits = __builtin_popcountll(word);
   uint16_t *out = positions + count;
   for (int done = 0;;) {
-    // at 1 % density a word has 0 to 3 bits: writing four of them always costs less than a branch
-    // that the processor cannot predict
+    // at 1 % density a word has 0 to 3 set bits, and always writing four positions costs less than a
+    // branch that the processor cannot predict
     for (int i = 0; i < ahead; ++i) {
       out[done + i] = static_cast<uint16_t>(base + __builtin_ctzll(word | guard));
       word &= word - 1;
@@ -53,7 +53,7 @@ inline void swap_part(float *r, float *g, int64_t n) {
   }
 }
 
-// Moves what a step found to the caller's memory, if it fits.
+// Moves the entries that a step has found to the caller's memory, if they fit.
 inline void keep(const float *x, int64_t start, const uint16_t *positions, int64_t count,
                  Found &found) {
   if (found.count + count > found.capacity) {
@@ -170,7 +170,7 @@ int64_t between(const float *x, int64_t n, uint32_t low, uint32_t high, uint32_t
   return count;
 }
 
-// A mask per key and 64 elements; a step's elements stay in the L1 cache.
+// There is a mask per key and 64 elements; a step's elements stay in the L1 cache.
 void count_from(const float *x, int64_t n, const int64_t *keys, int64_t bins, int64_t *counts) {
   for (int64_t b = 0; b < bins; ++b) counts[b] = 0;
   for (int64_t start = 0; start < n; start += sparsync::scan_step) {
@@ -183,7 +183,7 @@ void count_from(const float *x, int64_t n, const int64_t *keys, int64_t bins, in
 }
 
 void place(const int64_t *indices, int64_t n, uint32_t ranks, uint32_t *groups, uint32_t *owners) {
-  // quotients of 31-bit numbers by a product and a shift (Granlund and Montgomery, 1994)
+  // quotients of 31-bit numbers are computed by a product and a shift (Granlund and Montgomery, 1994)
   const int shift = 31 + (ranks > 1 ? 32 - __builtin_clz(ranks - 1) : 0);
   const auto inverse = static_cast<uint32_t>((uint64_t{1} << shift) / ranks + 1);
   for (int64_t i = 0; i < n; ++i)

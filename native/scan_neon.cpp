@@ -1,4 +1,4 @@
-// NEON (64-bit ARM, where it is always there): 4 elements a register.
+// NEON, which every 64-bit ARM has, has 4 elements in a register.
 #include "scan.h"
 
 #if defined(__aarch64__) && defined(__ARM_NEON)
@@ -6,7 +6,7 @@
 
 namespace {
 
-// 0xff or 0 per element, for 16 of them
+// 0xff or 0 for each of 16 elements
 inline uint8x16_t reaching16(const float *x, uint32x4_t key) {
   uint16x4_t narrow[4];
   for (int i = 0; i < 4; ++i) {

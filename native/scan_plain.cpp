@@ -1,4 +1,4 @@
-// For every machine: loops that a compiler vectorises by itself.
+// Loops for every machine, which a compiler vectorises by itself.
 #include "scan.h"
 
 namespace {

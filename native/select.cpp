@@ -21,8 +21,8 @@ constexpr int64_t least_sample = 2048, most_sample = int64_t{1} << 16;
 constexpr int64_t stretches_per_key = 4;      // of the table that `count_from` looks keys up in
 using Histogram = std::array<int64_t, size_t{1} << bin_bits>;
 
-// How many keys of x fall into each bin of 2^shift keys in [low, high].  There are no keys above
-// `high` that belong to its bin.
+// Counts the keys of x in each bin of 2^shift keys in [low, high].  No key above `high` belongs to the
+// bin of `high`.
 void histogram(const float *x, int64_t n, uint32_t low, uint32_t high, int shift, Histogram &bins) {
   bins.fill(0);
   const uint32_t outside = ((high - low) >> shift) + 1;
@@ -41,7 +41,7 @@ void histogram(const float *x, int64_t n, uint32_t low, uint32_t high, int shift
   }
 }
 
-// Where the `wanted`-th largest of the keys in [low, high] lies; they are fewer than `few`.
+// Finds the `wanted`-th largest of the keys in [low, high], which are fewer than `few`.
 Threshold among_few(const float *x, int64_t n, uint32_t low, uint32_t high, int64_t wanted) {
   std::array<uint32_t, few> keys;
   int64_t count = 0;
@@ -55,7 +55,8 @@ Threshold among_few(const float *x, int64_t n, uint32_t low, uint32_t high, int6
   return {*kth, std::count(keys.begin(), kth + 1, *kth)};
 }
 
-// The keys of one element of every stretch of `stride`; its place varies, or periodic data would fool.
+// Collects the key of one element in every stretch of `stride`; the element's place varies, because
+// periodic data would otherwise mislead the sample.
 std::vector<uint32_t> sample(const float *x, int64_t n, int64_t stride) {
   std::vector<uint32_t> keys;
   keys.reserve(static_cast<size_t>(n / stride));
@@ -68,7 +69,7 @@ std::vector<uint32_t> sample(const float *x, int64_t n, int64_t stride) {
   return keys;
 }
 
-// The key of this rank, counted from the largest, or a limit where there is none.
+// Returns the key of this rank, counted from the largest, or a limit if there is no such key.
 uint32_t ranked(std::vector<uint32_t> &keys, double rank) {
   if (rank < 0) return largest_key;
   if (rank >= static_cast<double>(keys.size())) return 0;
@@ -77,7 +78,7 @@ uint32_t ranked(std::vector<uint32_t> &keys, double rank) {
   return *at;
 }
 
-// Looks between two keys of a sample; false if the threshold is not there, or too much else.
+// Looks between two keys of a sample; returns false if the threshold is not there, or too many keys are.
 bool among_sampled(const float *x, int64_t n, int64_t wanted, const Scan &scan, Threshold &found) {
   const int64_t stride = n / std::clamp(n / 64, least_sample, most_sample);
   std::vector<uint32_t> keys = sample(x, n, stride);
@@ -131,7 +132,7 @@ int64_t top(const float *x, int64_t n, int64_t k, int64_t *positions, const Scan
 
 uint32_t guess(const float *x, int64_t n, int64_t k, int64_t stride) {
   std::vector<uint32_t> keys = sample(x, n, stride);
-  // four standard deviations of the sampled count above its mean
+  // this is four standard deviations of the sampled count above its mean
   const double mean = static_cast<double>(k) / static_cast<double>(stride);
   const auto rank = static_cast<size_t>(mean + 4 * std::sqrt(mean) + 4);
   if (rank >= keys.size()) return 1;
@@ -144,8 +145,8 @@ void count_from(const float *values, int64_t n, const int64_t *keys, int64_t bin
                 int64_t *counts) {
   if (bins == 0) return;
   std::vector<int64_t> at_least(static_cast<size_t>(bins) + 1, 0);
-  // A table by the leading bits of what lies between the outermost keys says how many of them lie below
-  // a stretch; at most one lies in it, or a search goes on among those that do.
+  // A table by the leading bits of the range between the outermost keys has the number of keys below each
+  // stretch.  At most one key lies in a stretch; otherwise, the search goes on among the keys in it.
   const auto clamped = [](int64_t key) { return std::clamp(key, int64_t{0}, largest_key + int64_t{1}); };
   const int64_t low = clamped(keys[0]), span = clamped(keys[bins - 1]) - low;
   int shift = 0;

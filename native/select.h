@@ -10,17 +10,17 @@ struct Threshold {
   int64_t ties;  // and this many of those that equal it
 };
 
-// Where the `wanted`-th largest of the keys lies.  There are at least that many non-zero ones.
+// Finds the `wanted`-th largest of the keys.  There are at least that many non-zero keys.
 Threshold threshold(const float *x, int64_t n, int64_t wanted, const Scan &scan);
 
-// Writes the ascending positions of the min(k, non-zeros) largest magnitudes, ties to the lower
-// position; returns how many.  `positions` has room for k.  Extra memory: O(1).
+// Writes the ascending positions of the min(k, non-zeros) largest magnitudes, where ties go to the lower
+// position; returns their number.  `positions` has room for k.  This takes O(1) extra memory.
 int64_t top(const float *x, int64_t n, int64_t k, int64_t *positions, const Scan &scan);
 
-// A key that probably somewhat more than k of the elements reach, from one element in `stride`.
+// Returns a key that probably somewhat more than k elements reach, judging by one element in `stride`.
 uint32_t guess(const float *x, int64_t n, int64_t k, int64_t stride);
 
-// counts[i] = how many of the values have a key >= keys[i]; keys ascend.
+// Sets counts[i] to the number of values with a key >= keys[i]; keys ascend.
 void count_from(const float *values, int64_t n, const int64_t *keys, int64_t bins, int64_t *counts);
 
 }  // namespace sparsync

@@ -53,7 +53,7 @@ inline float masked(float value, bool there) {
   return value;
 }
 
-// Where the entries of one tile are collected.
+// The memory in which the entries of one tile are collected.
 struct Tile {
   template <typename Index>
   Tile(const std::vector<Stream<Index>> &streams, Scratch &scratch) {
@@ -70,7 +70,7 @@ struct Tile {
   int64_t count = 0;
 };
 
-// Collects what the stream has below `stop`; `at` moves on.
+// Collects the entries of the stream below `stop`, and moves `at` on.
 template <typename Index>
 void collect(int64_t start, int64_t stop, const Stream<Index> &stream, int64_t &at, Tile &t) {
   const auto room = static_cast<uint64_t>(stop - start);
@@ -88,7 +88,8 @@ void collect(int64_t start, int64_t stop, const Stream<Index> &stream, int64_t &
   at += found;
 }
 
-// Two streams need no tile.  Which of them is next cannot be predicted: no branch depends on it.
+// Two streams need no tile.  No branch depends on which of them is next, because a processor could not
+// predict it.
 template <typename Index>
 int64_t merge_two(const Stream<Index> &a, const Stream<Index> &b, int64_t size, int64_t *indices,
                   float *values) {
@@ -206,7 +207,7 @@ int64_t restrict_to(const int64_t *indices, int64_t n, const int64_t *among, int
     start = next / bit_tile * bit_tile;
     const int64_t stop = start + bit_tile;
     bits.fill(0);
-    // what lies before the tile is in one of the two only
+    // the entries before the tile are in only one of the two streams
     i = std::lower_bound(indices + i, indices + n, start) - indices;
     j = std::lower_bound(among + j, among + m, start) - among;
     for (; j < m && among[j] < stop; ++j) {
@@ -225,7 +226,7 @@ int64_t restrict_to(const int64_t *indices, int64_t n, const int64_t *among, int
 
 void subtract(float *dense, int64_t size, const int64_t *indices, const float *values, int64_t n) {
   const auto room = static_cast<uint64_t>(size);
-  // all are checked before the first is subtracted: an error leaves the vector as it was
+  // all indices are checked before the first value is subtracted, so an error leaves the vector as it was
   bool inside = true;
   for (int64_t i = 0; i < n; ++i) inside &= static_cast<uint64_t>(indices[i]) < room;
   if (!inside) refuse_order("subtract_: indices");
@@ -244,7 +245,7 @@ void scatter(float *dense, int64_t size, const int64_t *indices, const float *va
       for (; i < n && indices[i] < stop; ++i) dense[indices[i]] = values[i];
       return;
     }
-    // up to the first whole cache line, the lines, the rest
+    // first the part up to the first whole cache line, then the lines, then the rest
     const auto misplaced = static_cast<int64_t>(reinterpret_cast<uintptr_t>(dense + start) / 4 % line);
     const int64_t head = std::min(stop, start + (line - misplaced) % line);
     const int64_t tail = head + (stop - head) / line * line;

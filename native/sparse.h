@@ -1,5 +1,5 @@
-// Kernels on sorted (indices, values) streams.  Each checks its indices and throws
-// std::invalid_argument rather than touch memory outside its arguments.
+// Kernels on sorted (indices, values) streams.  Each kernel checks its indices and throws
+// std::invalid_argument rather than touching memory outside its arguments.
 #pragma once
 
 #include <cstdint>
@@ -17,19 +17,19 @@ struct Stream {
 };
 
 // Sums the streams as a left fold in their order and drops zero sums; returns how many are left.
-// The output has room for all entries of all streams.  Index: int64_t, uint32_t, uint16_t.
+// The output has room for all entries of all streams.  Index is int64_t, uint32_t or uint16_t.
 template <typename Index>
 int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, const Scan &scan,
               int64_t *indices, float *values);
 
-// The same of those entries alone whose index occurs among `m` ascending ones.
+// Does the same for the entries whose index occurs among `m` ascending indices.
 int64_t merge_within(const std::vector<Stream<int64_t>> &streams, int64_t size, const int64_t *among,
                      int64_t m, const Scan &scan, int64_t *indices, float *values);
 
-// Drops what is zero; returns how many entries are left.
+// Drops zero entries; returns how many are left.
 int64_t without_zeros(int64_t count, int64_t *indices, float *values);
 
-// Writes the positions in `indices` of those that occur in `among`; both ascend; returns how many.
+// Writes the positions of the `indices` that occur in `among`, and returns their number; both ascend.
 int64_t restrict_to(const int64_t *indices, int64_t n, const int64_t *among, int64_t m,
                     int64_t *positions);
 

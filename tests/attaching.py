@@ -1,4 +1,4 @@
-"""``sparsync.attach`` with flat settings, which tests can combine freely."""
+"""A form of ``sparsync.attach`` with flat settings, which tests can combine freely."""
 
 from dataclasses import fields
 
@@ -8,7 +8,8 @@ from sparsync.updates import OUTER_SETTINGS
 
 __all__ = ["ONE_BIT", "attach", "options"]
 
-# The default for updates of models above a million elements; small test models would get more bits.
+# This is the default for updates of models above a million elements; small test models would get
+# more bits.
 ONE_BIT = {
     **OUTER_SETTINGS["updates"],
     "algorithm": resolve("quantised", bits=1, block=512),
@@ -24,7 +25,7 @@ OWN = ("optimizer", "density", "correction", "replicate")
 
 
 def options(algorithm="budgeted", transport="auto", **settings):
-    """Return the arguments of ``attach``: settings by group, others as options of the preset."""
+    """Return the arguments of ``attach``: settings by group, and other options for the preset."""
     settings["name"] = transport
     found = {name: settings.pop(name) for name in OWN if name in settings}
     for group, kind in GROUPS.items():

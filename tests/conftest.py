@@ -1,4 +1,4 @@
-"""Make runs equal on all machines: examples of property tests, threads, the effect of Ctrl-C."""
+"""Give all machines the same examples of property tests, the same threads, and the same Ctrl-C."""
 
 import os
 import signal
@@ -14,17 +14,18 @@ settings.register_profile(
 settings.load_profile("repeatable")
 torch.set_num_threads(1)  # the vectors are small; more threads only wait for each other
 if not torch.cuda.is_available():
-    # Triton decides when it is imported whether it interprets; some test may import it before those
-    # of its kernels
+    # Triton decides when it is imported whether it interprets, and any test may import it before
+    # those of its kernels do
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # shells start background jobs with SIGINT ignored, and the processes that tests interrupt inherit it
+    # shells start background jobs with SIGINT ignored, and processes that the tests interrupt would
+    # inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Run ``sparsync`` in 80 columns, without starting ranks; return code, output and errors."""
+    """Run ``sparsync`` in 80 columns, without starting ranks; return its exit code, output and errors."""
     from sparsync.cli import app as cli  # after the settings above
     from sparsync.cli import network_choice
 

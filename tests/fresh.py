@@ -1,6 +1,7 @@
 """Run Python code in a fresh process, forked from one that has imported torch and nothing else.
 
-Starting Python with torch takes seconds; the code sees the same as in a new interpreter.
+Starting Python with torch takes seconds; the forked process avoids that, and the code sees the same
+state as in a new interpreter.
 """
 
 import atexit
@@ -30,7 +31,7 @@ class Done(NamedTuple):
 
 
 def run_python(script: str | Path, *, folder: Path | None = None, **environment: str) -> Done:
-    """Run code, or the program at a path, as ``python -W error`` does, and return how it ended."""
+    """Run code, or the program at a path, like ``python -W error``; return its exit code and output."""
     job = {"script": str(script), "file": isinstance(script, Path), "environment": environment}
     server = _server()
     assert server.stdin and server.stdout

@@ -1,4 +1,4 @@
-"""Analyse how fast averaging mixes: matrices of graphs and groups, and their spectral gaps."""
+"""Measure how fast averaging mixes: matrices of graphs and groups, and their spectral gaps."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def partition(world_size: int, group_size: int, step: int) -> list[tuple[int, ..
 
 
 def mixing_matrix(graph: Graph, world_size: int, step: int) -> Tensor:
-    """Return W, `[P, P]`: one step of gossip turns the models into ``W @ models``.
+    """Return the matrix W, `[P, P]`, by which one step of gossip turns the models into ``W @ models``.
 
-    Each rank keeps and sends equal shares: ``W[j, i] = 1 / (1 + neighbours of i)``. So columns sum to 1,
-    which preserves the sum of the models; rows do as well if ranks that meet have equally many
-    neighbours.
+    Each rank keeps and sends equal shares: ``W[j, i] = 1 / (1 + neighbours of i)``. So columns sum
+    to 1, which preserves the sum of the models. Rows sum to 1 as well if ranks that meet have
+    equally many neighbours.
     """
     matrix = torch.eye(world_size, dtype=torch.float64)
     for rank in range(world_size):
@@ -32,7 +32,7 @@ def mixing_matrix(graph: Graph, world_size: int, step: int) -> Tensor:
 
 
 def group_mixing_matrix(world_size: int, group_size: int, step: int) -> Tensor:
-    """Return the same matrix for averaging within the groups of a step."""
+    """Return the corresponding matrix for averaging within the groups of a step."""
     matrix = torch.zeros(world_size, world_size, dtype=torch.float64)
     for group in partition(world_size, group_size, step):
         members = torch.tensor(group)
@@ -41,7 +41,7 @@ def group_mixing_matrix(world_size: int, group_size: int, step: int) -> Tensor:
 
 
 def spectral_gap(matrix: Tensor) -> float:
-    """Return 1 - the second largest singular value of a doubly stochastic matrix, or product of such.
+    """Return 1 - the second singular value of a doubly stochastic matrix, or of a product of them.
 
     ``W`` shrinks the distance of the models from their mean by at least the factor ``1 - gap``.
     """

@@ -1,4 +1,4 @@
-"""Tests whose body runs on every rank of a group; tests of one file share the started processes."""
+"""Run the body of a test on every rank of a group; tests of one file share the started processes."""
 
 import importlib
 import inspect
@@ -43,7 +43,7 @@ def on_ranks(world_size: int, *, mpi: bool = False) -> Callable[[Callable[..., N
 
 
 class Together:
-    """The tests of one file that pytest has selected, and the outcomes of those that have run."""
+    """The selected tests of one file, and the outcomes of those that have already run."""
 
     def __init__(self, request: pytest.FixtureRequest, folders: pytest.TempPathFactory) -> None:
         self.module, self.folders = request.module.__name__, folders
@@ -56,7 +56,7 @@ class Together:
                 self.calls.setdefault(function.start, []).append((function.__name__, given))
 
     def check(self, start: Start, call: Call) -> None:
-        """Run all tests that share a start, unless they have run; fail if this one failed."""
+        """Run all tests that share a start, unless they have already run; fail if this one failed."""
         calls = self.calls[start]
         if start not in self.errors:
             folder, (ranks, mpi) = str(self.folders.mktemp("ranks")), start
@@ -87,7 +87,7 @@ def play(module: str, calls: list[Call], folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Together:
-    """A fixture that ``on_ranks`` needs; a folder's conftest imports it."""
+    """Provide the fixture that ``on_ranks`` needs; the conftest of a folder imports it."""
     return Together(request, tmp_path_factory)
 
 
@@ -111,7 +111,7 @@ def same_everywhere(tensor: torch.Tensor, group: Any = None) -> bool:
 
 @contextmanager
 def refused(*words: str, error: type[Exception] = ConfigurationError) -> Iterator[None]:
-    """Assert that an error of one line with these words is raised."""
+    """Assert that an error is raised whose message is one line and contains these words."""
     with pytest.raises(error) as caught:
         yield
     said = str(caught.value)

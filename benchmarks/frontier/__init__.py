@@ -1,1 +1,1 @@
-"""Bytes and loss with AdamW and Muon: the tasks, methods and runs of ``benchmarks/frontier.py``."""
+"""The tasks, methods and runs of ``benchmarks/frontier.py``: bytes and loss with AdamW and Muon."""

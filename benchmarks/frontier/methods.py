@@ -1,4 +1,4 @@
-"""The methods in the table: how each one exchanges, its settings, and its tuned knobs."""
+"""The methods in the table: how each of them exchanges, its settings, and its tuned knobs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMEOUT = 1800.0  # seconds: a dense step of 8.4 M parameters takes 40 at 10 Mbi
 
 
 class Volume(NamedTuple):
-    """Bytes that this rank has sent and received since the first step."""
+    """The bytes that this rank has sent and received since the first step."""
 
     sent: int
     received: int
@@ -58,7 +58,7 @@ class Exchange:
     shared: Callable[[], AbstractContextManager[Any]] = nullcontext  # shows the weights to evaluate
     settle: Callable[[], object] = nothing  # waits for what is under way
     close: Callable[[], object] = nothing
-    # share of the exchanges' time for which training did not wait
+    # the share of the exchanges' time for which training did not wait
     hidden: Callable[[], float | None] = nothing
 
 
@@ -88,7 +88,7 @@ class Method:
 
 
 def in_ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Wrap a model without sending its first weights: the seed makes them equal."""
+    """Wrap a model without sending its first weights, because the seed makes them equal."""
     return DistributedDataParallel(model, init_sync=False, **options)
 
 
@@ -119,7 +119,7 @@ def dense(model: nn.Module, kind: str, lr: float, steps: int, *, half: bool = Fa
 def power_sgd(
     model: nn.Module, kind: str, lr: float, steps: int, *, rank: int, start: int, least_gain: float
 ) -> Exchange:
-    """PyTorch's PowerSGD hook, with error feedback and warm start, in one bucket, because two hang."""
+    """Use PyTorch's PowerSGD hook in one bucket (two hang), with error feedback and warm start."""
     ddp = in_ddp(model, bucket_cap_mb=4 * elements(model) // 2**20 + 1)
     state = powerSGD_hook.PowerSGDState(
         None, rank, start_powerSGD_iter=start, min_compression_rate=least_gain
@@ -163,7 +163,7 @@ def gradients(
 def one_bit_adam(
     model: nn.Module, kind: str, lr: float, steps: int, *, warmup: float, block: int
 ) -> Exchange:
-    """1-bit Adam; ``warmup``: the part of the steps that is dense."""
+    """Train with 1-bit Adam; ``warmup`` is the part of the steps that is dense."""
     ddp, comm = in_ddp(model), sparsync.connect(TIMEOUT)
     groups, dense_steps = grouped(dict(model.named_parameters())), max(1, round(warmup * steps))
     optimizer = OneBitAdam(groups, comm, dense_steps, lr, BETAS, block)
@@ -177,9 +177,9 @@ def one_bit_adam(
     return Exchange(ddp, [optimizer], volume, "ledger", dense_steps, close=comm.close)
 
 
-# no annotations: DDP would compare them, and they are strings in this module
+# there are no annotations, because DDP would compare them, and they are strings in this module
 def averaged_if_dense(optimizer, bucket):  # type: ignore[no-untyped-def]
-    """Average a bucket's gradients in the warm-up; hand them back afterwards."""
+    """Average a bucket's gradients in the warm-up, and hand them back unchanged afterwards."""
     if optimizer.is_dense:
         return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -188,7 +188,7 @@ def averaged_if_dense(optimizer, bucket):  # type: ignore[no-untyped-def]
 
 
 def since(ledger: Ledger) -> Callable[[int], Volume]:
-    """Count what a ledger records from now on, without the set-up, which belongs to no step."""
+    """Count the traffic that a ledger records from now on; the set-up so far belongs to no step."""
     before = ledger.total()
 
     def volume(made: int) -> Volume:
@@ -228,7 +228,7 @@ def selected_twice(
 ) -> Exchange:
     """Return ``budgeted`` with as many received entries as an all-gather at ``density``.
 
-    The all-gather receives P - 1 times k pairs, ``budgeted`` 2 (P - 1) / P times its own k.
+    The all-gather receives P - 1 times k pairs, and ``budgeted`` 2 (P - 1) / P times its own k.
     """
     settings |= {"algorithm": "budgeted", "density": density * dist.get_world_size() / 2}
     return updates(model, kind, lr, steps, **settings)
@@ -250,7 +250,8 @@ def _local(algorithm: str | Algorithm, **settings: Any) -> Method:
     return _updates(algorithm=algorithm, density=1.0, residual="weights", **settings)
 
 
-# the default from a million parameters, also for smaller tasks, whose curves stand for larger ones
+# this is the default from a million parameters on; it is also used for smaller tasks, whose curves
+# stand for larger ones
 _ONE_BIT = {
     **OUTER_SETTINGS["updates"],
     "algorithm": resolve("quantised", bits=1, block=512),
@@ -298,7 +299,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             f"diloco-h{h}": _updates(_DILOCO_KNOBS, **{**OUTER_SETTINGS["diloco"], "period": h})
             for h in (30, 100)
         },
-        # the sources of the loss: period, rounding, delay, selection
+        # these rows separate the sources of the loss: period, rounding, delay, selection
         **{f"2bit-h{h}": _local("quantised", period=h) for h in (1, 2, 10, 20)},
         **{
             f"2bit-h{h}-overlap": _local("quantised", period=h, fragments=10, delay=2)
@@ -321,7 +322,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             for drift in (0.04, 0.08)
         },
         "updates-overlap": _updates({}, **_ONE_BIT, fragments=2, delay=1),
-        # for slower links: other periods, and parts of the model in turn
+        # these rows are for slower links: other periods, and parts of the model in turn
         **{
             f"updates-h{h}-overlap{delay}": _updates(
                 {}, **{**_ONE_BIT, "period": h}, fragments=h, delay=delay

@@ -1,4 +1,4 @@
-"""1-bit Adam, from its paper: dense Adam, then signs of momentum over a frozen second moment."""
+"""1-bit Adam, from its paper, is dense Adam, then signs of momentum over a frozen second moment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsync.transports.driver import run
 
 
 class OneBitAdam(torch.optim.Optimizer):
-    """Algorithm 1 with decoupled decay.
+    """Algorithm 1 of 1-bit Adam, with decoupled decay.
 
     ::
 
@@ -25,12 +25,12 @@ class OneBitAdam(torch.optim.Optimizer):
 
     Args:
         groups: parameter groups, with their "weight_decay".
-        comm: carries the momentum.
+        comm: the communicator that carries the momentum.
         dense_steps: T, the number of warm-up steps, whose gradients arrive averaged.
         lr: the learning rate.
         betas: decay rates of both moments.
         block: consecutive elements that share a scale.
-        eps: added to the denominator.
+        eps: the number added to the denominator.
 
     Differs from the paper: there is one scale per block, not per chunk; both errors are in one vector; v
     is corrected for bias (60 steps of warm-up are too few to omit this); elements whose v is 0 do not

@@ -31,7 +31,7 @@ LINEAR_PERCENT = 5.0  # the plot is linear up to this distance from dense, logar
 
 @dataclass(frozen=True)
 class Entry:
-    """All trials outside the lab of one method, with one optimizer and one setting of the task."""
+    """All trials outside the lab of one method, for one optimizer and one setting of the task."""
 
     method: str
     optimizer: str
@@ -61,7 +61,7 @@ class Entry:
         ]
 
     def volume(self, timed: Row | None) -> tuple[float, float, float, str]:
-        """Return bytes per parameter and step, sent, received, sent after a dense beginning.
+        """Return bytes per parameter and step: sent, received, and sent after a dense beginning.
 
         The lab's counts are preferred; the last value names the source.
         """
@@ -111,7 +111,7 @@ def value_at(curve: Sequence[Sequence[float]], step: float) -> float:
 
 
 class Section:
-    """The entries for one setting of the task, and its short runs in the lab."""
+    """The entries for one setting of the task, and the short runs of this setting in the lab."""
 
     def __init__(self, place: Place, rows: Sequence[Row]) -> None:
         self.task, self.steps, self.ranks, self.batch = place
@@ -137,7 +137,7 @@ class Section:
     def steps_to(self, key: tuple[str, str], part: float) -> float | None:
         """Return the fewest steps, over runs of any length, to dense AdamW's loss at a part of its run.
 
-        The mean over seeds; None if a seed never reaches the loss.
+        This is the mean over seeds, or None if a seed never reaches the loss.
         """
         if key == ("dense", "adamw"):
             return part * self.steps
@@ -174,7 +174,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def percent(gaps: Sequence[float]) -> str:
-    """Format mean and spread of gaps.
+    """Format the mean and the spread of gaps.
 
     Example:
         >>> percent([0.01, 0.03]), percent([0.02]), percent([])

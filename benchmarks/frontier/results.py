@@ -1,4 +1,4 @@
-"""Finished runs, one JSON line each, which are not repeated; and how a method is tuned."""
+"""Keep finished runs, one JSON line each, so that none is repeated, and tune methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Results:
     """The file of finished runs.
 
     Args:
-        path: has one JSON line per run, with the fields of ``Run``, then the measurements.
+        path: the file, with one JSON line per run: the fields of ``Run``, then the measurements.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,7 +29,7 @@ class Results:
 
     @property
     def rows(self) -> list[Row]:
-        """Every finished run; read again on each access, since several commands may write to the file."""
+        """Every finished run; the file is read on each access, since several commands may write to it."""
         if not self.path.exists():
             return []
         return [json.loads(line) for line in self.path.read_text("utf-8").splitlines()]
@@ -56,7 +56,7 @@ class Results:
         return row
 
     def tune(self, run: Run, rates: Sequence[float], seeds: Sequence[int], *, knobs: bool) -> None:
-        """Find the best rate, then the best value of each knob, with the first seed; run the other seeds.
+        """With the first seed, find the best rate, then the best value of each knob; run the other seeds.
 
         Every method tries the same number of rates, and of values of its two knobs.
         """

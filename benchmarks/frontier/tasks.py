@@ -24,7 +24,7 @@ BYTES = 256  # the vocabulary
 
 
 class ByteGpt(nn.Module):
-    """Predicts the next byte: pre-norm, causal attention, ReLU squared, the head tied to the embedding.
+    """Predicts the next byte; pre-norm, causal attention, ReLU squared, head tied to the embedding.
 
     There are no biases; initial weights are normal, with smaller ones at the end of a residual branch
     (GPT-2, section 2.3).
@@ -52,7 +52,7 @@ class ByteGpt(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each added to the residual stream."""
+    """A layer of attention and a two-layer perceptron, each added to the residual stream."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 def rate_at(step: int, steps: int) -> float:
     """Return the fraction of the largest learning rate: it grows for a tenth of the steps, then falls.
 
-    It falls along a cosine.
+    The rate falls along a cosine.
 
     Example:
         >>> [round(rate_at(step, 20), 3) for step in (0, 1, 2, 19)]
@@ -128,7 +128,7 @@ def rate_at(step: int, steps: int) -> float:
 
 
 def grouped(named: Mapping[str, nn.Parameter]) -> list[dict]:
-    """Return an optimizer's groups: matrices decay, norms and biases do not."""
+    """Return an optimizer's groups: matrices decay, but norms and biases do not."""
     decaying = [p for p in named.values() if p.dim() >= 2]
     rest = [p for p in named.values() if p.dim() < 2]
     groups = ((decaying, WEIGHT_DECAY), (rest, 0.0))
@@ -136,7 +136,7 @@ def grouped(named: Mapping[str, nn.Parameter]) -> list[dict]:
 
 
 def make_optimizers(model: nn.Module, kind: str, lr: float) -> list[torch.optim.Optimizer]:
-    """Return AdamW; for "sgd" SGD; for "muon" Muon for the hidden matrices, then AdamW for the rest.
+    """Return AdamW, SGD for "sgd", or for "muon" Muon for hidden matrices and AdamW for the rest.
 
     Muon's updates are scaled to the size of AdamW's, so one learning rate suits both (Liu et al.,
     Muon is Scalable for LLM Training, 2025, section 2.2).

@@ -1,4 +1,4 @@
-"""One run: real rank processes that train, evaluate along the way, and count bytes and seconds."""
+"""One run, in which real rank processes train, evaluate along the way, and count bytes and seconds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARES = 8  # one in this many held-out samples is evaluated along the way
 
 @dataclass(frozen=True)
 class Run:
-    """The settings that identify a run, equal on all ranks; they begin its line in the results."""
+    """The settings that identify a run, equal on all ranks, with which its line in the results begins."""
 
     task: str
     steps: int
@@ -101,7 +101,7 @@ def train_rank(run: Run, label: str) -> dict[str, Any]:
 def _phase(
     walls: list[float], volumes: list[list[Volume]], begin: int, end: int
 ) -> dict[str, float] | None:
-    """Return means per step from ``begin`` to ``end``; bytes are those of the rank with the most."""
+    """Return means per step from ``begin`` to ``end``; bytes are those of the rank that has the most."""
     if begin == end:
         return None
     spans = [(ours[begin], ours[end]) for ours in volumes]

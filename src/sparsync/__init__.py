@@ -69,8 +69,9 @@ __all__ = [
     "simulate",
 ]
 
-# Imported on first use, so ``import sparsync`` costs little more than ``import torch``.  Not ``attach``:
-# importing the submodule of the same name would rebind ``sparsync.attach`` to the module
+# These are imported on first use, so ``import sparsync`` costs little more than ``import torch``.
+# ``attach`` is not among them, because importing the submodule of the same name would rebind
+# ``sparsync.attach`` to the module
 _LATER = MappingProxyType(
     {
         "Algorithm": "sparsync.algorithm",

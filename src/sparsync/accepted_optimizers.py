@@ -1,4 +1,4 @@
-"""The optimizers accepted by ``attach``: wrappers are unwrapped, unsuitable ones are refused."""
+"""Check the optimizers given to ``attach``: unwrap wrappers, and refuse unsuitable optimizers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
     """Return the optimizers that actually step, without the wrappers of Accelerate, SAM and the like.
 
     A wrapper is any object with another optimizer in one of its attributes.  Training loops call the
-    wrapper or the inner optimizer (SAM's ``second_step``).  Either way the inner one steps exactly once,
-    so its hooks are used.
+    wrapper or the inner optimizer (SAM's ``second_step``).  Either way the inner optimizer steps
+    exactly once, so its hooks are used.
 
     Raises:
         ConfigurationError: an object is not a ``torch.optim.Optimizer``, averages weights itself, or
             never called the constructor of ``Optimizer``.
     """
-    # an ordered set: a step of the last optimizer ends an iteration
+    # this serves as an ordered set, because a step of the last optimizer ends an iteration
     found: dict[Optimizer, None] = {}
     for one, inner in chain_of(given):
         name = type(one).__name__
@@ -46,7 +46,8 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
             raise ConfigurationError(
                 f"optimizer is {name}; give a torch.optim.Optimizer, or a list of them"
             )
-        # torch's Optimizer.__init__ creates the hook registries; without them no step is ever seen
+        # torch's Optimizer.__init__ creates the hook registries; without them, no step would ever
+        # be seen
         if not hasattr(one, "_optimizer_step_post_hooks"):
             raise ConfigurationError(
                 f"{name} has no hooks, because its __init__ does not call torch.optim.Optimizer's; let "
@@ -93,14 +94,15 @@ def check_stepped(given: Any) -> None:
     """Refuse an optimizer whose local steps cannot be averaged.
 
     Raises:
-        ConfigurationError: it leaves parameters to the optimizers of other ranks (ZeRO), computes the
-            weights for evaluation from private memory (schedule-free), or compares gradients at several
-            points (LBFGS).
+        ConfigurationError: the optimizer leaves parameters to the optimizers of other ranks (ZeRO),
+            computes the weights for evaluation from private memory (schedule-free), or compares
+            gradients at several points (LBFGS).
     """
     for one, inner in chain_of(given):
         name = type(one).__name__
-        # Recognised by behaviour, not by name, because other packages have optimizers of the same kinds.
-        # ZeRO lists all parameters, but its inner optimizer holds only this rank's share.
+        # These optimizers are recognised by behaviour, not by name, because other packages have
+        # optimizers of the same kinds. ZeRO lists all parameters, but its inner optimizer holds
+        # only this rank's share.
         wanted, held = (set(map(id, _parameters(its))) for its in ([one], inner))
         if held and not wanted <= held:
             raise ConfigurationError(

@@ -43,25 +43,26 @@ class Algorithm:
     """How gradients are averaged.
 
     Attributes:
-        name: for messages and tables.
+        name: the name in messages and tables.
         make_selector: builds one selector; called once per unit.
         make_collective: builds one collective; called once per unit.
-        options: the preset's options as given, for ranks to compare.
-        source: paper and equation, for tables.
-        average: divide the total by world_size; SparCML applies the sum.
-        shared: several units share the global k, each by the number of large entries in it; otherwise
-            each has its own k.
+        options: the preset's options as they were given, for ranks to compare.
+        source: the paper and its equation, for tables.
+        average: whether the total is divided by world_size; SparCML applies the sum.
+        shared: whether several units share the global k, each by the number of large entries in it;
+            otherwise, each unit has its own k.
         unit_bytes: size of the units in which entries are selected together, unless the user gives it;
             see ``plan_units``.
-        compress: which parameters are exchanged sparsely, unless the user says; None: all.
-        bits: bits per element if every element is sent in few bits; None: selected entries are sent, or
-            full-width numbers.
+        compress: which parameters are exchanged sparsely, unless the user decides; None for all.
+        bits: bits per element if every element is sent in few bits; None if selected entries are
+            sent, or full-width numbers.
         output: the algorithm for the output layer, if it differs.
-        make_dense: builds the collective of dense units, once per unit; None: ``Dense``.
-        prepare: measures the group before the first step and returns the algorithm for this group.
-            None: there is nothing to measure.
-        calls: for the planner: how often a step that asks for a job calls the collective, and with which
-            job: selectors may find more than k, or layers may be sent in several messages.
+        make_dense: builds the collective of dense units, once per unit; None for ``Dense``.
+        prepare: measures the group before the first step and returns the algorithm for this group;
+            None if there is nothing to measure.
+        calls: tells the planner how often a step that asks for a job calls the collective, and with
+            which job, because selectors may find more than k, or layers may be sent in several
+            messages.
     """
 
     name: str
@@ -81,7 +82,7 @@ class Algorithm:
 
     @property
     def result(self) -> Result:
-        """The kind of the total; "whole" means that nothing is selected."""
+        """The kind of the total; "whole" means that no entries are selected."""
         return self.make_collective().result
 
     @property
@@ -122,7 +123,8 @@ class Algorithm:
 
     async def on(self, comm: Communicator) -> Algorithm:
         """Return the algorithm for a group; all of its ranks call this with the same algorithm."""
-        # compared before measuring: ranks with different algorithms would wait in different collectives
+        # names are compared before measuring, because ranks with different algorithms would wait in
+        # different collectives
         await agree(comm, {"the algorithm": self.name})
         if self.prepare is None:
             return self
@@ -139,7 +141,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Preset:
-    """A row of the table: all that commands, ``auto``, contracts and docs know about an algorithm.
+    """A row of the table, with all that commands, ``auto``, contracts and docs know of an algorithm.
 
     With ``planned``, ``auto`` and ``sparsync plan`` may choose the algorithm; with its defaults, it must
     then round no more than bf16 does. If predictions are equal, the first row wins.
@@ -179,7 +181,7 @@ def row(
     """Return the preset of a collective whose arguments are the options; its selector has none.
 
     Args:
-        name: of the algorithm.
+        name: name of the algorithm.
         collective: the class of the collective.
         source: paper and equation of its cost.
         selector: makes the selector.

@@ -105,7 +105,7 @@ def allreduce(
         algorithm: a preset's name or an ``Algorithm``.  Default with ``k``: "budgeted", whose codec
             ``sparsync.wire.Packed("bf16")`` rounds values (``codec=Packed("fp32")`` does not).  Default
             without ``k``: the lossless "sparcml-auto" in COO, which takes any dtype and operation.
-        k: number of entries to take, per rank and in the total; equal on all ranks.  None: all.
+        k: number of entries to take, per rank and in the total; equal on all ranks.  None for all.
         op: "sum", "max", "min", "prod", "and", "or", "xor", "logical_and", "logical_or", or your own
             ``Reduction``; elements that a vector does not store count as its neutral element.
             Only SparCML's collectives take operations other than the sum.
@@ -116,7 +116,8 @@ def allreduce(
         ``to_dense()``, ``to_torch()``, ``to_numpy()`` and ``to_scipy()``.
 
     Raises:
-        ConfigurationError: unknown algorithm, operation or option, a vector that is not 1-D, k < 0.
+        ConfigurationError: the algorithm, operation or option is unknown, the vector is not 1-D, or
+            k < 0.
         PeerError: ranks disagree on size, dtype, operation, algorithm or k; a peer died.
 
     Cost: the algorithm's, plus one small allgather in which ranks compare the call.
@@ -141,8 +142,8 @@ def iallreduce(
 ) -> Future[Reduced]:
     """Start an ``allreduce`` in the background and return its future at once.
 
-    Several may be in flight; all ranks must start them in the same order.  The vector must not change
-    until the future is done.
+    Several calls may be in flight; all ranks must start them in the same order.  The vector must
+    not change until the future is done.
 
     Raises:
         ConfigurationError: as in ``allreduce``, or too many calls are in flight.
@@ -179,7 +180,7 @@ def allgather(vector: Any, comm: Any) -> list[Vector]:
         P vectors, exact, each sparse or dense, whichever was shorter to send.
 
     Raises:
-        ConfigurationError: a vector that is not 1-D, or a dtype that has no wire format.
+        ConfigurationError: the vector is not 1-D, or its dtype has no wire format.
         PeerError: ranks disagree on size or dtype; a peer died.
 
     Cost: ceil(log2 P) messages and the bytes of all other ranks received, plus one small allgather in
@@ -222,8 +223,8 @@ class _Background:
     """The thread of a communicator's non-blocking calls, and their channels."""
 
     def __init__(self, comm: Communicator) -> None:
-        # ``apart``, because the companions hold this object and with it the engine, which must not keep
-        # its own communicator alive
+        # the channel is taken ``apart``, because the companions hold this object and with it the
+        # engine, which must not keep its own communicator alive
         self._engine = Engine("iallreduce", [comm.channel(0).apart()])
         self._open: list[Future[Any]] = []
         self._calls = 0
@@ -235,8 +236,8 @@ class _Background:
             raise ConfigurationError(
                 f"{len(self._open)} reductions are under way; wait for some of them first"
             )
-        # Twice as many channels as calls in flight: another rank may lag by that many calls, and must not
-        # receive a new call's messages on the channel of an old one
+        # there are twice as many channels as calls in flight, because another rank may lag by that
+        # many calls, and must not receive a new call's messages on the channel of an old one
         channel = comm.channel(1 + self._calls % (2 * _MOST_OUTSTANDING))
         self._calls += 1
         future = self._engine.submit(program(channel))
@@ -269,7 +270,7 @@ class _Totals:
             del self._entries[next(iter(self._entries))]
 
     def close(self) -> None:
-        """Do nothing; every companion of a communicator has ``close``."""
+        """Do nothing; this method exists because every companion of a communicator has ``close``."""
 
 
 def _prepare(

@@ -18,10 +18,10 @@ __all__ = ["as_vector"]
 def as_vector(vector: Any) -> Vector:
     """Return a dense or a sparse vector with the same elements, sharing memory if possible.
 
-    Takes a 1-D tensor or NumPy array; ``(indices, values, size)`` of NumPy arrays or tensors, with
-    distinct indices of any integer type in any order; a sparse tensor of PyTorch or a ``scipy.sparse``
-    array or matrix, with one row, one column or one dimension (duplicates are summed); a
-    ``SparseVector`` or a ``DenseVector``.
+    This takes a 1-D tensor or NumPy array; ``(indices, values, size)`` of NumPy arrays or tensors,
+    with distinct indices of any integer type in any order; a sparse tensor of PyTorch or a
+    ``scipy.sparse`` array or matrix, with one row, one column or one dimension (duplicates are
+    summed); a ``SparseVector`` or a ``DenseVector``.
 
     Example:
         >>> import numpy as np
@@ -58,7 +58,7 @@ def _flat(values: Tensor) -> Tensor:
 
 
 def _tensor(array: Any) -> Tensor:
-    """Return an array as a tensor, sharing memory unless PyTorch cannot use it."""
+    """Return an array as a tensor, which shares memory unless PyTorch cannot use that."""
     if isinstance(array, Tensor):
         return array.detach()
     array = np.asarray(array)

@@ -33,7 +33,8 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Optimizers that divide by a second moment but have no ``betas``; those with ``betas`` are found by them.
+# These optimizers divide by a second moment but have no ``betas``; those with ``betas`` are found
+# by them.
 _ADAPTIVE = tuple(
     getattr(torch.optim, name)
     for name in ("Adafactor", "Adagrad", "Adadelta", "RMSprop", "Rprop")
@@ -91,13 +92,14 @@ def attach(
         algorithm: for gradients, the name of a preset in any spelling ("budgeted", the default, "auto",
             "Ok-Topk", ...), or an ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", cap=None)``.
             For updates, the name of a member of the family ("diloco", "sparseloco", ...), an
-            ``OuterStep``, or an algorithm for ``OuterStep`` to exchange with; None: 1 bit, every second
-            step; below a million parameters on every step, and in up to 8 bits (``default_bits``).  With
-            DDP, "auto" measures the group and chooses dense gradients where they take fewer seconds per
-            step, or hardly more.  It does not know how many steps reach a given loss.
+            ``OuterStep``, or an algorithm for ``OuterStep`` to exchange with.  None sends 1 bit on
+            every second step; below a million parameters it sends up to 8 bits on every step
+            (``default_bits``).  With DDP, "auto" measures the group and chooses dense gradients
+            where they take fewer seconds per step, or hardly more.  It does not know how many steps
+            reach a given loss.
         density: fraction k / n of every unit that is exchanged, in (0, 1], if entries are selected.
-            None: 1 %; below a million parameters more, up to 100 % at 46,000 (``default_density``).
-            Rank 0 reports the choice once.
+            None means 1 %, and more below a million parameters: up to 100 % at 46,000
+            (``default_density``).  Rank 0 reports the choice once.
         exchange: "gradients", "updates", or "auto": updates if an optimizer other than SGD is given, or
             an ``algorithm`` that only exchanges updates.  Rank 0 reports the choice and the reason once,
             and how the optimizer's steps are treated.
@@ -116,10 +118,11 @@ def attach(
         itself.  A handle of updates also has ``shared()`` and ``finish()`` (``UpdateSync``).
 
     Raises:
-        ConfigurationError: neither DDP nor ``replicate``, a container around DDP, a second attach,
-            unknown algorithm, bad density, an optimizer whose updates cannot be averaged
-            (``docs/optimizers.md``).  Raised later: the module runs inside DDP, or an optimizer that
-            ``attach`` was not given steps parameters whose updates are exchanged.
+        ConfigurationError: there is neither DDP nor ``replicate``, or a container around DDP; the
+            model is attached already; the algorithm is unknown, the density bad, or the optimizer's
+            updates cannot be averaged (``docs/optimizers.md``).  It is raised later if the module
+            runs inside DDP, or if an optimizer that ``attach`` was not given steps parameters whose
+            updates are exchanged.
         PeerError: ranks were given different arguments or models, or a rank is gone.
         DeadlineError: a rank does not attach; the error names it.
 
@@ -130,7 +133,7 @@ def attach(
     residual and O(k + n / P) for an exchange (``benchmarks/memory.md``); dense steps take 2 n more.
     Updates take 2 n, and 3 n / ``fragments`` for an exchange.
     """
-    # imported here to keep the engines out of ``import sparsync``
+    # these are imported here to keep the engines out of ``import sparsync``
     from sparsync.accepted_optimizers import check_stepped, plain_optimizers, treatment_of
     from sparsync.exclusive import check_outermost, check_unattached
     from sparsync.presets import PRESETS, resolve
@@ -149,7 +152,8 @@ def attach(
     # torch.compile(ddp) wraps the module; the hooks and parameters belong to the DDP module inside
     if isinstance(inner := getattr(model, "_orig_mod", None), DistributedDataParallel):
         model = inner
-    # checked before the first message: each rank detects these errors alone, and no peer is waiting yet
+    # this is checked before the first message: each rank detects these errors alone, and no peer is
+    # waiting yet
     check_outermost(model)
     check_unattached(model)
     if isinstance(model, DistributedDataParallel):
@@ -212,7 +216,8 @@ def attach(
     assert not isinstance(algorithm, OuterStep)
     resolved = resolve("budgeted" if algorithm is None else algorithm)
     if density is None:
-        # only for the warning below; the density is decided later, by the size of a whole replica
+        # this size is only for the warning below; the density is decided later, by the size of a
+        # whole replica
         size = sum(p.numel() for p in model.parameters() if p.requires_grad)
         sparse = default_density(size) < 1
     else:
@@ -259,7 +264,8 @@ def _named(algorithm: str) -> str:
     from sparsync.tables import unknown
     from sparsync.updates import OUTER_SETTINGS
 
-    # looked up before the tables, which import every paper's module to resolve an unknown name
+    # the name is looked up here before the tables, which import every paper's module to resolve an
+    # unknown name
     if algorithm in OUTER_SETTINGS:
         return algorithm
     if algorithm in PRESETS:
@@ -277,7 +283,7 @@ def _named(algorithm: str) -> str:
 def _no_argument(
     unknown: list[str], known: list[str], algorithm: str | Algorithm | OuterStep | None
 ) -> ConfigurationError:
-    """Return the error for unknown keywords of ``attach``; it says where else an option belongs."""
+    """Return the error for unknown keywords of ``attach``, which says where else an option belongs."""
     from sparsync.feedback.correction import Correction
     from sparsync.presets import PRESETS, preset
     from sparsync.updates import OUTER_SETTINGS, OuterStep
@@ -349,8 +355,9 @@ def _chosen(
         return exchange, ""
     if for_updates:
         return "updates", ""
-    # Decided by class, not by name: a subclass of SGD also steps in proportion to the gradient.  To SGD a
-    # sparse average is a delayed average; moments are not linear in the gradient and get distorted.
+    # This is decided by class, not by name, because a subclass of SGD also steps in proportion to
+    # the gradient.  To SGD a sparse average is a delayed average; moments are not linear in the
+    # gradient and get distorted.
     others = [one for one in optimizers if not isinstance(one, torch.optim.SGD)]
     if needs or not others:
         return "gradients", ""

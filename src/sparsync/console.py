@@ -27,7 +27,8 @@ def say(message: str, prefix: str = "sparsync") -> None:
         'sparsync: exchanges updates\n'
     """
     line = f"{prefix}: {message}\n"
-    # AttributeError: closed before Python started, so it is None; ValueError: it was closed later
+    # AttributeError means that it was closed before Python started, so it is None; ValueError that
+    # it was closed later
     with suppress(AttributeError, OSError, ValueError):
         sys.stderr.flush()
         try:
@@ -35,5 +36,6 @@ def say(message: str, prefix: str = "sparsync") -> None:
         except io.UnsupportedOperation:  # replaced, e.g. by a test or a notebook
             sys.stderr.write(line)
             return
-        # unbuffered: if the pipe breaks, text left in the buffer makes the process exit with code 120
+        # the line is written unbuffered: if the pipe breaks, text left in the buffer makes the
+        # process exit with code 120
         os.write(file, line.encode(sys.stderr.encoding, "backslashreplace"))

@@ -1,4 +1,4 @@
-"""``attach(ddp, optimizer, "auto")`` without SGD: dense gradients or updates, by seconds per step."""
+"""Choose dense gradients or updates by seconds per step, for ``attach(ddp, adamw, "auto")``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Choice:
 
 
 def by_seconds(outer: OuterStep, size: int, world_size: int, machine: Machine) -> Choice:
-    """Choose the exchange with fewer seconds per step; dense gradients if updates save less than 10 %.
+    """Choose the exchange with fewer seconds per step, or dense gradients if updates save under 10 %.
 
     Before the first step the duration of a backward pass is unknown, so no part of the dense exchange
     counts as hidden behind it.  This is pure arithmetic: ranks with the same machine choose alike.
@@ -86,7 +86,8 @@ def measured_choice(
     """Measure the group for a few seconds, then choose; all ranks call this.
 
     Raises:
-        ConfigurationError: not DDP, or a DDP model that cannot be attached; links too slow to measure.
+        ConfigurationError: the model is not DDP, or cannot be attached; or links are too slow to
+            measure.
         PeerError: ranks were given different arguments.
     """
     check_ddp(model)

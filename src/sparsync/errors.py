@@ -124,7 +124,8 @@ def check_numbers(owner: str, types: Mapping[str, Any], given: Mapping[str, Any]
         kinds = {part.strip() for part in (text or str(annotation)).split("|")}
         if kinds - {"None"} not in ({"int"}, {"float"}) or (value is None and "None" in kinds):
             continue
-        # bool is a subclass of int, so True would pass as a period of 1; NaN evades range checks
+        # bool is a subclass of int, so True would pass as a period of 1, and NaN evades range
+        # checks
         number = isinstance(value, Integral if "int" in kinds else Real) and not isinstance(
             value, bool
         )

@@ -1,4 +1,4 @@
-"""Ensure that nothing but the handle exchanges or steps a model's parameters."""
+"""Ensure that only the handle exchanges or steps a model's parameters."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class _Guarded(Protocol):
 
 @final
 class Guard:
-    """A hook on the steps of all optimizers in the process; it refuses foreign steps of a handle's model.
+    """A hook on the steps of all optimizers in the process, which refuses foreign steps of a model.
 
     An optimizer created after ``attach`` does not have the handle's hook, so its steps would never be
     exchanged.  A second ``attach`` finds the first one by these hooks.  The parameters themselves are
     not marked, because copies and saved models would inherit the mark.
 
-    Cost: nothing for the handle's own optimizers; for others a look at every parameter.
+    Cost: none for the handle's own optimizers; for others, a look at every parameter.
     """
 
     def __init__(self, sync: _Guarded) -> None:
@@ -53,10 +53,12 @@ class Guard:
         sync = self.sync()
         if sync is None or any(optimizer is one for one in sync.optimizers):
             return
-        # by identity: ``in`` on a list of tensors would compare their elements
+        # names are looked up by identity, because ``in`` on a list of tensors would compare their
+        # elements
         names = {id(parameter): name for name, parameter in sync.trained.items()}
         stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
-        # a wrapper around one of the handle's optimizers is fine, and so is an optimizer inside one
+        # a wrapper around one of the handle's optimizers is allowed, and so is an optimizer inside
+        # one
         if not stepped or holds(optimizer, sync.optimizers) or holds(sync.optimizers, [optimizer]):
             return
         known = ", ".join(type(one).__name__ for one in sync.optimizers)
@@ -73,7 +75,7 @@ def check_outermost(model: nn.Module) -> None:
     """Refuse a container around DDP: the DDP module inside would still exchange gradients.
 
     Raises:
-        ConfigurationError: names the DDP module inside.
+        ConfigurationError: there is a DDP module inside; the message names it.
     """
     if isinstance(model, DistributedDataParallel):
         return

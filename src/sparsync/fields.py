@@ -61,7 +61,7 @@ STATE_KINDS: Final[Mapping[str, str]] = MappingProxyType(
 class Values:
     """A dense tensor of this shape and dtype, without NaN and Inf unless ``finite`` is False.
 
-    With ``sparse``, it may also be a sparse tensor (COO).
+    With ``sparse``, the tensor may also be a sparse one (COO).
     """
 
     shape: tuple[int, ...]
@@ -126,7 +126,7 @@ class Each:
 
 @dataclass(frozen=True)
 class Either:
-    """One of several kinds; if none fits, the error of the last is reported."""
+    """One of several kinds; if none fits, the error of the last kind is reported."""
 
     kinds: tuple[Kind, ...]
 
@@ -148,7 +148,7 @@ class Common:
 class Plain:
     """Numbers, tensors, strings, None, and lists and dictionaries of these, without further constraints.
 
-    With ``named``, it must be a dictionary.
+    With ``named``, the value must be a dictionary.
     """
 
     named: bool = False
@@ -169,13 +169,14 @@ def check_saved(value: Any, kind: Kind, name: str, cure: str) -> None:
     """Raise unless a saved value matches a kind; nothing is changed, and no other rank is asked.
 
     Args:
-        value: untrusted, and of any type.
+        value: an untrusted value of any type.
         kind: the expected kind.
-        name: of the value, in the message.
+        name: name of the value in the message.
         cure: the end of the message.
 
     Raises:
-        ConfigurationError: names the first field that is missing, unknown, or of another kind.
+        ConfigurationError: the value does not match; the message names the first field that is
+            missing, unknown, or of another kind.
 
     Cost: a pass over all tensors.
 
@@ -193,7 +194,7 @@ from 0 to inf; load another
 
 
 def _wrong(value: Any, kind: Kind, name: str) -> Iterator[str]:
-    """Yield a sentence for every mismatch of a value; nothing if it matches the kind."""
+    """Yield a sentence for every mismatch of a value; yield nothing if the value matches the kind."""
     if isinstance(kind, Common):
         yield from _wrong(value, kind.kind, name)
     elif isinstance(kind, Either):
@@ -250,7 +251,7 @@ def _is_sparse(value: Any) -> bool:
 
 
 def _in_range(value: Tensor, kind: Values) -> bool:
-    """Return whether a tensor has nothing below the minimum, and no NaN or Inf unless allowed."""
+    """Return whether a tensor has no element below the minimum, and no NaN or Inf unless allowed."""
     if not value.numel():
         return True
     if value.is_complex():
@@ -275,7 +276,7 @@ def _is_plain(value: Any, finite: bool = True) -> bool:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Compare plain values.  True is not 1; a tuple equals a list, since files store tuples as lists."""
+    """Compare plain values.  True is not 1, but a tuple equals a list, as files store tuples as lists."""
     if _is_list(expected):
         return _is_list(value) and len(value) == len(expected) and all(map(same, value, expected))
     if isinstance(expected, Mapping):
@@ -289,7 +290,7 @@ def same(value: Any, expected: Any) -> bool:
 
 
 def like(value: Any) -> Kind:
-    """Return the kind of values like a live one: equal keys, counts, shapes, dtypes; any finite numbers.
+    """Return the kind of values like a live one: equal keys, counts, shapes, dtypes; finite numbers.
 
     A live None, usually an option that is not set, allows any plain value.
     """
@@ -316,13 +317,14 @@ def opened(state: Any, kind: str, content: Kind = Mapping) -> dict[str, Any]:
     """Return the content of a saved state; refuse one of another kind or version.
 
     Args:
-        state: untrusted, and of any type.  The file of a checkpoint has further entries under "beside",
-            next to the content.
+        state: an untrusted state of any type.  The file of a checkpoint has further entries under
+            "beside", next to the content.
         kind: one of ``STATE_KINDS``.
         content: the kind of the content, if its fields alone decide.
 
     Raises:
-        ConfigurationError: names the part of the envelope, or the field, that is missing or wrong.
+        ConfigurationError: a part of the envelope, or a field, is missing or wrong; the message
+            names it.
 
     Example:
         >>> opened(sealed("averager", {"steps": 3}), "averager")

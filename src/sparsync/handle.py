@@ -40,10 +40,10 @@ class Handle(ABC):
 
     Args:
         model: the plain module.
-        reducer: accumulates and exchanges.
+        reducer: the reducer, which accumulates and exchanges.
         engine: the thread of the model's exchanges (``make_engine``).
         groups: the process groups that were opened for this model.
-        options: of ``attach``: NaN and Inf, GradScaler, sentinel, logs.
+        options: the options of ``attach`` on NaN and Inf, GradScaler, sentinel and logs.
         consensus: for a replica split over ranks, asks the ranks that hold its other parts.
         pieces: for a replica split over ranks, this rank's pieces of the parameters.
 
@@ -69,13 +69,13 @@ class Handle(ABC):
         self._scaler, self._sentinel = watched.scaler, watched.sentinel
         self._nonfinite = watched.policy
         self.on_close = ExitStack()
-        # runs when the model is collected or the process exits.  Finalizers run in the reverse order of
-        # their creation, so the engine ends before the transport
+        # this runs when the model is collected or the process exits.  Finalizers run in the reverse
+        # order of their creation, so the engine ends before the transport
         self._end = weakref.finalize(self, _end, engine, reducer.comm, groups)
 
     @property
     def communicators(self) -> list[Communicator]:
-        """The communicators to the replicas and to the other parts of this one, idle and safe to use."""
+        """The communicators to the replicas and to the other parts of this replica, idle and safe."""
         if self._engine.running:
             # the engine runs callables only after all exchanges in flight have ended
             self._engine.submit(lambda: None).result()
@@ -127,7 +127,7 @@ class Handle(ABC):
         """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms."""
 
     def _numbers(self, before: tuple[int, Traffic] | None) -> dict[str, Any]:
-        """Return the numbers of both kinds; ``before``: steps and bytes before the first step here."""
+        """Return the numbers of both kinds; ``before`` has steps and bytes before the first step here."""
         stats = reducer_stats(self.reducer, self.steps, before)
         return {**stats, "choices": [self.decided]} if self.decided else stats
 
@@ -148,7 +148,8 @@ class Handle(ABC):
     def close(self) -> None:
         """End the thread and the process groups; the model then trains as if nothing had been attached.
 
-        An exchange in flight is finished first, within the transport's timeout: peers may be waiting.
+        An exchange in flight is finished first, within the transport's timeout, because peers may
+        be waiting for it.
 
         Calling this is optional: the end of the process and the end of the model both close the handle.
         """
@@ -180,8 +181,8 @@ def make_engine(
 def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None:
     """End the thread, then close the communicator and the groups that it used."""
     engine.end()
-    # A busy engine is in native code that uses both.  Waiting is not an option: the garbage collector may
-    # run this on the engine's own thread
+    # A busy engine is in native code that uses both.  This must not wait for the engine, because
+    # the garbage collector may run this function on the engine's own thread
     if not engine.busy:
         comm.close()
         groups.close()
@@ -233,7 +234,7 @@ def call_after_backward(callback: Callable[[], None]) -> bool:
 
 @final
 class CommHook:
-    """State of DDP's communication hook; without a handle the hook allreduces, as plain DDP does.
+    """The state of DDP's communication hook; without a handle, the hook allreduces like plain DDP.
 
     ``register_comm_hook`` may be called only once per DDP reducer, and nothing removes a hook.  So
     ``close`` leaves the hook registered without a handle, and the next ``attach`` gives it a new one.
@@ -253,7 +254,8 @@ class CommHook:
         if hook is None:
             hook = CommHook(model)
             model.register_comm_hook(hook, _on_bucket)
-        # a plain list instead of a ``_Closed`` one: from now on, copying the model is refused
+        # a plain list takes the place of a ``_Closed`` one, so copying the model is refused from
+        # now on
         model._comm_hooks = list(model._comm_hooks)
         hook.sync, hook.on_bucket = sync, on_bucket
         return hook
@@ -294,8 +296,8 @@ class _Closed(list[Any]):
         return list, ()
 
 
-# Not annotated: DDP compares a hook's annotations with the classes themselves, and those of this module
-# are strings (``from __future__ import annotations``), which it would reject
+# This function is not annotated: DDP compares a hook's annotations with the classes themselves, and
+# those of this module are strings (``from __future__ import annotations``), which DDP would reject
 def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]
     if hook.sync is None:
         return allreduce_hook(hook.model().process_group, bucket)

@@ -1,6 +1,6 @@
 """Observe training: a log of every step, and an estimate of xi (Assumption 1).
 
-Nothing in this module changes a step.  Without a log and without ``xi_period``, none of it runs.
+This module never changes a step.  Without a log and without ``xi_period``, none of its code runs.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Monitor:
     ) -> None:
         """Record a step that was applied or, if ``reduced`` is empty, skipped.
 
-        Call this before the ledger opens the next step.  ``residuals`` are the ones after the step, with
-        None for zeros.
+        Call this before the ledger opens the next step.  ``residuals`` are those after the step,
+        with None for zeros.
         """
         selected = [self.selected[unit] for unit in range(len(reduced))]
         self.selected.clear()
@@ -156,7 +156,7 @@ def sink_of(log: Any, rank: int) -> Sink:
             with the user's next ones; a meter of OpenTelemetry, whose gauges have the attribute "rank";
             or a function of (step, values).  Names have the form ``sparsync/threshold`` (for
             OpenTelemetry ``sparsync.threshold``).
-        rank: of this process.
+        rank: rank of this process.
 
     Raises:
         ConfigurationError: ``log`` is none of these.
@@ -164,8 +164,8 @@ def sink_of(log: Any, rank: int) -> Sink:
     if isinstance(log, str | os.PathLike) and Path(log).suffix == ".jsonl":
         path = Path(log).with_suffix(f".rank{rank}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # line-buffered: the numbers of a step are on disk when it ends, even if the process dies in the
-        # next one
+        # the file is line-buffered, so the numbers of a step are on disk when it ends, even if the
+        # process dies in the next one
         file = path.open("a", buffering=1, encoding="utf-8")
         return Sink(lambda step, v: file.write(json.dumps({"step": step, **v}) + "\n"), file.close)
     if callable(getattr(log, "add_scalar", None)):
@@ -182,8 +182,8 @@ def sink_of(log: Any, rank: int) -> Sink:
                 log.create_gauge(f"sparsync.{name}").set(value, {"rank": rank})
 
         return Sink(gauges)
-    # logged without ``step=`` and uncommitted: if these numbers advanced the run's step, the run would
-    # reject the user's own numbers for earlier steps
+    # these numbers are logged without ``step=`` and uncommitted: if they advanced the run's step,
+    # the run would reject the user's own numbers for earlier steps
     if callable(getattr(log, "define_metric", None)):
 
         def metrics(step: int, values: Mapping[str, float]) -> None:
@@ -209,9 +209,9 @@ class Measured:
     Attributes:
         xi: the difference between this step's average and the k largest entries of the mean accumulated
             vector, in norms of the mean gradient.  A value below P is harmless (section 5.1).
-        signal_to_noise: of the mean gradient: the squared norm of its expectation over that of its noise,
-            which comes from finite batches.  It is 0 if there is only noise and infinite if there is none
-            (world_size 1 shows none).
+        signal_to_noise: for the mean gradient, the squared norm of its expectation over that of its
+            noise, which comes from finite batches.  It is 0 if there is only noise and infinite if
+            there is none (world_size 1 shows none).
     """
 
     xi: float
@@ -231,11 +231,11 @@ class XiProbe:
     elements, the same on all ranks, and drawn anew for every measurement.
 
     Args:
-        period: steps between measurements; None: never.
-        units: of the reducer; units that are exchanged whole are left out.
+        period: steps between measurements; None for no measurements.
+        units: units of the reducer; those that are exchanged whole are left out.
         start: the first step that may be measured, after any warm-up in which everything is exchanged.
         every: length of the runs from which one element is sampled (not in the paper); 1 is exact.
-        seed: of the samples; must be equal on all ranks.
+        seed: seed of the samples; must be equal on all ranks.
 
     Cost: an allreduce of ``2 n / every + 1`` words during the exchange, every ``period`` steps.  The
     relative error of the estimate is about ``(every / k) ** 0.5``.   State: none outlives the step.
@@ -295,7 +295,7 @@ class XiProbe:
     def measure(
         self, step: int, totals: Sequence[Vector], quotas: Sequence[int]
     ) -> Measured | None:
-        """Compare with the totals, before averaging; None if not due, or if all gradients are zero."""
+        """Compare with the totals before averaging; None if not due, or if all gradients are zero."""
         if not self.due(step):
             return None
         assert self._sums is not None, "share comes first"
@@ -307,7 +307,7 @@ class XiProbe:
         k = sum(quota for quota, size in zip(quotas, self.sizes, strict=True) if size)
         largest = kernels.top(accumulated, math.ceil(k * drawn / max(sum(self.sizes), 1)))
         lacking[largest] += accumulated[largest]
-        # all are sums instead of means: the factors 1 / P cancel in equation 5
+        # all of these are sums instead of means, because the factors 1 / P cancel in equation 5
         square = _square(gradients)
         if not square > 0:
             return None
@@ -327,7 +327,7 @@ class XiProbe:
 
 
 def _square(x: Tensor) -> float:
-    """Return the squared norm, correctly rounded, so the order of additions does not matter."""
+    """Return the squared norm, correctly rounded, so that the order of additions does not matter."""
     return math.fsum(x.square().tolist())
 
 

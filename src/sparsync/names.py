@@ -16,12 +16,13 @@ __all__ = ["fold", "naming_options", "no_option", "parameters_of", "suggestion",
 
 C = TypeVar("C")
 
-# separators: hyphens as typed and as printed in papers, underscores, spaces, commas in codec names
+# the separators are hyphens as typed and as printed in papers, underscores, spaces, and commas in
+# codec names
 _BETWEEN: Final = re.compile(r"[-_,\s\u2010-\u2015]+")
 
 
 def fold(name: str) -> str:
-    """Return a name normalised for comparison: case, hyphens, underscores, spaces and commas are dropped.
+    """Return a name normalised for comparison, without case, hyphens, underscores, spaces and commas.
 
     Example:
         >>> fold("DSAR_Split_allgather"), fold("Ok-Topk"), fold("Local SGD")
@@ -112,7 +113,7 @@ def naming_options(kind: type[C]) -> type[C]:
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
-    """Return the parameters of a function or class by name, their annotations evaluated if possible."""
+    """Return the parameters of a function or class by name, with evaluated annotations if possible."""
     try:
         return dict(inspect.signature(function, eval_str=True).parameters)
     except NameError:  # an annotation that its module imports only for type checkers

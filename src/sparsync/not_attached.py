@@ -41,7 +41,7 @@ def leave_dense(
     *,
     elsewhere: str,
 ) -> NotAttached:
-    """Leave a DDP model as it is, and return a handle; collective, like ``attach``.
+    """Leave a DDP model as it is, and return a handle; this is collective, like ``attach``.
 
     ``elsewhere`` names an argument by which something other than DDP would exchange, or is empty.
 
@@ -118,7 +118,8 @@ class _LeftToDdp(Source):
         """Count steps until the handle is closed."""
         model = self._model()
         assert model is not None
-        # a strong reference: by this hook the model keeps its handle, as one that is attached does
+        # the reference is strong: by this hook the model keeps its handle, like a model that is
+        # attached
         handles = [model.register_forward_pre_hook(Hook(partial(self._before_forward, sync)))]
         if self._optimizers:
             handles += follow(self._optimizers[-1], Hook(), Hook(partial(self._count, sync)))

@@ -58,14 +58,16 @@ Compress = Callable[[str, Tensor], bool]
 @naming_options
 @dataclass(frozen=True)
 class Compression:
-    """Which parameters are exchanged sparsely, in which groups, and when.
+    """Settings for which parameters are exchanged sparsely, in which groups, and when.
 
-    Must be equal on all ranks.  Every setting is checked on construction (``ConfigurationError``).
+    All settings must be equal on all ranks.  Each is checked on construction
+    (``ConfigurationError``).
 
     Attributes:
         unit_bytes: select over groups of consecutive parameters of at least this many bytes.  None: as
-            in the algorithm's paper, over the whole model ("sparcml": over single parameters).  Several
-            units are exchanged during the backward pass, each with its share of the global k.
+            in the algorithm's paper, over the whole model ("sparcml": over single parameters).  If
+            there are several units, they are exchanged during the backward pass, each with its
+            share of the global k.
         compress: ``compress(name, parameter)`` returns whether a parameter is exchanged sparsely; the
             others are exchanged dense.  None: the algorithm's own rule, usually all parameters
             ("redsync": those large enough to gain).  If ``density`` is not given and the model is small
@@ -74,8 +76,9 @@ class Compression:
             separately.  None: the parameters of the module that was registered last.
         warmup_steps: the number of initial steps that are dense, or have ``warmup_densities``.
         warmup_densities: densities of the warm-up, each for an equal part of it (``DGC_RAMP``).
-        overlap: exchange a unit as soon as its gradients are complete.  False, without DDP: only once
-            all gradients are complete; needed if FSDP2 modules run several times per forward pass.
+        overlap: exchange a unit as soon as its gradients are complete.  False, which needs a model
+            without DDP, waits until all gradients are complete; FSDP2 modules that run several
+            times per forward pass need this.
         offload: for exchanges of updates by a model on an accelerator.  True keeps the shared weights,
             the residual and the outer momentum in host memory; False keeps them on the device.  None:
             only the residual is in host memory, unless the device has no room for the shared weights.
@@ -125,12 +128,12 @@ class Transport:
             long.
         curve_keys: folder with one certificate per rank; zmq then encrypts and authenticates.
         interface, port_range, advertise: settings of zmq's sockets, see ``sparsync.connect``.
-        hierarchy: for DDP: dense inside a node on every step, sparse (or updates) between nodes.
-            "node": a node is as many consecutive ranks as the launcher started on a machine; "links": a
-            node is a site, found by measuring all links at ``attach``; or a mesh (nodes, ranks of a
-            node).
-        world: without DDP, the ranks that train the model together, and refuse steps together.  None:
-            all ranks.
+        hierarchy: for DDP, exchange densely inside a node on every step, and sparsely (or updates)
+            between nodes.  With "node", a node is as many consecutive ranks as the launcher started
+            on a machine; with "links", a node is a site, found by measuring all links at
+            ``attach``; or give a mesh (nodes, ranks of a node).
+        world: without DDP, the ranks that train the model together, and refuse steps together; None
+            for all ranks.
         connect_timeout: seconds that ``attach`` may take to open the connections between ranks.
     """
 
@@ -170,16 +173,18 @@ class Monitoring:
     Attributes:
         nonfinite: what all ranks do when the sum contains NaN or Inf: "raise" from ``backward()``,
             "skip" (gradients become None, so the optimizer does nothing), or "propagate" (every
-            gradient of every rank becomes NaN, so a GradScaler skips the step everywhere).  Residuals
-            keep their values.  None: "propagate" with ``scaler``, else "raise".
+            gradient of every rank becomes NaN, so a GradScaler skips the step everywhere).
+            Residuals keep their values.  None means "propagate" with ``scaler``, and otherwise
+            "raise".
         scaler: the ``GradScaler`` that scales the gradients.  The residual is rescaled with it, and
             overflows are propagated to it.
-        sentinel: compares replicas every ``Sentinel.period`` steps.  None: only at ``attach``.
+        sentinel: compares replicas every ``Sentinel.period`` steps; None to compare only at
+            ``attach``.
         log: receives the numbers of every step (``sparsync.monitoring.Monitor``) on this rank: a path
             ending in ``.jsonl``, a ``SummaryWriter`` of TensorBoard, a run of Weights & Biases, a meter
             of OpenTelemetry, or a function of (step, values).  For updates, the step is the local step
             after which an exchange began.
-        xi_period: steps between estimates of Assumption 1's xi (``XiProbe``).  None: not measured.
+        xi_period: steps between estimates of Assumption 1's xi (``XiProbe``); None to measure none.
     """
 
     nonfinite: Nonfinite | None = None
@@ -202,7 +207,8 @@ class Monitoring:
         given = f"scaler is {type(self.scaler).__name__}, which has no get_scale()"
         scales = callable(getattr(self.scaler, "get_scale", None))
         require(scales, f"{given}; give a torch.amp.GradScaler")
-        # the scaler looks for Inf in the gradients it unscales, and a refused step leaves no gradients
+        # the scaler looks for Inf in the gradients that it unscales, and a refused step leaves no
+        # gradients
         if self.nonfinite not in (None, "propagate"):
             raise ConfigurationError(
                 f"with nonfinite={self.nonfinite!r} the GradScaler sees no overflow and never lowers its "
@@ -244,7 +250,8 @@ class Options:
         said = f"{100 * density:.3g} % of {elements:,} gradient entries on every step"
         if density == 1:
             said = f"all {elements:,} gradient entries on every step"
-            # use the dense collective, bit-identical to the baseline, not sparse vectors with all entries
+            # this uses the dense collective, bit-identical to the baseline, instead of sparse
+            # vectors with all entries
             given = replace(given, compress=given.compress or _nothing)
         lag = "in a model this small, delay costs more than bytes"
         if elements >= LARGE:
@@ -260,7 +267,7 @@ class Options:
     ) -> None:
         """Tell the user if the algorithm's own rule leaves most of a step's bytes dense."""
         rule, density = self.compression.compress, self.density
-        # the user knows their own rule, and density 1 asks for dense training
+        # users know their own rule, and density 1 asks for dense training
         if rule is None or rule is not self.algorithm.compress or density is None or density == 1:
             return
         share = self.algorithm.dense_share(units, density, world_size)

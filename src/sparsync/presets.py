@@ -44,7 +44,7 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
     """Return the algorithm for a preset's name, with options; an ``Algorithm`` is returned unchanged.
 
     Raises:
-        ConfigurationError: unknown name (lists the known ones) or option (lists the known ones).
+        ConfigurationError: the name or an option is unknown; the message lists the known ones.
 
     Example:
         >>> resolve("oktopk", cap=None).name, resolve("SSAR_Split_allgather").name
@@ -89,10 +89,10 @@ def _codec(owner: str, given: Any) -> Any:
 
 
 def quantised(*, bits: int = 2, block: int = 256) -> Algorithm:
-    """Few bits per element in both directions, a scale per block, error feedback: a dense allreduce.
+    """Allreduce all elements in few bits in both directions, with scales per block and error feedback.
 
     Args:
-        bits: per element: 1, 2, 3, 4, 8 or 16.
+        bits: bits per element: 1, 2, 3, 4, 8 or 16.
         block: consecutive elements that share a scale.
     """
     Quantised(bits, block)  # validates both before the division below
@@ -114,18 +114,18 @@ def auto(
     gain: float = 0.1,
     patience: int = 2,
 ) -> Algorithm:
-    """Per unit, the collective predicted to be fastest at the given density, which may be the dense one.
+    """For each unit, the collective that is predicted fastest at the given density, possibly dense.
 
     Args:
-        machine: seconds per message, byte, element and entry.  None: ``attach`` and the optimizers
-            measure them; ``allreduce``, which has one step, uses the defaults of ``Machine`` (gigabit
-            Ethernet).
-        budget: bytes that a rank may send or receive per unit and step; None: any number.
-        candidates: names of presets; None: all rows that are ``planned``.
-        check_period: steps between comparisons of measured and predicted seconds; None: never, which
-            keeps runs exactly repeatable.
+        machine: seconds per message, byte, element and entry.  If None, ``attach`` and the
+            optimizers measure them; ``allreduce``, which has one step, uses the defaults of
+            ``Machine`` (gigabit Ethernet).
+        budget: bytes that a rank may send or receive per unit and step; None for any number.
+        candidates: names of presets; None for all rows that are ``planned``.
+        check_period: steps between comparisons of measured and predicted seconds; None for no
+            comparisons, which keeps runs exactly repeatable.
         gain: fraction of the measured time that another collective must promise to save.
-        patience: number of consecutive comparisons that must agree before it is tried.
+        patience: number of consecutive comparisons that must agree before that collective is tried.
     """
     from sparsync.cost.auto import Auto  # imported here: only this preset needs the planner
     from sparsync.cost.calibrate import calibrate

@@ -36,8 +36,9 @@ class Reduction:
     """A binary operation with a neutral element.
 
     Attributes:
-        name: ranks compare it before any data moves.
-        apply: `[m], [m] -> [m]`, element-wise and associative; must not modify its arguments.
+        name: the name that ranks compare before any data moves.
+        apply: a function `[m], [m] -> [m]`, element-wise and associative; it must not modify its
+            arguments.
         neutral: returns, for a dtype, the element e with ``apply(e, x) == x == apply(x, e)``.
         commutative: whether the operands may be swapped.  If not, collectives that cannot keep the rank
             order refuse the operation.
@@ -59,7 +60,8 @@ class Reduction:
         Raises:
             ConfigurationError: the operation is not defined on ``dtype``, e.g. "and" on floats.
         """
-        # tried on one element, because torch cannot list the dtypes that an operation supports
+        # the operation is tried on one element, because torch cannot list the dtypes that it
+        # supports
         try:
             element = self.neutral(dtype)
             self.apply(torch.full((1,), element, dtype=dtype), torch.zeros(1, dtype=dtype))
@@ -77,7 +79,7 @@ def reduction(operation: str | Reduction) -> Reduction:
     """Return the operation with a given name; a ``Reduction`` is returned unchanged.
 
     Raises:
-        ConfigurationError: unknown name (lists the known ones).
+        ConfigurationError: the name is unknown; the message lists the known ones.
 
     Example:
         >>> reduction("max").neutral(torch.float32)

@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class SparseVector:
-    """A vector of ``size`` elements of which ``nnz`` are stored; absent elements are neutral.
+    """A vector of ``size`` elements of which ``nnz`` are stored; the others are neutral.
 
     The neutral element is 0, except for operations other than the sum (``sparsync.reduction``).
 
@@ -92,8 +92,8 @@ class SparseVector:
             >>> SparseVector.merge([a, b]).to_dense().tolist()
             [5.0, 0.0, 2.0]
         """
-        # in the given order, not in order of arrival: float addition is not associative, and a sum must
-        # have the same bits on every run
+        # vectors are added in the given order, not in order of arrival: float addition is not
+        # associative, and a sum must have the same bits on every run
         if len(parts) == 1 and within is None:
             return parts[0]
         streams, size = [(p.indices, p.values) for p in parts], parts[0].size
@@ -105,7 +105,7 @@ class SparseVector:
         return self.indices.numel()
 
     def split(self, boundaries: Sequence[int]) -> list[SparseVector]:
-        """Cut into the regions ``[boundaries[i], boundaries[i + 1])`` with a single search."""
+        """Cut the vector into the regions ``[boundaries[i], boundaries[i + 1])`` with a single search."""
         cuts = torch.tensor(list(boundaries), dtype=torch.int64, device=self.indices.device)
         places = pairwise(torch.searchsorted(self.indices, cuts).tolist())
         return [
@@ -159,7 +159,7 @@ class SparseVector:
 
     def to_torch(self) -> Tensor:
         """Return a coalesced ``torch.sparse_coo_tensor``, `[size]`."""
-        # safe to declare coalesced: the indices ascend and are unique
+        # declaring the tensor coalesced is safe, because indices ascend and are unique
         indices, shape = self.indices.view(1, -1), (self.size,)
         return torch.sparse_coo_tensor(
             indices, self.values, shape, check_invariants=False, is_coalesced=True
@@ -178,7 +178,7 @@ class SparseVector:
         self.values.div_(divisor)
 
     def isfinite(self) -> Tensor:
-        """Return a boolean mask over the stored elements: neither NaN nor Inf."""
+        """Return a boolean mask of the stored elements that are neither NaN nor Inf."""
         return torch.isfinite(self.values)
 
     def first_nonfinite(self, dtype: torch.dtype | None = None) -> int | None:
@@ -187,7 +187,7 @@ class SparseVector:
         return None if at is None else int(self.indices[at])
 
     def check(self) -> SparseVector:
-        """Return self; raise ``ConfigurationError`` unless shapes, dtypes and indices are valid."""
+        """Return this vector; raise ``ConfigurationError`` unless its shapes, dtypes and indices fit."""
         if self.indices.dim() != 1 or self.indices.shape != self.values.shape:
             raise ConfigurationError(
                 f"SparseVector: indices {tuple(self.indices.shape)} and values "
@@ -253,17 +253,17 @@ class DenseVector:
         return self.values[start:stop]
 
     def terms(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return one or two vectors of the same dtype whose sum ``run`` is, not to be written to."""
+        """Return one or two vectors of one dtype whose sum is the ``run``; do not write to them."""
         return (self.run(start, stop),)
 
     def subtract_from_(self, dense: Tensor, start: int = 0, plus: Tensor | None = None) -> None:
-        """``dense = dense + plus - self``, in place; ``dense`` may be a run from ``start`` on."""
+        """Compute ``dense = dense + plus - self`` in place; ``dense`` may be a run from ``start`` on."""
         if plus is not None:
             dense += plus
         dense -= self.run(start, start + dense.numel())
 
     def write_to_(self, dense: Tensor, start: int = 0) -> None:
-        """``dense = self``, in place, in its dtype; ``dense`` may be a run that begins at ``start``."""
+        """Write ``dense = self``, in place, in its dtype; ``dense`` may be a run from ``start`` on."""
         dense.copy_(self.run(start, start + dense.numel()))
 
     def divide_(self, divisor: int) -> None:
@@ -271,7 +271,7 @@ class DenseVector:
         self.values.div_(divisor)
 
     def isfinite(self) -> Tensor:
-        """Return a boolean mask over the elements: neither NaN nor Inf."""
+        """Return a boolean mask of the elements that are neither NaN nor Inf."""
         return torch.isfinite(self.values)
 
     def first_nonfinite(self, dtype: torch.dtype | None = None) -> int | None:
@@ -305,7 +305,7 @@ def host_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
-    """Return the first position of NaN or Inf; if there is none, this takes a single pass."""
+    """Return the first position of NaN or Inf; a vector without any takes a single pass."""
     if dtype == torch.float16:  # no other dtype can overflow: they have the range of float32
         values = values.to(dtype)
     # keys order Inf and NaN above all numbers, and ``find`` returns None as soon as one key reaches that

@@ -1,4 +1,4 @@
-"""State: frozen dataclasses that are replaced, never modified, so a reference serves as a snapshot."""
+"""State is in frozen dataclasses, which are replaced, never modified: a reference is a snapshot."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ V = TypeVar("V")
 
 @final
 class Table(Mapping[str, V], Generic[V]):
-    """The rows of one kind by name: the core's own, those of the papers' packages, those of plug-ins.
+    """The rows of one kind by name: those of the core, of the papers' packages, and of plug-ins.
 
     Names are looked up in any spelling, ignoring case and hyphens, and then among the ``ALIASES``.
     Listings contain every row once, under its declared name.
@@ -85,7 +85,7 @@ class Table(Mapping[str, V], Generic[V]):
         names = Counter(fold(point.name) for point in points)
         for point in points:
             folded = fold(point.name)
-            # one package's mistake must not stop the commands of everybody who has it installed
+            # one package's mistake must not stop the commands of all users who have it installed
             if (
                 folded in self._own
                 or folded in self._rooms
@@ -103,7 +103,7 @@ class Table(Mapping[str, V], Generic[V]):
     @functools.cached_property
     def _rooms(self) -> Mapping[str, tuple[str, V]]:
         found: dict[str, V] = {}
-        # imported late, by name, because rooms import modules that import this one
+        # rooms are imported late, by name, because they import modules that import this one
         for room in ROOMS:
             found |= importlib.import_module(room).ROWS.get(self._kind, {})
         return _folded(found)

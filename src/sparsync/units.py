@@ -39,14 +39,14 @@ __all__ = [
 _STEPPED_INSIDE: Final = "_in_backward_optimizers"
 
 
-# A box within a parameter: ``parameter.reshape(shape)[offset[0] : offset[0] + size[0], ...]``, flattened.
-# The keys are "shape", "offset" and "size".
+# A piece is a box within a parameter: ``parameter.reshape(shape)[offset[0] : offset[0] + size[0],
+# ...]``, flattened. Its keys are "shape", "offset" and "size".
 Piece = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter in its unit: elements ``[start, start + size)``."""
+    """The place of one parameter in its unit, elements ``[start, start + size)``."""
 
     name: str
     start: int
@@ -79,7 +79,7 @@ class Unit:
         return self.slots[bisect_right(starts, index) - 1].name
 
     def entries(self, density: float) -> int:
-        """Return k for a density: ``density * n`` rounded, at least 1, at most n; n for a dense unit.
+        """Return k for a density: ``density * n``, rounded, from 1 to n; for a dense unit, k is n.
 
         Example:
             >>> unit, = plan_units([("w", torch.zeros(300))])
@@ -105,10 +105,10 @@ def plan_units(
 
     Args:
         parameters: names and tensors; the gradients have the same shapes, dtypes and devices.
-        unit_bytes: a unit is closed once it holds this many bytes; None: one unit per dtype and
-            device.  A parameter is never split.
-        compress: returns, for a name and a tensor, whether a parameter is exchanged sparsely; others are
-            exchanged whole, in separate units.  None: all are exchanged sparsely.
+        unit_bytes: a unit is closed once it holds this many bytes; with None, there is one unit per
+            dtype and device.  A parameter is never split.
+        compress: returns, for a name and a tensor, whether a parameter is exchanged sparsely;
+            others are exchanged whole, in separate units.  With None, all are exchanged sparsely.
         output: names of the output layer's parameters, if they need separate units.
 
     Example:
@@ -174,7 +174,7 @@ def local_of(tensor: Tensor) -> Tensor:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether this rank's part of a tensor has no NaN or Inf; sparse tensors are allowed."""
     part = local_of(tensor)
-    # not coalesced: the sum of finite duplicates is assumed to be finite
+    # the tensor is not coalesced, because the sum of finite duplicates is assumed to be finite
     return bool(torch.isfinite(part._values() if part.is_sparse else part).all())
 
 
@@ -207,8 +207,8 @@ def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[
 def training(model: nn.Module) -> list[int]:
     """Return the identities of the trained parameters, one for each place in a module.
 
-    Comparing two such lists is fast enough for every step.  The identity is negated once an optimizer
-    steps the parameter inside ``backward()``: see ``check_stepped_later``.
+    Comparing two such lists is fast enough for every step.  The identity is negated once an
+    optimizer steps the parameter inside ``backward()`` (see ``check_stepped_later``).
     """
     return [
         -id(parameter) if hasattr(parameter, _STEPPED_INSIDE) else id(parameter)

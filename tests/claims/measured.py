@@ -1,4 +1,4 @@
-"""Shared by the claim tests: steps of real reducers in the simulator, and sums over its ledgers."""
+"""Helpers of the claim tests: run real reducers in the simulator, and sum the traffic in its ledgers."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ DENSITY = 1 / 32
 
 
 def k_for(world_size: int) -> int:
-    """Return k for these tests: with k / P >= 256, headers and histograms fit into the bounds."""
+    """Return a k large enough for headers and histograms to fit into the bounds: k / P >= 256."""
     return max(2048, 256 * world_size)
 
 
@@ -79,18 +79,18 @@ def oktopk_step(k, world_size, refinements=0):
 
 
 def histograms(k, world_size, refinements):
-    """Closed form of a histogram whose marginal bin is divided again several times."""
+    """Return the closed form of a histogram whose marginal bin is divided again several times."""
     finer = allreduce(REFINING_BINS, world_size).times(refinements)
     return forms.histogram_cost(k, world_size) + finer
 
 
 def published_step(selected, kept, world_size):
-    """Closed form of a step of "oktopk-paper" that reuses its threshold and regions."""
+    """Return the closed form of a step of "oktopk-paper" that reuses its threshold and regions."""
     sent = forms.split_cost(selected, world_size) + forms.gather_cost(kept, world_size)
     return sent + forms.counts_cost(2, world_size)
 
 
 def exact_step(k, reduced, world_size):
-    """Closed form of a step that allgathers all reduced entries and averages cuts."""
+    """Return the closed form of a step that allgathers all reduced entries and averages the cuts."""
     more = allgatherv(HEADER_BYTES + ENTRY_BYTES * reduced / world_size, world_size)
     return published_step(k, k, world_size) + more + forms.averaged_cuts_cost(world_size)

@@ -1,4 +1,4 @@
-"""Ok-Topk, section 3.1.2 and Figure 7b: balance before the allgatherv, but only when needed."""
+"""Test that Ok-Topk balances before the allgatherv when needed (section 3.1.2 and Figure 7b)."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_balances_if_the_largest_is_more_than_four_times_the_average(counts, bal
 
 @pytest.mark.parametrize("world_size", RANKS)
 def test_oktopk_balances_when_one_rank_holds_all_and_only_then(world_size):
-    """With up to four ranks, nothing can exceed four times the average."""
+    """With up to four ranks, no rank can hold more than four times the average."""
     (simulation,) = steps("oktopk", world_size, "dominated", 1)
     assert ("balance" in phases(simulation)) == (world_size > 4)
     for kind in EXCHANGEABLE:
@@ -76,10 +76,10 @@ def test_the_direct_allgatherv_of_one_ranks_entries_sends_2k_log_p(world_size):
 
 @pytest.mark.parametrize("world_size", [5, 8, 16, 32])
 def test_balance_and_allgatherv_stay_below_4k(world_size):
-    """Equation 2.  Even below its extreme case: a rank that handed over everything forwards nothing.
+    """The volume obeys Equation 2, and stays below even its extreme case.
 
-    One rank holds all k entries.  It hands them over, keeps none (it knows them) and forwards none; the
-    others exchange them and return them to it.
+    One rank holds all k entries.  It hands them to the others and keeps none, because it knows them
+    already.  The others exchange them and return them to that rank, which therefore forwards nothing.
     """
     k = 8192
     counts = [0] * world_size
@@ -102,7 +102,7 @@ def test_several_overfull_ranks_stay_below_4k(holders):
 
 
 def test_balancing_is_faster_than_the_direct_allgatherv():
-    """Figure 7b: 1.12 to 1.43 times, more on more ranks; here 1.2, 1.5 and 1.7 times."""
+    """Figure 7b's gains of 1.12 to 1.43 times grow with the ranks; the gains here are 1.2 to 1.7."""
     gains = []
     for world_size in (8, 16, 32):
         counts = [8192] + [0] * (world_size - 1)
@@ -121,9 +121,10 @@ def test_an_exchange_with_balancing_is_faster_when_one_rank_holds_all():
 
 
 def test_balanced_regions_are_faster_than_even_ones():
-    """Figure 7a: 1.13 to 1.75 times, growing with the number of ranks (the paper: BERT, one network).
+    """Figure 7a reports gains of 1.13 to 1.75 times that grow with the ranks (BERT, one network).
 
-    Here: clustered supports, 100 Mbit/s so that volume counts, boundaries already cut.
+    This test uses clustered supports, boundaries that are already cut, and 100 Mbit/s, so that
+    volume matters.
     """
     gains = []
     for world_size in (4, 8, 16):

@@ -1,4 +1,4 @@
-"""Budgeted: below the COO lower bound of Theorem 3.1 on every step, on any input."""
+"""The volume of Budgeted stays below the COO lower bound of Theorem 3.1 on every step, on any input."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ SIZE_PER_RANK = 31_250  # k / P is 312
 @pytest.mark.parametrize("kind", EXCHANGEABLE + ADVERSARIAL)
 @pytest.mark.parametrize("world_size", [4, 8, *(pytest.param(p, marks=SLOW) for p in (16, 32))])
 def test_budgeted_volume_is_below_the_lower_bound_for_coo(world_size, kind):
-    """max(sent, received) / 4 <= 2 k (P - 1) / P words, headers and histograms included."""
+    """The claim is max(sent, received) / 4 <= 2 k (P - 1) / P words, including headers and histograms."""
     size = SIZE_PER_RANK * world_size
     ranks = SimulatedRanks(Case("budgeted", world_size, size, DENSITY, kind))
     k = ranks.case.k
@@ -48,7 +48,7 @@ def test_its_cost_form_is_what_it_sends(values):
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 def test_a_tight_budget_binds_and_nothing_is_lost(world_size):
-    """With half the bytes that the entries need, there are fewer entries, but never more bytes."""
+    """With half the bytes that the entries need, some entries are left out, but the bytes suffice."""
     algorithm = resolve("budgeted", budget=0.8)
     case = Case(algorithm, world_size, 512 * 100 * world_size, 0.01, "uniform")
     ranks = SimulatedRanks(case)
@@ -63,7 +63,7 @@ def test_a_tight_budget_binds_and_nothing_is_lost(world_size):
 
 
 def strided(world_size, stride):
-    """Every rank selects a column of a matrix with rows of ``stride`` elements."""
+    """Let every rank select a column of a matrix with rows of ``stride`` elements."""
     size = 256 * world_size * stride
     indices = torch.arange(0, size, stride)
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +99,7 @@ EXACT = resolve("budgeted", codec=Packed("fp32"), budget=4.0)  # room for values
 @pytest.mark.parametrize("kind", EXCHANGEABLE + ADVERSARIAL)
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_the_total_is_the_exact_top_k_of_the_sum(world_size, kind):
-    """Owners' shares of the top-k differ only by chance, which four deviations cover."""
+    """Owners' shares of the top-k differ only by chance, within the four deviations allowed."""
     ranks = SimulatedRanks(Case(EXACT, world_size, 100_000, 0.02, kind))
     for _ in range(3):
         results = ranks.step().results

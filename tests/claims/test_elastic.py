@@ -1,4 +1,4 @@
-"""Five minutes with a kill per minute: little is lost besides the time of the absent ranks."""
+"""Train for five minutes with a kill per minute; little is lost besides the time of absent ranks."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ pytest.importorskip("torchft")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_kill_a_minute_costs_little(tmp_path):
-    """Ranks mostly wait, and both runs train at once, so other load slows both down."""
+    """Other load slows both runs down alike, because they train at once and their ranks mostly wait."""
     options = "--workload bytes --width 32 --batch-size 2 --optimizer sgd --ranks 8 --steps 450"
     options += " --delay random:8:0.5 --kill random:60"
     command = [sys.executable, "-m", "sparsync", "train", "--elastic", *options.split()]

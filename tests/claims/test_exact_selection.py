@@ -1,4 +1,4 @@
-"""Exactly min(k, nnz) entries on every step, without scanning all n elements in the steady state."""
+"""Exact selection finds min(k, nnz) entries on every step, in the steady state without a full scan."""
 
 import pytest
 import torch
@@ -56,7 +56,8 @@ def test_steady_state_never_looks_at_all_entries(density, monkeypatch):
     for step in range(40):
         rank.feed(noise(step))
     settled = [step for step in rank.whole if step >= 10]
-    # with few entries, the k-th magnitude itself jumps: at k = 4, beyond any sensible gap
+    # with few entries, the k-th magnitude itself jumps; at k = 4 it jumps further than any sensible
+    # gap
     assert len(settled) <= {4: 6, 40: 1}.get(rank.k, 0)
 
 

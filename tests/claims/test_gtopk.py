@@ -1,4 +1,4 @@
-"""gTop-k: "4 k log P" words and "2 log P" messages (Ok-Topk, Table 1)."""
+"""gTop-k costs "4k log P" words and "2 log P" messages (Ok-Topk, Table 1)."""
 
 import pytest
 
@@ -21,7 +21,7 @@ LINKS = Links(alpha=50e-6, beta=8e-9)
 def test_gtopk_costs_4k_log_p_words_and_2_log_p_messages_one_after_the_other(world_size):
     """Rank 0 receives log2 P messages of k entries and then sends as many; both directions count.
 
-    In virtual time: (2 log P) alpha + (4 k log P) beta, plus headers.
+    In virtual time, this takes (2 log P) alpha + (4 k log P) beta, plus headers.
     """
     k, rounds = k_for(world_size), (world_size - 1).bit_length()
     ranks = SimulatedRanks(case(GTOPK, world_size, "uniform", LINKS))
@@ -44,7 +44,7 @@ def test_gtopk_costs_4k_log_p_words_and_2_log_p_messages_one_after_the_other(wor
 
 
 def test_what_the_tree_keeps_is_less_than_the_global_top_k_and_never_a_fifth_of_it():
-    """ "gTopk hierarchically selects top-k values": an approximation of the top k of the sum."""
+    """ "gTopk hierarchically selects top-k values", which approximates the top k of the sum."""
     ranks = SimulatedRanks(Case(GTOPK, 16, 65_536, 1 / 64, "clustered"))
     for _ in range(2):
         evidence = ranks.step().results

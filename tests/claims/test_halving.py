@@ -1,4 +1,4 @@
-"""Halving: O(k) volume in O(log P) rounds, Ok-Topk's first stated limitation."""
+"""Halving needs O(k) volume and O(log P) rounds, which removes Ok-Topk's first stated limitation."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_the_cost_form_is_tight():
 
 @pytest.mark.parametrize(("world_size", "share"), [(4, 0.85), (16, 0.5)])
 def test_selecting_after_every_hop_costs_energy_that_grows_with_p(world_size, share):
-    """The price of O(log P) rounds: sums that would have grown large in later hops are dropped early."""
+    """Rounds in O(log P) have a price: sums are dropped early that later hops would have increased."""
     ranks = SimulatedRanks(Case("halving", world_size, SIZE, DENSITY, "clustered"))
     for _ in range(3):
         results = ranks.step().results

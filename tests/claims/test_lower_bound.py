@@ -1,4 +1,4 @@
-"""Ok-Topk, Theorem 3.1: at least 2 k (P - 1) / P words in COO, and one case that reaches them.
+"""Test Ok-Topk's Theorem 3.1: COO needs at least 2 k (P - 1) / P words, and one case needs no more.
 
 "All local top-k values of worker i are in region i that worker i is in charge of ... the global
 top-k values are uniformly distributed among P workers."
@@ -16,7 +16,7 @@ CUTS = 1 / 16  # how finely regions are cut, in shares of a region; draws differ
 
 
 def entries_of_a_step(world_size, boundaries):
-    """Words of indices and values of every rank: (sent, received) of split and allgatherv."""
+    """Return the words of indices and values that each rank sent and received in split and allgatherv."""
     (simulation,) = steps(oktopk(boundaries=boundaries), world_size, "matching", 1)
     total = [ledger.total() for ledger in simulation.ledgers]
     split, gather = phase(simulation, "split"), phase(simulation, "allgatherv")
@@ -41,9 +41,10 @@ def test_theorem_3_1_case_reaches_the_lower_bound(world_size):
 
 @pytest.mark.parametrize(("world_size", "in_the_split"), [(8, 5.25), (16, 13.1), (32, 29.0)])
 def test_averaged_boundaries_miss_the_lower_bound_by_far(world_size, in_the_split):
-    """The published consensus assumes similar supports: the means of these cuts do not fit.
+    """The published consensus averages the ranks' cuts, which is only useful if supports are similar.
 
-    All ranks' entries then lie in few regions, whose owners receive ``in_the_split`` words per k.
+    Here they are not: all ranks' entries lie in few regions, whose owners receive ``in_the_split``
+    words per k.
     """
     k = k_for(world_size)
     (simulation,) = steps(oktopk(boundaries="average"), world_size, "matching", 1)

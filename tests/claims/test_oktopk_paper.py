@@ -1,7 +1,8 @@
-"""Ok-Topk as published (preset "oktopk-paper"): what its claims cover, and what they omit.
+"""Test Ok-Topk as published ("oktopk-paper") on the steps that its claims cover, and on others.
 
-Claimed: at most 6 (P - 1) / P words per entry *actually selected*, on steps that reuse their
-thresholds, if the ranks' inputs are exchangeable (averaged boundaries assume that they are similar).
+The claim is at most 6 (P - 1) / P words per entry *actually selected*, on steps that reuse their
+thresholds, if the ranks' inputs are exchangeable (averaged boundaries assume that they are
+similar).
 """
 
 import pytest
@@ -48,7 +49,7 @@ def test_oktopk_paper_volume_is_below_6_words_per_selected_entry(kind, world_siz
 @pytest.mark.parametrize("world_size", [4, 8, 16])
 @pytest.mark.parametrize("kind", ["uniform", "clustered"])
 def test_exact_steps_exceed_the_claim_and_have_their_own_cost(kind, world_size):
-    """Algorithm 1, line 10 allgathers all reduced entries: up to 2 min(kP, n) words."""
+    """Algorithm 1, line 10 allgathers all reduced entries, which takes up to 2 min(kP, n) words."""
     k = k_for(world_size)
     _, simulation = next(published(world_size, kind, 1))
     assert words(simulation) > equation_3(k, world_size).words
@@ -58,7 +59,7 @@ def test_exact_steps_exceed_the_claim_and_have_their_own_cost(kind, world_size):
 
 @pytest.mark.parametrize("world_size", [8, 16])
 def test_supports_that_do_not_look_alike_exceed_the_claim(world_size):
-    """Negative control: averaged boundaries on Theorem 3.1's own case."""
+    """As a negative control, averaged boundaries exceed the claim on the very case of Theorem 3.1."""
     for step, simulation in published(world_size, "matching", 2):
         if step == 0:
             continue
@@ -67,7 +68,7 @@ def test_supports_that_do_not_look_alike_exceed_the_claim(world_size):
 
 
 def test_reused_thresholds_exceed_any_bound_per_requested_k():
-    """With fresh gradients, residuals pile up below a reused threshold, hence the cap of "oktopk"."""
+    """With fresh gradients, residuals pile up below a reused threshold, hence the cap in "oktopk"."""
     k, world_size = k_for(4), 4
     counts = [taken(simulation)[0] for _, simulation in published(world_size, "uniform", 4)]
     assert counts[0] == k
@@ -76,7 +77,7 @@ def test_reused_thresholds_exceed_any_bound_per_requested_k():
 
 @pytest.mark.parametrize("world_size", [3, 8])
 def test_boundaries_are_agreed_by_an_allreduce_of_p_elements_every_tau_steps(world_size):
-    """Section 3.1.1: "requires an allreduce with message size of P elements" (P - 1 inner cuts)."""
+    """Section 3.1.1 sends P elements in this allreduce; here, it sends the P - 1 inner cuts."""
     for step, simulation in published(world_size, "uniform", REPARTITION + 1):
         traffic = phase(simulation, "boundaries")
         if step % REPARTITION:

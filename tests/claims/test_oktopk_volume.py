@@ -1,8 +1,9 @@
-"""Ok-Topk: "the algorithm incurs less than 6k communication volume" (section 3, Equation 3).
+"""Ok-Topk "incurs less than 6k communication volume" (section 3, Equation 3).
 
-Claimed here for the preset "oktopk", on every step, for max(sent, received) over ranks, headers and
-histograms included, per *requested* k.  Domain: k / P >= 256, k / n = 1/32, and supports that change
-little while boundaries are kept ("changes slowly during training", section 3.1.1).
+Here the preset "oktopk" must keep to this on every step, per *requested* k, in max(sent, received)
+over ranks, including headers and histograms. The claim is for k / P >= 256, k / n = 1/32, and
+supports that change little while boundaries are kept ("changes slowly during training", section
+3.1.1).
 """
 
 import pytest
@@ -48,9 +49,10 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "world_size"), CASES)
 def test_oktopk_volume_is_below_6k(kind, world_size):
-    """Permuting the ranks of exchangeable inputs changes nothing; their bound is 6 k (P - 1) / P.
+    """The bound is 6 k (P - 1) / P for exchangeable inputs, whose ranks can be permuted freely.
 
-    With adversarial inputs, a rank may own none of its selected entries, and another all kept ones.
+    It is larger for adversarial inputs, where one rank may own none of the entries that it
+    selected, and another rank all entries that are kept.
     """
     k, exchangeable = k_for(world_size), kind in EXCHANGEABLE
     bound = bound_words(k, world_size, exchangeable=exchangeable)
@@ -60,7 +62,7 @@ def test_oktopk_volume_is_below_6k(kind, world_size):
 
 
 def test_two_ranks_of_which_one_dominates_need_4k_words_and_the_histograms():
-    """The excluded case: P = 2, disjoint supports, and one rank's values dominate.
+    """The excluded case has P = 2, disjoint supports, and one rank whose values dominate.
 
     Each rank sends all its k entries to the other rank, and the owner of the dominating ones sends k
     back: the entries alone take 4 k words, which is the bound 6 k - 4 k / P.
@@ -84,7 +86,7 @@ def test_the_volume_has_its_closed_form(world_size):
 
 @pytest.mark.parametrize("world_size", [4, 16])
 def test_even_regions_exceed_the_bound(world_size):
-    """Negative control: without balanced regions, the owner of region 0 receives everything."""
+    """Negative control: without balanced regions, the owner of region 0 receives all entries."""
     bound = bound_words(k_for(world_size), world_size, exchangeable=True)
     (simulation,) = steps(oktopk(balanced_split=False), world_size, "one-region", 1)
     assert words(simulation) > 1.3 * bound
@@ -92,9 +94,10 @@ def test_even_regions_exceed_the_bound(world_size):
 
 @pytest.mark.parametrize(("trigger", "period"), [(1.5, 64), (None, 2)])
 def test_supports_that_move_exceed_the_bound_until_the_next_repartition(trigger, period):
-    """Negative control: the domain is necessary, because boundaries of other supports balance nothing.
+    """Negative control: boundaries that were cut for other supports balance nothing.
 
-    With the trigger, the next step repartitions; as published, the next period does.
+    If repartitioning is triggered, the next step cuts new boundaries; as published, the next period
+    does.
     """
     world_size, k = 8, k_for(8)
     size = 32 * k

@@ -1,4 +1,4 @@
-"""Units in flight, each with its share of the global k, keep the energy of the global top-k."""
+"""Units in flight that each take a share of the global k keep the energy of the global top-k."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def gradients(model, text, step, rank, units):
 
 
 def energies(algorithm, world_size, steps, monkeypatch=None):
-    """Train; return the total's energy over that of all units' joint top-k, per step."""
+    """Train; return for every step the energy of the total over that of the joint top-k of all units."""
     torch.manual_seed(0)
     text, model = ByteText.of_standard_library(), ByteTransformer(width=64, layers=2)
     units = plan_units(model.named_parameters(), unit_bytes=60_000)
@@ -65,14 +65,14 @@ def energies(algorithm, world_size, steps, monkeypatch=None):
     ids=["budgeted-1", "budgeted-2", "allgather-1"],
 )
 def test_shares_keep_the_energy_of_the_global_top_k(algorithm, world_size):
-    """A small model in its first steps, where thresholds move fast: 8 units of 16,000 elements."""
+    """Thresholds move fast in the first steps of this small model, 8 units of 16,000 elements."""
     ratios = energies(algorithm, world_size, STEPS)
     assert min(ratios[1:]) > 0.9
     assert sum(ratios[2:]) / len(ratios[2:]) > 0.97
 
 
 def test_equal_densities_lose_energy(monkeypatch):
-    """The negative control: every unit selects 1 % of its own entries."""
+    """Negative control: every unit selects 1 % of its own entries."""
     monkeypatch.setattr(shares, "next_shares", lambda state, *rest: state)
     ratios = energies(resolve("budgeted"), 1, STEPS)
     assert sum(ratios[2:]) / len(ratios[2:]) < 0.9

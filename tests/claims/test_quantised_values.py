@@ -1,4 +1,4 @@
-"""Quantised values: SparCML, section 6; "orthogonal to gradient sparsification" (Ok-Topk, section 2)."""
+"""Quantised values (SparCML, section 6); "orthogonal to gradient sparsification" (Ok-Topk, section 2)."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def gradients():
 
 
 def mean_and_deviation(totals):
-    """Return the mean of many draws, and the standard errors of its elements and of all together."""
+    """Return the mean of many draws, and its standard error (root mean square over the elements)."""
     totals = torch.stack(totals).double()
     return totals.mean(0), float(totals.var(0).mean().sqrt()) / len(totals) ** 0.5
 
@@ -57,7 +57,7 @@ def reduced_steps(bits, block, count, **options):
 
 @pytest.mark.parametrize(("bits", "block"), REDUCED)
 def test_reduced_sums_are_quantised_without_bias_and_their_errors_are_lost(bits, block):
-    """ "Lower-precision data representation [...] only in the second part" (2 and 4 bits)."""
+    """ "Lower-precision data representation [...] only in the second part", here with 2 and 4 bits."""
     ranks = reduced_steps(bits, block, DRAWS)
     exact = torch.stack(gradients()).sum(0)
     totals = [total for total, _, _ in ranks[0][0]]
@@ -88,7 +88,7 @@ def test_the_last_step_of_dsar_is_shorter_by_a_constant(bits, block):
 
 @pytest.mark.parametrize(("bits", "block"), REDUCED)
 def test_errors_that_are_kept_do_not_explode(bits, block):
-    """With shrunk values, which are a contraction, the residual stays bounded and nothing is lost."""
+    """Shrunk values are a contraction, so the residual stays bounded and nothing is lost."""
     ranks = reduced_steps(bits, block, 60, keep_error=True)
     norms = [float(torch.stack([found[step][2] for found, _ in ranks]).norm()) for step in (29, 59)]
     assert not ranks[0][0][-1][1]
@@ -118,7 +118,7 @@ def test_oktopk_sends_less_with_quantised_values(name, world_size):
 
 @pytest.mark.parametrize(("bits", "balance_trigger"), [(2, 1.0), (4, 4.0), (8, 1.0)])
 def test_oktopk_with_qsgd_is_unbiased_and_reports_its_loss(bits, balance_trigger):
-    """Entries are rounded when sent to their owner, sums when sent to all, some twice if balanced."""
+    """Entries are rounded on the way to their owner, and sums to all, some twice if balanced."""
     size = k = 601  # no four regions are equally full
     given = [vector[:size] for vector in gradients()]
 

@@ -1,4 +1,4 @@
-"""RedSync: Equations 1 and 2 and their consequences, on the simulator's ledger and clock."""
+"""Check RedSync's Equations 1 and 2 and their consequences on the simulator's ledger and clock."""
 
 import re
 
@@ -50,9 +50,10 @@ def ratio(world_size, density, words_per_entry):
 def test_the_compression_of_the_model_is_not_that_of_the_bandwidth(
     world_size, density, quantised, plain
 ):
-    """Section 5.4: 12.8 % of dense at P = 128; 5.6: 100 % at P = 64 and 1.5625 %.
+    """Section 5.4 states 12.8 % of dense at P = 128; section 5.6 states 100 % at P = 64 and 1.5625 %.
 
-    Both assume two words per entry, although 5.6 says "quantised", which has messages half as long.
+    Both assume two words per entry, although 5.6 speaks of quantised messages, which are half as
+    long.
     """
     assert ratio(world_size, density, QUANTIZED) == pytest.approx(quantised)
     assert ratio(world_size, density, PLAIN) == pytest.approx(plain)
@@ -71,7 +72,7 @@ def sparse_step(codec, world_size):
 @pytest.mark.parametrize("words_per_entry", [QUANTIZED, PLAIN])
 def test_equation_1_is_what_the_allgather_sends_and_takes(words_per_entry, world_size):
     codec, nbytes = CODECS[words_per_entry], 4 * SIZE
-    # in the quantised message, the mean is part of the header; the equation omits both
+    # the mean is part of the header of a quantised message; the equation omits both
     header = codec.nbytes(K, SIZE) - words_per_entry * 4 * K
     assert 0 < header <= 24
     simulation = sparse_step(codec, world_size)
@@ -130,7 +131,7 @@ networks = st.fixed_dictionaries({"alpha": positive, "beta": st.floats(1e-11, 1e
 def test_the_thresholds_are_where_the_equations_cross(
     world_size, density, network, unpack, selection
 ):
-    """A method beats dense and the methods for smaller layers at every size for which it is used."""
+    """Wherever a method is used, it beats both dense and the methods for smaller layers."""
     found = size_thresholds(world_size, density, unpack=unpack, selection=selection, **network)
     assert list(found) == sorted(found)
     dense = equation_2(world_size, **network)
@@ -164,7 +165,7 @@ def thresholds(**changes):
 
 
 def test_the_published_128_kb_come_out_at_3_5_gb_per_second():
-    """The thresholds of section 5.4, within a factor of two; the policy takes others as arguments."""
+    """The thresholds are those of section 5.4 within a factor of two; the policy accepts others."""
     found = thresholds()
     assert 64 * 1024 < found.compress_thd < 256 * 1024
     policy = BySize(*found)
@@ -198,13 +199,13 @@ def test_dense_stays_where_the_messages_of_p_ranks_are_longer():
 
 
 def test_slower_networks_compress_smaller_layers():
-    """Section 5.4: the thresholds are for one network, with 3.5 GB/s."""
+    """Section 5.4 gives thresholds for one network, with 3.5 GB/s."""
     fast, slow = (thresholds(beta=1 / rate).compress_thd for rate in (3.5e9, 0.125e9))
     assert 0 < slow < fast
 
 
 def test_trimmed_stays_where_longer_messages_cost_more_than_the_search_saves():
-    """Section 5.4: trimmed top-k "can guarantee the length be the same", search sends up to 2 k."""
+    """Section 5.4: trimmed top-k "can guarantee the length be the same"; the search sends up to 2 k."""
     assert thresholds().thsd2 < float("inf")
     assert thresholds(world_size=128, beta=8e-9).thsd2 == float("inf")
 
@@ -238,7 +239,7 @@ def test_the_layers_are_those_of_resnet_50_and_of_the_language_model():
 
 @pytest.mark.slow
 def test_unpacking_dominates_on_resnet_50_at_128_ranks(resnet_steps):
-    """Section 6.4: 69 % and 67 %, simulated with the constants of ``redsync_phases.Machine``."""
+    """Section 6.4 reports 69 % and 67 %; the constants here are those of ``redsync_phases.Machine``."""
     assert unpack_share(resnet_steps["RGC"]) == pytest.approx(0.69, abs=0.06)
     assert unpack_share(resnet_steps["quantised RGC"]) == pytest.approx(0.67, abs=0.08)
 
@@ -251,7 +252,7 @@ def test_collectives_that_apply_k_entries_avoid_it(resnet_steps):
 
 @pytest.mark.parametrize(("ranks", "pays"), [(4, False), (8, False), (32, True)])
 def test_quantised_messages_pay_for_the_language_model_beyond_16_ranks(ranks, pays):
-    """Section 6.4: for fewer ranks, searching on every step costs more than shorter messages save."""
+    """Section 6.4: on fewer ranks, searching on every step costs more than shorter messages save."""
     plain, quantised = (
         sum(redsync_phases.phases(redsync_phases.lstm(), scheme, ranks, SHRINK).values())
         for scheme in (redsync_phases.RGC, redsync_phases.QUANTISED_RGC)

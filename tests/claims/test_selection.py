@@ -1,4 +1,4 @@
-"""Ok-Topk, sections 3.1.3 and 5.2: reused thresholds, and how many entries they select."""
+"""Test Ok-Topk's reused thresholds, and how many entries they select (sections 3.1.3 and 5.2)."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def reduced(simulation):
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("kind", EXCHANGEABLE + ADVERSARIAL)
 def test_oktopk_keeps_exactly_k_entries_on_every_step(kind, world_size):
-    """The paper's deviation is below 11 % on average; the histograms leave none."""
+    """The paper reports a deviation below 11 % on average; with the histograms there is none."""
     k = k_for(world_size)
     for simulation in steps(oktopk(threshold_period=PERIOD), world_size, kind, 5):
         kept = {evidence.total.nnz for evidence in simulation.results}
@@ -30,7 +30,7 @@ def test_oktopk_keeps_exactly_k_entries_on_every_step(kind, world_size):
 
 @pytest.mark.parametrize("kind", EXCHANGEABLE)
 def test_a_reused_threshold_deviates_by_less_than_11_percent_on_a_stationary_process(kind):
-    """ "The statistics (such as top-k thresholds) change very slowly": the paper's assumption."""
+    """The paper assumes that "the statistics (such as top-k thresholds) change very slowly"."""
     k, size = 2048, 65_536
     selector = Reused(threshold_period=32, cap=None)
     deviations = []
@@ -42,7 +42,7 @@ def test_a_reused_threshold_deviates_by_less_than_11_percent_on_a_stationary_pro
 
 
 def test_accurate_thresholds_are_calculated_every_tau_prime_steps_and_reused_between():
-    """Algorithm 1, lines 2-4 and 9-12, for the local and the global threshold; steps are 0-based."""
+    """Algorithm 1 does so for both thresholds (lines 2-4 and 9-12); steps are 0-based here."""
     ranks = SimulatedRanks(case(oktopk_paper(threshold_period=PERIOD), 4, "uniform"))
     local, shared = [], []
     for step in range(2 * PERIOD + 1):

@@ -1,6 +1,6 @@
-"""SparCML, section 5.3: the bounds of its collectives, on the simulator's ledger and clock.
+"""Check the bounds of SparCML's collectives (section 5.3) on the simulator's ledger and clock.
 
-Both extremes of overlap: all supports equal ("full"), all disjoint ("none").
+Supports overlap in one of two extreme ways: all are equal ("full") or all are disjoint ("none").
 """
 
 from functools import cache
@@ -65,7 +65,7 @@ def entry_words(simulation):
 
 
 def blocks(ledger):
-    """Return how many headers a rank received; on average, ranks sent equally many."""
+    """Return the number of headers that a rank received; on average, ranks sent equally many."""
     return ledger.total().sent_parts.header / HEADER_BYTES
 
 
@@ -131,7 +131,7 @@ def test_split_allgather_stays_within_its_interval(overlap, world_size):
 @pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("overlap", ["full", "none"])
 def test_dsar_stays_within_its_interval(overlap, world_size):
-    """``(P - 1) / P N <= words <= 2 k + (P - 1) / P N``, dense as published."""
+    """``(P - 1) / P N <= words <= 2 k + (P - 1) / P N``, with the dense part as published."""
     simulation = reduce(published_dsar, world_size, overlap)
     dense = SIZE * (world_size - 1) / world_size
     assert all(isinstance(total, DenseVector) for total in simulation.results)
@@ -142,7 +142,7 @@ def test_dsar_stays_within_its_interval(overlap, world_size):
 @pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("overlap", ["full", "none"])
 def test_topkdsa_stays_within_table_1(overlap, world_size):
-    """``[4 k (P - 1) / P, (2 k + n) (P - 1) / P]``: sparse as long as it is shorter."""
+    """The bounds are ``[4 k (P - 1) / P, (2 k + n) (P - 1) / P]``: sparse as long as it is shorter."""
     simulation = reduce(Dynamic, world_size, overlap)
     lower = 2 * lower_bound_words(K, world_size)
     upper = (2 * K + SIZE) * (world_size - 1) / world_size
@@ -171,11 +171,11 @@ def test_topkdsa_switches_to_dense_exactly_beyond_delta():
 @pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("overlap", ["full", "none"])
 def test_no_collective_beats_lemma_5_1(overlap, world_size):
-    """Counting only values: ``(P - 1) k`` if disjoint, ``2 k (P - 1) / P`` if equal."""
+    """Lemma 5.1 counts only values: ``(P - 1) k`` if disjoint, ``2 k (P - 1) / P`` if equal."""
     bound = lemma_5_1_words(K, world_size, disjoint=overlap == "none")
     for collective in (RecursiveDoubling, split_allgather, Ring):
         simulation = reduce(sparse(collective), world_size, overlap)
-        # the most that a rank sent or received, half of which are values
+        # the largest number of words that a rank sent or received; half of them are values
         assert entry_words(simulation) / 2 >= bound * 0.99, collective.__name__
         assert simulation.seconds >= log2(world_size) * LINKS.alpha + bound * 0.99 * WORD_BYTES * (
             LINKS.beta

@@ -1,4 +1,4 @@
-"""Ok-Topk, section 3.1.1: splitting, its extreme case, and the rotation of destinations."""
+"""Test how Ok-Topk splits, its extreme case, and how it rotates destinations (section 3.1.1)."""
 
 from itertools import pairwise
 
@@ -31,7 +31,7 @@ from .measured import (
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("kind", EXCHANGEABLE + ADVERSARIAL)
 def test_no_rank_sends_more_than_2k_when_splitting(kind, world_size):
-    """Balanced or not, an entry has one owner and is sent at most once."""
+    """Whether or not regions are balanced, an entry has one owner and is sent at most once."""
     for balanced in (True, False):
         for simulation in steps(oktopk(balanced_split=balanced), world_size, kind, 2):
             sent = max(entry_words_sent(t) for t in phase(simulation, "split"))
@@ -60,7 +60,7 @@ def test_balanced_regions_receive_equation_1(kind, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 3, 8, 13])
 def test_rotated_destinations_are_distinct_in_every_turn(world_size):
-    """Figure 2b; without rotation (2a), all other ranks send to rank i in turn i."""
+    """Figure 2b shows rotation; without it (Figure 2a), all other ranks send to rank i in turn i."""
     turns = list(
         zip(*(schedule(r, world_size, rotate=True) for r in range(world_size)), strict=True)
     )
@@ -103,8 +103,9 @@ def split_times(world_size, kind="uniform", **options):
 def test_rotation_removes_endpoint_hotspot(buckets):
     """ "All workers send data to worker i at step i, which may lead to endpoint congestion."
 
-    Single-ported ranks, 50 us, 1 Gbit/s, uniform input: rotation is faster, more so with more ranks.
-    With as many buckets as messages, two of them in flight, it is 2.2 times as fast on 32 ranks.
+    Ranks are single-ported, with 50 us, 1 Gbit/s and uniform input. Rotation is faster, and its
+    gain grows with the number of ranks. With as many buckets as messages, two of them in flight, it
+    is 2.2 times as fast on 32 ranks.
     """
     gains = []
     for world_size in (8, 16, 32):
@@ -119,9 +120,10 @@ def test_rotation_removes_endpoint_hotspot(buckets):
 @pytest.mark.parametrize("rotate", [True, False])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_regions_are_folded_in_the_order_of_the_turns(world_size, rotate):
-    """The own share, then those of r - 1, r - 2, ... (without rotation, of 0, 1, 2, ...), bit for bit.
+    """The fold starts with rank r's own share, then r - 1, r - 2, ... (without rotation: 0, 1, 2, ...).
 
-    Up to rounding, this is the sum in rank order; it does not depend on the number of buckets.
+    Up to rounding, it equals the sum in rank order. The number of buckets does not change a bit of
+    it.
     """
     for kind in ("uniform", "overlapping"):
         runs = [
@@ -162,8 +164,9 @@ def test_two_buckets_are_never_slower_than_none(gamma, world_size, kind):
 def test_buckets_overlap_reduction_with_communication():
     """ "Communications in the current bucket can be overlapped with the local reduction of the previous."
 
-    The same on all ranks: the shares of a rank's first bucket are the first in its fold.  Where supports
-    overlap, the sum of a bucket has few entries, and reading it once more costs little.
+    All ranks hide equally much, because the shares of a rank's first bucket are first in its fold.
+    Where supports overlap, the sum of a bucket has few entries, and reading it once more costs
+    little.
     """
     world_size = 16
 

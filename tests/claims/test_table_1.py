@@ -1,6 +1,7 @@
-"""Ok-Topk, Table 1: bandwidth and latency of every row, on the simulator's ledger and clock.
+"""Check bandwidth and latency of every row of Ok-Topk's Table 1 on the simulator's ledger and clock.
 
-TopkDSA's row is with SparCML's bounds (``test_sparcml.py``), gTopk's in ``test_gtopk.py``.
+The row of TopkDSA is checked with SparCML's bounds in ``test_sparcml.py``, that of gTopk in
+``test_gtopk.py``.
 """
 
 import pytest
@@ -23,7 +24,7 @@ def log2(world_size):
 
 
 def check_form(name, form, size, world_size, density):
-    """Every rank sends and receives the bytes and messages of the closed form, in the predicted time."""
+    """Check that each rank sends and receives what the closed form says, in the predicted time."""
     simulation = SimulatedRanks(Case(name, world_size, size, density, links=LINKS)).step()
     for ledger in simulation.ledgers:
         total = ledger.total()
@@ -54,7 +55,7 @@ def test_topka_costs_2k_times_p_minus_1_and_log_p_messages(k, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 5, 8, 16])
 def test_gaussiank_is_topka_with_the_entries_that_its_threshold_finds(world_size):
-    """Table 1 lists the words of TopkA for it; the messages are those of this library's allgather."""
+    """Table 1 gives it the words of TopkA; the messages are those of this library's allgather."""
     simulation = SimulatedRanks(Case("gaussiank", world_size, 100_000, 0.01)).step()
     found = [ledger.total() for ledger in simulation.ledgers]
     assert all(t.messages_sent == log2(world_size) for t in found)
@@ -64,7 +65,7 @@ def test_gaussiank_is_topka_with_the_entries_that_its_threshold_finds(world_size
 
 @pytest.mark.parametrize("world_size", RANKS)
 def test_oktopk_paper_needs_at_most_2p_plus_2_log_p_messages(world_size):
-    """On steps that reuse thresholds and boundaries; P + 2 log P if there is nothing to balance."""
+    """This holds on steps that reuse thresholds and boundaries; without balancing it is P + 2 log P."""
     _, simulation = steps(oktopk_paper(), world_size, "clustered", 2)
     form = published_step(1, 1, world_size)
     assert messages(simulation) == form.messages == world_size - 1 + 2 * log2(world_size)
@@ -74,7 +75,7 @@ def test_oktopk_paper_needs_at_most_2p_plus_2_log_p_messages(world_size):
 @pytest.mark.parametrize("world_size", [2, 3, 8, 16])
 @pytest.mark.parametrize("kind", ["uniform", "one-region", "dominated"])
 def test_oktopk_needs_2_log_p_messages_more_per_histogram(kind, world_size):
-    """The price of having exactly k entries on every step: usually two small allreduces."""
+    """Selecting exactly k entries on every step usually costs two small allreduces."""
     _, simulation = steps("oktopk", world_size, kind, 2)
     per_histogram = histogram_cost(k_for(world_size), world_size).messages
     histograms = phase(simulation, "threshold")[0].messages_sent / per_histogram

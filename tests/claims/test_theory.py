@@ -1,4 +1,4 @@
-"""``docs/theory.md``: measured assumptions, and bounds compared with runs that meet these assumptions."""
+"""Measure the assumptions in ``docs/theory.md``, and compare its bounds with runs that meet them."""
 
 import math
 from functools import partial
@@ -65,7 +65,7 @@ def test_table_1_takes_any_p_and_names_what_makes_no_sense():
 
 
 def test_xi_of_two_ranks_by_hand():
-    """Ranks send entries 0 and 1; the mean's largest entry is 2, which no rank sends."""
+    """The ranks send entries 0 and 1; the mean's largest entry is entry 2, which no rank sends."""
     accumulated = [torch.tensor([4.0, 0.0, 3.0]), torch.tensor([0.0, 4.0, 3.0])]
     gradients = [torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.0, 0.0, 0.0])]
     assert xi(accumulated, gradients, k=1) == pytest.approx((3.0**2 + 2.0**2) ** 0.5)
@@ -77,7 +77,7 @@ def test_xi_of_two_ranks_by_hand():
 
 @pytest.mark.parametrize("reselect", [True, False])
 def test_the_probe_of_a_training_measures_xi(reselect):
-    """On all coordinates, with the collective in the second term of Assumption 1, or of C.2."""
+    """The probe covers all coordinates; the collective is the second term of Assumption 1, or of C.2."""
     size, k, ranks = 600, 30, 3
     gradients = [
         torch.randn(size, generator=torch.Generator().manual_seed(r)) for r in range(ranks)
@@ -121,13 +121,13 @@ def weights_after(rates, *, inside, size=200, k=10, ranks=3):
 
 
 def test_at_a_constant_rate_it_does_not_matter_where_it_sits():
-    """Topk(alpha a) = alpha Topk(a): a power of two changes no bit."""
+    """Topk(alpha a) = alpha Topk(a), and alpha is a power of two, so no bit changes."""
     rates = [0.125] * 8
     assert torch.equal(weights_after(rates, inside=True), weights_after(rates, inside=False))
 
 
 def test_a_rate_that_falls_counts_late_entries_by_their_own_step_only_if_it_is_inside():
-    """With a final rate near 0, waiting entries arrive only if the rate is inside."""
+    """With a final rate near 0, entries that waited still arrive only if the rate is inside."""
     rates = [0.5, 2.0**-20]
     first, inside, outside = (
         weights_after(rates[:1], inside=True),
@@ -148,7 +148,7 @@ def top(values, k):
 
 
 class Logarithms:
-    """f(x) = sum of log(1 + ((x_j - a_j) / s)^2), a mean over samples a: smooth and not convex."""
+    """The smooth, non-convex f(x) = sum of log(1 + ((x_j - a_j) / s)^2), averaged over samples a."""
 
     def __init__(self, size, scale, samples=64, seed=0):
         self.rng = np.random.default_rng(seed)
@@ -195,7 +195,8 @@ def test_top_k_sgd_stays_within_theorem_c_4_and_lemma_c_3(reselect, k):
         gamma = max(gamma, np.linalg.norm(mean - top(mean, k)) / np.linalg.norm(mean))
         step = rate * gradients.mean(axis=0)
         most_xi = max(most_xi, np.linalg.norm(top(mean, k) - update) / np.linalg.norm(step))
-        # everything that does not reach the sum stays, including entries that the second Topk drops
+        # entries that do not reach the sum stay in the residual, including those that the second
+        # Topk drops
         residuals = accumulated - np.where(update != 0, sent, 0.0)
         v, x = v - update, x - step
         moved.append(float(np.linalg.norm(step)))
@@ -219,7 +220,7 @@ def test_top_k_sgd_stays_within_theorem_c_4_and_lemma_c_3(reselect, k):
 
 
 def test_lemma_c_3_fails_where_xi_is_divided_by_p():
-    """Almost all of the vector is sent, but entries that cancel keep out one that all ranks share."""
+    """Almost all of the vector is sent, but large entries that cancel displace one that all share."""
     size, ranks = 100, 4
     gradients = [torch.full((size,), 10.0 * (-1) ** rank) for rank in range(ranks)]
     for gradient in gradients:
@@ -227,7 +228,7 @@ def test_lemma_c_3_fails_where_xi_is_divided_by_p():
     k, gamma = size - 1, top_k_gamma(size - 1, size)
     found = xi(gradients, gradients, k, reselect=False)
     assert found == pytest.approx(1.0)
-    # one step at rate 1: x moves by the mean gradient, v not at all
+    # one step at rate 1 moves x by the mean gradient, and does not move v at all
     step = float(torch.stack(gradients).mean(0).norm())
     drift = step**2
     assert drift <= lemma_c_3([step], gamma, found)
@@ -246,7 +247,7 @@ def test_gamma_is_reached_by_equal_entries_and_by_no_others():
 
 
 def test_the_bound_says_nothing_at_usual_densities():
-    """With 2 gamma^2 > 1, D doubles with every step or two, however well the training goes."""
+    """With 2 gamma^2 > 1, the constant D doubles every step or two, however well the training goes."""
     task = {"gap": 1.0, "smoothness": 1.0, "second_moment": 1.0, "xi": 0.0}
     gamma = top_k_gamma(1, 100)
     assert theorem_c_4([0.1] * 100, gamma=gamma, **task) > 1e20
@@ -314,7 +315,7 @@ def test_the_expected_size_of_a_sum_is_the_alternating_sum_and_the_mean_of_draws
 
 
 def test_wagma_as_it_is_analysed_stays_within_theorem_4_6_and_lemma_4_5():
-    """Let S random ranks interact, the others' models stale by one gradient, with a mean every tau."""
+    """Average S random ranks, with the others' models one gradient old, and all of them every tau."""
     ranks, group, period, steps = 4, 2, 2, 16_384
     task = Logarithms(4, scale=4.0, seed=1)
     setting = {
@@ -349,7 +350,7 @@ def test_wagma_as_it_is_analysed_stays_within_theorem_4_6_and_lemma_4_5():
 
 
 def test_models_of_wagma_stay_as_near_as_lemma_4_5_says():
-    """The scheme itself, with late ranks, and steps as long as the second moment allows."""
+    """Run the scheme itself with late ranks, and steps as long as the second moment allows."""
     ranks, period, rate, size = 8, 5, 0.1, 3
 
     def delay(step, rank):

@@ -27,7 +27,7 @@ def bytes_per_element(ranks, name):
 
 @pytest.mark.slow
 def test_a_rank_receives_about_as_much_of_64_as_of_4():
-    """With the all-gather of deployed systems, it would be 21 times as much."""
+    """With the all-gather of deployed systems, a rank would receive 21 times as much."""
     few, many = bytes_per_element(4, "updates"), bytes_per_element(64, "updates")
     assert many / few <= 1.35
     assert few <= 0.4  # with a period of 2: 0.2 per step

@@ -1,4 +1,4 @@
-"""WAGMA-SGD, section 4: the effect of the switches alpha and beta, shown by mixing matrices."""
+"""Show the effect of WAGMA-SGD's switches alpha and beta (section 4) by mixing matrices."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_pairs_mix_as_sgp_with_one_neighbour(start):
 
 
 def test_the_ring_of_dpsgd_and_the_random_pairs_of_adpsgd_mix_more_slowly():
-    """ "Similar" holds for the volume of a step (O(1) models), not for its reach."""
+    """ "Similar" holds for the volume of a step (O(1) models), not for how far an update travels."""
     ring, pairs = spectral_gap(of_graph(Ring())), spectral_gap(of_graph(RandomPairs()))
     assert spectral_gap(of_groups(2)) == pytest.approx(1.0)
     assert ring == pytest.approx(1 - ((1 + 2 * torch.cos(torch.tensor(2 * torch.pi / P))) / 3) ** 4)

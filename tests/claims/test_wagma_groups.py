@@ -63,7 +63,7 @@ def test_groups_of_powers_of_two_are_algorithm_1(world_size, group_size):
 
 @pytest.mark.parametrize(("world_size", "group_size"), POWERS)
 def test_an_update_reaches_everyone_within_log_s_p_iterations(world_size, group_size):
-    """From every start; then all ranks have exactly the mean (powers of two add no rounding)."""
+    """Whatever the start, all ranks then have exactly the mean (powers of two cause no rounding)."""
     steps = mixing_steps(world_size, group_size)
     assert group_size**steps >= world_size
     assert steps == 0 or group_size ** (steps - 1) < world_size

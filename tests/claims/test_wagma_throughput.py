@@ -1,4 +1,4 @@
-"""WAGMA-SGD, sections 5.2 and 5.4: throughput in virtual time (benchmarks/averaging_throughput.py)."""
+"""Check WAGMA-SGD's throughput in virtual time (5.2 and 5.4; benchmarks/averaging_throughput.py)."""
 
 import pytest
 
@@ -21,14 +21,14 @@ def seconds(setting, scheme, ranks, steps):
 
 @pytest.mark.parametrize(("ranks", "ratio"), [(16, 1.15), (64, 1.25)])
 def test_wagma_is_faster_than_local_sgd_when_two_random_ranks_are_late(ranks, ratio):
-    """Section 5.2: 1.25 x on 64 ranks; local SGD pays for each step's delay."""
+    """Section 5.2 reports 1.25 x on 64 ranks, because local SGD waits for the delay of each step."""
     local = seconds("fig4", LOCAL, ranks, steps=6)
     assert local == pytest.approx(COMPUTE + 0.32 + 0.037, rel=0.01)
     assert local >= ratio * seconds("fig4", ROWS["WAGMA"], ranks, steps=20)
 
 
 def test_balanced_synchronous_schemes_and_wagma_are_within_7_percent():
-    """Section 5.2: 1.51 to 1.57 steps per second on 64 ranks without late ranks; AD-PSGD 1.61."""
+    """With 64 ranks, none late, section 5.2 has 1.51 to 1.57 steps per second, and 1.61 for AD-PSGD."""
     rows = ("local SGD, H = 1", "Allreduce-SGD", "D-PSGD", "SGP, 2 neighbours")
     found = [seconds("control", ROWS[row], 64, steps=3) for row in rows]
     found.append(seconds("control", ROWS["WAGMA"], 64, steps=10))  # the tenth averages globally
@@ -39,7 +39,7 @@ def test_balanced_synchronous_schemes_and_wagma_are_within_7_percent():
 
 
 def test_wagma_is_twice_as_fast_on_a_heavy_tail():
-    """Section 5.4 (on 1,024 ranks): 2.33 x; a group that waits is hardly better than all ranks."""
+    """Section 5.4 reports 2.33 x on 1,024 ranks; waiting for a group is hardly better than for all."""
     waits = Scheme("wagma", {"sync_period": "tau", "grouping": "synchronous"})
     local, avoiding, waiting = (
         seconds("fig10", scheme, 64, steps=8) for scheme in (LOCAL, ROWS["WAGMA"], waits)

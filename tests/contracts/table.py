@@ -1,4 +1,4 @@
-"""The table of all algorithms: the registries' rows, and variants; every contract runs over it."""
+"""The table of all algorithms: the registries' rows and variants of them. Every contract runs over it."""
 
 from collections.abc import Collection
 from functools import partial
@@ -52,7 +52,7 @@ INEXACT_SELECTORS = {
     "layered, one-signed": lambda: Layered(lambda: OneSigned(Trimmed())),
 }
 
-# unbiased codecs, whose error may exceed the vector, so no residual may keep it
+# unbiased codecs: their error may exceed the vector itself, so it must not be kept in a residual
 EXPANSIVE_CODECS = {"qsgd": CODEC_ROWS["qsgd"], "qsgd, 2 bits": SparseQsgd(2)}
 
 # codecs in which NaN and Inf spread over their layer
@@ -104,7 +104,7 @@ COLLECTIVES = {
 
 
 def variant(name: str, **options: object) -> Algorithm:
-    """Return a preset with options, without ``resolve``'s record of them."""
+    """Return a preset with options; unlike ``resolve``, record nothing in it."""
     return preset(name).make(**options)
 
 
@@ -207,8 +207,9 @@ ROWS = {
     **{name: (make, {"rounding": True}) for name, make in ROUNDING_COLLECTIVES.items()},
 }
 
-# rows that also run on real ranks: one per call of a transport (allgatherv, alltoallv, isend and
-# irecv); the other algorithms run on real ranks in slow tests.  The simulator runs all rows
+# These rows also run on real ranks, one for each call of a transport (allgatherv, alltoallv, isend
+# and irecv); the other algorithms run on real ranks only in slow tests. The simulator runs all
+# rows.
 CALLS = ["allgather", "split-allgather", "gtopk"]
 OTHERS = [
     "oktopk",
@@ -230,7 +231,7 @@ async def exercise(comm: Communicator, name: str) -> list[str]:
 
 
 def rows(table: Collection[str]) -> list:
-    """Return a table's names; "NAME, VARIANT" is slow if there is a "NAME"."""
+    """Return a table's names; "NAME, VARIANT" counts as slow if the table also has "NAME"."""
     return [
         pytest.param(name, marks=pytest.mark.slow)
         if "," in name and name.partition(",")[0] in table

@@ -15,8 +15,8 @@ from .table import (
     rows,
 )
 
-# 5 = 4 + 1: one rank is left over, and the others take two rounds; with 7, three are left over.  With 3
-# and 4 ranks, tests/distributed runs the same rows on gloo, ZeroMQ and MPI.
+# With 5 ranks, one is left over, and the other four take two rounds; with 7, three are left over.
+# With 3 and 4 ranks, tests/distributed runs the same rows on gloo, ZeroMQ and MPI.
 QUICK = (1, 2, 5)
 MORE = {name: (7,) for name in ROWS if "," not in name} | {
     name: (7, 8, 16) for name in ("allgather", "oktopk", "oktopk, as published")

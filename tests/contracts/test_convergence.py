@@ -1,4 +1,4 @@
-"""Theorem 4.1 of Ok-Topk: min |grad f|^2 falls towards 0 on a smooth non-convex f, per algorithm."""
+"""With every algorithm, min |grad f|^2 falls to 0 on a smooth non-convex f (Ok-Topk, Theorem 4.1)."""
 
 import pytest
 import torch
@@ -10,8 +10,9 @@ from sparsync.units import plan_units
 
 from .table import ALGORITHMS
 
-# As published, thresholds are reused for 32 steps because statistics change slowly.  In this toy, they
-# do not (it converges within a few periods), and the stale thresholds let residuals pile up.
+# The published period reuses thresholds for 32 steps, because statistics change slowly. This toy
+# problem converges within a few periods, so its statistics change fast, and stale thresholds let
+# residuals pile up.
 PRESETS = {name: row for name, row in ALGORITHMS.items() if "," not in name}
 QUANTISED = ("oktopk, int8", "oktopk, qsgd", "sparcml, reduced, 4 bits, buckets of 1024")
 ROWS = {
@@ -27,7 +28,10 @@ STEPS = 500
 
 
 def local_gradient(w, rank):
-    """f_r(w) = sum_i c_i u_i^2 / (1 + u_i^2) with u = w - target_r: bounded, smooth, non-convex."""
+    """Return the gradient of f_r(w) = sum_i c_i u_i^2 / (1 + u_i^2) with u = w - target_r.
+
+    This f_r is bounded, smooth and non-convex.
+    """
     generator = torch.Generator().manual_seed(7)
     scale = torch.logspace(0, -0.3, SIZE)
     shared = torch.randn(SIZE, generator=generator)

@@ -42,7 +42,8 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKEN
 
 TINY, BIG = 1e-45, torch.finfo(torch.float32).max
 AWKWARD = [0.0, -0.0, TINY, -TINY, 1.0, -1.0, BIG, -BIG, float("inf"), float("-inf"), float("nan")]
-# sizes around words of 64, steps of 4096, and the size from which keys are sampled, not counted
+# sizes around words of 64, around steps of 4096, and the size from which keys are sampled instead
+# of counted
 SIZES = [0, 1, 63, 64, 129, 4097, (1 << 17) + 7]
 
 
@@ -99,7 +100,7 @@ def largest_nan(n, seed=0):
 
 VECTORS = (noise, bits, awkward, heavy_tail, one_hot, constant, ascending, periodic, largest_nan)
 
-# every pattern at every small size; at the largest size, patterns that mislead a sample
+# every small size has every pattern; the largest size has only patterns that mislead a sample
 CASES = [
     (make, n)
     for make in VECTORS
@@ -122,7 +123,7 @@ def same(a, b):
 
 
 def same_sums(a, b):
-    """Equal bits, except that any NaN equals any other: which operand's bits it takes is unspecified."""
+    """Compare bits, but let any NaN equal any other: which operand's NaN is returned is unspecified."""
     same(torch.where(a.isnan(), torch.nan, a), torch.where(b.isnan(), torch.nan, b))
 
 

@@ -1,4 +1,4 @@
-"""An algorithm is one file and one row: contracts and commands read both, with no other edit.
+"""A new algorithm needs one file and one row; contracts and commands then find it without another edit.
 
 The files and the entry points are those that ``docs/extending.md`` shows.
 """
@@ -135,7 +135,7 @@ def test_arguments_without_types_are_options_by_their_look(newcomer):
 
 
 def test_the_help_of_train_names_the_collective_and_the_scheme(newcomer, tmp_path):
-    """In a separate process, because a command lists the names when it is imported."""
+    """This runs in a separate process, because a command lists the names when it is imported."""
     script = f"""
 import sys
 

@@ -1,1 +1,1 @@
-"""Digests of a training's results, which stay the same while the code changes."""
+"""Digests of training results, which must not change when the code is refactored."""

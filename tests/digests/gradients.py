@@ -118,7 +118,7 @@ async def steps_of(comm: Any, name: str) -> dict[str, Any]:
 
 
 def _interrupted(name: str) -> Digests:
-    """Refuse a step with NaN, save, restore into another reducer, and continue."""
+    """Let NaN refuse a step, save the state, restore it into another reducer, and continue."""
 
     async def program(comm: Any) -> dict[str, Any]:
         reducer = _reducer(comm, name)

@@ -1,4 +1,4 @@
-"""Results of one process other than averaged gradients: calls, models, selections, bytes."""
+"""Digest calls, models, linear models, bytes and selections: all results but averaged gradients."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _averaged(name: str, ranks: int, late: bool) -> Digests:
-    """Ranks in step, or late in turn: the simulator's clock decides, so runs are repeatable."""
+    """Average models on ranks that are in step, or late in turn by the simulator's exact clock."""
     scheme, options = _SCHEMES[name]
 
     async def program(comm: Any) -> dict[str, Any]:

@@ -5,7 +5,8 @@
     python -m tests.digests.record [--check] [NAME ...] # rows whose names contain a NAME; default: all
     python -m tests.digests.record --write [NAME ...]
 
-The tests of every transport compare real ranks with virtual ones.
+Real ranks need no digests here, because the tests of every transport compare them with virtual
+ranks.
 """
 
 from __future__ import annotations

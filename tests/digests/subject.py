@@ -1,4 +1,4 @@
-"""The subject of the recording: everything that the recorder takes from the library."""
+"""Everything that the recorder of digests takes from the library, in one place."""
 
 # ruff: noqa: F401  (the other modules take these names from here)
 
@@ -70,7 +70,7 @@ def encoded(
 
 
 def selected(selector: Any, accumulated: Tensor, k: int, step: int, *, watched: bool) -> list[Any]:
-    """Return the selection; ``watched``: from the candidates collected while accumulating, if any."""
+    """Return the selection; if ``watched``, from the candidates collected while accumulating, if any."""
     collect = selector.collect_from(k, step, accumulated.dtype) if watched else None
     collected = reaching(accumulated, *collect) if collect else None
     vector = selector.select(accumulated, k, step, collected)

@@ -1,4 +1,4 @@
-"""Commands that tests start in separate process groups, which must leave nothing behind."""
+"""Start commands in separate process groups, and check that they leave nothing behind."""
 
 import os
 import signal
@@ -15,9 +15,9 @@ def torchrun(ranks):
 
 
 def start(*command, before=(), **options):
-    """Start Python with these arguments; by default, its output is one stream.
+    """Start Python with these arguments; by default, both of its outputs are one stream.
 
-    ``before`` is a command that starts it.
+    ``before`` is a command that starts Python in turn, such as ``env``.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
@@ -32,7 +32,7 @@ def start(*command, before=(), **options):
 
 
 def end(process, seconds=60):
-    """Wait for a command and everything that it started; return its output."""
+    """Wait for a command and all processes that it started; return its output."""
     try:
         written = process.communicate(timeout=seconds)
         deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""Tests in this folder may run on every rank; all ranks are forked from one warm server."""
+"""Tests in this folder may run on every rank, so all ranks are forked from one warm server."""
 
 import multiprocessing
 from multiprocessing import forkserver

@@ -1,4 +1,4 @@
-"""A replica for the tests of elastic training: a small model, SGD or AdamW, clipping, a schedule."""
+"""The replica for tests of elastic training has a small model, SGD or AdamW, clipping and a schedule."""
 
 import ctypes
 import os
@@ -27,9 +27,10 @@ def shared_by_all(sync):
 
 
 class Account:
-    """Everything that this rank has put into exchanges, and that exchanges have applied, by element.
+    """The sums, by element, of what this rank has put into exchanges and of what these have applied.
 
-    Summed over all past and present ranks, the law holds: everything put in is applied or in a residual.
+    The law holds for the sum over all past and present ranks: all that was put in is applied or in
+    a residual.
     """
 
     def __init__(self, model):
@@ -105,14 +106,15 @@ def busy_without_steps(where, sync, model):
 
 
 def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, errors, options):
-    """Train to step ``until.value``; report what every step applied.
+    """Train to step ``until.value``; report the result of every step.
 
-    With ``outer`` settings updates are exchanged by an ``OuterStep`` of these.  A ``late`` replica begins
-    to fetch a copy once it has taken the last step, however slow the machine is.  Its stderr goes to a
-    file, ``errors``. ``options`` are further arguments of the manager, and: ``carries``: the scheduler is
-    carried; ``handles``: a handler of SIGTERM, set after attach, exits with code 7; ``pauses``: where the
-    replica pauses after contributing to some steps; the ``algorithm`` of gradients; the ``density``;
-    ``in_turn``: each layer has an optimizer, and they step in turn.
+    With ``outer`` settings, an ``OuterStep`` made of these exchanges updates. A ``late`` replica
+    begins to fetch a copy once it has taken the last step, however slow the machine is. Its stderr
+    goes to the file ``errors``. ``options`` are further arguments of the manager, and these: with
+    ``carries``, the scheduler is carried; with ``handles``, a handler of SIGTERM that is set after
+    attach exits with code 7; ``pauses`` states where the replica pauses after contributing to some
+    steps; ``algorithm`` and ``density`` are those of gradients; with ``in_turn``, each layer has an
+    optimizer, and these step in turn.
     """
     carries, handles = options.pop("carries", True), options.pop("handles", False)
     pauses, contributions = options.pop("pauses", ""), 0
@@ -130,7 +132,7 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
     torch.set_num_threads(1)
     if seat is not None:
         seat.enter()
-    # keeps the lines that torchft's servers write at every step off the terminal
+    # torchft's servers write a line at every step; this keeps these lines off the terminal
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     own = local_address() or "127.0.0.1"
     manager = make_manager(
@@ -174,7 +176,7 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
         average = [torch.zeros(p.numel()) if p.grad is None else p.grad for p in model.parameters()]
         average = torch.cat([one.flatten() for one in average])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        # a joining rank's count agrees with the others' once it has had its first gradients
+        # a joining rank counts the same steps as the others once it has had its first gradients
         optimizers[sync.steps % len(optimizers)].step()
         scheduler.step()
         if sync.steps > step:
@@ -197,7 +199,8 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
             pauses = ""
     sync.finish()
     end = {"weights": weights_digest(model.parameters()), "loss": loss.item()}
-    # the receiver would fetch tensors from this process, which ends
+    # the sums are sent as arrays, because the receiver would fetch tensors from this process, which
+    # is about to end
     end |= {"put": account.put.numpy(), "applied": account.applied.numpy()}
     end["residual"] = account.residual(sync).numpy()
     pipe.send({**sync.stats()["elastic"], **end})

@@ -1,4 +1,4 @@
-"""Jobs in which one rank fails: forked, watched to their end, and asked for their observations."""
+"""Run jobs in which one rank fails: fork the ranks, watch them to their end, and ask what they saw."""
 
 import multiprocessing
 import os
@@ -34,7 +34,8 @@ class Fault:
         moment: when it fails: a step, a phase and the number of the operation in it, or another value
             that the program understands.
         how: the name of the signal that it sends to itself, or the iproute2 commands that it runs.
-        thaw: seconds after which a frozen rank continues; 0: after the others have ended.
+        thaw: seconds after which a frozen rank continues; with 0, it continues after the others
+            have ended.
         limit: seconds after which ranks that have not ended are killed and counted as hung.
         seats: the seats in a lab, by rank.
     """
@@ -72,7 +73,7 @@ class Member:
         return store
 
     def connect(self):
-        """Join, and return a communicator; the victim's knows its moment."""
+        """Join, and return a communicator; that of the victim fails at its moment."""
         store = self.join()
         comm = connect_group(transport=self.fault.transport, timeout=self.fault.timeout)
         self.meet(store, "seated", range(self.ranks))  # no rank fails while others connect
@@ -93,7 +94,10 @@ class Member:
 
 
 class Watched(Communicator):
-    """Counts operations by step and phase in ``seen``; calls ``happen`` before the one at ``moment``."""
+    """A communicator that counts operations by step and phase in ``seen``.
+
+    It calls ``happen`` before the operation at ``moment``.
+    """
 
     def __init__(self, inner, moment=None, happen=None, seen=None):
         super().__init__(inner.rank, inner.world_size, inner.device)
@@ -230,7 +234,7 @@ def _is_stopped(pid):
 
 
 def _be(pipe, program, member, arguments):
-    """Run as a rank; report its observations, and the remaining threads."""
+    """Run as a rank of a job; report its observations, and the threads that remain."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     code = 1

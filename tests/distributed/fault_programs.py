@@ -1,4 +1,4 @@
-"""Programs for the ranks of the fault tests; run as a script, a rank of a job written by a user."""
+"""Programs for the ranks of the fault tests; as a script, this file is a rank of a user's job."""
 
 import os
 import resource
@@ -58,14 +58,14 @@ def equal(a, b):
 
 
 def make_reducer(comm, algorithm, scale=1):
-    """Two units, so that they share k; xi is measured on every second step."""
+    """Make a reducer of two units, which share k; xi is measured on every second step."""
     named = [(name, torch.zeros(scale * size)) for name, size in SIZES.items()]
     chosen = resolve(algorithm, **OPTIONS.get(algorithm, {}))
     return Reducer(comm, plan_units(named, 1600 * scale), chosen, DENSITY, xi_period=2)
 
 
 def gradients(reducer, step):
-    """Return this rank's gradient, whose large entries move, so regions are out of balance."""
+    """Return this rank's gradient, whose large entries move, so that regions get out of balance."""
     generator = torch.Generator().manual_seed(1000 * step + reducer.comm.rank)
     drawn = [torch.randn(unit.size, generator=generator) for unit in reducer.units]
     width = drawn[0].numel() // STEPS
@@ -80,10 +80,10 @@ def make_averager(name):
 
 
 def breakdowns(program, ranks, turn):
-    """Return a victim and a moment for every phase of a program, as a simulated run has them.
+    """Return a victim and two moments for every phase of a program, found in a simulated run.
 
-    These are a phase's first operation, and one in its middle, in the last step with this phase, when
-    thresholds and residuals exist.  Victims take turns.
+    The moments are the first operation of a phase and one in its middle, in the last step with this
+    phase, when thresholds and residuals exist. Victims take turns.
     """
 
     async def counted(comm):
@@ -132,7 +132,7 @@ def reduce_steps(member, algorithm, scale=1):
     reducer = make_reducer(comm, algorithm, scale)
     said = {"error": None, "seconds": []}
     try:
-        # ranks that needed nothing more from the victim notice in the last step
+        # ranks that needed no more messages from the victim notice its failure in the last step
         for step in range(STEPS + 1):
             before, started = reducer_state(reducer), time.perf_counter()
             averages = run(reducer.reduce(gradients(reducer, step)))
@@ -197,7 +197,7 @@ AT = 2  # step at which something happens
 
 
 class Raises(torch.nn.Module):
-    """Raises an error in its forward or backward pass, once told to."""
+    """A module that raises an error in its forward or backward pass once it is told to."""
 
     def __init__(self):
         super().__init__()
@@ -269,7 +269,7 @@ def killed_while_exchanging(member):
 
 
 def full_disk(member, folder, means):
-    """Save; fill the disk of one rank; fail to save; continue training; make room, and save again."""
+    """Save, fail to save once one rank's disk is full, continue, and save again once it is freed."""
     member.join()
     ddp, sync = attached(member.fault, model())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
@@ -305,7 +305,7 @@ def full_disk(member, folder, means):
 
 
 def fill(folder, means):
-    """Leave no space on the file system itself, or for this process's files."""
+    """Leave no space on the file system, or let this process write no more to its files."""
     if means == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         return
@@ -322,7 +322,7 @@ def make_room(folder, means):
 
 
 def killed_while_saving(member, folder):
-    """Save; train; save, while one rank is killed after its file is written and before it is in place."""
+    """Save, train, save again; one rank is killed after writing its file and before moving it."""
     member.join()
     ddp, sync = attached(member.fault, model())
     train(ddp, range(AT))
@@ -357,7 +357,7 @@ def resume(member, folder):
 
 
 def script(when):
-    """Train like a user; ``when`` is when rank 1's model raises, or "never", which trains forever."""
+    """Train like a user; rank 1's model raises at the moment ``when``, which may be "never"."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     ddp = DistributedDataParallel(Raises())
     attach(ddp, density=0.1, timeout=20)

@@ -68,7 +68,7 @@ def meet_behind_a_router() -> list[str]:
 
 
 def meet_on_interfaces(forms: list[str]) -> list[list[str]]:
-    """Connect gloo and zmq once per form of the variable; return zmq's addresses."""
+    """Connect gloo and zmq once per form of the interface's variable; return the addresses of zmq."""
     rank, found = dist.get_rank(), []
     (link,) = {name for _, name in socket.if_nameindex()} - {"lo"}
     _run_command("ip link add docker0 type veth peer name docker1")
@@ -94,7 +94,7 @@ def meet_on_interfaces(forms: list[str]) -> list[list[str]]:
 
 
 def meet_where_hosts_names_are_loopback() -> str:
-    """Connect gloo as on two machines of Debian, whose own names are 127.0.1.1."""
+    """Connect gloo as on two Debian machines, whose own names map to 127.0.1.1."""
     real = socket.getaddrinfo
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("GLOO_SOCKET_IFNAME")
@@ -116,7 +116,7 @@ def meet_where_hosts_names_are_loopback() -> str:
 
 
 def pass_a_long_message(nbytes: int, heartbeat: float, piece: int) -> bool:
-    """Send a message that takes many heartbeats; return whether it arrives unchanged."""
+    """Send a message that takes longer than many heartbeats; return whether it arrives unchanged."""
     with pytest.MonkeyPatch.context() as patched:
         named = {"HEARTBEAT": heartbeat, "PATIENCE": 0.0, "BEAT": heartbeat / 4, "PIECE": piece}
         for name, value in named.items():
@@ -135,7 +135,7 @@ def pass_a_long_message(nbytes: int, heartbeat: float, piece: int) -> bool:
 
 
 def new_groups_work() -> float:
-    """Groups made later rendezvous through the store, which is outside the lab."""
+    """Check that groups made later meet through the store, which is outside the lab."""
     vector = torch.ones(3)
     dist.all_reduce(vector, group=dist.new_group())
     return vector[0].item()
@@ -162,7 +162,7 @@ def holders(namespace: int) -> list[str]:
 
 
 def runs(process: str) -> bool:
-    """Return whether a process runs; a zombie, which waits for its parent, does not."""
+    """Return whether a process runs; a zombie that only waits for its parent does not count."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -215,19 +215,20 @@ def stream(source: socket.socket, dest: socket.socket, nbytes: int) -> None:
 
 
 def achieved(streams: list[tuple[socket.socket, socket.socket]], nbytes: int) -> float:
-    """Return the bits per second of several simultaneous streams, with Ethernet, IP and TCP headers."""
+    """Return the bits per second of several streams at once, including Ethernet, IP and TCP headers."""
     threads = [threading.Thread(target=stream, args=(*ends, nbytes)) for ends in streams]
     started = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    # a packet of 1514 bytes carries 1448: Ethernet 14, IP 20, TCP 32 with its timestamp
+    # a packet of 1514 bytes carries 1448 of payload; Ethernet takes 14, IP 20, TCP with its
+    # timestamp 32
     return nbytes * 8 * 1514 / 1448 / (time.perf_counter() - started)
 
 
 def best(streams: list[tuple[socket.socket, socket.socket]], nbytes: int, enough: float) -> float:
-    """Return the best of up to 12 tries, any of which other programs may delay on a busy machine."""
+    """Return the best of up to 12 attempts, because other programs may delay any of them."""
     found = 0.0
     for _ in range(12):
         found = max(found, achieved(streams, nbytes))
@@ -293,7 +294,7 @@ def sleep_in_the_lab(directory: str) -> None:
 
 
 def parent(directory: str, *links: str) -> None:
-    """Open labs, the last with two ranks in it; record their namespaces; wait to be killed."""
+    """Open labs, the last one with two ranks, record their namespaces, and wait to be killed."""
     with contextlib.ExitStack() as stack:
         inodes = []
         for each in links:

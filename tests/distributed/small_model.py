@@ -1,4 +1,4 @@
-"""A small model, its training, and the requirements on every way to divide the training."""
+"""A small model, its training, and the requirements that every way to divide the training must meet."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -92,7 +92,7 @@ Make = Callable[..., tuple[Any, Any]]  # (seed=, **options): a model and its han
 
 
 def resumes_exactly(make: Make, train: Callable[..., Any] = train, **options: Any) -> Any:
-    """Train 8 steps, or 3, and after a save and a load 5 more; return the saved state."""
+    """Train 8 steps, and again 3, a save, a load and 5 more, with equal results; return the state."""
     (through, a), (first, b), (second, c) = (make(seed=seed, **options) for seed in (0, 0, 1))
     train(through, range(8))
     train(first, range(3))
@@ -111,7 +111,7 @@ def resumes_exactly(make: Make, train: Callable[..., Any] = train, **options: An
 
 
 def the_law_holds(net: Any, sync: Any, dense: Any, backward: Any) -> None:
-    """With fixed weights: sum of averages + mean residual of two replicas == sum of dense averages."""
+    """Check with fixed weights: sum of averages + mean residual == sum of dense averages."""
     wanted, got = (torch.zeros(flat(net).numel()) for _ in range(2))
     for step in range(5):
         for module, into in ((dense, wanted), (net, got)):
@@ -136,9 +136,10 @@ def the_law_holds(net: Any, sync: Any, dense: Any, backward: Any) -> None:
 def all_refuse_what_is_not_finite(
     make: Make, name: str, poison: Callable[[Any], Any], backward: Any = backward
 ) -> None:
-    """With NaN in a parameter's gradient on one rank, all raise, skip or propagate; residuals stay.
+    """With NaN in a gradient of one rank, all ranks raise, skip or propagate it; residuals stay.
 
-    ``poison`` spoils a model's gradient, and returns a handle whose ``remove`` ends that.
+    ``poison`` spoils a gradient of a model, and returns a handle whose ``remove`` stops the
+    spoiling.
     """
     for policy in ("raise", "skip", "propagate"):
         net, sync = make(nonfinite=policy)
@@ -179,7 +180,7 @@ def local_shared(net: Any, sync: Any) -> torch.Tensor:
 
 
 def updating(net: Any, replicate: Any = None, **settings: Any) -> tuple[Any, Any]:
-    """Attach to AdamW; ``sync.stepped`` has the weights between the last step and the exchange."""
+    """Attach to AdamW; ``sync.stepped`` holds the weights after a local step and before the exchange."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     optimizer.register_step_post_hook(lambda *_: setattr(sync, "stepped", local_flat(net)))
     transport = sparsync.Transport(timeout=30, hierarchy=settings.pop("hierarchy", None))
@@ -199,7 +200,7 @@ def mean_over(values: torch.Tensor, group: Any) -> torch.Tensor:
 def the_law_of_updates_holds(
     net: Any, optimizer: Any, sync: Any, backward: Any, group: Any
 ) -> None:
-    """Every exchange preserves the mean over replicas; shared weights are equal, finally all weights."""
+    """Check that exchanges keep the mean of replicas, and that shared and final weights are equal."""
     for step in range(5):
         optimizer.zero_grad()
         backward(net, step)
@@ -216,7 +217,7 @@ def the_law_of_updates_holds(
 def nan_on_one_rank_brings_all_back(
     net: Any, optimizer: Any, sync: Any, backward: Any, spoiled: torch.Tensor, rank: int
 ) -> None:
-    """All parts of all replicas return to the last exchange; the second time, they raise."""
+    """Check that all parts of all replicas return to the last exchange, and raise the second time."""
 
     def spoil(_optimizer: Any, *_: Any) -> None:
         if dist.get_rank() == rank:

@@ -1,7 +1,7 @@
-"""Tests that PyTorch and Accelerate ship, on CPUs, with the library attached to each DDP that they make.
+"""Run tests that PyTorch and Accelerate ship, on CPUs, with sparsync attached to every DDP they make.
 
-``python -m tests.distributed.suites torch|accelerate RANKS SETTING [NAME ...]`` forks the ranks of every
-test again, kills ranks at a deadline, and prints each test's outcome as a line of JSON.
+``python -m tests.distributed.suites torch|accelerate RANKS SETTING [NAME ...]`` forks new ranks for
+every test, kills them at a deadline, and prints each test's outcome as a line of JSON.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ Body = Callable[[int], object]  # of a rank
 
 @contextlib.contextmanager
 def attaching(setting: str, made: list[int]) -> Iterator[None]:
-    """Attach to every DDP model, after moving it to the CPU; count them."""
+    """Attach to every DDP model after moving it to the CPU, and count the models."""
     init = DistributedDataParallel.__init__
 
     def attached(
@@ -147,7 +147,7 @@ def _forked(body: Body, rank: int, ranks: int, setting: str, folder: Path) -> in
 
 
 class OnCpu(TorchFunctionMode):
-    """Move everything that asks for a GPU to the CPU, and shrink images that would take a CPU minutes."""
+    """Replace requests for a GPU by the CPU, and shrink images that would take a CPU minutes."""
 
     def __torch_function__(self, func: Any, _kinds: Any, args: Any = (), given: Any = None) -> Any:
         """Call with another device."""
@@ -170,7 +170,7 @@ def _on_cpu(one: Any) -> Any:
 
 
 def _without_gpus() -> None:
-    """Make ``torch.cuda`` and this process's modules see only the CPU."""
+    """Make ``torch.cuda`` report no GPU, and modules of this process use the CPU."""
     to: Any = torch.nn.Module.to
 
     def to_cpu(self: Any, *args: Any, **given: Any) -> Any:
@@ -178,7 +178,7 @@ def _without_gpus() -> None:
 
     cuda: Any = torch.cuda
     torch.nn.Module.to = to_cpu  # type: ignore[assignment]
-    # two functions, because Dynamo needs a separate one for each name
+    # these are two equal functions, because Dynamo needs a separate one for each name
     cuda.set_device = lambda *_: None
     cuda.synchronize = lambda *_, **__: None
     cuda.device = lambda *_: nullcontext()
@@ -202,7 +202,7 @@ def _torchs_tests() -> Any:
 
 
 def torchs(ranks: int) -> dict[str, Body]:
-    """Return PyTorch's tests whose source, or that of the helpers they call, wraps a model in DDP."""
+    """Return PyTorch's tests that wrap a model in DDP, in their own source or in helpers they call."""
     os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": "0", "PYTORCH_PRINT_REPRO_ON_FAILURE": "0"}
     tests = _torchs_tests()

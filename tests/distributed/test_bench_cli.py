@@ -1,4 +1,4 @@
-"""``sparsync bench`` on real processes: over gloo, over ZeroMQ, in the lab, under a launcher."""
+"""Run ``sparsync bench`` on real processes: over gloo, over ZeroMQ, in the lab, under a launcher."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def test_processes_and_simulator_agree():
         assert real.seconds_exchange_median > 0 and real.seconds_add_median > 0
         assert real.processor_exchange_median > 0 and real.processor_add_median > 0
         assert real.entries_min == virtual.entries_min
-        # the native allreduce is booked by its formula; budgeted's messages are padded over gloo
+        # a native allreduce is booked by its formula, and gloo pads the messages of budgeted
         most = 3.0 if real.collective == "budgeted" else 1.02
         for volume in ("bytes_sent_max", "bytes_received_max"):
             padded = getattr(real, volume) / getattr(virtual, volume)
@@ -64,7 +64,7 @@ def test_the_lab_counts_what_crosses_its_links():
         pytest.skip(str(error))
     for row in rows:
         assert row.lab == 1e9 and row.correct
-        # headers and acknowledgements are also counted; evidence and barriers hardly matter
+        # the link also counts headers and acknowledgements; evidence and barriers hardly matter
         payload = max(row.bytes_sent_max, row.bytes_received_max)
         assert payload < row.bytes_kernel_max < 1.2 * payload + 20_000
     assert rows[0].wire_seconds <= rows[0].seconds_exchange_median

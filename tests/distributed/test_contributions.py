@@ -1,4 +1,4 @@
-"""Three real ranks with unequal amounts of data, and optimizers that are not whole on each rank."""
+"""Three real ranks have unequal amounts of data, and optimizers that are not whole on each rank."""
 
 import contextlib
 import io
@@ -50,7 +50,7 @@ def alone():
 @on_ranks(3)
 @pytest.mark.parametrize("wrap", [model, ddp_model])
 def test_ranks_weigh_what_they_have_seen(wrap):
-    """Equal to one process that sees all data; without ``contribute``, it is far from that."""
+    """Weighted training equals one process that sees all data; without ``contribute``, it is far off."""
     rank, expected = dist.get_rank(), alone()
     for counts in (True, False):
         net = wrap()
@@ -70,7 +70,7 @@ def test_ranks_weigh_what_they_have_seen(wrap):
 @on_ranks(3)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adamax])
 def test_the_one_line_weighs_and_resumes(kind):
-    """With the default exchange: bit for bit, with steps that are counted and not yet exchanged."""
+    """The default exchange resumes bit for bit, even with steps counted but not yet exchanged."""
     rank, ends = dist.get_rank(), []
     for breaks in (False, True):
         net = model()
@@ -92,7 +92,8 @@ def test_the_one_line_weighs_and_resumes(kind):
         with sync.shared():
             ends.append(flat(net))
             assert same_everywhere(ends[-1])
-        # steps are corrected for fewer ranks than there are, because amounts of data are unequal
+        # steps are corrected for fewer ranks than there are, because the amounts of data are
+        # unequal
         assert 1 < sync._weights.ranks < 3
         sync.finish()
         assert same_everywhere(flat(net))
@@ -119,7 +120,7 @@ def test_contributing_is_for_updates_and_begins_with_the_first_step():
 
 @on_ranks(3)
 def test_gradients_are_weighed_by_the_script():
-    """As in ``docs/optimizers.md``: the loss times n ranks / (sum of n)."""
+    """As in ``docs/optimizers.md``, the script multiplies the loss by n ranks / (sum of n)."""
     net, rank, expected = ddp_model(), dist.get_rank(), alone()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with sparsync.attach(net, optimizer, "dense", 1.0):

@@ -50,7 +50,7 @@ def test_every_ddp_setting_gives_the_same_training():
 
 
 class Odd(torch.nn.Module):
-    """Large and small parameters, an embedding with COO gradients, and one in channels_last."""
+    """A model with large and small parameters, an embedding with COO gradients, one in channels_last."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ def test_the_planner_chooses_alike_on_all_ranks():
 
 @on_ranks(3)
 def test_sparcml_trains_layer_by_layer():
-    """With quantisation and a dense output layer, replicas stay equal."""
+    """Replicas stay equal with quantisation and a dense output layer."""
     ddp = ddp_model()
     options = {"block": 16, "compress": lambda name, parameter: not name.startswith("3.")}
     with attached(ddp, "sparcml", density=0.25, **options) as sync:
@@ -219,7 +219,7 @@ def test_attach_refuses():
 
 @on_ranks(3)
 def test_update_space_is_algorithm_2():
-    """To the letter, against a dense simulation of it in this process."""
+    """The updates are those of Algorithm 2 to the letter, which a dense simulation here computes."""
     net = model()
     optimizer = UpdateSpaceSGD(net, lr=0.1, density=0.1, algorithm="allgather")
     reference, residual = model(), torch.zeros(flat(net).numel())
@@ -284,7 +284,7 @@ def test_attach_names_what_is_wrong_with_another_rank(program, timeout, words):
 
 @on_ranks(3)
 def test_attaching_often_leaves_no_groups_and_no_files():
-    """In a subset of the world, whose groups the other ranks do not create."""
+    """The handles belong to a subset of the world, whose groups the other ranks do not create."""
     alone = [dist.new_group([rank]) for rank in range(3)][dist.get_rank()]
     groups, files = set(), []
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""Bytes of the device per parameter that exchanged updates add, on the stand-in for a GPU."""
+"""Measure the device memory per parameter of exchanged updates, on the stand-in for a GPU."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def model():
 
 
 def peak(attached):
-    """Return the most floats per parameter that a training held, and its weights."""
+    """Return the largest number of floats per parameter that a training held, and its weights."""
     before = memory.now
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False)
@@ -50,7 +50,7 @@ def peak(attached):
 
 
 def floats_over_training(**given):
-    """Return, for each setting of ``offload``, what attach adds, and the weights in the end."""
+    """Return the floats that attach adds and the final weights, for each setting of ``offload``."""
     with pytest.MonkeyPatch.context() as patch, far_device():
         for module in sparse, quantised, gradient_noise:
             patch.setattr(module, "run_length", lambda like: RUN)

@@ -1,4 +1,4 @@
-"""A handle's state in checkpoints of torch.distributed.checkpoint."""
+"""Save and load the state of a handle by torch.distributed.checkpoint."""
 
 from itertools import product
 
@@ -55,7 +55,7 @@ def assert_same(one, other):
 )
 @pytest.mark.parametrize("how", ["load", "async", "read"])
 def test_resuming_is_exact(kind, exchange, how, folder):
-    """Also into a handle that has not stepped, and whose optimizer has no moments."""
+    """Resuming is also exact in a handle that has not stepped, and whose optimizer has no moments."""
     net, optimizer, sync = attached(kind, exchange)
     with sync:
         steps(net, optimizer, range(5))

@@ -1,4 +1,4 @@
-"""``sparsync doctor`` on real processes, and on real links of a known rate."""
+"""Run ``sparsync doctor`` on real processes, and on real links of a known rate."""
 
 import json
 
@@ -41,5 +41,5 @@ def test_it_measures_the_rate_of_the_lab():
     pytest.importorskip("zmq")
     found = doctor.doctor(DoctorSettings(ranks=2, lab="20mbit", seconds=2.0))
     assert found is not None and found.transport == "zmq"
-    # of the rate, headers of Ethernet, IP and TCP take 4.4 %; busy cores some
+    # headers of Ethernet, IP and TCP take 4.4 % of the rate, and busy cores delay some messages
     assert 0.5 < 8 / found.calibration.machine.beta / 20e6 < 1.0

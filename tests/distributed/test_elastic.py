@@ -1,4 +1,4 @@
-"""A rank dies, and torchrun continues with the others from the last checkpoint."""
+"""When a rank dies, torchrun continues with the others from the last checkpoint."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def agent(number, port, folder, log):
         *("--steps=50", "--save-every=10", "--crash=25", "--timeout=60"),
     ]
     with (log / f"agent-{number}.txt").open("w") as output:
-        # a new store per round, because the host of a shared store may have died
+        # each round gets a new store, because the host of a shared one may have died
         apart = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
         return start(*command, before=apart, stdout=output)
 

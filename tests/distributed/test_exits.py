@@ -1,4 +1,4 @@
-"""How processes end without closing a handle, and that a freed model leaves nothing behind."""
+"""Processes end well without closing a handle, and a freed model leaves nothing behind."""
 
 import gc
 import os
@@ -19,7 +19,7 @@ from tests.on_ranks import on_ranks, same_everywhere
 
 from .small_model import backward, ddp_model, flat, model
 
-# rank 1's engine pauses for longer than rank 0 lives, so rank 0 ends with its exchange in flight
+# rank 1's engine pauses for longer than rank 0 lives, so rank 0 ends with an exchange in flight
 PROGRAM = """
 import sys, time
 import torch
@@ -63,7 +63,7 @@ if end == "raise":
     ],
 )
 def test_a_process_ends_as_it_should_while_an_exchange_is_under_way(transport, destroys, end, code):
-    """``benchmarks/exits.py`` has many more ways to end, and their duration."""
+    """``benchmarks/exits.py`` tries many more ways to end, and measures how long they take."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -91,7 +91,7 @@ def test_a_process_ends_as_it_should_while_an_exchange_is_under_way(transport, d
 
 
 def counts():
-    """Return this process's threads and descriptors, after giving those that are ending a moment."""
+    """Return this process's numbers of threads and descriptors, once those that are ending are gone."""
     gc.collect()
     time.sleep(0.2)
     return len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))

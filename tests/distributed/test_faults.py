@@ -1,7 +1,8 @@
-"""Jobs that fail: the others end in time, and name the rank, step and phase; nothing is left over.
+"""If a rank fails, the others end in time and name the rank, step and phase; nothing is left over.
 
-Ranks that are killed or frozen in every phase (the slow sweeps take their phases from simulated runs of
-all presets and schemes), full disks, models that raise, links that are cut, Ctrl-C.
+The failures are ranks that are killed or frozen in every phase (the slow sweeps take their phases
+from simulated runs of all presets and schemes), full disks, models that raise, links that are cut,
+and Ctrl-C.
 """
 
 import contextlib
@@ -51,7 +52,8 @@ def check_survivors(answer, fault, step, seconds):
             said = rank["said"]
             assert rank["code"] == 0 and rank["seconds"] < seconds, answer
             assert said["error"] in ("PeerError", "DeadlineError"), answer
-            # the victim's last messages may be lost with it, or may suffice for the whole step
+            # the victim's last messages may be lost with it, or may be all that the others need for
+            # that step
             at = rf"({step - 1}|{step}|{step + 1})"  # updates: exchanges, here one per local step
             place = rf"rank {number}, (step|exchange {at}, local step) {at}[:,] .*phase '[a-z -]+'"
             assert re.match(place, said["text"]), answer
@@ -127,7 +129,7 @@ def test_a_frozen_rank_is_named_at_the_deadline(transport):
 
 @pytest.mark.slow
 def test_a_rank_that_stands_still_for_less_than_the_timeout_goes_on():
-    """The pause is longer than ZeroMQ waits for a sign of life if ``timeout=`` is short."""
+    """With a short ``timeout=``, the pause is longer than ZeroMQ waits for a sign of life."""
     fault = Fault("zmq", 60.0, 1, (3, "split", 0), "SIGSTOP", thaw=25.0, limit=120.0)
     said = said_by(run(programs.reduce_steps, RANKS, fault, algorithm="budgeted"))
     assert [one["error"] for one in said] == [None] * RANKS, said
@@ -163,7 +165,7 @@ def test_averaging_ends_or_goes_on_when_a_rank_is_killed(transport, scheme):
 
 
 def wagma(transport, how, thaw=0.0):
-    """Four ranks, one of which fails at step 7 of 30; the others wait 1 s for it."""
+    """Run four ranks, one of which fails at step 7 of 30; the others wait 1 s for it."""
     fault = Fault(transport, 60.0, 2, 7, how, thaw, limit=90.0)
     answer = run(programs.average_by_wagma, 4, fault, steps=30, deadline=1.0)
     others = [rank["said"] for number, rank in enumerate(answer) if number != 2]
@@ -280,7 +282,7 @@ def test_a_rank_killed_while_it_saves_leaves_the_last_checkpoint(tmp_path):
 
 
 def in_the_lab(transport, how, timeout, scale):
-    """Do steps of ``budgeted`` on 100 Mbit/s links; at step 2, something happens to rank 1's link."""
+    """Do steps of ``budgeted`` on links of 100 Mbit/s; at step 2, the link of rank 1 is changed."""
     with Lab(3, "100mbit") as lab:
         seats = [lab.seat(rank) for rank in range(3)]
         moment = (2, "split", 0)
@@ -348,7 +350,7 @@ def test_ctrl_c_under_torchrun_ends_all():
 
 @pytest.mark.slow
 def test_ctrl_c_while_the_command_starts_ends_all():
-    """Once it trains: ``test_train_cli.test_an_interrupt_ends_all``."""
+    """An interrupt during training is tested in ``test_train_cli.test_an_interrupt_ends_all``."""
     options = ["--algorithm", "budgeted", "--ranks", "2", "--steps", "1000000"]
     process = start("-m", "sparsync", "train", *options, "--layers", "1", "--width", "64")
     for seconds in (3, 20, 20):  # torch may swallow exceptions raised during its import

@@ -1,6 +1,7 @@
-"""Accelerate, Lightning and the Hugging Face Trainer on two ranks over gloo; and the examples.
+"""Accelerate, Lightning, the Hugging Face Trainer and the examples run on two ranks over gloo.
 
-Each trains straight through, saves along the way, resumes in new objects, and compares bits.
+Each of them trains without a break, saves along the way, resumes in new objects, and must give
+equal bits.
 """
 
 import importlib
@@ -30,7 +31,7 @@ TORN = ["was saved with other weights", "from another checkpoint"]
 
 
 def launched():
-    """Set the variables that a launcher would set; the group already exists."""
+    """Set the variables that a launcher would set; the process group already exists."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
     os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
@@ -70,13 +71,13 @@ def on_rank_0(function, *arguments):
 
 
 def replace(folder, older):
-    """Put another checkpoint's states into a folder, as if a job had ended between writing the two."""
+    """Put the states of another checkpoint into a folder, as if a job had ended between writing both."""
     shutil.rmtree(folder)
     shutil.copytree(older, folder)
 
 
 def warned(action):
-    """Return the result, after checking the warning that residuals start at zero."""
+    """Return the result, after checking for the warning that residuals start at zero."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = action()
@@ -101,7 +102,7 @@ def scaled():
 
 
 def followed(sync, scaler):
-    """Return whether all ranks skipped that step, and the residual has the scale after it."""
+    """Return whether all ranks skipped that step, and the residual adopted the scale after it."""
     return sync.reducer.skipped == 1 and sync.reducer.scale == scaler.get_scale() == 2.0**9
 
 
@@ -109,9 +110,10 @@ def followed(sync, scaler):
 
 
 def accelerate_run(steps, save=None, load=None, adam=False):
-    """Train steps of one fixed order of batches; save in the middle; return the weights.
+    """Train on batches in a fixed order; save in the middle; return the weights.
 
-    With AdamW, whose updates are exchanged, two batches are accumulated, clipped and scheduled.
+    With AdamW, whose updates are exchanged, steps accumulate two batches, clip, and follow a
+    schedule.
     """
     from accelerate import Accelerator
 
@@ -144,7 +146,8 @@ def accelerate_run(steps, save=None, load=None, adam=False):
     assert stats["exchange"] == ("updates" if adam else "gradients")
     if adam:
         assert stats["local_steps"] == (steps.stop // 2)
-        # the first steps all exchange, and the first one asks whether ranks report their amounts of data
+        # the first steps exchange all weights, and the first one also asks whether ranks report
+        # their amounts of data
         last = stats["bytes_sent_last_exchange"]
         assert stats["bytes_sent_per_local_step"] == pytest.approx(last, rel=0.1)
     sync.close()

@@ -1,4 +1,4 @@
-"""FSDP2 inside replicas, sparse between them: 2 replicas x 2 shards, and 4 x 1, on gloo."""
+"""Test FSDP2 in replicas and sparse exchange between them, over gloo: 2 replicas x 2 shards, 4 x 1."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ from .small_model import all_refuse_what_is_not_finite, flat, flat_gradient, who
 
 
 class Net(torch.nn.Module):
-    """An embedding (whose input needs no gradient), uneven rows, and one row that only one rank has."""
+    """A model with an embedding whose input needs no gradient, uneven rows, and a row on one rank."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -95,7 +95,7 @@ def test_replicas_stay_equal_and_at_density_1_are_those_of_ddp(options):
 
 @on_ranks(4)
 def test_the_default_density_is_that_of_the_whole_model_on_every_shard():
-    """Checkpoints and parts of a replica compare densities; uneven shards would choose unequal ones."""
+    """Checkpoints and parts of a replica compare densities; uneven shards would choose others."""
     mesh, wide = grid(), torch.nn.Linear(300, 201)  # 101 and 100 rows
     for module, density in ((wide, default_density(301 * 201)), (Net(), 1.0)):
         net = fully_shard(module, mesh=mesh["shard"])
@@ -136,7 +136,7 @@ def test_the_law_holds_over_shards_and_replicas():
     ],
 )
 def test_gradients_accumulate(how, steps):
-    """Several backward passes, one exchange: by FSDP2's own switches, or by ``no_sync``."""
+    """Several backward passes make one exchange, by FSDP2's own switches or by ``no_sync``."""
     mesh = grid()
     reference, net = DistributedDataParallel(Net()), sharded(mesh)
     sync = attach(net, mesh, algorithm="allgather", density=1.0)
@@ -182,7 +182,7 @@ def test_resume_is_exact_and_refuses_another_shards_state():
 
 
 class Poison:
-    """Spoils one element of one rank's shard of a gradient, as an overflow would."""
+    """A hook that spoils one element of one rank's shard of a gradient, as an overflow would."""
 
     def __init__(self, parameter):
         self.on = False
@@ -221,7 +221,7 @@ def test_nonfinite_gradients_are_refused_on_all_shards():
     ],
 )
 def test_mixed_precision(compute, reduce):
-    """16-bit computation, reduced over the shards in 32 or 16 bits."""
+    """Gradients are computed in 16 bits, and reduced over the shards in 32 or 16 bits."""
     mesh, ddp = grid(), DistributedDataParallel(Net())
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     net = sharded(mesh, mp_policy=policy)
@@ -237,7 +237,7 @@ def test_mixed_precision(compute, reduce):
 
 @on_ranks(4)
 def test_a_replica_may_leave_modules_out():
-    """``rare`` runs only on the first replica; on the other its gradient is zero, and nothing hangs."""
+    """``rare`` runs only on the first replica; on the other, its gradient is zero, and no rank hangs."""
     mesh = grid()
     first = mesh["replicate"].get_local_rank() == 0
     net, ddp = sharded(mesh), DistributedDataParallel(Net(), find_unused_parameters=True)
@@ -252,7 +252,7 @@ def test_a_replica_may_leave_modules_out():
 
 
 class Twice(Net):
-    """Runs ``out`` twice, each time with a separate reduce-scatter."""
+    """A model that runs ``out`` twice, each time with a separate reduce-scatter."""
 
     def forward(self, x, *, rare=True):
         hidden = torch.tanh(self.hidden(self.table(x))) * self.gain
@@ -273,7 +273,7 @@ def test_a_module_that_runs_twice_is_exchanged_once(overlap):
 
 @on_ranks(4)
 def test_a_broken_backward_pass_leaves_no_trace():
-    """Exceptions in the user's code do not affect residuals or the next step."""
+    """Exceptions in the user's code affect neither residuals nor the next step."""
     mesh, ends = grid(), []
     for breaks in (False, True):
         net = sharded(mesh)
@@ -354,7 +354,7 @@ EVERYTHING = {"algorithm": "allgather", "density": 1.0}
 
 
 class Branches(torch.nn.Module):
-    """``rare`` may not run and ``never`` does not run; only the first rows of ``rare`` have gradients."""
+    """A model whose layer ``never`` does not run, and of whose layer ``rare`` at most some rows do."""
 
     def __init__(self):
         super().__init__()
@@ -391,7 +391,7 @@ KINDS = pytest.mark.parametrize("kind", ["plain", "FSDP2"])
 @on_ranks(4)
 @KINDS
 def test_gradients_are_everywhere_or_nowhere(kind):
-    """If one rank or shard has a gradient, the others have zeros, not None, so decay agrees."""
+    """If one rank or shard has a gradient, the others get zeros rather than None, so decay agrees."""
     net, mesh = of_kind(kind, Branches())
     sync = attach(net, mesh, density=0.02, algorithm="allgather")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
@@ -447,7 +447,7 @@ class Checkpointed(torch.nn.Module):
 @on_ranks(4)
 @pytest.mark.parametrize("parts", ["b", "c", "abc"])
 def test_reentrant_checkpoints_are_refused(parts):
-    """Checkpointed in the middle, at the end (where its backward pass opens the step), and everywhere."""
+    """Modules are checkpointed in the middle, at the end (which then opens the step), and everywhere."""
     net = Checkpointed(parts)
     sync = small_model.attach(net, replicate=dist.group.WORLD, **EVERYTHING)
     with refused("inside another", "use_reentrant=False"):
@@ -464,7 +464,7 @@ def test_reentrant_checkpoints_are_refused(parts):
 @on_ranks(4)
 @KINDS
 def test_averages_that_are_left_are_refused(kind):
-    """With momentum in the correction, averages must not be used as gradients; zeros and sums may."""
+    """With momentum in the correction, old averages must not count as gradients; zeros and sums may."""
     net, mesh = of_kind(kind, torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False)))
     sync = attach(net, mesh, correction=Correction(momentum=0.9), **EVERYTHING)
     for step in range(3):
@@ -480,7 +480,7 @@ def test_averages_that_are_left_are_refused(kind):
 @on_ranks(4)
 @pytest.mark.parametrize("when", ["at once", "later", "plain"])
 def test_thawed_parameters_are_refused(when):
-    """Before the first forward pass, later, and next to what FSDP2 has."""
+    """Parameters are thawed before the first forward pass, later, and next to FSDP2's own ones."""
     mesh = grid(4, 1)
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
     torch.nn.init.constant_(net[2].weight, 0.1)
@@ -534,7 +534,7 @@ OUTER = {
 @on_ranks(4)
 @pytest.mark.parametrize("name", OUTER)
 def test_updates_of_shards_are_those_of_whole_models(name):
-    """On the same data; without FSDP2, the test averages gradients over the ranks of a replica."""
+    """The data are the same; without FSDP2, the test averages gradients over the ranks of a replica."""
     mesh, ends = grid(), []
 
     def averaged(net, step):
@@ -586,7 +586,7 @@ def test_shards_step_by_signs_of_cosine_coefficients():
 
 @on_ranks(4)
 def test_shards_choose_one_period():
-    """The part that has moved furthest decides for all, because each has another layer."""
+    """Each part holds another layer, so the part that has moved furthest decides for all."""
     mesh = grid()
     net = sharded(mesh)
     rule, divided = AdaptivePeriod(0.04, most=8), False

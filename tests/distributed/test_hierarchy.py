@@ -1,6 +1,6 @@
-"""DDP on two nodes of two ranks, dense inside a node and sparse between nodes, and its failures.
+"""Train by DDP on two nodes of two ranks, dense inside nodes and sparse between them, also with faults.
 
-All ranks learn of a failure on one of two nodes, or on one of two shards; none is ahead.
+All ranks learn of a failure on one of two nodes or shards, and no rank is ahead of the others.
 """
 
 import time
@@ -83,7 +83,7 @@ def test_the_law_holds_over_nodes():
 
 @on_ranks(4)
 def test_a_total_in_messages_is_decoded_into_place():
-    """No code asks for a separate tensor with all of its elements."""
+    """No caller asks for a separate tensor with all elements of the total."""
 
     def asked(_total):
         raise AssertionError("a total was decoded whole")
@@ -99,7 +99,7 @@ def test_a_total_in_messages_is_decoded_into_place():
 
 @on_ranks(4)
 def test_bytes_are_booked():
-    """Between nodes, a rank sends its part; inside, it sends half of everything twice."""
+    """Between nodes, a rank sends its part; inside a node, it sends half of all elements twice."""
     ddp, sync = on_nodes(algorithm="allgather", unit_bytes=None)
     train(ddp, range(3))
     stats, size, part = sync.stats(), flat(ddp).numel(), dist.get_rank() % 2
@@ -137,7 +137,7 @@ def test_memory_for_weights_that_decay_is_made_once():
 @pytest.mark.slow
 @on_ranks(4)
 def test_nonfinite_gradients_are_refused_on_all_nodes():
-    """With NaN in one element of one rank, ranks that exchange other elements refuse as well."""
+    """With NaN in one element of one rank, even ranks that exchange other elements refuse the step."""
 
     def poison(ddp):
         spoil = torch.ones(5)
@@ -244,7 +244,7 @@ def test_updates_of_nodes_are_those_of_ranks_with_their_averaged_gradients(setti
 @on_ranks(4)
 @pytest.mark.parametrize("algorithm", ["dense", "quantised"])
 def test_all_ranks_of_all_nodes_measure_the_same_noise(algorithm):
-    """A late average is added to a node's own changes, with different rounding in each node."""
+    """A late average is added to a node's own changes, which rounds differently in each node."""
     net, optimizer, sync = updating(algorithm=algorithm, noise_correction=True, period=3, delay=1)
     train(net, range(12), optimizer)
     measured = sync._weights.noise.state_dict()
@@ -262,7 +262,8 @@ def test_the_law_holds_for_updates_of_nodes_and_bytes_are_those_of_a_rank_each()
     small_model.the_law_of_updates_holds(net, optimizer, sync, backward, group)
     assert same_everywhere(flat(net))
     sent, size = sum(gathered(sync.stats()["bytes_sent_per_local_step"])) / 2, flat(net).numel()
-    # 2 bits up and 2 down for half of the elements, and scales; finish() sends as many in 32 bits
+    # half of the elements travel with 2 bits up and 2 down, and scales; finish() sends as many in
+    # 32 bits
     assert size / 4 < sent < size * (1 / 3 + 4 / 5)
     inner = sync.stats()["inner"]
     assert inner["node allreduce"]["sent"] == 5 * 4 * size and "node allgather" in inner
@@ -331,7 +332,7 @@ def message_of(run, *arguments):
     ("make", "policy"), [(on_nodes, "raise"), (shards, "raise"), (shards, "warn")]
 )
 def test_the_sentinel_is_heard_on_all_ranks(make, policy):
-    """Ranks 1 and 3 find a difference between them; without being told, 0 and 2 would continue."""
+    """Ranks 1 and 3 find a difference between them; unless told, ranks 0 and 2 would continue."""
     net, sync = make(sentinel=Sentinel(period=2, policy=policy))
     train(net, range(1))
     if dist.get_rank() == 3:
@@ -431,7 +432,7 @@ class Failing(Operation):
 @pytest.mark.slow
 @on_ranks(4)
 def test_a_node_that_has_lost_a_rank_is_asked_no_more():
-    """The driver raises the error in the coroutine; later units do not wait for the lost rank again."""
+    """The driver raises the error in the coroutine, so later units do not wait for the lost rank."""
     ddp, sync = on_nodes()
     train(ddp, range(1))
     started, node = [], sync._steps.nodes.node
@@ -450,7 +451,7 @@ def test_a_node_that_has_lost_a_rank_is_asked_no_more():
 @pytest.mark.slow
 @on_ranks(4)
 def test_a_comparison_that_fails_is_heard_of():
-    """The replicas of shard 0 cannot compare; those of shard 1, whose comparison succeeds, are told."""
+    """The replicas of shard 0 cannot compare, and those of shard 1, which could, are told so."""
     net, sync = shards(sentinel=Sentinel(period=2))
     train(net, range(1))
     real = sync.reducer.channel
@@ -524,9 +525,10 @@ def test_a_load_after_a_broken_pass_is_whole():
 @pytest.mark.slow
 @on_ranks(4)
 def test_one_pass_that_breaks_off_ends_all():
-    """Rank 1 catches its error and takes the next batch, while others wait for its first attempt.
+    """Rank 1 catches its error and takes the next batch while others wait for its first attempt.
 
-    Over gloo, messages have no names: those of the second attempt would be taken for those of the first.
+    Messages over gloo carry no names, so those of the second attempt would be taken for those of
+    the first.
     """
     net, _ = replicas(transport="torch", timeout=4)
     train(net, range(2))

@@ -1,4 +1,4 @@
-"""The real lab: bytes cross it, its rates are met, and nothing is left over."""
+"""Tests of the real lab: bytes cross it at its rates, and nothing is left over."""
 
 import os
 import shutil
@@ -104,7 +104,7 @@ def test_senders_share_the_link_of_their_receiver_and_nothing_is_dropped():
 
 @pytest.mark.parametrize("piece", [2**18, 2**30])
 def test_a_message_that_takes_many_heartbeats_is_no_death(piece):
-    """A long message is sent in frames; as a single frame, it would look like a death."""
+    """A long message is sent in many frames; sent as a single frame, it would look like a dead rank."""
     with Lab(2, "10mbit") as lab:
         call = programs.pass_a_long_message, 2, 4_000_000, 0.6, piece
         if piece == 2**18:
@@ -316,8 +316,8 @@ def test_nothing_is_left_after_a_signal(number, tmp_path):
 # ---- users other than root: a lab inside a user namespace, or one clear line ------------------------
 
 PROGRAM = ["-m", programs.__name__, "unprivileged"]
-# root with only the capability to map itself acts like an ordinary user, but can read this installation,
-# which others may not be able to read
+# root that can only map itself acts like an ordinary user, but can read this installation, which
+# other users may not be able to read
 DROPPED = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all"]
 DROP = DROPPED if os.geteuid() == 0 else []
 FORBID = f'echo 0 > /proc/sys/user/max_user_namespaces && exec {" ".join(DROPPED)} "$@"'

@@ -1,4 +1,4 @@
-"""``sparsync lab`` as a user starts it: a script on two real links, alone and dense against attached."""
+"""Start ``sparsync lab`` as users do, on two real links: a script alone, and dense against attached."""
 
 import json
 import os
@@ -59,11 +59,11 @@ def test_a_script_is_compared_with_plain_ddp(script, tmp_path):
     dense, attached = json.loads((tmp_path / "lab.json").read_text())
     assert [dense["run"], attached["run"]] == ["dense", "attached"]
     assert dense["exit_codes"] == attached["exit_codes"] == [0, 0]
-    # on two ranks each sends half of what it has, twice; DDP starts with rank 0's weights
+    # each of two ranks sends half of its elements twice; DDP first sends rank 0's weights
     payload = 4 * ELEMENTS * STEPS
     for sent, received in zip(dense["bytes_sent"], dense["bytes_received"], strict=True):
         assert payload <= sent < 1.3 * payload and payload <= received < 1.3 * payload
-    # few bits per element on each step, and the rest once at the end
+    # every step sends few bits per element, and the end sends the rest once
     assert 4 * ELEMENTS < max(attached["bytes_sent"]) < payload / 2
     assert dense["seconds"] > 8 * payload / 500e6 and dense["seconds_start"] > 0
     assert dense["sampled_bytes_sent"][-1] == max(dense["bytes_sent"])

@@ -1,4 +1,4 @@
-"""Vectors of more than 2^31 elements and messages of more than 2 GiB, which take as much memory."""
+"""Test vectors of more than 2^31 elements and messages of more than 2 GiB; they need that memory."""
 
 import functools
 from pathlib import Path
@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 def needs(gib):
-    """Mark a slow test with its memory; it runs alone, and is skipped if less memory is free."""
+    """Mark a slow test with the memory it needs; it runs alone, or is skipped if less is free."""
 
     def mark(test):
         @pytest.mark.slow
@@ -78,7 +78,8 @@ def test_passes_over_more_than_2_31_elements():
     assert kernels.find(x, key, 10)[0].tolist() == places[:2].tolist()
     raw = normal_levels.quantise(x, 1, 512, 2.0**100)
     normal_levels.decode_(x, raw, 1, 512, keep=False)
-    # a block with one element of magnitude m is decoded as m / 512, rounded to bf16
+    # in a block with a single element of magnitude m, that element is decoded as m / 512, rounded
+    # to bf16
     block = slice(FAR - 512, FAR)
     assert x[block].abs().unique().tolist() == [2 / 512] and x[FAR - 1] < 0 and x[FAR - 2] > 0
     assert not x[FAR:].any()

@@ -1,4 +1,4 @@
-"""Linear models on real ranks: the same bits as on virtual ones."""
+"""Linear models on real ranks get the same bits as on virtual ones."""
 
 import numpy as np
 import pytest

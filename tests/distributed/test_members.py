@@ -1,4 +1,4 @@
-"""Replicas under torchft's lighthouse: killed, stopped, ended, restarted, and equal bit for bit."""
+"""Replicas under torchft's lighthouse are killed, stopped, ended and restarted, and stay bit-equal."""
 
 import multiprocessing
 import os
@@ -59,7 +59,7 @@ class Job:
         self.address = f"http://127.0.0.1:{self.port}"
 
     def light_apart(self, seat=None):
-        """Start a lighthouse in a process of its own, where the last one was."""
+        """Start a lighthouse in a process of its own, at the address of the last one."""
         self.light_pipe, theirs = self.context.Pipe()  # it ends together with this process
         call = theirs, seat, self.port
         self.processes["lighthouse"] = self.context.Process(target=be_lighthouse, args=call)
@@ -84,7 +84,7 @@ class Job:
         return time.time()
 
     def hear(self, seconds=0.1):
-        """Read the replicas' reports; all that apply a step must then have equal weights and rates."""
+        """Read the replicas' reports; check that all that apply a step have equal weights and rates."""
         ready = wait(list(self.pipes.values()), timeout=seconds)
         for number, pipe in [(n, p) for n, p in self.pipes.items() if p in ready]:
             try:
@@ -117,7 +117,7 @@ class Job:
         return "\n".join(parts)
 
     def contributed(self, number, since):
-        """Return whether a replica's gradient was counted after a given moment."""
+        """Return whether the gradient of a replica was counted after a given moment."""
         found = [ones[number] for ones in self.steps.values() if number in ones]
         return any(when > since and counts for when, _, counts in found)
 
@@ -125,7 +125,7 @@ class Job:
         self.wait_for(lambda: all(self.contributed(number, since) for number in numbers))
 
     def finish(self):
-        """Let all replicas end together; return their reports of the changes."""
+        """Let all replicas end together; return the changes that they reported."""
         self.until.value = max(self.steps) + 15
         self.wait_for(lambda: not self.pipes)
         weights = {end["weights"] for end in self.ends.values()}
@@ -272,7 +272,7 @@ def test_a_handler_of_the_program_runs_after_the_replica_has_left(job, outer):
 
 @BOTH
 def test_a_replica_that_takes_no_step_leaves_in_the_others_steps(job, outer):
-    """Whatever the replica is doing, none of its contributions is lost or counted twice."""
+    """At whatever point a replica leaves, none of its contributions is lost or counted twice."""
     exact = {"algorithm": "allgather", "density": 0.1}  # which rounds nothing away
     run = job(1, outer=exact) if outer == {} else job(1, algorithm="allgather")
     put = []
@@ -307,7 +307,7 @@ def test_a_replica_that_takes_no_step_leaves_in_the_others_steps(job, outer):
 
 @BOTH
 def test_all_replicas_are_asked_to_end_at_once(job, outer):
-    """As at Slurm's time limit: no rank remains to take over residuals, and none waits for one."""
+    """As at Slurm's time limit, no rank remains to take over residuals, and none waits for one."""
     run = job(2, outer=outer, pauses="asleep")
     run.wait_for(lambda: run.ends)
     asked = run.kill(0, signal.SIGTERM)
@@ -387,7 +387,7 @@ def test_most_weights_hold_at_the_start(job):
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [[1], [1, 2]])
 def test_of_a_group_that_is_cut_in_two_one_half_trains_on(job, cut):
-    """The lighthouse's link is cut; the others wait, and continue when the link is back."""
+    """The lighthouse's link is cut; the half without it waits, and continues when the link is back."""
     with Lab(5, "100mbit") as lab:
         run = job(4, lab=lab)
         everyone, there = range(4), [number for number in range(4) if number not in cut]

@@ -1,4 +1,4 @@
-"""Memory of ``attach`` besides the residual, counted by the kernel; see ``benchmarks/memory.py``."""
+"""Check ``attach``'s memory besides the residual, as counted by the kernel (``benchmarks/memory.py``)."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Pipeline stages (dp 2 x pp 2) and tensor parallelism (dp 2 x tp 2), on gloo."""
+"""Test pipeline stages (dp 2 x pp 2) and tensor parallelism (dp 2 x tp 2) over gloo."""
 
 import gc
 import threading
@@ -87,7 +87,7 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "v": ScheduleInterlea
 
 
 class Pipe:
-    """One rank of a pipeline with two stages, or with two stages on each rank ("v")."""
+    """One rank of a pipeline that has two stages in all, or two stages on each rank ("v")."""
 
     def __init__(
         self, kind, seed=0, *, mesh=None, fsdp=False, back=None, scale_grads=True, **options
@@ -144,7 +144,7 @@ class Pipe:
 
 
 def one_process(steps, scale):
-    """Train the whole network in this process, on the data of both replicas."""
+    """Train the whole network in this process on the data of both replicas."""
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in steps:
@@ -219,7 +219,7 @@ def test_a_pipeline_resumes():
 @on_ranks(4)
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 def test_a_stage_refuses_for_all(policy):
-    """NaN in one gradient of one rank: no stage of any replica applies the step, residuals stay."""
+    """If a gradient of one rank has NaN, no stage of any replica applies the step; residuals stay."""
     pipe = Pipe("gpipe", nonfinite=policy, unit_bytes=100)
     pipe.train(range(2))
     before, weights = residuals(pipe.sync), flat(pipe.module)
@@ -262,7 +262,7 @@ WORDS, WIDTH = 4, 6
 
 
 class Block(torch.nn.Module):
-    """A plain norm, a sharded pair of matrices, and a norm on pieces of the sequence."""
+    """A block with a plain norm, a sharded pair of matrices, and a norm on pieces of the sequence."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -329,7 +329,7 @@ def whole_norms(name, parameter):
     ],
 )
 def test_tensor_parallel_trains(options):
-    """Weights are equal over replicas; replicated ones also over tensor-parallel ranks."""
+    """Weights are equal on all replicas, and replicated ones also on all tensor-parallel ranks."""
     mesh = mesh_of(dp=2, tp=2)
     net, reference = parallel(mesh), Block()
     sync = attach(net, replicate=mesh["dp"], **options)
@@ -367,7 +367,7 @@ def test_tensor_parallel_resumes():
 
 @on_ranks(4)
 def test_tensor_parallel_refuses():
-    """NaN in one shard is reported on all ranks; an algorithm that decides per rank is refused."""
+    """All ranks report NaN in one shard, and algorithms that decide per rank are refused."""
     mesh = mesh_of(dp=2, tp=2)
     net = parallel(mesh)
     net.up.bias.register_hook(lambda g: g * float("nan") if dist.get_rank() == 3 else g)
@@ -381,7 +381,7 @@ def test_tensor_parallel_refuses():
 
 @on_ranks(4)
 def test_the_default_density_counts_what_tensor_parallel_ranks_replicate_once():
-    """Both ranks hold a table of 30,000 and a DTensor of 30,000; another 60,000 are split in halves."""
+    """Both ranks hold a table and a DTensor of 30,000 each; another 60,000 are split in halves."""
     mesh = mesh_of(dp=2, tp=2)
     sizes = {"table": 100, "copied": 100, "up": 200}
     net = torch.nn.ModuleDict({n: torch.nn.Linear(300, k, bias=False) for n, k in sizes.items()})

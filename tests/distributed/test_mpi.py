@@ -1,4 +1,4 @@
-"""The MPI transport between real processes of ``mpiexec``."""
+"""Test the MPI transport between real processes of ``mpiexec``."""
 
 import importlib.util
 import json
@@ -69,7 +69,8 @@ def test_mpi_equals_the_simulator_bit_for_bit_and_in_its_books(name):
     if comm.rank == 0:
         expected, sizes = simulate(program, RANKS).results[0]
         assert digests == expected
-        # a native allreduce is booked by its formula, the simulator's is padded to whole blocks
+        # a native allreduce is booked by its formula, while the simulator's is padded to whole
+        # blocks
         few = 0 if name == "allgather" else 0.02
         assert booked == pytest.approx(sizes, rel=few)
 
@@ -97,7 +98,8 @@ def test_updates_over_mpi_are_those_over_gloo_bit_for_bit():
                 model(torch.randn(8, 300)).square().mean().backward()
                 optimizer.step()
             residual = sync.state_dict()["content"]["reducer"]["residual"].values()
-            # behind the weights: averages by MPI's own allreduce, equal to rounding
+            # MPI's own allreduce averages the elements behind the weights, which are thus equal up
+            # to rounding
             shared = sync.outer.memory["shared"][: sync.outer.layout.end].clone()
             ends.append((model.weight.detach(), shared, *residual))
     assert all(map(torch.equal, *ends))
@@ -149,7 +151,7 @@ def test_a_communicator_of_mpi4py_is_taken_and_remembered_until_it_is_freed():
 
 @on_ranks(RANKS, mpi=True)
 def test_channels_in_flight_do_not_wait_for_each_other_in_circles():
-    """Concurrent channels, started late by some ranks, with native allreduces between messages."""
+    """Concurrent channels start late on some ranks, with native allreduces between messages."""
 
     async def program(channel, number):
         seen = []

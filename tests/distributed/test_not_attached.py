@@ -1,4 +1,4 @@
-"""``SPARSYNC_DISABLE=1``: DDP trains as if ``attach`` were not there, and the handle's methods work."""
+"""With ``SPARSYNC_DISABLE=1``, DDP trains as if it were not attached, and the handle's methods work."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""A Ray Train worker dies: all continue from the checkpoint, and reach the same result."""
+"""If a Ray Train worker dies, all continue from the checkpoint and reach the same result."""
 
 import os
 import re
@@ -20,7 +20,7 @@ EXAMPLE = ROOT / "examples" / "ray_train.py"
 
 
 def members(session):
-    """List the processes of a session, because Ray gives each worker a separate process group."""
+    """List the processes of a whole session, because Ray gives each worker its own process group."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(ProcessLookupError):
@@ -31,7 +31,7 @@ def members(session):
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Run the example with a separate Ray instance, of which nothing is left over."""
+    """Run the example with a separate Ray instance, and check that none of its processes remains."""
     pytest.importorskip("ray")
     started = []
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise in the home directory

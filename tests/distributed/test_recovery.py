@@ -1,4 +1,4 @@
-"""Overflows, diverging replicas and checkpoints on four real ranks."""
+"""Four real ranks recover from overflows and diverging replicas, and resume from checkpoints."""
 
 import copy
 import time
@@ -53,7 +53,7 @@ def weights_of_every_step(ddp, optimizer, scaler=None):
 
 @on_ranks(4)
 def test_a_grad_scaler_skips_and_recovers_on_all_ranks():
-    """The scale backs off and grows; training is bit for bit as without a scaler."""
+    """The scale backs off and grows; training is bit for bit the same as without a scaler."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
     runs = []
     for options in ({"nonfinite": "skip"}, {"scaler": scaler}):
@@ -136,7 +136,7 @@ def test_what_differs_is_named_before_any_step():
 
 @on_ranks(4)
 def test_a_checkpoint_is_continued_bit_for_bit(folder):
-    """Save, continue, load into a fresh job with other buckets, continue."""
+    """Training is saved and continued, then loaded into a fresh job with other buckets and continued."""
     ends = []
     for fresh in (False, True):
         ddp = ddp_model(seed=fresh, bucket_cap_mb=0.001 if fresh else 25)
@@ -250,7 +250,7 @@ def test_what_one_rank_cannot_load_all_refuse(kind, folder):
 
 
 def refuse_all(sync, net, file, damage, words):
-    """Damage the file of rank 1; let all load, from files and from memory, and put it back."""
+    """Damage the file of rank 1, let all ranks load from files and from memory, and repair the file."""
     first, saved = dist.get_rank() == 1, torch.load(file, weights_only=True)
     damaged, weights = copy.deepcopy(saved), flat(net)
     if first:
@@ -311,7 +311,7 @@ def owed(states, name):
 
 @on_ranks(4)
 def test_ddp_and_fsdp_exchange_their_residuals(folder):
-    """Residuals move there and back and are equal per parameter, and training continues identically."""
+    """Residuals move both ways, are equal for each parameter, and training continues identically."""
     ddp, rank = ddp_model(), dist.get_rank()
     sync = attach(ddp)
     train(ddp, range(3))

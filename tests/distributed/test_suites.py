@@ -1,6 +1,6 @@
 """PyTorch's and Accelerate's own tests pass with the library attached, except those in one table.
 
-Every new version of torch is thus tested with its own tests.  ``suites.py`` runs them.
+So every new version of torch is tested with its own tests, which ``suites.py`` runs.
 """
 
 import json
@@ -18,7 +18,7 @@ TORCHS = [
 ]
 ACCELERATES = [("accelerate", *rest) for _, *rest in TORCHS]
 
-# PyTorch's tests that do not pass: the reason, the text of the error, and the names.
+# Each row has the reason why some of PyTorch's tests fail, the text of the error, and their names.
 REASONS = [
     (
         "refused: a copy of a DDP model would train without the exchange",
@@ -117,7 +117,7 @@ WORDS = {f"test_{name}": words for _, words, names in REASONS for name in names}
 
 @pytest.fixture(scope="module")
 def outcomes(request):
-    """Run the selected tests, two at a time, because their ranks mostly wait for each other."""
+    """Run the selected tests two at a time, because their ranks mostly wait for each other."""
     chosen = [i.callspec.params["job"] for i in request.session.items if i.module is request.module]
     with ThreadPoolExecutor(2) as pool:
         yield {job: pool.submit(_run, *job) for job in chosen}
@@ -129,7 +129,7 @@ def _run(*job):
 
 
 def wrong(test):
-    """Return what is wrong with a test's outcome, or an empty string."""
+    """Return a description of the fault in a test's outcome, or an empty string."""
     expected, why = WORDS.get(test["name"]), " / ".join(test["why"])
     match test["end"], expected:
         case ("passed" | "skipped", None):  # according to its decorators, for torch's open issues

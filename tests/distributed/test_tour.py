@@ -14,7 +14,7 @@ pytest.importorskip("ipykernel")
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "tour.ipynb"
 
 
-# in a process of its own: a kernel's client handles signals
+# this runs in a separate process, because the client of a kernel handles signals
 EXECUTE = """
 import sys
 import nbclient, nbformat
@@ -39,7 +39,7 @@ def test_the_tour_trains_twice_and_draws_both(tmp_path):
     )
     (dense, loss, sent), (attached, other_loss, other_sent) = found
     assert (dense, attached, float(sent)) == ("dense", "attached", 4.0)  # 2 (P - 1) / P floats
-    # of 197,000 parameters, 4 bits per weight on every step, both ways
+    # every step sends 4 bits for each of 197,000 weights, in both directions
     assert 0.45 < float(other_sent) < 0.55
     assert float(other_loss) < 1.1 * float(loss) < 3.5  # from 5.5, the logarithm of 256
     assert any("image/png" in one.get("data", {}) for one in outputs)

@@ -1,4 +1,4 @@
-"""``sparsync train`` as a user starts it: real processes, exit codes, files.  Few runs: they are slow."""
+"""Start ``sparsync train`` as users do: a few slow runs of real processes check exit codes and files."""
 
 import json
 import os
@@ -37,8 +37,8 @@ def test_algorithms_are_compared(tmp_path):
     assert dense["loss"][2] != sparse["loss"][2]
     assert dense["bytes_sent_per_step_max"] == dense_bytes_per_step(dense["parameters"], 2)
     assert 0 < sparse["bytes_sent_per_step_max"] < dense["bytes_sent_per_step_max"] / 10
-    # in a model this small eight bits per element and 16 per block on each step, and finally the whole
-    # rest; the numbers that measure the gradients' noise are sent in addition
+    # A model this small sends eight bits per element and 16 per block on each step, and the whole
+    # rest at the end.  The numbers that measure the gradients' noise are sent in addition.
     sent = (3 * (8 + 16 / 512) / 8 + 4) / 3
     assert sent < updates["sent_per_parameter_and_step"] < 1.05 * sent
     for result in (dense, sparse, updates):
@@ -75,7 +75,7 @@ def test_pytorchs_hooks_are_compared_with_their_bytes():
     assert half.loss[0] == dense.loss[0] and half.loss[1] == pytest.approx(dense.loss[1], rel=1e-3)
     full, compressed = dense.bytes_sent[0], low_rank.bytes_sent[2]
     assert low_rank.bytes_sent == [full, full, compressed, compressed]
-    # rank 4: 4 (rows + columns) numbers for every matrix that shrinks below half its size
+    # with rank 4, every matrix that shrinks below half its size sends 4 (rows + columns) numbers
     w, embedding, positions = 64, 256 * 64, 64 * 64
     layers = 4 * ((3 * w + w) + (w + w) + 2 * (4 * w + w))
     ends = 2 * 4 * (256 + w)
@@ -102,7 +102,8 @@ def test_a_run_ends_at_the_target_and_clips_like_dense():
     for result in (dense, half):  # steps of length 1e-9: different batches, the same model
         assert (result.clip, result.accuracy, result.replicas_equal) == (1e-9, None, True)
         assert result.eval_loss == pytest.approx(dense.loss[0], abs=0.05)
-    # gradients are clipped after averaging, so hooks and dense differ only by rounding of the direction
+    # gradients are clipped after averaging, so hooks and dense differ only in the rounding of the
+    # direction
     assert half.loss == pytest.approx(dense.loss, rel=1e-6)
 
 
@@ -135,7 +136,7 @@ def test_a_training_in_the_lab(tmp_path):
 
 def die(rank, step):
     if (rank, step) == (1, 1):
-        # the others must read its messages first, because unread ones may be lost with it
+        # the others must read this rank's messages first, because unread ones may be lost with it
         time.sleep(2)
         os._exit(7)
 

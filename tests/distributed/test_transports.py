@@ -1,4 +1,4 @@
-"""Gloo and ZeroMQ between three real ranks: the same bits as in the simulator, and missing ranks."""
+"""Gloo and ZeroMQ between three real ranks give the simulator's bits, and report missing ranks."""
 
 import os
 import time
@@ -30,7 +30,7 @@ from .small_model import attach, ddp_model, train
 
 
 def check_row(comm, name):
-    """Run a row's contract; return digests, which must equal the simulator's."""
+    """Run a row's contract; return digests, which must equal those of the simulator."""
 
     async def program(comm):
         return await exercise(comm, name)
@@ -111,7 +111,7 @@ REDUCTIONS = ["max", "min", "or", "prod"]
 
 
 def vector(rank, number):
-    """Whole numbers, whose sums are exact; one in ten is not zero."""
+    """Return whole numbers, one in ten of them not zero, whose sums are exact."""
     generator = torch.Generator().manual_seed(100 * number + rank)
     values = torch.randint(1, 9, (SIZE,), generator=generator)
     return values * (torch.rand(SIZE, generator=generator) < 0.1)
@@ -125,7 +125,7 @@ def expected(world_size, number, op="sum"):
 
 
 def check_calls(transport):
-    """Check reductions in flight, blocking ones in between, and progress in the background."""
+    """Check reductions in flight, with blocking ones between them and progress in the background."""
     with sparsync.connect(timeout=30, transport=transport) as comm:
         rank, world_size = comm.rank, comm.world_size
         sums = [
@@ -199,7 +199,7 @@ def test_a_silent_rank_runs_into_the_deadline(transport):
 
 
 def die():
-    # the others must read its messages first, because unread ones may be lost with it
+    # the others must read this rank's messages first, because unread ones may be lost with it
     time.sleep(1)
     os._exit(7)
 
@@ -214,7 +214,7 @@ def one_rank_dies_in_training():
 
 
 def one_rank_dies(spoke):
-    """Wait over ZeroMQ for a dead rank, with or without an earlier link to it."""
+    """Wait over ZeroMQ for a dead rank, with or without an earlier connection to it."""
     comm = ZmqCommunicator(dist.get_rank(), 3, store=store_of(None), timeout=20)
     comm.ledger.begin_step(4)
     run(comm.barrier()) if spoke else dist.barrier()

@@ -1,4 +1,4 @@
-"""Checkpoints while ranks have their own weights and moments."""
+"""Save and load checkpoints while ranks have their own weights and moments."""
 
 import contextlib
 import copy
@@ -62,7 +62,7 @@ def steps(net, optimizer, which):
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", ["ddp", "plain", "fsdp", "nodes"])
 def test_resuming_is_exact(kind, name, folder):
-    """Saved while an exchange is under way, loaded into other weights."""
+    """The state is saved while an exchange is under way, and loaded into other weights."""
     ends = []
     for fresh in (False, True):
         net, optimizer, sync = attached(kind, SETTINGS[name], seed=7 * fresh)
@@ -84,7 +84,7 @@ def test_resuming_is_exact(kind, name, folder):
 @on_ranks(4)
 @pytest.mark.parametrize("call", ["save", "load", "load_state_dict"])
 def test_checkpoints_wait_for_what_is_under_way(call, folder):
-    """Only one thread at a time may use a communicator, so this thread must wait for the engine's."""
+    """Only one thread at a time may use a communicator, so saving must wait for the engine's thread."""
     net, optimizer, sync = attached("plain", {"delay": 1, "period": 2, "density": 0.1})
     with sync, pytest.MonkeyPatch.context() as patch:
         steps(net, optimizer, range(1))
@@ -106,7 +106,7 @@ def test_checkpoints_wait_for_what_is_under_way(call, folder):
 
 
 def broken_step(net, optimizer, step):
-    """Do a local step that is NaN on one rank; the next exchange brings all back."""
+    """Do a local step that gives NaN on one rank; the next exchange restores the weights of all ranks."""
     optimizer.zero_grad()
     backward(net, step)
     if dist.get_rank() == 1:
@@ -120,7 +120,7 @@ def broken_step(net, optimizer, step):
     ("kind", "name"), [("plain", "slow links"), ("plain", "dct"), ("fsdp", "weights")]
 )
 def test_a_rank_that_broke_before_the_exchange_is_saved_as_it_is(kind, name, folder):
-    """A broken state that is not marked as broken is refused, because then a file was damaged."""
+    """A state with NaN is refused unless it is marked as broken, because then a file was damaged."""
     ends = []
     for fresh in (False, True):
         net, optimizer, sync = attached(kind, SETTINGS[name], seed=7 * fresh)
@@ -170,7 +170,7 @@ def test_other_numbers_of_ranks_begin_without_what_broke(name, folder):
 @pytest.mark.parametrize("first", [torch.inf, 1.0])
 @pytest.mark.parametrize("name", ["default", "weights"])
 def test_a_buffer_may_be_finite_in_one_run_and_not_in_the_other(name, first, ranks, folder):
-    """E.g. an observer's extreme, which begins as Inf: the first run decides if it is averaged."""
+    """An observer's extreme, for instance, begins as Inf; the first run decides if it is averaged."""
     rank, ends, lines = dist.get_rank(), [], io.StringIO()
 
     def begin(ranks, seed, value):
@@ -239,7 +239,7 @@ DAMAGES = {
 
 @on_ranks(4)
 def test_one_ranks_damaged_file_is_refused_on_all(folder):
-    """Nothing changes, and an older checkpoint loads; ``unit/test_damaged_states`` tries every damage."""
+    """Nothing changes, an older checkpoint loads; ``unit/test_damaged_states`` tries every damage."""
     net, optimizer, sync = attached("plain", {})
     rank = dist.get_rank()
     with sync:
@@ -293,7 +293,7 @@ def test_an_optimizer_that_does_not_take_its_state_takes_all_back():
 
 
 def undelivered(states, name):
-    """Return all ranks' undelivered changes of a parameter that is whole on all of them."""
+    """Return the undelivered changes of all ranks for a parameter that each of them holds whole."""
     total = torch.zeros(1, dtype=torch.float64)
     for state in states:
         end = sum(
@@ -309,7 +309,7 @@ def undelivered(states, name):
 
 
 def attached_to(ranks, settings, inner):
-    """Attach to DDP over the first ranks, and equally over each further group of as many ranks."""
+    """Attach to DDP over the first ranks, and in the same way over each further group of this size."""
     inner = model(inner) if isinstance(inner, int) else inner
     runs = [dist.new_group(range(at, at + ranks)) for at in range(0, dist.get_world_size(), ranks)]
     group = runs[dist.get_rank() // ranks]
@@ -353,7 +353,7 @@ def test_other_numbers_of_ranks_begin_from_the_shared_weights(name, before, afte
 
 @on_ranks(4)
 def test_cosine_coefficients_stay_with_their_ranks(folder):
-    """Every rank reports this in one line, and continues training unchanged."""
+    """Every rank reports the refusal in one line, and continues training unchanged."""
     net, optimizer, sync = attached_to(4, SETTINGS["dct"], 0)
     with sync:
         steps(net, optimizer, range(3))
@@ -371,7 +371,7 @@ def test_cosine_coefficients_stay_with_their_ranks(folder):
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 def test_what_a_user_saves_loads_and_evaluates(kind):
-    """This rank's own weights, or the shared ones; evaluating between steps changes nothing."""
+    """Users save this rank's weights or the shared ones; evaluating between steps changes nothing."""
     net, optimizer, sync = attached(kind, SETTINGS["weights"])
     other, other_optimizer, other_sync = attached(kind, SETTINGS["weights"])
     with sync, other_sync:

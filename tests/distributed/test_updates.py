@@ -1,4 +1,4 @@
-"""Updates of local optimizers, exchanged among three real ranks."""
+"""Three real ranks exchange the updates of their local optimizers."""
 
 import contextlib
 import copy
@@ -45,7 +45,7 @@ def test_different_initial_weights_are_named():
     ("algorithm", "period"), [("quantised", 3), ("budgeted", 1), ("oktopk", 2)]
 )
 def test_replicas_are_equal_where_they_should_be(algorithm, period):
-    """Elsewhere they differ; ``test_recovery`` shows that resuming is exact."""
+    """In the remaining places replicas differ; ``test_recovery`` shows that resuming is exact."""
     net = model()
     optimizer = adam(net)
     local = OuterAverager(net, algorithm=algorithm, residual="weights", density=0.1, period=period)
@@ -76,7 +76,7 @@ def shared_of(sync, net):
 
 @on_ranks(3)
 def test_a_hook_of_the_optimizer_does_what_the_loop_would():
-    """DDP, a plain module and calls of ``step()`` are the same bit for bit; DDP exchanges nothing."""
+    """DDP, a plain module and calls of ``step()`` give the same bits; DDP itself exchanges nothing."""
     ends = []
     for wrap, given in ((ddp_model, True), (model, True), (model, False)):
         net = wrap()
@@ -179,7 +179,7 @@ def test_transports_agree_with_the_simulator(settings):
 
 @on_ranks(2)
 def test_a_step_that_only_one_rank_skips_still_counts():
-    """For example a step skipped by a GradScaler that sparsync was not told about."""
+    """A GradScaler that sparsync was not told about skips such steps, for example."""
     for told, wrap in itertools.product((True, False), (ddp_model, model)):
         net = wrap()
         optimizer, scaler = (
@@ -246,7 +246,7 @@ def test_nan_a_second_time_is_named_where_it_is():
 
 @on_ranks(2)
 def test_a_statistic_that_began_with_inf_is_named_once():
-    """Such buffers, e.g. the extremes of torch's observers, stay local: they were taken for masks."""
+    """Such buffers stay local, because they were taken for masks; torch's observers have some."""
     net, said = model(), io.StringIO()
     net.register_buffer("lowest", torch.full((3,), torch.inf))
     net.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
@@ -298,7 +298,7 @@ def test_several_optimizers_frozen_and_unused_parameters_and_buffers():
 
 
 def replaced_by(net, other):
-    """Load another model's weights, as a script would that does not use the handle."""
+    """Load another model's weights without the handle, as a script might."""
     (net.module if hasattr(net, "module") else net).load_state_dict(other.state_dict())
 
 
@@ -337,7 +337,7 @@ def test_weights_that_only_one_rank_loads_are_refused_by_all():
 
 @on_ranks(2)
 def test_weights_that_are_replaced_between_steps_are_refused_by_all():
-    """Weights may be replaced in place or by a load; small or temporary changes are accepted."""
+    """In-place and loaded replacements are refused; small or temporary changes are accepted."""
     net = model()
     optimizer = adam(net)
     with sparsync.attach(net, optimizer, exchange="updates") as sync:
@@ -417,7 +417,7 @@ def test_attach_says_what_it_exchanges_and_why():
 
 @on_ranks(2)
 def test_auto_exchanges_what_takes_fewer_seconds_per_step():
-    """Updates on slow links, dense gradients on fast ones; without DDP, only updates can be chosen."""
+    """Slow links get updates and fast ones dense gradients; without DDP, only updates can be chosen."""
     for beta, exchange, way in (
         (1e-3, "updates", "updates on every step take about "),
         (0.0, "gradients", "dense gradients take about "),
@@ -449,7 +449,7 @@ def test_auto_exchanges_what_takes_fewer_seconds_per_step():
 
 @on_ranks(2)
 def test_auto_refuses_a_density_before_it_measures():
-    """The density is refused on any links, because dense gradients would ignore it."""
+    """The density is refused whatever the links, because dense gradients would ignore it."""
     net = ddp_model()
 
     async def never(_comm):
@@ -464,7 +464,7 @@ def test_auto_refuses_a_density_before_it_measures():
 @on_ranks(2)
 @pytest.mark.parametrize("transport", ["torch", "zmq"])
 def test_auto_says_where_dense_wins(transport):
-    """It reports this once, after 30 steps, unless updates were requested or dense takes longer."""
+    """This is reported once, after 30 steps, unless updates were requested or dense takes longer."""
     measure, calls, per_step = UpdateSync._dense_seconds, [], set()
     for exchange, dense, says in (("auto", 0.0, 1), ("auto", 1e9, 0), ("updates", 0.0, 0)):
 
@@ -490,7 +490,7 @@ def test_auto_says_where_dense_wins(transport):
 @on_ranks(3)
 @pytest.mark.parametrize("algorithm", ["demo", "updates"])
 def test_other_rates_and_other_outer_settings_are_found_at_attach(algorithm):
-    """Weights that move by signs at different rates would diverge at once."""
+    """With steps by sign, weights would diverge at once if ranks had different rates."""
     odd = dist.get_rank() == 2
     for rate, settings, words in (
         (0.02 if odd else 0.01, {}, "rates=[[0.02]]"),
@@ -566,8 +566,8 @@ class Sam(torch.optim.Optimizer):
 def test_sam_steps_once_per_iteration(wrap, closure):
     """SAM's second pass starts from weights that each rank has perturbed by its own gradients.
 
-    A sample of the weights may not show this, e.g. if only norms are perturbed. With a period of 3, every
-    exchange begins on unperturbed weights.
+    A sample of the weights may not show the perturbation, e.g. if only norms are perturbed. With a
+    period of 3, every exchange begins on unperturbed weights.
     """
     net = wrap()
     optimizer = Sam(net.parameters())
@@ -590,7 +590,7 @@ def test_sam_steps_once_per_iteration(wrap, closure):
 @on_ranks(2)
 @pytest.mark.parametrize("transport", ["zmq", "torch"])
 def test_other_numbers_of_steps_are_told_by_finish_and_save(transport, folder):
-    """The error names both counts, even in an exchange in which others do not take part."""
+    """The error names both counts, even in an exchange in which other ranks do not take part."""
     net, rank = model(), dist.get_rank()
     optimizer, carried = adam(net), sparsync.Transport(transport, timeout=20.0)
     outer = OuterStep(algorithm="dense", density=1.0, period=4, residual="weights")

@@ -1,6 +1,6 @@
 """List the files whose functions run when two ranks train with the defaults, and their lines of code.
 
-"attach" marks the files whose code only runs while attaching and closing.
+"attach" marks the files whose code runs only while attaching and closing.
 
 ``python -m tests.house_rules.default_path``
 """
@@ -24,7 +24,7 @@ AIMS = {"SGD": (22, 3_000), "AdamW": (28, 3_800)}  # files and lines of the step
 
 
 def train(name: str) -> tuple[set[str], set[str]]:
-    """Train a few steps; return the library's files in which a function ran, at all and within steps."""
+    """Train a few steps; return the library's files whose functions ran, at all and within steps."""
     seen: set[str] = set()
     in_steps: set[str] = set()
     steps = False
@@ -42,7 +42,7 @@ def train(name: str) -> tuple[set[str], set[str]]:
     threading.setprofile(note)
     sys.setprofile(note)
     parallel = DistributedDataParallel(model)
-    # for such a small network the default would exchange all gradients and select nothing
+    # by default, such a small network would exchange all gradients and select none
     sync = sparsync.attach(parallel, optimizer, density=0.01 if name == "SGD" else None)
     steps = True
     for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""Draw passages of prose at random, for a reader to rate: native, clear, or in need of a second reading.
+"""Draw passages of prose at random, for readers to rate as native, clear or needing a second reading.
 
     python -m tests.house_rules.passages --seed 34 [--count 60]
 

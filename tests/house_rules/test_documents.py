@@ -1,4 +1,4 @@
-"""Run the examples in the documents, and compare their promises with the code."""
+"""Run the examples in the documents, and check statements of the documents against the code."""
 
 import re
 import textwrap
@@ -49,12 +49,12 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 
 def side(diff: str, sign: str) -> str:
-    """Return one side of a diff: the common lines and those with this sign."""
+    """Return one side of a diff: the common lines, and the lines with the given sign."""
     return "\n".join(line[1:] for line in diff.splitlines() if line[:1] in ("", " ", sign))
 
 
 def run(directory: Path, *code: str) -> None:
-    """Run a script in a separate process, as a user would, with a group of one rank, a model and data."""
+    """Run a script as a user would, in a separate process with a group of one rank, a model and data."""
     script = directory / "train.py"
     script.write_text("\n".join([BEFORE, *code, "dist.destroy_process_group()"]))
     process = run_python(script, folder=directory)
@@ -134,7 +134,7 @@ def test_the_files_that_documents_name_are_there():
 
 
 def test_the_files_that_documents_link_to_are_there():
-    """Links work on the site and in the repository; pages that only the site has are not linked."""
+    """Links must work on the site and in the repository; no page links to pages of the site alone."""
     more = [
         *(ROOT / "benchmarks").glob("*.md"),
         ROOT / "papers" / "README.md",

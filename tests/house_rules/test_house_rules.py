@@ -1,4 +1,4 @@
-"""The house rules that a machine can check; CONTRIBUTING.md explains them."""
+"""Check those house rules that a machine can check; CONTRIBUTING.md explains them."""
 
 import ast
 import importlib
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = (ROOT / "src", ROOT / "papers" / "src")
 FILES = sorted(path for source in SOURCES for path in source.rglob("*.py"))
 
-# imports run upwards: a row may import itself and the rows above it
+# a row may import itself and the rows above it
 LAYERS = (
     (
         "errors",
@@ -41,7 +41,8 @@ LAYERS = (
 LEVEL_OF = {axis: level for level, row in enumerate(LAYERS) for axis in row}
 MAX_FLOORS = 14
 
-# packages independent of the network: they may import the transports' seam, but no adapter
+# these packages are independent of the network: they may import the transports' seam, but no
+# adapter
 ALGORITHMS = ("selection", "wire", "collectives", "cost", "averaging", "feedback")
 ADAPTERS = {"process_group", "zmq", "mpi", "sim", "connect", "launchers"}
 
@@ -75,7 +76,7 @@ TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()
 
 
 def imports_of(module: str) -> Iterator[str]:
-    """Return all imported modules, anywhere in the file; ``from p import m`` gives p.m if that exists."""
+    """Return all modules that the file imports anywhere; ``from p import m`` gives p.m if it exists."""
     for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -94,7 +95,7 @@ def inner_imports_of(module: str) -> set[str]:
 
 
 def order(name: str) -> tuple[bool, bool, str]:
-    """CONSTANTS, then Classes, then functions; each by the alphabet."""
+    """Sort CONSTANTS first, then Classes, then functions, each alphabetically."""
     return not name.isupper(), name[0].islower(), name
 
 
@@ -187,7 +188,7 @@ def test_no_state_in_modules_or_classes():
     assert not kept
 
 
-# attributes of other libraries' objects that share a name with one of ours
+# attributes of other libraries' objects that happen to share a name with one of ours
 FOREIGN = {"options._devices", "sys.path", "tags.input_tags.sparse", "torch.amp.GradScaler.step"}
 
 
@@ -211,7 +212,7 @@ def attributes_of(module: str) -> set[str]:
 
 
 def test_only_a_class_and_its_module_set_its_attributes():
-    """Other modules call a method; a property with a setter, such as ``state``, counts as one."""
+    """Other modules must call a method or set a property that has a setter, such as ``state``."""
     own = {module: attributes_of(module) for module in MODULES}
     setters = {
         node.name
@@ -232,7 +233,7 @@ def test_only_a_class_and_its_module_set_its_attributes():
 
 
 def test_a_handle_inherits_from_few_classes():
-    """Anything else must be an object that the handle holds, e.g. the membership in elastic training."""
+    """Other features must be objects that the handle holds, e.g. the membership in elastic training."""
     bases = {
         node.name: [ast.unparse(base) for base in node.bases]
         for tree in TREES.values()

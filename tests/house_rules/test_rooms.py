@@ -1,4 +1,4 @@
-"""The docstring of a paper's room is the paper's page: its names exist, and its examples run."""
+"""A paper's room has the paper's page as its docstring: the names in it exist, and its examples run."""
 
 import dataclasses
 import importlib
@@ -61,7 +61,7 @@ def sections(room):
 
 
 def programs(room):
-    """Return the indented blocks of "Run it": programs and commands."""
+    """Return the indented blocks, programs and commands, of the section "Run it"."""
     text = sections(room)["Run it"]
     blocks = re.findall(r"(?:^ {4}.*\n(?:\n(?= {4}))*)+", text + "\n", flags=re.MULTILINE)
     return [textwrap.dedent(block) for block in blocks]
@@ -173,7 +173,7 @@ HOMES = (
 
 
 def parameters(room):
-    """Return the names of all arguments taken by functions and classes of the room, or by ``attach``."""
+    """Return the names of all arguments of the functions and classes in the room, and of ``attach``."""
     found = {"op"}
     for value in [sparsync.attach, *known_names(room).values()]:
         own = getattr(value, "__module__", "").startswith("sparsync")
@@ -188,7 +188,7 @@ def parameters(room):
 
 
 def resolved(name, names):
-    """Return the object of a dotted name; raise LookupError or AttributeError if there is none."""
+    """Return the object with a dotted name; raise LookupError or AttributeError if there is none."""
     first, *rest = name.split(".")
     if first in ("sparsync", "sparsync_papers"):
         for end in range(len(rest), -1, -1):
@@ -206,7 +206,7 @@ def resolved(name, names):
     return value
 
 
-# terms of a step and of averagers, which are not objects of a module
+# terms of a step and of averagers, which name no object of a module
 WORDS = {"average", "finish", "n", "publish", "rank", "total", "world_size"}
 
 

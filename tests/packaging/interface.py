@@ -1,7 +1,7 @@
 """The public interface as text: ``python -m tests.packaging.interface > tests/packaging/interface.txt``.
 
-One line per name, with its parameters; ``=`` marks optional ones. The names in ``__all__`` of the modules
-below are promised, except for ``UNPROMISED``; anything else may change in any release.
+Each line has a name and its parameters; ``=`` marks optional ones. The names in ``__all__`` of the
+modules below are promised, except for ``UNPROMISED``; anything else may change in any release.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _shape(thing: object) -> str:
     methods = [
         f".{name}{_parameters(method)}"
         for name, method in sorted(vars(thing).items())
-        # torch puts a wrapped, inherited step() into the class of an optimizer when one is made
+        # when torch makes an optimizer, it puts a wrapped copy of an inherited step() into its
+        # class
         if inspect.isfunction(method)
         and method.__qualname__ == f"{thing.__qualname__}.{name}"
         and not name.startswith("_")

@@ -1,4 +1,4 @@
-"""From a clean copy to an installed wheel: its contents, and that it runs without the checkout."""
+"""A wheel built from a clean copy has the right files, and runs without the checkout once installed."""
 
 import os
 import subprocess
@@ -70,7 +70,7 @@ def test_the_wheel_is_small_and_pins_no_torch(built):
 
 @pytest.mark.slow
 def test_the_wheel_runs_where_there_is_no_checkout(built, tmp_path):
-    """Torch and other dependencies are borrowed from this environment, but sparsync is not."""
+    """The wheel may use torch and other dependencies of this environment, but not its sparsync."""
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     site = Path(run(python, "-c", "import site; print(site.getsitepackages()[0])").strip())

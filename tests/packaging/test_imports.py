@@ -1,4 +1,4 @@
-"""Imports are cheap: ``import sparsync`` loads no engine, and training by default loads no paper."""
+"""``import sparsync`` is cheap and loads no engine, and training with the defaults loads no paper."""
 
 import pytest
 

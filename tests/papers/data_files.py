@@ -22,7 +22,7 @@ def pixels_of(number: int, count: int = 4) -> tuple[np.ndarray, list[int]]:
 
 
 def write_cifar10(folder: Path) -> None:
-    """The python format: pickles of protocol 2, as Python 2 wrote them."""
+    """Write the Python format: pickles of protocol 2, as Python 2 wrote them."""
     inner = folder / "cifar-10-batches-py"
     inner.mkdir(parents=True)
     for number, name in enumerate(BATCHES):
@@ -55,7 +55,7 @@ def write_wav(path: Path, samples: np.ndarray, *, rate: int = 16_000, channels: 
 
 
 def write_an4(folder: Path) -> None:
-    """Write CMU's layout; sounds are a .wav and raw files in both byte orders."""
+    """Write CMU's layout, in which sounds are a .wav and raw files in both byte orders."""
     (folder / "etc").mkdir(parents=True)
     texts = {"train": ["YES", "GO ON", "RUBOUT"], "test": ["NO", "O'NEIL"]}
     for part, spoken in texts.items():

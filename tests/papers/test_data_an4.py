@@ -1,4 +1,4 @@
-"""AN4: sounds in three forms, spectrograms, and CTC's letters."""
+"""Test how the workload AN4 reads three forms of sounds, their spectrograms, and CTC's letters."""
 
 import pytest
 import torch

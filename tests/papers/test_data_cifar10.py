@@ -1,4 +1,4 @@
-"""CIFAR-10: both formats agree, broken files are reported, and a pickle cannot run code."""
+"""Test that CIFAR-10's two formats agree, broken files are reported, and pickles cannot run code."""
 
 import pickle
 

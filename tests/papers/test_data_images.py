@@ -1,4 +1,4 @@
-"""Folders of images: classes, crops, and the errors for missing files."""
+"""Test the classes and crops of image folders, and the errors for missing files."""
 
 import sys
 

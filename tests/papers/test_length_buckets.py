@@ -1,4 +1,4 @@
-"""Lines in length buckets: no line is lost, padding does not count, and costs are known in advance."""
+"""Test that length buckets lose no line, do not count padding, and know their costs in advance."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def line_of(tokens, targets) -> bytes:
 
 @pytest.fixture(scope="module")
 def workload():
-    """Lines of 1 to 40 letters, equally many of each; every line states its length."""
+    """Write lines of 1 to 40 letters, equally many of each length; every line states its length."""
     made = LinesWorkload(context=32, width=32, layers=1, bucket_width=8)
     buckets = made.buckets(text_of(*(bytes([64 + n]) * n for n in range(1, 41) for _ in range(3))))
     object.__setattr__(made, "parts", (buckets, buckets))
@@ -66,7 +66,7 @@ def test_every_line_is_equally_likely(workload):
     drawn = torch.cat([buckets.draw(generator, 4)[0] for _ in range(10_000)])
     counts = drawn.bincount(minlength=93).double()
     assert len(counts) == 93  # lengths 2 to 32, three lines of each
-    # 430 expected; lines of a batch share a bucket, so counts of buckets vary twice as much
+    # about 430 are expected; a batch has lines of one bucket, so bucket counts vary twice as much
     assert (counts / counts.mean() - 1).abs().max() < 0.2
 
 

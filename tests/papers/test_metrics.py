@@ -1,4 +1,4 @@
-"""BLEU and error rates against examples worked out by hand; shares add up to the whole."""
+"""BLEU and error rates match examples worked out by hand, and the ranks' shares add up to the whole."""
 
 import math
 
@@ -28,13 +28,13 @@ def test_a_perfect_translation_has_1_and_a_foreign_one_0():
 
 
 def test_the_papers_example_of_clipped_counts():
-    """Papineni et al., section 2.1: "the" is clipped at 2 of 7, and no bigram is right."""
+    """In Papineni et al., section 2.1, "the" is clipped at 2 of 7, and no bigram is right."""
     found = ngrams([["the"] * 7], [CAT], longest=2)
     assert precisions(found, 2) == [(2, 7), (0, 6)] and bleu(found, longest=2) == 0
 
 
 def test_precisions_and_brevity_by_hand():
-    """5 words of 6: all of them, "cat sat", "sat on", "on the" of 4, and 2 of 3 trigrams are right."""
+    """Five words are right; so are 3 bigrams of 4 ("cat sat", "sat on", "on the") and 2 trigrams of 3."""
     candidate = ["cat", "sat", "on", "the", "the"]
     found = ngrams([candidate], [CAT], longest=3)
     assert precisions(found, 3) == [(5, 5), (3, 4), (2, 3)]

@@ -1,4 +1,4 @@
-"""The papers' models have the papers' sizes; none is allocated."""
+"""The papers' models have the sizes stated in the papers; the test allocates none of them."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def on_meta(name: str, **options):
         return MODELS[name].build(**options)
 
 
-# the usual counts of the same networks in other implementations
+# the usual parameter counts of the same networks in other implementations
 KNOWN_VARIANTS = (
     ("resnet50", {"classes": 1000}, 25_557_032),
     ("resnet18x4", {"width": 64}, 11_689_512),

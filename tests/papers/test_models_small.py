@@ -1,4 +1,4 @@
-"""Small variants of the papers' models: shapes, gradients, initial weights, receptive fields."""
+"""Test shapes, gradients, initial weights and receptive fields of the papers' models, made small."""
 
 import pytest
 import torch

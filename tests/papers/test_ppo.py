@@ -1,4 +1,4 @@
-"""PPO's parts against their definitions, the experience of a rank, and learning."""
+"""PPO's parts match their definitions; ranks collect their own experience; a policy learns."""
 
 import sys
 from statistics import fmean
@@ -90,7 +90,10 @@ def test_ranks_collect_whole_episodes_of_unequal_length(task):
 
 
 def test_nothing_follows_a_failure_and_something_what_is_cut(task):
-    """With trace 0, the last advantage is reward + discount * next value - value."""
+    """A failed episode has no value after its end, but an episode cut at the limit has.
+
+    With trace 0, the last advantage is reward + discount * next value - value.
+    """
 
     def collected(one):
         model = one.make_model(0)

@@ -1,4 +1,4 @@
-"""The frame of ``sparsync reproduce``: files, page, failures, names."""
+"""Test the files, pages, failures and names of the framework of ``sparsync reproduce``."""
 
 import csv
 import io
@@ -112,7 +112,7 @@ def test_another_conclusion_needs_a_reason():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_series_can_be_told_apart_in_grey(kind):
-    """Crossing series drawn in the other order give another picture, because more than colour differs."""
+    """Drawing crossing series in the other order changes the picture, so more than colour differs."""
     points_of = {"a": [(1, 1.0), (2, 2.0)], "b": [(1, 2.0), (2, 1.0)]}
 
     def grey(names):

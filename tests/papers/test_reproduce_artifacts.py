@@ -1,4 +1,4 @@
-"""The artifacts themselves: each in its quick form, and the computations behind them."""
+"""Every artifact runs in its quick form, and the computations behind the artifacts are right."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ok-Topk's weak scaling: the fit at P = 32, its predictions at 256, and the simulated steps."""
+"""Test Ok-Topk's weak scaling: the fit at P = 32, its predictions for P = 256, and simulated steps."""
 
 import pytest
 
@@ -24,7 +24,7 @@ OTHERS = [s for s in SCHEMES if s not in (OKTOPK, *OURS)]
 
 
 def ratios(costs, model, ranks, scheme=OKTOPK):
-    """Return how many times longer than a scheme the paper's others take, by the closed forms."""
+    """Return how many times as long as the given scheme each other scheme takes, by the closed forms."""
     mine = costs.seconds(scheme, model, ranks)
     return {s.name: costs.seconds(s, model, ranks) / mine for s in OTHERS}
 

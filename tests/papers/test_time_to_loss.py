@@ -1,4 +1,4 @@
-"""The time to a loss: the committed fit matches the committed curves; plans, pages and errors."""
+"""Test that the committed fit of the time to a loss matches its curves; test plans, pages and errors."""
 
 import importlib
 import json
@@ -95,7 +95,7 @@ def test_fewer_bytes_never_take_longer(alpha, idle):
 
 
 def test_the_seconds_behind_auto_are_about_those_of_the_lab(fitted):
-    """``docs/planning.md`` compares seconds without a model of TCP's windows and losses."""
+    """The seconds in ``docs/planning.md`` do not model TCP's windows and losses."""
     surface, near, fewer = importlib.import_module("surface"), {}, set()
     found = {}
     for row in [*fitted.Results(fitted.DATA).rows, *fitted.Results(surface.CELLS).rows]:
@@ -133,7 +133,7 @@ def test_slower_links_never_make_a_step_shorter():
 
 
 def test_the_lab_measured_such_steps():
-    """``benchmarks/frontier.md``: 8.4 M parameters, 4 ranks on 2 cores."""
+    """The steps are those of ``benchmarks/frontier.md``: 8.4 M parameters, 4 ranks on 2 cores."""
     measured = {("dense", 8e-7): 43.5, ("updates", 8e-7): 1.04, ("updates-h4-overlap1", 8e-7): 0.40}
     measured |= {("dense", 8e-8): 4.5, ("updates", 8e-8): 0.42, ("updates-overlap", 8e-8): 0.37}
     for (method, beta), seconds in measured.items():
@@ -143,7 +143,7 @@ def test_the_lab_measured_such_steps():
 
 
 def test_a_window_is_halved_in_every_pause_and_opens_again():
-    """100 Mbit/s, a round trip of 80 ms: 0.9 MB is all in flight, and takes 0.072 s plus latency."""
+    """At 100 Mbit/s and 80 ms per round trip, 0.9 MB is all in flight, and takes 0.072 s plus latency."""
     far = Machine(alpha=0.04, beta=8e-8)
 
     def late(idle):
@@ -315,7 +315,7 @@ def test_it_takes_the_doctors_measurements(command, tmp_path):
 
 
 def test_a_long_pause_only_closes_the_windows():
-    """A pause halves TCP's windows, down to the smallest and no further."""
+    """A long pause halves TCP's windows again and again, but not below the smallest window."""
     far = Machine(alpha=0.04, beta=8e-8)
     hour, day = (allreduced(1e7, 4, far, idle) for idle in (3_600.0, 86_400.0))
     assert hour == day > allreduced(1e7, 4, far)

@@ -14,7 +14,7 @@ class Seeded(nn.Module):
 
 
 class Branches(Seeded):
-    """``rare`` is used by none, one or both ranks, depending on their batches."""
+    """A model whose layer ``rare`` is used by none, one or both ranks, depending on their batches."""
 
     def build(self) -> None:
         self.always, self.rare, self.never = (nn.Linear(20, 5) for _ in range(3))

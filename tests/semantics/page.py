@@ -66,7 +66,7 @@ def _line(row: Practice) -> str:
 
 
 def _notes(row: Practice) -> str:
-    """Return one note per cell; columns with the same note share it."""
+    """Return the notes of a row, one per cell; columns with the same note share it."""
     columns: dict[str, list[str]] = {}
     for column, said in row.cells.items():
         columns.setdefault(ELSEWHERE.sub(r" (`\1`: `\2`)", said), []).append(f"`{column}`")

@@ -1,4 +1,4 @@
-"""Tests that run on two ranks for every integration, and are rows of ``docs/semantics.md``."""
+"""Define tests that run on two ranks for every integration, and are rows of ``docs/semantics.md``."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ PRACTICES: list[Practice] = []
 def section(file: str, title: str) -> Callable[..., Any]:
     """Return a decorator that runs a function of the column as a test on two ranks, once per column.
 
-    It takes the practice's name and the cells by column; ``local`` stands for every column but
-    ``attach``, ``everywhere`` for all, unless given separately.
+    The decorator takes the practice's name and the cells by column. ``local`` gives the cell of
+    every column but ``attach``, and ``everywhere`` that of all columns, unless a column has a cell
+    of its own.
     """
 
     def practice(name: str, *, local: str = "", everywhere: str = "", **cells: str) -> Any:

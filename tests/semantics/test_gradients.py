@@ -1,4 +1,4 @@
-"""Gradients: accumulation, several backward passes, clipping, NaN, COO, precision, devices."""
+"""Test practices with gradients, such as accumulation, clipping, NaN, COO gradients and precision."""
 
 from __future__ import annotations
 

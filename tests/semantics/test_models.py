@@ -1,4 +1,4 @@
-"""Models: their parameters and layout, changes to them, DDP's settings, compilation."""
+"""Test practices with models: parameters, layout, changes, DDP's settings and compilation."""
 
 from __future__ import annotations
 

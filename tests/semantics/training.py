@@ -1,7 +1,7 @@
 """Train one model by every integration, and in one process with the batches of all ranks.
 
-If everything is exchanged (density 1, period 1), all of these trainings are the same. If little is
-exchanged, nothing is lost on any step: gradients and updates are delivered or kept in the residual.
+With density 1 and period 1, all of these trainings give the same weights. With a lower density, no
+step loses anything: gradients and updates are either delivered or kept in the residual.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def same(thing: Any) -> Any:
 
 
 class Training:
-    """A model ``net`` trained by one of the integrations; the loop calls ``called``.
+    """A model ``net`` that one of the integrations trains; the loop calls ``called`` in its place.
 
-    ``handle`` was returned by sparsync; if it averages, its step follows the optimizer's.
+    ``handle`` is the object that sparsync returned; if it is an averager, its step follows the
+    optimizer's.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class Case:
 
 
 def same_training(column: str, make: Callable[[], nn.Module] = network, **settings: Any) -> None:
-    """Assert that a column trains like one process, and loses nothing."""
+    """Assert that training by a column gives the weights of one process, and loses nothing."""
     case, local = Case(make, **settings), column != "attach"
     ends = _train(case, column, 1.0)
     assert equal_on_all_ranks(ends), "replicas differ"
@@ -241,7 +242,7 @@ def same_training(column: str, make: Callable[[], nn.Module] = network, **settin
 
 
 def _train(case: Case, column: str, density: float) -> Named:
-    """Train by a column and check the law on every step; return the final weights."""
+    """Train with a column's integration and check the law on every step; return the final weights."""
     net, twin, ranks = case.make(), case.make(), dist.get_world_size()
     names = ("ddp", "wrap", "wrap_inner", "optimizer", "tolerance")
     training = Training(column, net, density, **{name: getattr(case, name) for name in names})

@@ -1,4 +1,4 @@
-"""Runs of an averager on virtual ranks, whose models move by given updates."""
+"""Run an averager on virtual ranks whose models move by given updates."""
 
 import io
 
@@ -15,7 +15,7 @@ def update(rank, step):
 
 
 def on_all_ranks(make, steps, *, update=update, world_size=WORLD_SIZE, reload_at=None, watch=None):
-    """Return models `[steps + 1, P, n]` after every step and at the end; all begin with ones.
+    """Return models `[steps + 1, P, n]`, after every step and at the end; all begin as ones.
 
     ``watch(rank, step, averager, local)`` is called after every step.
     """

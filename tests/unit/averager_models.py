@@ -1,4 +1,4 @@
-"""Small models to average, on threads as ranks; and a scheme with memory."""
+"""Small models, which threads average as ranks, and a scheme with memory."""
 
 from typing import final
 
@@ -11,7 +11,7 @@ from sparsync.averaging.averager import Averager, mean
 
 @final
 class Smoothed(Averager):
-    """Moves halfway to the mean of all ranks' models one step before: a scheme with memory."""
+    """A scheme with memory: models move halfway to the mean of all models one step before."""
 
     async def begin(self, comm, vector, step):
         self.memory.setdefault("last", vector)
@@ -22,7 +22,7 @@ class Smoothed(Averager):
 
 
 def linear(seed=0, **options):
-    """A model with equal weights on all ranks, which are threads that share torch's generator."""
+    """Return a model with equal weights on all ranks, which are threads that share torch's generator."""
     model, generator = nn.Linear(2, 1, **options), torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         nn.init.normal_(parameter, generator=generator)

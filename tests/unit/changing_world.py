@@ -1,9 +1,9 @@
-"""A world whose ranks die, join, leave and stall between any two messages, drawn from a seed.
+"""A world whose ranks die, join, leave and stall between any two messages, at moments drawn from a seed.
 
-Messages between two members arrive in the order sent; some of a dying member's last ones never arrive. If
-a member is away, because it stalls or its links are cut, the others give it up, and it gets no quorum
-until it is back. The next event (an arrival, a member's next move, a death, a birth, an absence) is drawn
-at random.
+Messages between two members arrive in the order sent; some of the last messages of a dying member
+never arrive. A member that stalls, or whose links are cut, is away: the others give it up, and it
+gets no quorum until it is back. The next event (an arrival, a member's next move, a death, a birth,
+an absence) is drawn at random.
 """
 
 import argparse
@@ -167,7 +167,7 @@ class Ends(Communicator):
 
 
 class Account(NamedTuple):
-    """A member's part in an attempt at a step, in case it is committed."""
+    """One member's part in an attempt at a step, recorded in case the step is committed."""
 
     accumulated: np.ndarray
     total: np.ndarray
@@ -222,7 +222,7 @@ class Member:
 
     @property
     def is_outside(self):
-        """Whether the member was away and has not met the others again."""
+        """Return whether the member was away and has not met the others since."""
         return self.outside is not None
 
     @property
@@ -250,7 +250,7 @@ class Member:
                     raise Withdrawn from None
 
     def has_last_weights(self):
-        """Return whether it has the last weights; otherwise fetch them at some time."""
+        """Return whether this member has the last weights; if not, it may get them at any call."""
         last = self.world.weights.get(self.world.steps)
         if self.members.behind and last is not None and self.world.rng.random() < 0.4:
             self.weights = last
@@ -350,7 +350,7 @@ class Member:
         self.commit(step, before)
 
     def fetch(self, step):
-        """Copy the weights of this step if any member has them; be ready some time later."""
+        """Copy the weights of this step if any member has them; the copy arrives some time later."""
         if self.copied is None and step in self.world.weights:
             self.copied, self.log = step, []
         elif self.copied is not None and self.world.rng.random() < 0.4:
@@ -384,12 +384,12 @@ class Member:
 
 @cache
 def prepared(name):
-    """Return a preset that delivers sums; some presets measure the machine first."""
+    """Return a preset that delivers sums; presets that measure the machine do so first."""
     return replace(run(resolve(name).on(SoloCommunicator())), average=False)
 
 
 def planned(size, ranks, *given, k, plan=auto.plan, known={}, **named):  # noqa: B006
-    """Return a plan of ``auto``, cached: it takes longer than a world, and every group needs it."""
+    """Return a plan of ``auto``; it is cached, because planning takes longer than a world."""
     key = size, ranks, k
     if key not in known:
         known[key] = plan(size, ranks, *given, k=k, **named)
@@ -444,8 +444,8 @@ class World:
         self.weights = {
             0: np.zeros(size, np.float32)
         }  # by step, of all members that are not behind
-        # by step and attempt: accounts, members that have committed, and weights afterwards; then the
-        # valid attempt
+        # by step and attempt: accounts, members that have committed, and the weights afterwards; by
+        # step: the valid attempt
         self.accounts, self.committers = {}, defaultdict(list)
         self.reached, self.attempts = {}, {}
         for _ in range(ranks):
@@ -528,7 +528,7 @@ class World:
         self.born += 1
 
     def can_bear(self):
-        """Whether fresh weights can no longer win (in the first step, a majority of them wins)."""
+        """Return whether fresh weights can no longer win (in the first step, a majority of them wins)."""
         all_ahead = all(one.reducer.step > 0 for one in self.members.values() if one.whole)
         return all_ahead and len(self.members) < 6
 
@@ -579,7 +579,7 @@ class World:
     # ---- absences ----------------------------------------------------------------------------------
 
     def lose(self, number):
-        """Stall a member, or cut it off: nothing arrives, and eventually all others give it up.
+        """Stall a member, or cut it off; no message arrives, and eventually all others give it up.
 
         Messages in flight are late, or some of them and all later ones in that group are lost.
         """
@@ -621,7 +621,7 @@ class World:
         return await operation
 
     def grant(self):
-        """Grant a quorum once all present members have asked, a new one if anything has changed."""
+        """Grant a quorum once all present members have asked; it is a new one if anything has changed."""
         if self.over and all(
             one.is_outside or not one.members.attempt for one in self.members.values()
         ):
@@ -663,7 +663,7 @@ class World:
         self.accounts.setdefault(key, {})[member.number] = account
 
     def committed(self, member, step, *, applied):
-        """Check that one group committed a step for which all its members were prepared, without loss."""
+        """Check that one group alone committed a step, with all members prepared and nothing lost."""
         attempt = member.members._past[-1][1]
         if step not in self.attempts or member.members.attempt == len(self.groups) - 1:
             self.hold(step, attempt)
@@ -695,7 +695,7 @@ class World:
             assert np.array_equal(member.weights, known), "replicas differ"
 
     def hold(self, step, attempt):
-        """Adopt the past in which this attempt has committed the step."""
+        """Adopt the history in which this attempt has committed the step."""
         former = self.attempts.get(step, attempt)
         self.attempts[step] = attempt
         if former == attempt:
@@ -705,7 +705,7 @@ class World:
             self.weights[step + 1] = self.reached[step, attempt]
 
     def change_of(self, member, step, attempt):
-        """Return an attempt's change to a member's residual, if it is applied."""
+        """Return the change that an attempt makes to a member's residual, if the attempt is applied."""
         account = self.accounts.get((step, attempt), {}).get(member.number)
         return 0.0 if account is None else account.change
 
@@ -722,8 +722,8 @@ class World:
     def meanwhile(self, member, step, before, kept):
         """Return the required residual of a returning member whose open step was this one.
 
-        If the others have applied the step, this depends on its part in it; otherwise it has ``kept``
-        everything.
+        If the others have applied the step, the residual depends on the member's part in it;
+        otherwise the member has ``kept`` all of its gradient.
         """
         account = self.accounts.get((step, member.attempt_of(step)), {}).get(member.number)
         if account is None:
@@ -732,7 +732,7 @@ class World:
 
 
 def near(found, expected, what):
-    """Compare residuals exactly, because gradients are whole numbers, unless values are quantised."""
+    """Compare exactly, because gradients are whole numbers, unless values are quantised."""
     assert (np.abs(found - expected) <= 2e-2 + 1e-5 * np.abs(expected)).all(), what
 
 
@@ -740,9 +740,10 @@ def near(found, expected, what):
 
 
 def world_of(seed, name):
-    """Return a world with more events than in the tests.
+    """Return a world with more events than those in the tests.
 
-    Four ranks and six steps find the most violations per second; with fewer, they are far rarer.
+    Four ranks and six steps find the most violations per second; with fewer, violations are far
+    rarer.
     """
     return World(seed, name, steps=6, change=0.006, absence=0.008, alone=0.05)
 
@@ -764,7 +765,7 @@ def play(job):
 
 
 def start():
-    """Set up a process that plays; members and worlds form cycles, which are collected later."""
+    """Set up a process that plays; it never collects the cycles that members and worlds form."""
     torch.set_num_threads(1)
     gc.freeze()
     gc.disable()

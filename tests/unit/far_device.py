@@ -1,9 +1,9 @@
 """A stand-in for a GPU: tensors that claim to be on ``cuda:0``, and refuse operands from the CPU.
 
-Without a device, it detects errors that would occur on one: operands on two devices, and reading device
-memory from Python. It counts the bytes that tensors hold there (``memory``), and the operations for which
-the host would wait until the device has caught up (``waits``). It computes on the CPU, and knows nothing
-of streams.
+Without a GPU, these tensors reveal two errors that would occur on one: operands on different
+devices, and reading device memory from Python. ``memory`` counts the bytes that tensors hold on the
+device, and ``waits`` the operations for which the host would wait until the device has caught up.
+All computation is on the CPU, and there are no streams.
 """
 
 import threading
@@ -23,7 +23,8 @@ __all__ = ["FAR", "Memory", "far", "far_device", "memory", "waits"]
 FAR = torch.device("cuda", 0)
 # operations that copy between devices, by name
 _CROSSING = ("copy_", "_to_copy")
-# Operations whose results the host reads: a number (``item``, ``bool``), or the number of elements.
+# The host reads the results of these operations: a number (``item``, ``bool``), or the number of
+# elements.
 _READS = (
     "_local_scalar_dense",
     "equal",
@@ -66,12 +67,12 @@ class Memory:
 
 
 memory = Memory()
-# number of waits for the device, by operation; for tests on one thread
+# the number of waits for the device, by operation, in tests on one thread
 waits = Counter()
 
 
 class _Far(Tensor):
-    """A tensor on the device; its elements are in the tensor ``near``."""
+    """A tensor that claims to be on the device; the tensor ``near`` holds its elements."""
 
     @staticmethod
     def __new__(cls, near):
@@ -121,7 +122,7 @@ def far(tensor):
 
 @contextmanager
 def far_device():
-    """Allow tensors to be made on the device and moved to it; kernels are PyTorch's."""
+    """Allow tensors to be made on the device and moved to it; all kernels are PyTorch's own."""
 
     def tensor(*args, device=None, **kwargs):
         made = plain_tensor(*args, **kwargs)
@@ -164,7 +165,7 @@ def _compute(function, args, kwargs):
     asked = kwargs.get("device")
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    # C++ code that copies a tensor's device sees the device with which it was made
+    # C++ code that copies a tensor's device sees the device on which the tensor was made
     moves = bool(there) if asked is None else torch.device(asked).type in (FAR.type, "meta")
     near_args, near_kwargs = _mapped((args, kwargs), lambda x: getattr(x, "near", x))
     result = function(*near_args, **near_kwargs)
@@ -198,7 +199,7 @@ def _mapped(tree, change):
 
 
 def _waits_for(name, args, kwargs):
-    """Return the name of the wait that an operation on device tensors causes, or an empty string."""
+    """Return the name of the wait that an operation on device tensors would cause, or ""."""
     if name in _READS:
         return name
     mask = (torch.bool, torch.uint8)

@@ -27,7 +27,7 @@ def make_problem(data, model="logistic", dtype=np.float64, **options):
 
 
 def shares(data, world_size):
-    """Return contiguous rows per rank; with more ranks than rows, some have none."""
+    """Return contiguous rows for each rank; if there are more ranks than rows, some ranks get none."""
     features, labels = data
     cuts = [len(labels) * rank // world_size for rank in range(world_size + 1)]
     return [(features[a:b], labels[a:b]) for a, b in pairwise(cuts)]

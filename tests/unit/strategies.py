@@ -1,4 +1,4 @@
-"""Strategies of the property tests: vectors full of ties, zeros and awkward floats."""
+"""Strategies for property tests: vectors full of ties, zeros and awkward floats."""
 
 import torch
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ def smallest(dtype: torch.dtype) -> float:
 
 
 def palette(dtype: torch.dtype, *, finite: bool = False) -> list[float]:
-    """Few values, so that drawn vectors have many ties; they include every kind of float."""
+    """Draw few distinct values, of every kind of float, so that vectors made of them have many ties."""
     tiny, big = smallest(dtype), torch.finfo(dtype).max
     values = [0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 0.5, tiny, -tiny, big, -big]
     return values if finite else [*values, float("inf"), float("-inf"), float("nan")]
@@ -43,7 +43,7 @@ def sparse_vectors(draw, dtype: torch.dtype | None = None, max_size: int = 30):
 
 @st.composite
 def families(draw, max_parts: int = 5, max_size: int = 12):
-    """Several dense vectors of one size and dtype, one per rank, with any float32 values."""
+    """Draw several dense vectors of one size and dtype, one per rank, with any float32 values."""
     size = draw(st.integers(0, max_size))
     element = st.one_of(st.just(0.0), st.floats(width=32))
     part = st.lists(element, min_size=size, max_size=size)
@@ -58,7 +58,7 @@ def boundaries_of(draw, size: int, max_parts: int = 5) -> list[int]:
 
 
 def same(a: Tensor, b: Tensor) -> None:
-    """Assert equal shape, dtype and bits, except that any NaN equals any NaN."""
+    """Assert equal shape, dtype and bits, except that any NaN equals any other NaN."""
     assert a.dtype == b.dtype
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 

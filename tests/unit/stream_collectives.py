@@ -19,7 +19,7 @@ FACTORIES = {
 
 
 def reduce_all(make, vectors, k=0, step=0):
-    """Reduce one vector per rank; return the simulation, whose results are ``Reduced``."""
+    """Reduce one vector per rank; return the simulation, whose results are of type ``Reduced``."""
 
     async def program(comm):
         return await make().reduce(comm, vectors[comm.rank], k, step)

@@ -1,4 +1,4 @@
-"""Adam on local or sparse gradients, compared with torch's Adam and with its own claims."""
+"""Adam on local or sparse gradients is compared with torch's Adam, and must keep its own promises."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_frozen_moment_stays():
 
 
 def test_the_second_moment_is_that_of_the_average():
-    """P local gradients of mean 1 and variance s^2: the average's second moment is 1 + s^2 / P."""
+    """If P local gradients have mean 1 and variance s^2, their average has second moment 1 + s^2 / P."""
     ranks, steps = 4, 4000
     weight = nn.Parameter(torch.zeros(2000))
     optimizer = LocalAdamW([weight], ranks, lr=1.0, betas=(0.99, 0.999), weight_decay=0.0)
@@ -76,7 +76,7 @@ def test_update_space_adam_keeps_its_moments_when_a_step_is_refused():
 
 
 def test_a_frozen_moment_has_a_floor():
-    """A row that first occurs after the warm-up does not make a giant step."""
+    """A row that first occurs after the warm-up does not take a giant step."""
     net = nn.Embedding(4, 3)
     optimizer = UpdateSpaceAdamW(net, 0.01, "dense", second_moment="frozen", warmup_steps=3)
     for step in range(6):

@@ -1,4 +1,4 @@
-"""WAGMA's agent with messages delivered by hand, and the hosts of actors on threads."""
+"""WAGMA's agent with messages delivered by hand, and the hosts that run agents on threads."""
 
 from types import SimpleNamespace
 
@@ -44,7 +44,7 @@ def make(world_size, group_size=None, grouping="wait-avoiding", **options):
 
 
 def deliver(agents, *, lost=lambda source, dest, kind: False):
-    """Deliver all messages, and those that they cause; return the kinds of messages sent."""
+    """Deliver all messages, and those sent in reply; return the kinds of all messages."""
     kinds = []
     while any(agent.host.sent for agent in agents):
         for source, agent in enumerate(agents):
@@ -65,7 +65,7 @@ def arrive(agent, step, value):
 
 
 def test_who_begins_an_ended_round_anew_is_given_its_result():
-    """Rank 1 ends the round; rank 0, which has lost its last message, restarts it and gets the result."""
+    """Rank 1 ends the round; rank 0, which missed its last message, restarts it and gets the result."""
     agents = make(2, deadline=1.0)
     first, second = arrive(agents[0], 0, 1), arrive(agents[1], 0, 3)
     deliver(agents, lost=lambda source, dest, kind: dest == 0 and kind == Kind.DATA)
@@ -95,7 +95,7 @@ def test_word_goes_down_the_tree_once(root):
 
 
 def test_who_comes_back_is_given_the_last_model_that_all_had():
-    """It is not the last average of a group, which others never saw."""
+    """The model returned is not the last average of a group, because other groups never saw that one."""
     agents = make(2, deadline=1.0)
     arrive(agents[0], 0, 1), arrive(agents[1], 0, 3)
     deliver(agents)
@@ -112,7 +112,7 @@ def test_who_comes_back_is_given_the_last_model_that_all_had():
 
 
 def test_the_average_of_a_group_that_waits_is_no_model_of_all():
-    """Without a global average since then, a returning rank gets the initial model."""
+    """If there was no global average since, a returning rank gets the initial model."""
     agents = make(4, 2, "synchronous", deadline=1.0)
     for rank, agent in enumerate(agents):
         arrive(agent, 0, rank)

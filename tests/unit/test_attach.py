@@ -1,4 +1,4 @@
-"""Refusals and warnings of attach; a closed model trains as if nothing had been attached."""
+"""Attach refuses or warns where it should; a closed model trains as if it had never been attached."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_copies_of_a_closed_model_are_as_if_nothing_had_been_attached(alone, wra
 
 
 def test_a_handle_that_goes_leaves_no_hook_on_the_optimizers_of_others(alone):
-    """The hook that refuses steps of other optimizers applies to all optimizers of the process."""
+    """The hook that refuses steps of other optimizers is called for all optimizers of the process."""
     before = len(_global_optimizer_pre_hooks)
     for close in (True, False):
         net = torch.nn.Linear(4, 1)
@@ -241,7 +241,7 @@ def test_a_handle_that_goes_leaves_no_hook_on_the_optimizers_of_others(alone):
 
 
 class TwoLosses(torch.nn.Module):
-    """Runs two backward passes within its forward pass, as Lightning's manual optimization does."""
+    """A module that runs two backward passes in its forward pass, like Lightning's manual mode."""
 
     def __init__(self):
         super().__init__()
@@ -267,7 +267,7 @@ def test_two_backward_passes_within_a_forward_pass_are_two_steps(alone):
 
 
 class Gaps(torch.nn.Module):
-    """The weight's memory has gaps, two of three elements; the gradients of DDP have none."""
+    """A layer whose weight uses every third element of its memory; DDP's gradients have no gaps."""
 
     def __init__(self):
         super().__init__()
@@ -321,7 +321,7 @@ def test_strided_gradients_that_a_user_set_are_exchanged(alone):
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize("wrap", [lambda net: net, DistributedDataParallel], ids=["plain", "ddp"])
 def test_a_refused_step_keeps_no_gradients(alone, wrap, policy):
-    """They would stay in memory until the next step, besides new ones and DDP's rebuilt buckets."""
+    """Kept gradients would take memory until the next step, besides new ones and DDP's buckets."""
     net = wrap(Whole())
     where = {} if wrap is DistributedDataParallel else {"replicate": dist.group.WORLD}
     with attach(net, density=0.5, transport="torch", nonfinite=policy, **where):

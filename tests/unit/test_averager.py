@@ -1,4 +1,4 @@
-"""Averagers on models: sent and local tensors, comparisons, refusals and saved states."""
+"""Test averagers on models: which tensors are sent, comparisons, refusals and saved states."""
 
 import io
 import json
@@ -273,7 +273,7 @@ def test_the_context_finishes_unless_an_error_is_on_its_way():
 
 @pytest.mark.parametrize("load_first", [True, False])
 def test_a_resumed_run_continues_bit_for_bit(load_first):
-    """Saved between two averages, when all models differ; a scheme with memory."""
+    """The scheme has memory, and is saved between two averages, when all models differ."""
 
     def program(comm):
         def parts():
@@ -352,7 +352,8 @@ def test_the_example_learns_and_ends_with_equal_replicas(launcher, ranks):
 
 # ---- numbers ---------------------------------------------------------------------------------------
 
-# on 4 ranks: S, tau, the averages in 8 steps, and models in each; None: depends on the order of arrival
+# These are, on 4 ranks, S, tau, the averages in 8 steps, and the models in each average, or None if
+# the order of arrival matters.
 NUMBERS = {
     "allreduce": (4, 1, 8, 4),
     "local": (1, 8, 1, 4),

@@ -1,4 +1,4 @@
-"""``sparsync bench``: its checks, its summaries, and the command on ``sim``."""
+"""Test the checks and summaries of ``sparsync bench``, and the command on ``sim``."""
 
 import dataclasses
 import json
@@ -54,7 +54,8 @@ def dense(*values):
         ([(ONE, ZERO, dense(*ONE), dense(1 + EPS, 0.0, 0.0))], 2, 0, (0, 1), 1.0),
         ([(ONE, ZERO, dense(*ONE), dense(1 + 2 * EPS, 0.0, 0.0))], 2, 1, (1, 2), 1.0),
         ([(ONE, ZERO, dense(*ONE), dense(float("nan"), 0.0, 0.0))], 2, 1, (1e300, 1e309), 1.0),
-        # mass that is lost, invented where nothing was accumulated, or not a number
+        # mass that is lost, mass that appears where nothing was accumulated, and mass that is not a
+        # number
         ([([1.0, 5.0, 0.0], ZERO, sparse(*ONE), sparse(*ONE))], 1, 0, (1e6, 1e300), 1.0),
         ([(ONE, [0.0, 0.0, 1e-40], sparse(*ONE), sparse(*ONE))], 1, 0, (1, 1e300), 1.0),
         ([(ONE, [0.0, float("nan"), 0.0], sparse(*ONE), sparse(*ONE))], 1, 0, (1e300, 1e309), 1.0),
@@ -153,7 +154,7 @@ def test_one_rank_sends_nothing_and_is_correct():
 def test_every_preset_is_correct_on_every_input(kind):
     for row in bench(BenchSettings(tuple(PRESETS), 5, (2000,), (0.02,), 2, 0, kind)):
         assert row.correct, row
-        # where quantisation makes a value zero, or two values cancel, an entry is missing
+        # an entry is missing where quantisation makes a value zero, or where two values cancel
         assert row.entries_min >= (0.5 if row.collective == "sparcml" else 1), row
 
 

@@ -1,4 +1,4 @@
-"""Inputs and simulations of ``sparsync bench``: kinds of gradients, and networks."""
+"""Inputs and simulations of ``sparsync bench``: the kinds of gradients, and the networks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""``sparsync bench --selectors``: rows, ratios, tables, picture and the command."""
+"""Test rows, ratios, tables, the picture and the command of ``sparsync bench --selectors``."""
 
 import dataclasses
 import json

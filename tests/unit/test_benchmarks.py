@@ -1,4 +1,4 @@
-"""Every script of ``benchmarks/`` answers ``--help``, and does nothing else then."""
+"""Every script of ``benchmarks/`` answers ``--help``, and does nothing else when asked for help."""
 
 import importlib
 import os
@@ -10,7 +10,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-# one process for all: most of the time goes into importing torch
+# a single process asks all scripts, because most of the time goes into importing torch
 ASK = """
 import contextlib, io, os, runpy, sys
 

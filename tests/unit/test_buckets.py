@@ -1,4 +1,4 @@
-"""Gradients of buckets reach the units, and averages the buckets, for any joined parameters."""
+"""Gradients in buckets reach the units, and averages reach the buckets, however parameters are joined."""
 
 from __future__ import annotations
 

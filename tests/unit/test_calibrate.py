@@ -1,4 +1,4 @@
-"""Calibration and its fits, in the simulator and on lines with known results."""
+"""Calibration and its fits, in the simulator and on lines whose results are known."""
 
 import random
 import re
@@ -201,7 +201,7 @@ def test_neither_is_ever_negative(times, alpha, beta):
 
 
 def noisy(draw, count):
-    """Return times that are often a little and sometimes much longer than the true one."""
+    """Return times that are often a little longer, and sometimes much longer, than the true one."""
     return {
         size: [
             seconds(size) * (1 + draw.expovariate(20)) * (10 if draw.random() < 0.1 else 1)

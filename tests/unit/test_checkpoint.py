@@ -1,4 +1,4 @@
-"""Checkpoints: resuming is exact, files are complete or absent, damaged and hostile ones are refused."""
+"""Checkpoints resume exactly; files are complete or absent; damaged and hostile ones are refused."""
 
 import argparse
 import contextlib
@@ -121,7 +121,7 @@ def test_the_last_whole_checkpoint_counts_and_old_ones_go(tmp_path):
 
 @contextlib.contextmanager
 def small_disk():
-    """Limit files to 1 kB, as on a full disk; this includes pytest's own files, so be brief."""
+    """Limit files to 1 kB, as on a full disk; the limit includes pytest's own files, so be brief."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
@@ -323,7 +323,7 @@ def test_what_is_shared_and_does_not_fit_changes_nothing(tmp_path):
 
 def test_an_error_of_the_last_part_takes_all_back(tmp_path):
     class Late(Sync):
-        """Refuses a state after the reducer has loaded it, as an optimizer may refuse its groups."""
+        """A handle that refuses a state after the reducer has loaded it, as an optimizer may do."""
 
         def load_state_dict(self, state):
             super().load_state_dict(state)

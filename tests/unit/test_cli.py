@@ -1,4 +1,4 @@
-"""The command line before anything starts: help, and one clear line for bad input."""
+"""Before anything starts, the command line has help, and one clear line of error for bad input."""
 
 import re
 

@@ -1,9 +1,9 @@
-"""Hostile values for every option of every command; the commands themselves list their options.
+"""Try hostile values for every option of every command; the commands themselves list their options.
 
-A call must end with 0 or 2 within its limits of memory and time, without a traceback (or with 1 if a
-valid input needs more memory); with 2 it has printed one line and nothing else. No rank is started: if a
-command would start ranks, the call counts as accepted. Some of the accepted calls are then repeated with
-ranks.
+A call must end with code 0 or 2 within its limits of memory and time, without a traceback; code 1
+is allowed if a valid input needs more memory. With code 2, the call must have printed one line and
+nothing else. No rank is started: if a command would start ranks, the call counts as accepted. Some
+of the accepted calls are then repeated with ranks.
 """
 
 import contextlib
@@ -185,7 +185,7 @@ class Slow(BaseException):
 
 @contextlib.contextmanager
 def limits():
-    """Limit the address space of this process, and the seconds of the block."""
+    """Limit the address space of this process, and the seconds that the block may take."""
 
     def ring(*_):
         raise Slow
@@ -204,7 +204,7 @@ def limits():
 
 
 def call(line):
-    """Run a command line in this process; return what is wrong ("" if nothing), and its code."""
+    """Run a command line in this process; return its fault ("" if there is none), and its exit code."""
 
     def accepted(*_args, **_options):
         raise SystemExit(0)
@@ -237,7 +237,7 @@ def call(line):
         return f"ends with {code}", code
     if code == 2 and (out.getvalue() or said.count("\n") != 1 or not said.startswith("error: ")):
         return f"ends with 2, and says {said[-300:]!r}", code
-    # some files, e.g. on a full disk, refuse data only while it is written
+    # some files, e.g. on a full disk, refuse data only when it is written
     if code == 1 and not ("out of memory" in said or "[Errno 5] Input/output error" in said):
         return f"a wrong input ends with 1, and says {said[-300:]!r}", code
     return ("a traceback" if "Traceback" in said else "", code)
@@ -301,7 +301,7 @@ ENDS = 120  # seconds of a call with ranks
 
 
 def started(line):
-    """Make an accepted call with its ranks, in a separate process; return what is wrong."""
+    """Make an accepted call with its ranks, in a separate process; return its fault."""
     with subprocess.Popen(
         [sys.executable, "-m", "sparsync", *line],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -1,4 +1,4 @@
-"""Collectives by hand and against loops, beyond the contracts: who keeps rounded or dropped sums."""
+"""Compare collectives with examples by hand and dense loops, e.g. in which rank keeps dropped sums."""
 
 import functools
 from collections import defaultdict
@@ -35,7 +35,7 @@ SIZE, LAYERS, COUNT = 40, (24, 0, 16), 8
 
 
 def one_signed(rank: int) -> SparseVector:
-    """Multiples of 1/8 of one sign at eight places, four in each layer, so means and sums are exact."""
+    """Return multiples of 1/8 of one sign, at four places per layer, whose means and sums are exact."""
     generator = torch.Generator().manual_seed(rank)
     low, high = (torch.randperm(n, generator=generator)[:4].sort().values for n in (24, 16))
     values = torch.randint(1, 40, (COUNT,), generator=generator) / 8
@@ -80,7 +80,7 @@ CALLERS = {
 @pytest.mark.parametrize("name", CALLERS)
 @pytest.mark.parametrize(("world_size", "size"), [(2, 5), (3, 5), (4, 9), (4, 2), (3, 6)])
 def test_all_ranks_expect_the_same_of_alltoallv_and_keep_to_it(name, world_size, size, monkeypatch):
-    """A native call pads messages to these lengths, even if regions differ in width."""
+    """A native call pads messages to the expected lengths, even if regions differ in width."""
     expected = defaultdict(list)
     plain = Communicator.alltoallv
 
@@ -162,7 +162,7 @@ def reduced(inputs: list[SparseVector], k: int, collective: GTopk | None = None,
 
 
 def tree(inputs: list[SparseVector], k: int) -> SparseVector:
-    """Return the result of the simple version, which repeatedly merges neighbours and cuts."""
+    """Return the result of the simple version, which repeatedly merges neighbours and cuts the sum."""
     level = [vector.top(k) for vector in inputs]
     while len(level) > 1:
         pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
@@ -182,7 +182,7 @@ def shares(results) -> list[list[float]]:
 
 
 def test_what_is_dropped_on_the_way_stays_with_the_rank_on_the_way():
-    """Ranks 2 and 3 merge first, where 4 is dropped for 6; then 6 is dropped for 8 at rank 0."""
+    """Ranks 2 and 3 merge first and drop 4 in favour of 6; then rank 0 drops 6 in favour of 8."""
     inputs = [sparse(3, 0, 0, 0), sparse(5, 0, 0, 0), sparse(0, 4, 0, 0), sparse(0, 0, 6, 0)]
     results = reduced(inputs, k=1)
     assert [r.total.to_dense().tolist() for r in results] == [[8.0, 0.0, 0.0, 0.0]] * 4
@@ -191,7 +191,7 @@ def test_what_is_dropped_on_the_way_stays_with_the_rank_on_the_way():
 
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_halving_works_for_the_bytes_that_arrive(world_size):
-    """Only rank 0 has entries, so hardly any rank sends as much as it receives."""
+    """The work is that of received bytes: only rank 0 has entries, so few ranks send as much."""
 
     async def program(comm):
         mine = SparseVector.from_dense(noise(0) if comm.rank == 0 else torch.zeros(len(noise(0))))
@@ -205,7 +205,7 @@ def test_halving_works_for_the_bytes_that_arrive(world_size):
 
 
 def test_lower_ranks_are_the_left_operands():
-    """1 + 2^-24 is 1 in float32, so the last bit shows which pair was added first."""
+    """1 + 2^-24 rounds to 1 in float32, so the last bit shows which pair was added first."""
     tiny = 2.0**-24
     total = reduced([sparse(1.0), sparse(tiny), sparse(tiny), sparse(tiny)], k=1)[0].total
     assert total.values.tolist() == [1.0 + 2 * tiny]  # (1 + t) + (t + t)
@@ -224,7 +224,7 @@ def test_one_rank_sends_nothing():
 
 @st.composite
 def contributions(draw):
-    """Inputs of 1 to 9 ranks, whole numbers, whose sums are exact in any order."""
+    """Draw inputs of 1 to 9 ranks, whole numbers, whose sums are exact in any order."""
     size = draw(st.integers(1, 12))
     element = st.one_of(st.just(0.0), st.integers(-9, 9).map(float))
     rank = st.lists(element, min_size=size, max_size=size).map(lambda v: sparse(*v))
@@ -242,7 +242,7 @@ def test_the_total_is_that_of_the_tree_and_the_sum_of_what_was_delivered(drawn):
         result.delivered.check()
     summed = sum(result.delivered.to_dense() for result in results)
     assert torch.equal(summed, results[0].total.to_dense())
-    # and nothing else was lost: the inputs equal the total plus what the ranks keep
+    # no other entries are lost: the inputs equal the total plus the entries that the ranks keep
     entered = sum(vector.top(k).to_dense() for vector in inputs)
     kept = sum(
         v.top(k).to_dense() - r.delivered.to_dense() for v, r in zip(inputs, results, strict=True)
@@ -270,7 +270,7 @@ each = pytest.mark.parametrize("name", FACTORIES)
 
 
 def check(make, tensors, operation):
-    """Compare with the dense loop: the same elements, and the same bits on all ranks."""
+    """Compare the result with the dense loop: the same elements, and the same bits on all ranks."""
     expected = functools.reduce(operation.apply, tensors)
     neutral = operation.neutral(expected.dtype)
     dense = [DenseVector(t) for t in tensors]
@@ -289,7 +289,7 @@ def check(make, tensors, operation):
 
 @st.composite
 def inputs(draw):
-    """An operation, and a vector per rank, whose reduction is exact in any order."""
+    """Draw an operation, and a vector per rank, whose reduction is exact in any order."""
     operation = OPERATIONS[draw(st.sampled_from(sorted(OPERATIONS)))]
     bitwise = operation.name in ("and", "or", "xor")
     dtype = draw(st.sampled_from([t for t in DTYPES if not (bitwise and t.is_floating_point)]))
@@ -415,7 +415,7 @@ def test_refusals_say_what_to_do(name, arguments, dtype, words):
 
 
 class Noisy(Codec):
-    """Shifts every value by up to two eighths, with a seed per message source and step."""
+    """A codec that shifts every value by up to two eighths, seeded by message source and step."""
 
     format = 250
 
@@ -489,7 +489,7 @@ def test_vectors_that_stay_in_messages_are_what_these_say(bits, broken):
 
 
 def test_layers_that_never_change_are_not_sent():
-    """A buffer that begins to change on one rank is delivered in that exchange and all later ones."""
+    """Once a buffer changes on one rank, that exchange and all later ones deliver it."""
     table = [3, 400, 2]
 
     async def program(comm):
@@ -515,5 +515,6 @@ def test_layers_that_never_change_are_not_sent():
         assert {m for _, _, m in ranks} == {[(0,), (0,), (0, 1), (0, 1), (0, 1, 2)][step]}
         assert total[:3].tolist() == [10.0] * 3 and float(total[10]) == (7.0 if step == 2 else 0.0)
         assert bool(total[404].isnan()) == (step == 4)
-        # flags and changing layers; for everything, a rank sends 2 n (P - 1) / P elements of 4 bytes
+        # the flags and the layers that change; sending all layers takes 2 n (P - 1) / P elements of
+        # 4 bytes per rank
         assert (sent < 100) == (step < 2) and sent < 2600

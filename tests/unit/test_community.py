@@ -1,4 +1,4 @@
-"""The forge's files: they fit their schemas, name one address, and their shell steps run."""
+"""The forge's files fit their schemas, name one address, and their shell steps run."""
 
 import os
 import re
@@ -129,7 +129,7 @@ def test_ci_covers_the_interpreters_that_wheels_are_built_for():
 
 
 def run(folder, script, **environment):
-    """Run a script as the forge does, with the sandbox's environment first on the path."""
+    """Run a script as the forge does, with the environment of the sandbox first on the path."""
     path = os.pathsep.join([str(folder / ".venv/bin"), f"{sys.prefix}/bin", os.environ["PATH"]])
     files = {"GITHUB_OUTPUT": folder / "output", "GITHUB_STEP_SUMMARY": folder / "summary"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("GIT_", "GITHUB_"))}
@@ -147,7 +147,7 @@ def passes(folder, name, **environment):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """Return a clone of the working tree with a remote, and an environment borrowing this one's."""
+    """Return a clone of the working tree with a remote, and an environment that borrows this one's."""
     folder = tmp_path / "checkout"
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     git = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True)
@@ -253,7 +253,8 @@ def test_the_site_is_deployed_by_version(checkout):
     mkdocs = checkout / ".venv" / "bin" / "mkdocs"  # a borrowed one would not see mike
     mkdocs.write_text('#!/bin/sh\nexec python -m mkdocs "$@"\n')
     mkdocs.chmod(0o755)
-    # one page instead of all, which `make docs` builds with warnings as errors
+    # there is a single page, because `make docs` builds all pages with warnings as errors, which
+    # takes long
     (checkout / "mkdocs.yml").write_text("site_name: small\ndocs_dir: small\nplugins: [mike]\n")
     (checkout / "small").mkdir()
     (checkout / "small" / "index.md").write_text("# A page of the site\n")

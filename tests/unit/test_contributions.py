@@ -1,4 +1,4 @@
-"""Updates weighted by the amounts of data that their ranks have seen."""
+"""Updates are weighted by the amounts of data that their ranks have seen."""
 
 import copy
 
@@ -17,8 +17,8 @@ from sparsync.updates.fragments import Weights
 from sparsync.updates.outer_engine import OuterEngine
 
 SIZE, RANKS = 96, 4
-# samples of each rank in every step: at first one rank has none, then all have none, then a single rank
-# has some
+# samples of each rank in every step: first one rank has none, later all ranks have none or a single
+# rank has some
 SEEN = ([3, 1, 2, 2], [0, 5, 1, 7], [0, 0, 0, 0], [0, 0, 9, 0], [100, 1, 1, 1], [2, 2, 2, 2])
 
 
@@ -29,7 +29,7 @@ def moves(rank, step):
 
 
 async def begun(comm, parameters=None, weighs=None, **settings):
-    """Return an outer step that ``attach`` could have begun, and weights."""
+    """Return weights, and an outer step such as ``attach`` would have begun."""
     given, vector = OuterStep(**settings), torch.zeros(SIZE)
     layout, weights = given.plan(vector, parameters or {"model": vector}), Weights(vector)
     reducer = Reducer(comm, layout.units, await given.chosen.on(comm), given.density)
@@ -100,7 +100,7 @@ def test_the_law_holds_with_weights(name, residual):
     ],
 )
 def test_finish_leaves_the_weighted_mean_of_all_steps(settings):
-    """Every element is delivered, and the numbers are equal in every period."""
+    """Every element is delivered, and the number of samples is the same in every period."""
     numbers, steps = [1.0, 9.0, 0.0, 2.0], 13
 
     async def program(comm):
@@ -134,7 +134,7 @@ def test_steps_of_which_nobody_has_seen_anything_count_nothing():
 
 
 def test_equal_numbers_are_as_none():
-    """Results are bit-identical; ranks that never count send nothing more after the first exchange."""
+    """Equal numbers give the same bits as no numbers, which cost a message in the first exchange only."""
     ends = []
     for seen in (None, 7):
 

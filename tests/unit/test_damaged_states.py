@@ -1,4 +1,4 @@
-"""Damage every field of a saved state in every way: its rank refuses it, or others find a difference."""
+"""Damage every field of a saved state in every way; its rank refuses it, or others find a difference."""
 
 import copy
 from collections.abc import Iterator
@@ -26,8 +26,9 @@ UNKNOWN = "a field that nobody knows"
 def damages(state: Any) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
     """Yield a place in a state, the damage there, and the damaged state.
 
-    Each field is omitted; each dictionary gets another; each value gets other types; each tensor another
-    shape, size or dtype, NaN or Inf, or no memory; each number becomes NaN, Inf, or more than 64 bits.
+    Each field is omitted; each dictionary gets an additional field; each value gets other types.
+    Each tensor gets another shape, size or dtype, NaN or Inf, or no memory. Each number becomes
+    NaN, Inf, or longer than 64 bits.
     """
     for path in places(state):
         value = at(state, path)
@@ -80,7 +81,7 @@ def is_switch(value: Any) -> bool:
 
 
 def changed(value: Any, path: tuple[Any, ...], other: Any = None, *, remove: bool = False) -> Any:
-    """Return a copy with another value at a place; everything else is shared."""
+    """Return a copy that has another value at one place, and shares everything else."""
     if not path:
         return other
     key, *rest = path
@@ -135,7 +136,7 @@ def of_gradients():
 
 
 def test_a_state_of_an_older_torch_fits():
-    """Missing values keep their current ones, as when torch's own optimizers load the state."""
+    """Values that are missing keep what they were, as when torch's own optimizers load the state."""
     with of_updates({}) as sync:
         saved, (group,) = sync.state_dict(), sync.outer.optimizers[0].param_groups
         group["foreach"] = False
@@ -236,7 +237,7 @@ def stepped(make):
 
 
 def copies_of_gradients():
-    """The copy that a joining rank fetches, as an object that saves and loads it."""
+    """Return the copy that a joining rank fetches, as an object that saves and loads the copy."""
     pytest.importorskip("zmq")
     from sparsync.elastic.catch_up import load_copy, make_copy
 
@@ -294,7 +295,7 @@ def test_every_kind_of_state_has_its_envelope_damaged():
 
 
 def damaged_envelopes(state: Any) -> Iterator[tuple[Any, str]]:
-    """Yield envelopes that an object of this kind must refuse, with the words of its error."""
+    """Yield envelopes that an object of this kind must refuse, with the words of the error."""
     kind, here = state["kind"], f"load a state of {STATE_KINDS[state['kind']]}"
     for other in (None, 7, [], "state", UNKNOWN):
         yield other, f"the saved state is {other!r}, expected a dictionary; {here}"
@@ -312,7 +313,7 @@ def damaged_envelopes(state: Any) -> Iterator[tuple[Any, str]]:
     for other, place in STATE_KINDS.items():
         if other != kind:
             said = f"the saved state['kind'] is '{other}', expected '{kind}'; load it into {place}, and"
-            # the error names the other kind, whatever its version and content
+            # the error names the other kind, whatever the version and content of the envelope
             yield {"kind": other, "version": 99, "content": {"a": 1}}, said
     for other in (STATE_VERSION + 1, 0, -1, float(STATE_VERSION), str(STATE_VERSION), True, None):
         said = (

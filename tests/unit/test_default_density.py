@@ -1,4 +1,4 @@
-"""SGD's default: its density for each model, its loss compared with dense, and its notices."""
+"""Test the default density for SGD on each model, the loss compared with dense, and the notices."""
 
 import math
 from dataclasses import replace
@@ -61,7 +61,8 @@ def net_of(*sizes):
 @pytest.mark.parametrize(
     ("sizes", "ranks", "density", "share"),
     [
-        # two small layers, dense: 2 (P - 1) / P words each; the large one: P - 1 pairs of 0.1 %
+        # dense takes 2 (P - 1) / P words for each element of the two small layers; the large one
+        # sends P - 1 pairs for 0.1 %
         ((10_000, 10_000, 1_000_000), 4, 0.001, 30_000 / (30_000 + 6_000)),
         ((10_000, 10_000, 1_000_000), 4, 0.1, 30_000 / (30_000 + 600_000)),
         ((1_000_000,), 4, 0.001, 0.0),

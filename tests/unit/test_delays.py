@@ -1,4 +1,4 @@
-"""Injected delays: all ranks agree on which wait; invalid text is refused in one clear line."""
+"""All ranks agree which of them injected delays hold up, and invalid text is refused in one line."""
 
 import math
 from statistics import median

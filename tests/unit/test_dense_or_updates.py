@@ -1,4 +1,4 @@
-"""``attach(ddp, adamw, "auto")``: seconds per step of both exchanges, and the resulting choice."""
+"""``attach(ddp, adamw, "auto")`` compares the seconds per step of both exchanges, and chooses one."""
 
 import pytest
 
@@ -29,13 +29,13 @@ def seconds(machine, period=2):
     ("beta", "dense", "updates"), [(8e-7, 43.5, 1.04), (8e-8, 4.5, 0.382), (8e-9, 0.644, 0.317)]
 )
 def test_the_lab_measured_such_steps(beta, dense, updates):
-    """``benchmarks/time_to_loss.md``: 4 ranks on 2 cores; 0.22 s of each step is computation."""
+    """The steps are those of ``benchmarks/time_to_loss.md``: 4 ranks, 2 cores, 0.22 s of computation."""
     found = [0.22 + part for part in seconds(Machine(alpha=1e-4, beta=beta))]
     assert found == pytest.approx([dense, updates], rel=0.12)
 
 
 def test_only_the_exchange_is_rarer_with_a_longer_period():
-    """Whole passes of 8.4 M elements at 0.16 ns per byte: 5.4 ms each, 8 of them on every step."""
+    """8 whole passes per step over 8.4 M elements at 0.16 ns per byte take 5.4 ms each."""
     often, rare = (seconds(Machine(), period)[1] for period in (1, 10**9))
     assert rare == pytest.approx(8 * 4 * SIZE * 0.16e-9)
     assert seconds(Machine(), 4)[1] - rare == pytest.approx((often - rare) / 4)

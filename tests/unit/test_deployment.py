@@ -1,4 +1,4 @@
-"""Files for launchers: they fit the published schemas, and run existing programs."""
+"""The files for launchers fit the published schemas, and run programs that exist."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""``sparsync doctor`` without its ranks: arguments, checks, the page, the JSON."""
+"""Test arguments, checks, the page and the JSON of ``sparsync doctor``, without its ranks."""
 
 import dataclasses
 import json
@@ -78,7 +78,8 @@ def test_the_page_says_what_was_found_and_what_it_means(examine):
 
 
 def test_what_it_means():
-    # 2 n (P - 1) / P words of 8.5 ns per byte are 0.751 s, 4 latencies 0.36 ms, the sums 7.1 ms
+    # 2 n (P - 1) / P words of 8.5 ns per byte take 0.751 s, 4 latencies 0.36 ms, and the sums 7.1
+    # ms
     said = sentence(examination())
     assert said.startswith("4 ranks at 941 Mbit/s, 90 µs: a dense allreduce of 14.7 M parameters")
     assert "would take about 759 ms. " in said
@@ -168,7 +169,7 @@ def test_links_and_clocks_are_judged():
     assert slow[0].what == "the link from rank 1 to rank 2 is 3.0 x slower than most"
     off = list(check_links(calibration(ahead=2.5), [0.0] * 4))[-1]
     assert (off.level, off.what) == ("note", "rank 1's wall clock is +2.5 s off rank 0's")
-    # different monotonic clocks and equal wall clocks: machines that booted at different times
+    # monotonic clocks differ and wall clocks agree, because the machines booted at different times
     assert list(check_links(calibration(ahead=2.5), [0.0, -2.5, -2.5, -2.5]))[-1].level == "ok"
 
 
@@ -193,7 +194,7 @@ TCP = {
 
 
 def far(alpha, beta, *changes, controls=("bbr",) * 4):
-    """Judge two or more ranks, each in a separate network stack, with changed TCP settings."""
+    """Run the judgement of two or more ranks in separate network stacks with changed TCP settings."""
     changes = changes or ({}, {})
     machine = Machine(alpha=alpha, beta=beta)
     pairs = [(s, d) for s in range(len(changes)) for d in range(len(changes)) if s != d]
@@ -207,7 +208,7 @@ def far(alpha, beta, *changes, controls=("bbr",) * 4):
 
 
 def test_buffers_that_far_links_fill_are_named_with_the_command():
-    # 1 Gbit/s times 24 ms is 3 MB in flight; half of 6 MiB allows 3 MiB
+    # 1 Gbit/s times 24 ms keeps 3 MB in flight, and half of 6 MiB allows 3 MiB
     (narrow,) = [check for check in far(12e-3, 8e-9) if "in flight" in check.what]
     assert narrow == Check(
         "note",
@@ -305,7 +306,8 @@ def ranks_with(memory, device=None, count=2):
 @pytest.mark.parametrize(
     "memory, device, optimizer, level, words",
     [
-        # of 1 B parameters: training takes 20 GB, the shared weights 4, the residual 4, messages 0.27
+        # for 1 B parameters, training takes 20 GB, the shared weights 4, the residual 4, and
+        # messages 0.27
         (57 * GB, None, "adamw", "ok", "28.3 GB; a rank has 28.5 GB left"),
         (56 * GB, None, "adamw", "bad", "fits alone, but with attach takes 28.3 GB"),
         (39 * GB, None, "adamw", "bad", "20 GB; a rank has 19.5 GB left"),
@@ -313,7 +315,8 @@ def ranks_with(memory, device=None, count=2):
         (17 * GB, 24 * GB, "adamw", "note", "20.3 GB on the device and 8 GB on the host"),
         (15 * GB, 24 * GB, "adamw", "bad", "fits alone"),
         (900 * GB, 19 * GB, "adamw", "bad", "20 GB on the device and 0 B on the host"),
-        # 12 GB; the residual 4, and 12 bytes for every hundredth entry
+        # training takes 12 GB; the rest is the residual of 4 GB, and 12 bytes for every hundredth
+        # entry
         (33 * GB, None, "sgd", "ok", "16.1 GB; a rank has 16.5 GB left"),
         (32 * GB, None, "sgd", "bad", "fits alone, but with attach takes 16.1 GB"),
         (None, None, "adamw", "note", "28.3 GB; how much is free here is unknown"),

@@ -15,7 +15,7 @@ SECONDS = 10.0  # far more than any of these takes: a hang fails instead of hang
 
 
 class Manual(Operation):
-    """An operation that ends when a test says so; counts the waits for it."""
+    """An operation that ends when a test says so, and counts how often it was waited for."""
 
     def __init__(self):
         self.waits = 0
@@ -139,7 +139,7 @@ def test_together_returns_in_the_order_given():
 
 @pytest.mark.filterwarnings("error")
 def test_what_together_did_not_start_is_closed():
-    """Otherwise Python would warn, when it collects the coroutine, that it was never awaited."""
+    """Otherwise Python, when it collects the coroutine, would warn that it was never awaited."""
 
     async def failing():
         raise PeerError("gone")
@@ -171,7 +171,7 @@ def test_channels_do_not_mix(world_size):
 
 
 def test_a_strided_view_of_one_element_is_gathered():
-    """Torch considers such a view contiguous, so ``contiguous()`` keeps its stride."""
+    """Torch considers such a view contiguous, so ``contiguous()`` would keep its stride."""
 
     async def program(comm):
         return await comm.allgather(torch.full((6, 6), float(comm.rank))[:1, 0], "values")
@@ -322,7 +322,7 @@ def test_an_engine_without_work_that_is_dropped_aborts_nothing():
 
 
 def test_an_engine_that_a_job_drops_last_is_not_busy_there():
-    """The job's resources can therefore be closed on the same thread."""
+    """So the resources of the job can be closed on the same thread."""
     engine, seen = Engine("test"), []
     assert engine.busy
 

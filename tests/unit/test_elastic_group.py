@@ -1,4 +1,4 @@
-"""Members of quorums: their handles, who is left out, keys, and gloo."""
+"""Test the members of quorums: their handles, members that are left out, keys, and gloo."""
 
 import threading
 import time
@@ -28,7 +28,7 @@ EIGHT = torch.arange(8, dtype=torch.uint8)
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
-    """Return a folder of four ranks' keys, and one that has these and a fifth."""
+    """Return a folder with the keys of four ranks, and a folder that also has those of a fifth."""
     listed, more = (tmp_path_factory.mktemp(name) for name in ("listed", "more"))
     make_curve_keys(listed, 4)
     make_curve_keys(more, 5)
@@ -165,7 +165,7 @@ def test_members_with_keys_exchange_and_copy(make, keys):
 
 
 def test_a_key_that_is_not_listed_does_not_get_in_whatever_its_handle_says(make, keys, capsys):
-    """The stranger claims to fit, has met the members before, and knows all the lighthouse knows."""
+    """The stranger claims to fit and to have met the members, and knows what the lighthouse knows."""
     members = [make(curve_keys=keys[0] / f"rank-{r}.key_secret") for r in range(2)]
     stranger = make(curve_keys=keys[1] / "rank-4.key_secret")
     stranger._card["transport"] = members[0]._card["transport"]
@@ -176,7 +176,7 @@ def test_a_key_that_is_not_listed_does_not_get_in_whatever_its_handle_says(make,
     assert capsys.readouterr().err.count("a key is not listed here") == 2
     members[0].copies.offer(5, b"weights")
 
-    # it uses the members' number and endpoints, and so takes a member's place
+    # with the members' number and endpoints, the stranger takes the place of a member
     quorum = members[0].quorum
     stranger.comm.regroup(1, quorum.number, quorum.endpoints)
     stranger.comm.isend(EIGHT, 0, "p", RAW)
@@ -259,7 +259,7 @@ def test_over_gloo_who_gives_up_lets_nobody_wait(make):
 
 @pytest.mark.gloo
 def test_over_gloo_every_wait_ends(make):
-    """Waits for a message that is never sent, for a missing rank, and for a lost store."""
+    """This covers a message that is never sent, a missing rank, and a lost store."""
     one, two = make(transport="torch"), make(transport="torch")
 
     def silent(comm):

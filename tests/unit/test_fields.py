@@ -1,4 +1,4 @@
-"""Schemas of saved states: their refusals, and the values that ranks compare."""
+"""The schemas of saved states: values that they refuse, and values that ranks compare."""
 
 import math
 

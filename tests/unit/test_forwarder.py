@@ -1,4 +1,4 @@
-"""The native forwarder between sockets, which need no privileges, instead of network devices."""
+"""Tests of the native forwarder between sockets instead of network devices, which need privileges."""
 
 import contextlib
 import os
@@ -46,7 +46,7 @@ def forwarding(ups, downs):
 
 
 def frame(dest, payload=b"", segment=0):
-    """An Ethernet frame with an IPv4 header, as a device with IFF_VNET_HDR gives it."""
+    """Return an Ethernet frame with an IPv4 header, as a device with IFF_VNET_HDR would give it."""
     address = (NETWORK + 1 + dest).to_bytes(4, "big")
     offload = bytes([0, bool(segment), 0, 0, *segment.to_bytes(2, "little"), 0, 0, 0, 0])
     return offload + bytes(12) + b"\x08\x00" + b"\x45" + bytes(15) + address + payload
@@ -77,8 +77,8 @@ def test_a_packet_takes_its_time_on_both_wires():
         ends[0].send(packet)
         ends[0].send(packet)
         assert [ends[1].recv(2_000) for _ in range(2)] == [packet] * 2
-        # two frames take 0.2 s on the slower wire, less a millisecond of credit; one takes 0.05 s on the
-        # other
+        # two frames take 0.2 s on the slower wire, less a millisecond of credit; one frame takes
+        # 0.05 s on the other wire
         assert 0.325 < time.perf_counter() - started < 0.45
 
 
@@ -117,7 +117,7 @@ def self_paced(end):
 
 
 def test_of_several_segments_single_ones_are_lost():
-    """The remaining segments arrive as if sent alone: their numbers, lengths and checksums are right."""
+    """The other segments arrive as if sent alone: with the right numbers, lengths and checksums."""
     lossy = (1e9, 0.0, 0.0, 0.3, 1.0)
     payload = bytes(range(250))  # 25 segments
     header = b"\0\1\0\2" + (1_000).to_bytes(4, "big") + bytes(4) + b"\x50\x19" + bytes(6)

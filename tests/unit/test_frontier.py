@@ -1,4 +1,4 @@
-"""The table of bytes against loss: the runs made, runs that are not repeated, and the report."""
+"""Test which runs the table of bytes against loss makes and does not repeat, and its report."""
 
 import doctest
 import importlib
@@ -35,7 +35,7 @@ def part(monkeypatch):
 
 @pytest.fixture
 def runs(part, monkeypatch):
-    """Replace training by a formula; yields the runs that were made."""
+    """Replace training by a formula, and yield the list of runs that are made."""
     made = []
 
     def make(run, label):
@@ -68,7 +68,7 @@ def command(monkeypatch, out, *options):
 
 def test_a_method_is_tuned_knob_by_knob_and_nothing_is_run_twice(runs, monkeypatch, tmp_path):
     rows = command(monkeypatch, tmp_path / "frontier.md", "--seeds", "1,2")
-    # 2 rates; for the other method also 2 + 2 further values of its settings, and a second seed
+    # 2 rates, and for the other method also 2 + 2 further values of its settings and a second seed
     assert len(rows) == len(runs) == (2 + 1) + (2 + 4 + 1)
     assert rows[-1]["knobs"] == {"outer_lr": 1.0, "momentum": 0.3}
     assert (rows[-1]["lr"], rows[-1]["seed"]) == (8e-3, 2)

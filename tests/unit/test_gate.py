@@ -1,4 +1,4 @@
-"""The benchmarks' gate: ratios of medians, against the noise between runs of the same commit."""
+"""The benchmarks' gate compares ratios of medians with the noise between runs of the same commit."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""Reports of benchmark ranks: listed classes arrive, anything else is refused."""
+"""Reports of benchmark ranks arrive if their class is listed; anything else is refused."""
 
 import io
 import os

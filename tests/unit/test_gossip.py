@@ -1,4 +1,4 @@
-"""D-PSGD, SGP and BMUF against their equations written with matrices; gossip's graphs, and groups."""
+"""Test that D-PSGD, SGP and BMUF match their equations; test the graphs and groups of gossip."""
 
 from collections import Counter
 from functools import partial
@@ -28,7 +28,7 @@ steps = st.integers(0, 200)
 
 
 class Star(Graph):
-    """Rank 0 sends to all, and all to rank 0: not regular, so columns sum to 1, but rows do not."""
+    """Rank 0 sends to all, and all send to rank 0, so columns sum to 1, but rows do not."""
 
     def neighbours(self, rank, world_size, step):
         return list(range(1, world_size)) if rank == 0 else [0]
@@ -65,7 +65,7 @@ def updates(world_size, step):
 
 
 def trained(make, world_size, steps=STEPS, **options):
-    """Return the models after every step; ranks move by ``update`` in the first STEPS steps."""
+    """Return the models after every step; ranks move by ``update`` in the first STEPS steps only."""
 
     def moved(rank, step):
         return update(rank, step) * (step < STEPS)
@@ -74,7 +74,7 @@ def trained(make, world_size, steps=STEPS, **options):
 
 
 def push_sum(graph, world_size):
-    """Algorithm 1 of SGP with matrices: z after every step, and the last weights."""
+    """Return z after every step and the last weights, by Algorithm 1 of SGP in matrices."""
     x = torch.ones(world_size, SIZE, dtype=torch.float64)
     w, models = torch.ones(world_size, dtype=torch.float64), []
     for step in range(STEPS):
@@ -97,7 +97,7 @@ def test_dpsgd_multiplies_by_the_mixing_matrix(world_size, mixing_steps):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("graph", [Exponential(), Exponential(2), Exponential(4), Star()])
 def test_sgp_is_push_sum(graph, world_size):
-    """Updates are added to the numerator unscaled, exactly as in Algorithm 1, even if weights differ."""
+    """Updates are added to the numerator unscaled, as in Algorithm 1, even where weights differ."""
     expected, weights = push_sum(graph, world_size)
     torch.testing.assert_close(trained(partial(Sgp, graph=graph), world_size)[:-1], expected)
     differ = bool((weights - 1).abs().max() > 0.2)
@@ -127,7 +127,7 @@ def test_sgp_keeps_the_dtype_and_its_weight_stays_one(dtype):
 
 
 def block_filter(world_size, period, eta, zeta, nesterov):
-    """Return BMUF's model after every block, by the paper's W(t), G(t) and Delta(t)."""
+    """Return BMUF's model after every block, from the paper's W(t), G(t) and Delta(t)."""
     shared, start, change, blocks = np.ones(SIZE), np.ones(SIZE), np.zeros(SIZE), []
     for block in range(STEPS // period):
         steps = range(block * period, (block + 1) * period)

@@ -1,4 +1,4 @@
-"""Tests that need a GPU, marked ``gpu``; and `make gpu`, rehearsed without one."""
+"""Tests that need a GPU, marked ``gpu``, and a rehearsal of `make gpu` without one."""
 
 import json
 import os

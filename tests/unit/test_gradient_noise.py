@@ -1,4 +1,4 @@
-"""Adam on one rank of several: the noise of its gradients, and the correction of its steps."""
+"""Test the noise of the gradients that Adam sees on one of several ranks, and how steps are corrected."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def runs(request, monkeypatch):
 
 
 def trained(kind=torch.optim.AdamW, **options):
-    """Return a parameter and its optimizer after some steps, and the weights before the last one."""
+    """Return a parameter and its optimizer after some steps, and the weights before the last step."""
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
     optimizer = kind([parameter], **{**GROUP, **options})
@@ -33,7 +33,7 @@ def trained(kind=torch.optim.AdamW, **options):
     "options", [{}, {"weight_decay": 0.1, "maximize": True}, {"foreach": False}]
 )
 def test_a_corrected_step_is_that_of_the_averages_second_moment(share, options):
-    """With 4 ranks, at least a fourth of the squares remains, even if a few samples suggest less."""
+    """With 4 ranks, at least a fourth of the squares remains, even where a few samples suggest less."""
     parameter, optimizer, before = trained(**options)
     ((_, state, _),) = with_moments(optimizer)
     correct(optimizer, {} if share is None else {parameter: share}, 4)
@@ -177,7 +177,7 @@ def test_agreement_tells_data_that_differ_from_noise(apart, noise):
 
 
 def test_a_fused_step_that_a_scaler_skips_is_not_corrected():
-    """Torch sets the count of a skipped first step back to 0, which the bias correction divides by."""
+    """Torch sets the count of a skipped first step back to 0, and the bias correction divides by it."""
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(3, 5))
     optimizer = torch.optim.AdamW([parameter], **GROUP, fused=True)

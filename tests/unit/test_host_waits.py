@@ -1,4 +1,4 @@
-"""How often the host waits for a device: as ``docs/kernels.md`` states, on a stand-in."""
+"""The host waits for a device as often as ``docs/kernels.md`` states, measured on a stand-in."""
 
 import re
 from collections import Counter
@@ -26,7 +26,7 @@ def noise(rank, step):
 
 
 def of_gradients(name):
-    """Return the waits per rank, step and unit, once thresholds have settled."""
+    """Return the waits per rank, step and unit, after thresholds have settled."""
     counts = []
 
     async def program(comm):
@@ -45,7 +45,7 @@ def of_gradients(name):
 
 
 def of_updates(monkeypatch):
-    """Return the waits per rank and step of AdamW's default, including all parts of a step."""
+    """Return the waits per rank and step of AdamW's default, in all parts of a step."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from virtual_updates import ONE_BIT, train_updates
 

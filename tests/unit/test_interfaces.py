@@ -1,4 +1,4 @@
-"""Interfaces selected by ``GLOO_SOCKET_IFNAME``, and hosts whose own name maps to 127.0.1.1."""
+"""Interfaces named by ``GLOO_SOCKET_IFNAME``, and hosts whose own name maps to 127.0.1.1."""
 
 import os
 import socket
@@ -81,7 +81,7 @@ def test_the_machines_own_interfaces_are_found():
 
 @pytest.fixture
 def cards(monkeypatch):
-    """Let this machine have these cards, and a hosts file like Debian's."""
+    """Pretend that this machine has certain network cards, and a hosts file like Debian's."""
     monkeypatch.setattr(rendezvous, "own_interfaces", lambda: CARDS)
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     real = socket.getaddrinfo

@@ -9,7 +9,7 @@ from .strategies import FLOATS, dense_tensors, same
 
 
 def by_magnitude(x: torch.Tensor) -> list[int]:
-    """Return positions of nonzero elements: NaN, then by falling magnitude, ties in ascending order."""
+    """Return positions of nonzero elements: NaN first, then by falling magnitude, ties in order."""
 
     def order(at):
         value = abs(x[at].item())

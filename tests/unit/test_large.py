@@ -1,4 +1,4 @@
-"""Positions beyond 2^31 in vectors and messages; ``tests/distributed/test_large.py`` fills the memory."""
+"""Test positions beyond 2^31 in vectors and messages; the distributed ``test_large.py`` fills memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Detection of launchers by their environment variables, and the Slurm example."""
+"""Test that environment variables identify launchers, and that the example for Slurm works."""
 
 import os
 import re
@@ -223,7 +223,7 @@ def test_the_batch_script_trains_under_srun(tmp_path):
 
 
 def test_leaving_ends_the_threads_of_gloo(tmp_path):
-    """Also if a reference cycle holds the group, because a group left at exit may abort the process."""
+    """The threads end even if a reference cycle holds the group; left to the exit, it may abort."""
     program = tmp_path / "leave.py"
     program.write_text(
         "import gc, pathlib, torch, torch.distributed as dist\n"

@@ -1,4 +1,4 @@
-"""Lloyd-Max levels: decoded blocks, and the size of their rounding errors."""
+"""Test how blocks of Lloyd-Max levels are decoded, and how large their rounding errors are."""
 
 import math
 from fractions import Fraction
@@ -21,7 +21,7 @@ from .wire_messages import rounded
 
 @st.composite
 def any_floats(draw):
-    """Vectors of finite values of any dtype: similar values, values far apart, denormals."""
+    """Draw vectors of any dtype whose finite values are similar, far apart, or denormal."""
     dtype, most = draw(float_dtypes), 30
     if draw(st.booleans()):
         return draw(dense_tensors(most, dtype, finite=True))

@@ -1,4 +1,4 @@
-"""The linear solvers: against derivatives, dense steps, one rank and the optimum."""
+"""The linear solvers match derivatives, dense steps, a single rank and the optimum."""
 
 from itertools import pairwise
 from unittest.mock import patch
@@ -61,7 +61,7 @@ def test_the_gradient_is_autograds():
     smallest_scale=st.sampled_from([1e-3, 0.5]),
 )
 def test_lazy_steps_equal_dense_ones(steps, l1, l2, smallest_scale):
-    """Zeros of a gradient are not stored, but those weights must still decay and shrink."""
+    """Zeros of a gradient are not stored, but their weights must still decay and shrink."""
     dense, intercept = np.zeros(4), 0.0
     lazy = LazyWeights(4, np.dtype(np.float64), l1=l1, l2=l2)
     for numbers, lr in steps:
@@ -86,7 +86,7 @@ def test_lazy_steps_equal_dense_ones(steps, l1, l2, smallest_scale):
     l2=st.sampled_from([0.0, 0.1, 0.95, 2.0]),
 )
 def test_adaptive_steps_equal_dense_ones(steps, lr, l1, l2):
-    """Proximal AdaGrad; weights that no gradient reaches must still decay and shrink."""
+    """With proximal AdaGrad, weights that no gradient reaches must still decay and shrink."""
     dense, squares = np.zeros(4), np.zeros(5)
     intercept = 0.0
     adaptive = AdaptiveWeights(4, np.dtype(np.float64), l1=l1, l2=l2)
@@ -225,7 +225,7 @@ def test_more_ranks_than_rows_and_no_rows_at_all():
 
 @pytest.mark.parametrize("staleness", [1, 2, 7])
 def test_totals_are_applied_exactly_that_many_steps_late(staleness):
-    """Compared with a loop that keeps earlier models: step t uses the model after t - staleness steps."""
+    """The reference loop keeps earlier models: step t uses the model after t - staleness steps."""
     features, labels, lr = DATA[0].toarray(), DATA[1], 0.5
     models = [np.zeros(features.shape[1])]
     for step in range(6):

@@ -44,7 +44,7 @@ def test_exchanges_are_compared_with_dense(command, file, tmp_path, solver):
         assert result["objective"] == pytest.approx(dense["objective"], rel=1e-6)
         assert result["objective"][2] < result["objective"][0]
         assert result["accuracy_on"] == "held-out rows" and 0.5 < result["accuracy"][-1] <= 1
-        # virtual seconds are the same on every machine; those of the computation are not
+        # virtual seconds are the same on every machine, but the seconds of the computation are not
         for whole, part in zip(result["seconds"], result["seconds_communication"], strict=True):
             assert whole > part > 0
         assert result["seconds_communication"][0] == pytest.approx(
@@ -85,7 +85,7 @@ def test_sparse_exchanges_of_trigrams_send_a_tenth(tmp_path):
 
 @pytest.mark.slow
 def test_sgd_reaches_scds_accuracy_of_trigrams_at_its_defaults():
-    """After equal epochs; accuracy is about 96 % on 5,000 held-out rows, standard error 0.28 %."""
+    """Both train for equal epochs; about 96 % of 5,000 held-out rows are right (std. error 0.28 %)."""
     sgd, scd = (
         linear.train_linear(LinearSettings(transport="sim", solver=solver, exchanges=(exchange,)))[
             0
@@ -109,7 +109,7 @@ def test_ranks_are_real_unless_they_are_asked_to_be_virtual(command, file):
 
 @pytest.fixture
 def saved(command, tmp_path):
-    """Save a model of rows with labels 3 and 7, whose columns start at 1; write other such rows."""
+    """Save a model of rows with labels 3 and 7 and columns from 1 on; write more rows of this kind."""
     features, labels = make_data(400)
     labels = np.where(labels > 0, 7, 3)
     for name, rows in (("train", slice(0, 300)), ("test", slice(300, None))):
@@ -137,7 +137,7 @@ def test_a_saved_model_predicts_the_labels_of_other_rows(command, saved, tmp_pat
     assert numbers == {"rows": 100, "accuracy": pytest.approx(right)}
     trained = LinearModel.load(model)
     assert (trained.labels, trained.positive, trained.base) == ((3, 7), (7,), 1)
-    # rows with unknown labels, a column that the model lacks, and its last column
+    # rows with unknown labels, with a column that the model lacks, and with its last column
     (tmp_path / "odd.svm").write_text("0 1:1.5 400:2\n0 5:1\n")
     code, out, err = command("linear", "--predict", model, "--data", tmp_path / "odd.svm")
     one, two = trained.weights[[0, 4]]

@@ -1,4 +1,4 @@
-"""Rows for the linear solvers: each line is read once, by one rank; trigrams of sources."""
+"""For the linear solvers, exactly one rank reads each line, and source files become trigrams."""
 
 import bz2
 import gzip
@@ -40,7 +40,7 @@ def little_blocks(monkeypatch):
 
 @pytest.fixture
 def write(tmp_path):
-    """Write lines to a file, which is plain text unless its name says otherwise."""
+    """Write lines to a file, as plain text unless the file's name says otherwise."""
 
     def to(name, text):
         text = text if isinstance(text, bytes) else "".join(f"{line}\n" for line in text).encode()
@@ -371,7 +371,7 @@ def rows_of(shard):
 
 def test_every_run_of_lines_is_a_sample_with_its_label(make):
     shard = make()
-    # 50, 7, 30 and 20 lines, five per sample; two bytes have no trigram
+    # 50, 7, 30 and 20 lines make a sample per five lines; two bytes have no trigram
     assert shard.features.shape == (10 + 2 + 6 + 4, DIMENSIONS) and shard.rows_total == 22
     assert Counter(shard.labels.tolist()) == {1.0: 12, -1.0: 10}
     assert shard.labels.dtype == np.float32 and shard.features.dtype == np.float32

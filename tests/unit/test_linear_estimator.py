@@ -1,4 +1,4 @@
-"""The scikit-learn estimator: its contract, its accuracy beside scikit-learn's, its ranks."""
+"""Test the scikit-learn estimator's contract, its accuracy beside scikit-learn's own, and its ranks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Changing groups: no step is lost or counted twice, whoever dies, joins or leaves, at any time."""
+"""Groups that change at any time, by deaths, joins or leaves, lose no step and count none twice."""
 
 import math
 from collections import Counter
@@ -22,7 +22,7 @@ def test_nothing_is_lost_and_nothing_counts_twice(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_nothing_is_lost_in_many_more_orders(name):
-    """To try more: ``python -m tests.unit.changing_world PRESET FIRST LAST``."""
+    """For more orders, run ``python -m tests.unit.changing_world PRESET FIRST LAST``."""
     assert sum(World(seed, name).run() for seed in range(6, 72)) > 72
 
 
@@ -59,11 +59,11 @@ def test_residuals_are_dealt_by_those_that_leave(size):
         ([FRESH._replace(history=5), FRESH, FRESH], 0, {1, 2}, set(), {0}),
         ([FRESH._replace(history=5), FRESH], 0, {0}, set(), {1}),
         ([FRESH, FRESH._replace(step=9, history=3)], 9, {1}, set(), {0}),
-        # one rank has committed the step that another has prepared, and a third had prepared in an
+        # one rank has committed the step for which another is prepared; a third was prepared in an
         # earlier group
         ([Entry(4, 2, 3, 0, 0, 1), Entry(5, 3, 0, 0, 0, 1)], 5, {0, 1}, {0}, set()),
         ([Entry(4, 2, 2, 0, 0, 1), Entry(5, 3, 0, 0, 0, 1)], 5, {1}, set(), {0}),
-        # the committed rank is behind: its history counts, but not its weights
+        # the rank that has committed is behind: its history counts, but its weights do not
         ([Entry(4, 2, 3, 0, 0, 1), Entry(5, 3, 0, 1, 0, 1)], 5, {0}, {0}, set()),
         ([Entry(4, 2, 0, 0, 0, 1), Entry(5, 3, 0, 1, 0, 1)], 4, {0}, set(), {1}),
         # one rank has applied a step that the others repeated in a later group

@@ -1,4 +1,4 @@
-"""Messages of regions: C++ writes, sums and joins them like codecs and vectors, bit for bit."""
+"""C++ writes, sums and joins the messages of regions like codecs and vectors do, bit for bit."""
 
 from itertools import pairwise
 
@@ -28,7 +28,7 @@ def noise(size, nnz, seed):
 
 
 def alike(function):
-    """Call on both backends, which must give the same vector or the same error; return the vector."""
+    """Call both backends, which must give the same vector or the same error; return the vector."""
     results = []
     for backend in (native.chosen(), "torch"):
         try:

@@ -1,4 +1,4 @@
-"""The examples of docs/migration.md: every "after" runs on two ranks, and so does PyTorch's "before"."""
+"""The examples of docs/migration.md run on two ranks: every "after", and the "before" of PyTorch."""
 
 import ast
 import re
@@ -12,13 +12,13 @@ import sparsync
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
 
-# a marker in bold, at most one sentence, then a block of code
+# match a marker in bold, at most one sentence, then a block of code
 JOBS = re.compile(
     r"^(## .+?)$|^\*\*((?:Before|After)[^*]*)\*\*[^\n]*\n\n```python\n(.*?)^```$", re.M | re.S
 )
 BEGINNING = re.search(r'^```python title="job.py, the beginning"\n(.*?)^```$', PAGE, re.M | re.S)[1]
 
-# runs an example, and prints whether it learns and all ranks end with the same weights
+# this runs an example, and prints whether it learns and all ranks end with the same weights
 CHECKED = """
 def check(name, code):
     namespace = dict(globals())

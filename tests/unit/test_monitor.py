@@ -1,4 +1,4 @@
-"""Measurements and logs: xi against equation 5, the contents of logs, and training unchanged by them."""
+"""Test that xi follows Equation 5, that logs are complete, and that neither changes the training."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def test_every_coordinate_gives_equation_5():
 
 @pytest.mark.parametrize(("size", "k"), [(6_000, 600), (40_000, 400), (60_000, 6_000)])
 def test_a_sample_estimates_xi(size, k):
-    """The mean over steps lies within twice the documented deviation of one step."""
+    """The mean over steps lies within twice the deviation that is documented for one step."""
     steps = 4
     expected = sum(equation_5(size, k, steps)) / steps
     found = sum(one.xi for one in measured(size, k, steps)) / steps
@@ -337,7 +337,7 @@ def test_units_are_measured_together_and_in_any_order():
 
 
 def test_signal_and_noise_are_told_apart():
-    """Signal 1 and noise 4 per rank: in the mean of 4 ranks, their squares are equal."""
+    """With signal 1 and noise 4 per rank, both have equal squares in the mean of 4 ranks."""
     found = [one.signal_to_noise for one in measured(20_000, 200, 4, every=1)]
     assert sum(found) / 4 == pytest.approx(1.0, rel=0.15)
 
@@ -351,7 +351,7 @@ def test_rounding_is_part_of_it():
 
 
 def test_all_exchanged_lacks_all_but_the_largest():
-    """With k = n, nothing is missing; in a dense warm-up, nothing is measured."""
+    """With k = n, no element is missing, so xi is 0; a dense warm-up measures nothing."""
     assert measured(500, 500, 2, resolve("dense"), every=1)[0].xi == pytest.approx(0.0, abs=1e-6)
     assert len(measured(500, 50, 5, every=1, warmup=Warmup(3))) == 2
 

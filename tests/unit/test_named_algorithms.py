@@ -1,4 +1,4 @@
-"""Algorithms with options as text: one grammar for every row of the tables and all its options."""
+"""Algorithms with options, as text: one grammar covers every row of the tables and all its options."""
 
 import json
 
@@ -35,7 +35,7 @@ HOSTILE = [
 
 
 def written(value):
-    """Return a value as written on the command line; an ``Algorithm`` by its name."""
+    """Return a value in the form of the command line; an ``Algorithm`` becomes its name."""
     if isinstance(value, Algorithm):
         return value.name
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
@@ -163,7 +163,7 @@ def test_a_value_of_another_type_names_the_option_and_its_types(name, option):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_bad_number_is_refused_before_the_first_step(name):
-    """Each number is accepted, or refused in one line; no other error is raised."""
+    """Each number is accepted, or refused in one line, and no other error is raised."""
     for option in PRESETS[name].options:
         for value in HOSTILE:
             try:

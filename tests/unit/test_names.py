@@ -1,4 +1,4 @@
-"""Names in any spelling and in the papers' words; for unknown names, the nearest ones."""
+"""Names are found in any spelling and in the papers' words; an unknown name gets the nearest ones."""
 
 from dataclasses import fields
 from importlib.metadata import EntryPoint
@@ -31,8 +31,8 @@ SPELLINGS = (
     lambda name: name.replace("-", "\u2010"),  # as PDFs print it
 )
 
-# the papers' names and their rows: Ok-Topk, Table 1; SparCML, section 5.3; RedSync, section 6; WAGMA-SGD,
-# section 5
+# the names in the papers and the rows for them: Ok-Topk, Table 1; SparCML, section 5.3; RedSync,
+# section 6; WAGMA-SGD, section 5
 OF_PAPERS = {
     "TopkA": "allgather",
     "TopkDSA": "topkdsa",

@@ -1,4 +1,4 @@
-"""C++ kernels alone: refusals, forced instruction sets, and installation without a compiler."""
+"""Test refusals and forced instruction sets of the C++ kernels, and installs without a compiler."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""The optimizers that ``attach`` accepts, unwraps and refuses, and its messages about them."""
+"""The optimizers that ``attach`` accepts, unwraps or refuses, and its messages about them."""
 
 import warnings
 
@@ -26,7 +26,7 @@ def net():
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Holds another optimizer, as SAM does, in an attribute of any name."""
+    """An optimizer that holds another one, as SAM does, in an attribute of any name."""
 
     def __init__(self, inner, name="base_optimizer"):
         super().__init__([p for g in inner.param_groups for p in g["params"]], {})
@@ -173,7 +173,7 @@ def test_attach_says_once_what_is_done_with_the_steps(alone, capsys):
 
 
 def test_small_models_spare_steps_and_large_ones_bytes(alone):
-    """Below a million elements an exchange sends up to 125 kB, on every step."""
+    """Below a million elements, an exchange sends up to 125 kB, and there is one on every step."""
     for width, found in (
         (100, (8, 1)),
         (400, (4, 1)),

@@ -1,4 +1,4 @@
-"""Local steps with a compressed outer step: against plain averaging, torch's SGD and its own law."""
+"""Compare local steps with a compressed outer step with plain averaging, torch's SGD and their law."""
 
 import math
 import pickle
@@ -56,7 +56,7 @@ def test_replicas_are_equal_after_every_exchange(name):
 @settings(max_examples=4)
 @given(decay=st.sampled_from([0.5, 1.0]), density=st.floats(0.02, 0.3), seed=st.integers(0, 10**6))
 def test_nothing_is_lost(algorithm, decay, density, seed):
-    """Residuals before plus all moves equal the applied total plus residuals after."""
+    """Residuals before plus all moves equal the applied total plus the residuals after."""
     movements, kept = {}, {}
 
     def watch(rank, step, averager, local):
@@ -145,7 +145,7 @@ def test_what_is_broken_at_the_end_is_left_out():
 
 
 def divided(**options):
-    """Return an averager of vectors of three named parameters, as a model would divide them."""
+    """Return an averager of vectors that consist of three named parameters, as a model's would."""
     averager = OuterAverager(**{"algorithm": "allgather", "density": 0.2, "period": 4, **options})
     averager.parts = lambda vector: dict(zip("abc", vector.split([10, 10, 20]), strict=True))
     return averager
@@ -155,7 +155,7 @@ def divided(**options):
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 3), (2, 0), (2, 1), (4, 3), (9, 2)])
 @pytest.mark.parametrize("algorithm", ["allgather", "budgeted", "quantised"])
 def test_nothing_is_lost_on_the_way(algorithm, fragments, delay, residual_in):
-    """After every step, all moves are applied, in residuals, in flight, or in the weights."""
+    """After every step, each move is applied, in a residual, in flight, or in the weights."""
     kept, movements, steps = {}, {}, 13
 
     def watch(rank, step, averager, local):
@@ -175,7 +175,7 @@ def test_nothing_is_lost_on_the_way(algorithm, fragments, delay, residual_in):
 
 
 def test_a_delayed_exchange_leaves_what_was_done_meanwhile():
-    """If everything is delivered, a delay only shifts the average of period r by d steps."""
+    """If all entries are delivered, a delay merely shifts the average of period r by d steps."""
     at_once = on_all_ranks(lambda: OuterAverager(density=1.0, period=4), 12)
     late = on_all_ranks(lambda: OuterAverager(density=1.0, period=4, delay=2), 12)
     for step in (5, 9):
@@ -269,7 +269,7 @@ INNER = {"muloco": torch.optim.Muon, "demo": torch.optim.SGD}
 
 @pytest.mark.parametrize("name", sorted(OUTER_SETTINGS))
 def test_every_member_trains(name):
-    """Ranks with different target matrices find their mean, with the method's intended optimizer."""
+    """Ranks with different target matrices find their mean, using the optimizer meant for the method."""
     generator = torch.Generator().manual_seed(0)
     mean = torch.randn(8, 4, generator=generator)
     apart = torch.randn(WORLD_SIZE, 8, 4, generator=generator) / 2
@@ -315,7 +315,7 @@ def test_nan_under_way_brings_all_fragments_back(residual_in):
     models = on_all_ranks(make, 12, update=broken(1, 4))
     assert models[-1].isfinite().all()
     assert torch.equal(models[-1], models[-1][:1].expand_as(models[-1]))
-    # the broken rank stays broken until its first exchange with the broken values ends
+    # the broken rank stays broken until the first exchange of its broken values ends
     finite = models[:-1, 1].isfinite().all(1).tolist()
     assert finite.count(False) <= 2 and all(finite[7:])
     assert models[:-1, 0].isfinite().all()
@@ -426,12 +426,12 @@ def exchanges(rate, steps, make=adaptive, **options):
 
 
 def test_a_period_follows_the_drift_of_the_ranks():
-    """Steps of twice the limit exchange every time; at a tenth of it, as rarely as allowed."""
+    """Steps of twice the limit exchange every time; steps of a tenth of it, as rarely as allowed."""
     assert exchanges(lambda step: 0.2, 6)[0] == [(step, 1) for step in range(6)]
     quiet, _ = exchanges(lambda step: 0.01, 32)
     assert quiet == [(0, 2), (2, 4), (6, 8), (14, 8), (22, 8), (30, 8)]
-    # longer steps: the period is halved until the drift is within a factor of two of the limit, and then
-    # stays
+    # longer steps halve the period until the drift is within a factor of two of the limit; then the
+    # period stays
     louder, _ = exchanges(lambda step: 0.01 if step < 15 else 0.055, 45)
     periods = [period for _, period in louder]
     assert periods[:4] == [2, 4, 8, 8] and periods[4:] == [4, 2] + [2] * (len(louder) - 6)
@@ -450,7 +450,7 @@ def test_drift_is_how_far_ranks_go_of_the_shared_weights():
 
     (first, second), other = simulate(program, 2).results
     assert first == (pytest.approx(0.25), 1) and [first, second] == other
-    # at half of the limit, and above it at the least period, the period stays
+    # the period stays if the drift is half of the limit, or above the limit at the least period
     assert second == (pytest.approx(1.5), 1)
 
 
@@ -610,7 +610,7 @@ def test_settings_are_checked_when_they_are_made_and_can_be_sent():
 
 
 def test_a_loaded_averager_still_tells_its_numbers_alone():
-    """``stats`` and ``reducer`` may be called on one rank; only a step is collective."""
+    """``stats`` and ``reducer`` may be called on one rank, because only a step is collective."""
     local = OuterAverager(model(), period=1, density=1.0)
     local.step()
     state, reducer = local.state_dict(), local.reducer

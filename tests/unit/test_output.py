@@ -1,4 +1,4 @@
-"""Reports of the commands: tables of 80 columns whose heads wrap between words, JSON, progress."""
+"""Test the commands' reports: tables of 80 columns whose heads wrap between words, JSON, progress."""
 
 import pytest
 from hypothesis import given

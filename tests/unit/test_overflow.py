@@ -1,4 +1,4 @@
-"""Overflows and changes of a GradScaler's scale: the law holds, and residuals have the right units."""
+"""Overflows and changes of a GradScaler's scale keep the law, and residuals keep the right units."""
 
 import random
 
@@ -17,7 +17,7 @@ from tests.contracts.table import ALGORITHMS
 
 SCALES = [8.0, 1.0, 2.0, 65536.0, 65536.0, 32768.0, 0.25, 0.25, 4096.0, 4096.0]
 
-# codecs whose random rounding depends on all bits of the message, and so on the scale
+# codecs whose random rounding depends on all bits of the message, and hence on the scale
 ROUND_AT_RANDOM = [
     name
     for name in ALGORITHMS

@@ -1,4 +1,4 @@
-"""Packed messages: every backend writes the specification's bytes; sizes, rounding, parcels."""
+"""Test that every backend packs the specified bytes; also test sizes, rounding and parcels."""
 
 import struct
 from math import ceil
@@ -174,7 +174,7 @@ def test_cpp_deals_and_packs_as_the_specification(problem, special):
 
 
 def exchanged(codec, vectors, world_size, rank):
-    """Return the messages that a rank receives, and its own share."""
+    """Return the messages that a rank receives, and the rank's own share."""
     sent = [encode_dealt(codec, v, world_size, r, v.size) for r, v in enumerate(vectors)]
     return [parcels.messages[rank] for parcels in sent], sent[rank].own
 
@@ -197,7 +197,7 @@ def test_dealing_and_joining_is_the_identity_up_to_rounding(problem, special):
     v = noise(size, min(nnz, size), seed, special)
     parcels = encode_dealt(codec, v, world_size, rank=0, limit=size)
     messages = [codec.encode(parcels.own).payload, *parcels.messages[1:]]
-    # everything that one rank sent is joined, while another rank sent other values
+    # all messages of one rank are joined, while another rank sent other values
     own = 0, parcels.own, noise(size, min(nnz, size), seed + 1, special)
     for k in (0, 1, nnz // 2, max(nnz - 1, 0), size):
         fast = decode_undealt(codec, messages, k, *own)
@@ -268,7 +268,7 @@ def test_messages_for_another_region_are_refused():
 
 
 def test_an_element_beyond_the_vector_is_refused():
-    # 4 elements of 3 owners: the last group has one element, but an owner claims another
+    # 4 elements have 3 owners, so the last group has one element, but an owner claims another one
     width = 2
     claim = SparseVector(torch.tensor([1]), torch.tensor([1.0]), width)
     empty = SparseVector.empty(width, claim.values)

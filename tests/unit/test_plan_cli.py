@@ -1,4 +1,4 @@
-"""``sparsync plan``: its output and files, and one clear line for bad input."""
+"""Tests of ``sparsync plan``: output and files, and one clear line of error for bad input."""
 
 import json
 
@@ -103,7 +103,7 @@ def test_a_collective_over_the_budget_has_a_dash(command):
 
 
 def test_the_papers_model_is_table_1_on_my_alpha_and_beta(command):
-    """Equation 3 at P = 64, and TopkA's and gTopk's rows, computed by hand."""
+    """Equation 3 at P = 64, and the rows of TopkA and gTopk, are computed by hand."""
     given = ["--model-size", 10**8, "--density", 0.01, "--network", "alpha=1.5us,beta=0.4ns/word"]
     code, out, err = command("plan", "--model", "paper", "--ranks", "16,64", *given)
     assert (code, err) == (0, "")
@@ -134,7 +134,8 @@ def test_the_memory_of_a_rank_needs_no_network(command):
     found = {one["name"]: one for one in json.loads(out)["memory"]}
     assert (code, err) == (0, "")
     assert found["training itself"] == {"name": "training itself", "device": 140 * 10**9, "host": 0}
-    # one float per parameter on the device and one on the host; with offload, both are on the host
+    # one float per parameter is on the device and one on the host; with offload, both are on the
+    # host
     assert found["updates"]["host"] == 28 * 10**9 < found["updates"]["device"] < 30 * 10**9
     offloaded = found["updates, offload=True"]
     assert offloaded["device"] < 0.15 * 28 * 10**9 and offloaded["host"] == 56 * 10**9

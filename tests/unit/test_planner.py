@@ -1,4 +1,4 @@
-"""Plans: the winner, its limits of bandwidth and density, and the effect of measurements."""
+"""Test which algorithm a plan chooses, up to which bandwidth and density, and how measurements matter."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_dense_wins_on_fast_links(density):
 
 @pytest.mark.parametrize("ranks", [2, 4, 32])
 def test_messages_that_leave_together_share_the_way(ranks):
-    """On distant links the number of rounds counts: two for ``budgeted``, 2 log P for ``halving``."""
+    """On distant links, only rounds count: two for ``budgeted``, 2 log P for ``halving``."""
     near = Machine(alpha=50e-6, beta=8e-8)
     far = replace(near, alpha=near.alpha + 0.04, distance=0.04)
     for name, rounds in (("budgeted", 2), ("quantised", 2), ("halving", 2 * math.log2(ranks))):

@@ -37,7 +37,7 @@ def largest(accumulated: Tensor, k: int) -> SparseVector:
 
 
 def check_promise(accumulated: Tensor, k: int, selected: SparseVector) -> None:
-    """Check that the k to 2k largest entries were selected, or all nonzero ones if fewer than k."""
+    """Check that the k to 2k largest entries were selected, or all nonzero ones if fewer than k exist."""
     selected.check()
     nnz = int((accumulated != 0).sum())
     assert min(k, nnz) <= selected.nnz <= 2 * max(k, 0)
@@ -63,7 +63,7 @@ def test_trimmed_is_the_top_of_the_whole_vector(accumulated, k, eps):
 
 
 def test_equal_numbers_have_no_mean_above_them():
-    """A rounded mean may exceed equal numbers; the thresholds of the walk would then not descend."""
+    """A rounded mean may exceed equal numbers, and then the thresholds of the walk would not descend."""
     for value in torch.rand(50, generator=torch.Generator().manual_seed(2)).tolist():
         accumulated = torch.full((SIZE,), value)
         assert Trimmed().select(accumulated, 10, 0).indices.tolist() == list(range(10))
@@ -78,7 +78,7 @@ def test_mean_and_maximum_of_several_blocks(dtype):
 
 
 def walked(accumulated: Tensor, k: int, eps: float) -> int:
-    """Follow the text of Algorithm 2: return how many reach the first threshold that k reach."""
+    """Follow the text of Algorithm 2; return how many entries reach the first threshold that k reach."""
     magnitudes = accumulated.abs()
     mean, most = magnitudes.double().mean(), magnitudes.max().double()
     ratio, nnz = 1 - eps, 0
@@ -150,7 +150,7 @@ def test_search_keeps_its_promise(accumulated, k, eps):
 
 
 def bisected(accumulated: Tensor, k: int, eps: float) -> float | None:
-    """Follow the text of Algorithm 3: return the threshold, or None if eps ended the search."""
+    """Follow the text of Algorithm 3; return the threshold, or None if eps ended the search."""
     magnitudes = accumulated.abs()
     mean, most = float(magnitudes.double().mean()), float(magnitudes.max())
     left, right = 0.0, 1.0
@@ -193,7 +193,7 @@ def test_the_published_walk_ends_regularly_on_ordinary_inputs():
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Record every search that a test makes, as each computes mean and maximum once."""
+    """Record every search that a test makes; each computes the mean and the maximum once."""
     made = []
     monkeypatch.setattr(redsync, "mean_and_max", lambda x: made.append(x) or mean_and_max(x))
     return made
@@ -243,7 +243,7 @@ def test_reuse_searches_afresh_when_nothing_reaches(searches):
 
 
 def of_sign(accumulated, sign) -> SparseVector:
-    """Return the entries of one sign, and those that are not finite."""
+    """Return the entries of one sign, including those that are not finite."""
     vector = SparseVector.from_dense(accumulated)
     return vector.keep((vector.values * sign > 0) | ~vector.values.isfinite())
 

@@ -1,4 +1,4 @@
-"""A reducer's bookkeeping, residuals and saved state; the contracts check its results."""
+"""The bookkeeping, residuals and saved state of a reducer; the contracts check its results."""
 
 import copy
 
@@ -28,7 +28,7 @@ from sparsync_papers.baseline_optimizers import UpdateSpaceSGD
 def test_quotas_are_derived_once_per_step_however_many_parameters_there_are(
     parameters, monkeypatch
 ):
-    """Deriving all quotas for every parameter would take parameters x units on autograd's thread."""
+    """Quotas derived anew for each parameter would cost parameters x units on autograd's thread."""
     calls = []
     collect_from = Exact.collect_from
     monkeypatch.setattr(
@@ -284,7 +284,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_16_bit_gradients_lose_nothing_in_the_residual(dtype):
-    # 1 + 1/512 is 1 in bfloat16: a residual of that dtype would stop growing
+    # in bfloat16, 1 + 1/512 is 1, so a residual of that dtype would stop growing
     reducer = Reducer(
         connect(), plan_units([("w", torch.zeros(2, dtype=dtype))]), oktopk(), density=0.5
     )

@@ -1,4 +1,4 @@
-"""Regions: cuts, turns, balance, and the quantiles of keys on all ranks."""
+"""Test how regions are cut, take turns and are balanced, and the quantiles of keys over all ranks."""
 
 from bisect import bisect_left
 from itertools import accumulate, pairwise
@@ -119,7 +119,7 @@ def test_a_crowded_region_is_one_that_new_cuts_could_relieve(loads, trigger):
 
 
 def bracket_on_all_ranks(shares, positions, *, stop, bins=8, tolerance=1, start_at=None):
-    """Run ``quantiles`` with each rank's keys; check what every rank must agree on."""
+    """Run ``quantiles`` with each rank's keys; check the values that every rank must agree on."""
 
     async def program(comm):
         keys = torch.tensor(sorted(shares[comm.rank]), dtype=torch.int64)
@@ -190,7 +190,7 @@ def test_a_vector_without_elements_has_no_keys():
 
 
 def test_equal_float_magnitudes_take_few_rounds():
-    """Refining divides 2^31 keys by 64 per round: 6 rounds tell even neighbours apart."""
+    """Each round divides 2^31 keys by 64, so 6 rounds tell even neighbouring keys apart."""
     stop, key = 1 << 31, 0x3F800000
     shares = [[key, key + 1] * 50, [key + 2] * 50]
     ledger = bracket_on_all_ranks(shares, [75], stop=stop, bins=REFINING_BINS).ledgers[0]

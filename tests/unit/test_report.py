@@ -1,4 +1,4 @@
-"""The output of a training run: the JSON contract, time to loss, the table, the plot."""
+"""Test the output of a training run: the contract of its JSON, time to loss, the table, the plot."""
 
 import json
 
@@ -134,7 +134,7 @@ def test_the_table_fits_a_terminal_and_tells_the_reduction():
 
 
 def test_the_time_per_step_is_the_mean_and_the_median_is_labelled():
-    """A scheme that waits on every fourth step, so its median step does not wait."""
+    """The scheme waits on every fourth step, so that its median step does not wait."""
     rare = result("local", 0, seconds_per_step_mean=0.12, seconds_per_step_median=0.02)
     table = shown(rare, width=200)
     heads, _, row = [line for line in table.splitlines() if line][:3]

@@ -1,4 +1,4 @@
-"""Resharding: with another number of ranks or other shards, the total residual is the same."""
+"""Resharding to another number of ranks or other shards preserves the total residual."""
 
 import copy
 
@@ -23,7 +23,7 @@ from .small_reducers import SIZES, gradients, reducer_on
 
 
 def wrapped(state):
-    """Return a reducer's state as a handle saves it, with its "pieces" if it has any."""
+    """Return a reducer's state in the form that a handle saves, with "pieces" if there are any."""
     if not isinstance(state, dict):
         return state
     kept = dict(state)
@@ -161,7 +161,7 @@ def test_thresholds_and_boundaries_start_afresh_and_steps_go_on():
 
 
 def divided(state, parts):
-    """Return the states of ``parts`` shards of a replica, each with a run of every parameter's rows."""
+    """Return states of ``parts`` shards of a replica, each with a run of every parameter's rows."""
     result = []
     for part in range(parts):
         pieces, residual, sizes = {}, {}, []

@@ -40,7 +40,7 @@ def samples(codec: Qsgd, x: torch.Tensor, copies: int = COPIES) -> torch.Tensor:
 
 
 def deviations(quantiser: Qsgd, x: torch.Tensor) -> torch.Tensor:
-    """Return the standard deviation of every entry of a block, by the definition of the scheme."""
+    """Return the standard deviation of every entry of a block, from the definition of the scheme."""
     x = x.double()
     scale = float(x.norm()) if quantiser.scale == "l2" else float(x.abs().max())
     exact = x.abs() / scale * quantiser.levels
@@ -49,7 +49,7 @@ def deviations(quantiser: Qsgd, x: torch.Tensor) -> torch.Tensor:
 
 
 def worst(quantiser: Qsgd, length: int) -> torch.Tensor:
-    """Return the block of largest relative variance (nearly so for "l2")."""
+    """Return the block of largest relative variance (for "l2", nearly the largest)."""
     s = quantiser.levels
     if quantiser.scale == "l2":
         return torch.ones(length)
@@ -64,7 +64,7 @@ def worst(quantiser: Qsgd, length: int) -> torch.Tensor:
 @every_setting
 @pytest.mark.parametrize("x", [noise(), spread(), torch.ones(LENGTH)], ids=["noise", "spread", "1"])
 def test_the_expectation_is_the_value(bits, scale, x):
-    """Within 5 standard errors by the definition of the scheme, and exact where it is exact."""
+    """The mean is within 5 standard errors, as the scheme defines them, and exact where rounding is."""
     codec = Qsgd(bits, block=LENGTH, scale=scale)
     error = samples(codec, x).mean(0) - x.double()
     standard = deviations(codec, x) / COPIES**0.5
@@ -97,7 +97,7 @@ def test_no_block_has_more_variance_than_omega(values, setting):
 
 @given(packable(), st.sampled_from(SETTINGS), st.booleans())
 def test_dense_and_sparse_messages_round_alike(original, setting, shrink):
-    """The scheme is the same: a sparse vector's blocks are blocks of its values."""
+    """The scheme is the same, and the blocks of a sparse vector are blocks of its values."""
     arguments = {"bits": setting[0], "scale": setting[1], "shrink": shrink, "block": 3}
     sparse = SparseQsgd(**arguments).encode(original)
     same(sparse.decoded.values, rounded(Qsgd(**arguments), original.values))
@@ -125,7 +125,7 @@ def test_draws_depend_on_seed_rank_step_and_message_alone(codec):
 
 
 def test_draws_are_the_same_on_every_machine():
-    """This pins the results of torch's generator, the hash and the arithmetic."""
+    """This test pins the results of torch's generator, the hash and the arithmetic."""
     payload = Qsgd(4, seed=3).seeded(2, 5).encode(DenseVector(torch.arange(-12, 12) / 8)).payload
     assert hex_of(payload[16:]) == "00008840eefeeffeff00000011212132"
 
@@ -177,7 +177,7 @@ def test_contractive_says_whether_the_error_may_be_kept(arguments, expected):
 
 
 def residual_after(codec: Qsgd, steps: int = 60) -> float:
-    """Return the residual's norm under error feedback, relative to a gradient's."""
+    """Return the norm of the residual under error feedback, relative to that of a gradient."""
     residual = torch.zeros(1024)
     for step in range(steps):
         accumulated = residual + noise(1024, seed=step)
@@ -186,7 +186,7 @@ def residual_after(codec: Qsgd, steps: int = 60) -> float:
 
 
 def test_the_residual_of_unbiased_qsgd_explodes_and_that_of_shrunk_qsgd_does_not():
-    """DESIGN: "2 bits: 10^6 x in 60 steps"; a contraction is bounded by a few omega."""
+    """The design predicts "2 bits: 10^6 x in 60 steps"; a contraction is bounded by a few omega."""
     assert residual_after(Qsgd(2)) > 1e6
     shrunk = Qsgd(2, shrink=True)
     assert residual_after(shrunk) < 2 * shrunk.omega(1024)

@@ -1,4 +1,4 @@
-"""Exchanges of updates work in runs: the same bits as on whole vectors, without memory of their size."""
+"""Exchanges of updates work in runs, with the bits of whole vectors but without memory of their size."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ BYTES = 4
 
 
 class Largest(TorchDispatchMode):
-    """Records the bytes of the largest storage allocated since ``watches`` was set."""
+    """A mode that records the bytes of the largest storage allocated since ``watches`` was set."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Largest(TorchDispatchMode):
 
 
 def run_default(ranks, size, steps=3, before_step=lambda step: None, **changed):
-    """Train noise with the default's exchange; return each rank's vectors."""
+    """Train on noise with the default exchange; return each rank's vectors."""
 
     async def program(comm):
         settings = OuterStep(**{**OUTER_SETTINGS["updates"], "noise_correction": False, **changed})

@@ -1,4 +1,4 @@
-"""AdamW's default under any schedule: it learns, moments equal Adam's, unused weights do not move."""
+"""AdamW's default learns under any schedule; moments equal Adam's, and unused weights do not move."""
 
 import math
 from pathlib import Path
@@ -24,7 +24,7 @@ def virtual():
 
 
 class Net(nn.Module):
-    """Rows of an embedding, of which some are never looked up, through a linear layer."""
+    """A linear layer on rows of an embedding, some of which are never looked up."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ schedules = st.lists(st.tuples(rates, rates), min_size=1, max_size=5)
 
 
 def rate_of(pieces, step):
-    """Return a rate that is linear within each piece, and jumps between pieces."""
+    """Return a rate that is linear within each piece, and jumps from piece to piece."""
     at = step * len(pieces) / STEPS
     first, last = pieces[int(at)]
     return first + (last - first) * (at - int(at))
@@ -80,7 +80,8 @@ def test_any_schedule(virtual, pieces, more):
     chosen = {**virtual.DEFAULT, **more}
     model, _ = virtual.train_updates(*arguments, settings=chosen, after_step=check)
     dense = error_of(virtual.train_dense(*arguments))
-    # they are rounded with the others of their block, and restored up to the last bit of a float
+    # unseen rows are rounded with the others of their block, and restored up to the last bit of a
+    # float
     unseen = [net.rows.weight[-UNSEEN:] for net in (model, Net())]
     torch.testing.assert_close(*unseen, atol=1e-6, rtol=0)
     assert error_of(model) <= 1.15 * dense + 0.02

@@ -1,4 +1,4 @@
-"""Schemes by name: the table of the command line, and the command's requirements."""
+"""Test the command line's table of schemes by name, and the requirements of the command."""
 
 from importlib.metadata import EntryPoint
 
@@ -121,7 +121,7 @@ def test_an_installed_package_adds_a_scheme(monkeypatch):
 
 
 def test_two_packages_with_one_name_are_refused(monkeypatch, capsys):
-    """The first of two depends on the path, and ranks' paths may differ."""
+    """Which package comes first depends on the path, and ranks may have different paths."""
 
     def points(group):
         found = [EntryPoint(name, f"sparsync.averaging.averager:{one}", group)

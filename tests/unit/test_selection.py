@@ -1,4 +1,4 @@
-"""Selectors, beyond the checks in ``tests/contracts``; RedSync's have their own file."""
+"""Selectors, beyond the checks in ``tests/contracts``; RedSync's have a file of their own."""
 
 import math
 from unittest import mock
@@ -141,7 +141,7 @@ def auto(cap: float | None = None, **options) -> Reused:
 
 
 def about(reaching: int, k: int = 100) -> torch.Tensor:
-    """Return a vector of 10 k distinct elements of which this many are at least 1."""
+    """Return a vector of 10 k distinct elements, of which the given number are at least 1."""
     values = torch.linspace(0.1, 0.9, 10 * k)
     values[:reaching] = torch.linspace(1.0, 2.0, reaching)
     return values
@@ -170,7 +170,7 @@ def test_auto_takes_exactly_k_outside_the_band_and_renews_the_threshold(reaching
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Record the selections among all n elements that a test makes."""
+    """Record each selection among all n elements that a test makes."""
     made = []
     monkeypatch.setattr(reused, "largest", lambda *given: made.append(given) or largest(*given))
     return made
@@ -178,7 +178,7 @@ def looks(monkeypatch):
 
 @pytest.mark.parametrize(("reaching", "near"), [(50, 60), (50, 2000), (150, 0), (100, 2000)])
 def test_auto_looks_at_all_elements_only_where_it_must(reaching, near, looks):
-    """Entries just below the threshold suffice; too many of them are passed over."""
+    """Entries just below the threshold are enough, but not if there are too many of them."""
     selector, accumulated = with_threshold_1(), torch.zeros(5000)
     accumulated[:reaching] = torch.linspace(1.0, 2.0, reaching)
     accumulated[1000 : 1000 + near] = torch.linspace(0.9, 0.99, near)
@@ -189,7 +189,7 @@ def test_auto_looks_at_all_elements_only_where_it_must(reaching, near, looks):
 
 
 def test_no_step_deviates_by_more_than_the_band_and_few_are_exact(looks):
-    """The gradient shrinks by a third under error feedback: a period drifts, the band holds."""
+    """The gradient shrinks by a third under error feedback; a period drifts, but the band holds."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.randn(SIZE, generator=generator).exp()
     gradients = [
@@ -226,19 +226,19 @@ def test_auto_selects_within_the_band_whatever_came_before(accumulated, k, step,
 
 
 def peaked() -> Tensor:
-    """Return values mostly near zero, cut sharply, like late gradients: narrower than normal."""
+    """Return values mostly near zero and never large, as late gradients are, unlike normal ones."""
     uniform = torch.rand(SIZE, generator=torch.Generator().manual_seed(1)) * 2 - 1
     return uniform.sign() * uniform.abs().clamp(max=0.9) ** 2
 
 
 def first_trial(accumulated: Tensor, k: int) -> int:
-    """Return how many entries reach the predicted threshold, with a single trial."""
+    """Return how many entries reach the threshold that is predicted in a single trial."""
     return GaussianK(enough=0.0).select(accumulated, k, 0).nnz
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])
 def test_normal_entries_are_selected_at_their_density(density):
-    """Under the method's assumption, it is accurate to a few per cent without further trials."""
+    """Where its assumption holds, the method is accurate to a few per cent without further trials."""
     k = round(density * SIZE)
     nnz = first_trial(0.3 * noise(), k)
     assert nnz == pytest.approx(k, abs=5 * k**0.5)
@@ -298,7 +298,7 @@ def test_nan_and_inf_are_selected_by_gaussian_and_have_no_part_in_the_threshold(
 
 
 def block_by_block(accumulated, entries: int, block: int) -> SparseVector:
-    """Return the result of the simple version: the exact top of one block after the other."""
+    """Return the result of the simple version, which takes the exact top of one block after the other."""
     size, parts = accumulated.numel(), []
     for start in range(0, size, block):
         piece = accumulated[start : start + block]

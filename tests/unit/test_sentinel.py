@@ -1,4 +1,4 @@
-"""The sentinel names differing tensors and ranks, heals by majority, and is otherwise silent."""
+"""The sentinel names the tensors and ranks that differ, heals by majority, and is silent otherwise."""
 
 import warnings
 
@@ -214,7 +214,7 @@ def test_any_dtype_and_layout_is_healed(dtype):
         pointer, stride = image.data_ptr(), image.stride()
         if comm.rank == 0:
             image.copy_(torch.zeros_like(values))
-        # with one element, which torch considers contiguous whatever its stride
+        # the tensor has one element, so torch considers it contiguous whatever its stride
         single = torch.full((6, 6), comm.rank > 0, dtype=dtype)[:1, 0]
         tensors = {"image": image, "empty": torch.zeros(0, dtype=dtype), "single": single}
         torn = await divergences(comm, tensors)

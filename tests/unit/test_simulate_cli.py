@@ -1,4 +1,4 @@
-"""``sparsync simulate``: its output, and one clear line for bad input."""
+"""Tests of ``sparsync simulate``: its output, and one clear line of error for bad input."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""``simulate_training``: closed forms, the scale, baselines, overlap, repeatability by seed."""
+"""Compare ``simulate_training`` with closed forms; test scale, baselines, overlap and seeds."""
 
 import dataclasses
 from functools import partial
@@ -54,9 +54,10 @@ def test_virtual_time_is_the_closed_forms_where_bandwidth_counts(algorithm, tole
     [("dense", 1e-3), ("allgather", 0.02), ("gtopk", 0.02), ("halving", 0.1), ("oktopk", 0.25)],
 )
 def test_a_64th_of_the_model_takes_as_long(algorithm, tolerance):
-    """At P = 32, with as few as 32 entries per rank and 6 per pair, the remaining difference is chance.
+    """With P = 32, and as few as 32 entries per rank and 6 per pair, only chance makes a difference.
 
-    Latencies, headers and histograms are not scaled. With more entries, tolerances of 5 % or less hold.
+    Latencies, headers and histograms are not scaled. With more entries, the difference is 5 % or
+    less.
     """
     few = algorithm in ("dense", "allgather", "gtopk")
     make = partial(
@@ -74,7 +75,7 @@ def test_a_64th_of_the_model_takes_as_long(algorithm, tolerance):
 
 
 def test_work_is_charged_by_the_machine():
-    """``decode`` includes summing sparse entries; only dense sums cost ``gamma``."""
+    """``decode`` includes summing sparse entries, so ``gamma`` is charged only for dense sums."""
     machine = Machine(gamma=1.0, select=1e-6, encode=1e-5, decode=1e-4)
     row = alone("allgather", ranks=4, machine=machine)
     assert row.mean("seconds_selection") == pytest.approx(N * 1e-6)
@@ -99,7 +100,7 @@ def test_the_parts_sum_to_the_step_and_the_baselines_come_first():
 
 
 def test_overlap_hides_all_but_the_last_bucket():
-    """The network is always busy: of four buckets' sums, one is left when the computation ends."""
+    """The network is always busy; of four buckets' sums, one remains when the computation ends."""
     dense = partial(alone, "dense", ranks=4, compute=0.6, buckets=4)
     exposed = dense(overlap=True).mean("seconds_communication")
     assert exposed == pytest.approx(dense().mean("seconds_communication") / 4, rel=1e-3)
@@ -161,7 +162,7 @@ def test_a_part_of_the_entries_lies_at_the_same_places(shared):
     [contender] = given_settings.contenders()
     source = gradients(contender, given_settings, 1.0)
     first, other = source.places(0, 0), source.places(1, 0)
-    # independent places also coincide, because a cell has 50 elements
+    # places drawn independently also coincide by chance, because a cell has 50 elements
     expected = shared + (1 - shared) * K * 2 / N
     assert float((first == other).float().mean()) == pytest.approx(expected, abs=0.02)
     assert torch.equal(first, source.places(0, 0))

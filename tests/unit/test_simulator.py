@@ -1,4 +1,4 @@
-"""The simulator: clock, networks, ports and work, as documented in sim/; primitives and groups."""
+"""The simulator's clock, networks, ports, work, primitives and groups are as documented in sim/."""
 
 import pytest
 import torch
@@ -162,7 +162,7 @@ INNER = Links(alpha=0.25, beta=0.125)
 
 
 async def all_to_one(comm):
-    """Send 10 bytes from every rank to rank 0; return the time at which this rank was done."""
+    """Send 10 bytes from every rank to rank 0; return the time at which this rank has finished."""
     if comm.rank:
         await comm.isend(payload(10), 0, "p", BYTES)
     else:
@@ -261,7 +261,8 @@ def test_entries_cost_who_packs_them_and_everyone_who_receives_them():
         await comm.allgatherv(payload(4), [4] * 4, "p", BYTES)
         return comm.ledger.stages["pack"], comm.ledger.stages["unpack"]
 
-    # packed once, although ranks forward messages of others; each of two rounds brings a message
+    # each rank packs once, although it forwards messages of others; each of two rounds brings a
+    # message
     simulation = simulate(program, 4, links=Links(0.0, 0.0), prices=prices)
     assert simulation.results == [(20.0, 4.0)] * 4
     assert simulation.seconds == 24.0

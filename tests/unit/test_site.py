@@ -1,4 +1,4 @@
-"""The site's pages: generated pages are complete, and examples on pages are run."""
+"""The site's generated pages are complete, and the examples on its pages run."""
 
 import contextlib
 import doctest
@@ -142,7 +142,7 @@ def test_models_sent_are_counted(name, models):
 
 @pytest.mark.slow
 def test_the_decision_tables_are_the_planners():
-    """After a change of the planner: python docs/site_pages/choosing.py --write."""
+    """After a change of the planner, run: python docs/site_pages/choosing.py --write"""
     page = choosing.PAGE.read_text(encoding="utf-8")
     assert choosing.written(page) == page
     assert page.count("<!-- begin:") == len(choosing.tables())
@@ -195,7 +195,7 @@ def test_the_rows_of_the_page_of_extensions_are_a_rooms():
 
 
 def test_a_link_on_the_page_of_extensions_that_loses_messages_is_seen():
-    """The page's contract can fail, e.g. for a transport that returns only the last message."""
+    """The contract on the page can fail, e.g. for a transport that returns the last message first."""
     code = blocks(page_of("extending.md"))[-1]
     broken = code.replace("comm.posted[link].popleft()", "comm.posted[link].pop()")
     assert broken != code

@@ -1,4 +1,4 @@
-"""Sites by the speed of links, from made-up times and from measurements in the simulator."""
+"""Sites are found by the speed of links, from invented times and from times in the simulator."""
 
 import pytest
 from hypothesis import given
@@ -55,7 +55,7 @@ def test_links_that_take_next_to_nothing_are_alike():
 
 
 def test_the_larger_gap_decides():
-    """Two machines at each of two sites: the sites are farther apart than the machines."""
+    """There are two machines at each of two sites, and the sites are farther apart than the machines."""
     machines = between((0, 1), (2, 3), (4, 5), (6, 7), near=1e-3, far=5e-3)
     towns = between((0, 1, 2, 3), (4, 5, 6, 7), near=0, far=100e-3)
     times = pairs(8, lambda a, b: machines(a, b) + towns(a, b))
@@ -93,7 +93,7 @@ def test_every_pair_takes_its_turn_together(ranks):
 
 
 class Asymmetric(Topology):
-    """Two ranks that send over a slow line and receive over a fast one."""
+    """A link between two ranks that is slow in one direction and fast in the other."""
 
     def route(self, source, dest):
         if source // 2 == dest // 2:

@@ -1,4 +1,4 @@
-"""Vectors and operations on them: sums, folds, cuts, and refusals."""
+"""Test vectors and the operations on them: sums, folds, cuts, and refusals."""
 
 from itertools import pairwise
 
@@ -113,7 +113,7 @@ LOGICAL = ("logical_and", "logical_or")
 
 
 def elements(name: str, dtype: torch.dtype):
-    """Values for which the operation is associative bit for bit, including its neutral element."""
+    """Draw values, including the neutral element, for which the operation is associative bit for bit."""
     if name in LOGICAL:
         return st.sampled_from([0, 1])
     if name in BITWISE:

@@ -1,4 +1,4 @@
-"""Steps whose length does not depend on gradients keep it when they are averaged over ranks."""
+"""If the length of steps does not depend on gradients, averaging over ranks keeps that length."""
 
 import copy
 
@@ -33,7 +33,7 @@ KNOWN = {
 
 
 def stepped(optimizer, steps=3):
-    """Make steps, and remember the last one; return the weights before and after it."""
+    """Take steps, and remember the last one; return the weights before and after it."""
     (parameter,) = optimizer.param_groups[0]["params"]
     noise, draw = noise_of([optimizer], {"p": parameter}), torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -52,7 +52,7 @@ def weights(seed=0):
 @pytest.mark.parametrize(("make", "apart"), KNOWN.values(), ids=KNOWN)
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0, None])
 def test_a_step_is_lengthened_without_the_decay(make, apart, share):
-    """With 4 ranks, at least a fourth of the squares remains, even if a few samples suggest less."""
+    """With 4 ranks, at least a fourth of the squares remains, even where a few samples suggest less."""
     parameter = weights()
     optimizer = make([parameter])
     noise, before, after = stepped(optimizer)
@@ -88,7 +88,7 @@ def test_adams_own_correction_is_the_only_one_of_its_steps():
 
 
 def test_other_classes_of_a_name_need_neither_rate_nor_decay():
-    """Neither is known for transformers' Adafactor, which chooses its own rate."""
+    """For transformers' Adafactor, which chooses its own rate, neither is known."""
 
     class Adafactor(torch.optim.Optimizer):
         def step(self):
@@ -120,7 +120,7 @@ def test_what_does_not_move_stays():
 
 
 def test_the_share_is_that_of_steps_however_the_rate_falls():
-    """Averaging removes noise, but not the common part; agreement is measured for gradients only."""
+    """Averaging removes the noise but not the common part; agreement is measured for gradients only."""
 
     async def program(comm):
         parameters = [torch.nn.Parameter(torch.zeros(40, 50)) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Which calls count as steps of an optimizer whose updates are exchanged, on one rank."""
+"""Test on one rank which calls count as steps of an optimizer whose updates are exchanged."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def backward(model, factor=1.0, scaler=None):
 
 
 class Subclass(torch.optim.AdamW):
-    """An optimizer whose base's ``step`` has hooks as well, once an ``AdamW`` was created."""
+    """A subclass that calls its base's ``step``, which has hooks of its own once an ``AdamW`` exists."""
 
     def step(self, closure=None):
         loss = super().step(closure)

@@ -1,4 +1,4 @@
-"""The public contracts can fail: each finds a violation of its interface, and names the case."""
+"""The public contracts can fail: each one finds a violation of its interface, and names the case."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ class Calls:
 
 
 class Broken(Selector):
-    """The selector ``Exact``, except that ``change`` modifies its result."""
+    """The selector ``Exact``, whose result ``change`` modifies."""
 
     def __init__(self, change):
         self.change, self.exact, self.state = change, Exact(), Calls()
@@ -229,7 +229,7 @@ def test_check_averager_finds():
 
 
 class Ending(SoloCommunicator):
-    """One of two ranks; a wait for the other one ends with ``outcome``."""
+    """A communicator of one of two ranks; waiting for the other rank ends with ``outcome``."""
 
     def __init__(self, rank, outcome, closed):
         Communicator.__init__(self, rank, 2, torch.device("cpu"))

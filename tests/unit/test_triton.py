@@ -1,4 +1,4 @@
-"""The Triton kernels: compiled if there is a GPU, otherwise interpreted on CPU tensors."""
+"""The Triton kernels run compiled if there is a GPU, and otherwise interpreted on CPU tensors."""
 
 import importlib
 import importlib.util
@@ -55,13 +55,13 @@ def load():
 
 
 def on(*tensors):
-    """The same tensors on the backend's device, as one or as a tuple."""
+    """Move tensors to the backend's device; return one tensor, or a tuple of several."""
     moved = tuple(t.to(DEVICE) for t in tensors)
     return moved[0] if len(moved) == 1 else moved
 
 
 def identical(mine, expected):
-    """Equal in shape, dtype and every bit; any NaN equals any NaN."""
+    """Assert equal shape, dtype and bits, except that any NaN equals any other NaN."""
     assert (mine.dtype, mine.shape) == (expected.dtype, expected.shape)
     if mine.is_floating_point():
         nan = mine.isnan()
@@ -72,14 +72,14 @@ def identical(mine, expected):
 
 triton = load()
 few = settings(max_examples=20)  # the interpreter takes milliseconds for a launch
-# sizes around one block, and several blocks of which the last is not full
+# sizes around one block, and a size of several blocks of which the last is not full
 SIZES = [0, 1, triton.BLOCK, 2 * triton.BLOCK + 900]
 BIG = SIZES[-1]
 LARGEST_KEY, _ = key_range(torch.float32)
 
 
 def vectors(n):
-    """Return vectors of n elements: ordinary, with many ties and awkward floats, constant, zero."""
+    """Return vectors of n elements: ordinary, with ties and awkward floats, constant, and zero."""
     generator = torch.Generator().manual_seed(n)
     awkward = torch.tensor(palette(torch.float32))
     mixed = awkward[torch.randint(len(awkward), (n,), generator=generator)]
@@ -98,7 +98,7 @@ def identical_found(mine, expected):
 
 
 def stream(n, seed):
-    """Return most indices below n, ascending, with small integers as values."""
+    """Return most of the indices below n, ascending, with small integers as values."""
     generator = torch.Generator().manual_seed(seed)
     indices = (torch.rand(n, generator=generator) < 0.7).nonzero().flatten()
     values = torch.randint(-2, 3, indices.shape, generator=generator).float()
@@ -205,14 +205,14 @@ SHAPES = [
 
 
 def ascending(nnz, size, seed=0):
-    """Return about ``nnz`` indices below ``size``, including the first and the last."""
+    """Return about ``nnz`` ascending indices below ``size``, including the first and the last."""
     generator = torch.Generator().manual_seed(seed)
     drawn = (torch.rand(nnz, generator=generator, dtype=torch.float64) * size).long()
     return torch.cat([drawn, torch.tensor([0, size - 1][:nnz], dtype=torch.int64)]).unique()
 
 
 def awkward(n):
-    """Return ordinary values, any bits, denormals whose scale underflows, and nonfinite values."""
+    """Return ordinary values, random bits, denormals whose scale underflows, and nonfinite values."""
     generator = torch.Generator().manual_seed(n)
     bits = torch.randint(-(2**31), 2**31, (n,), generator=generator).int()
     special = [0.0, -0.0, 1e-45, -1e-45, 1e-43, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan]

@@ -74,7 +74,7 @@ AT = [1, 10, 100, 1000]
 
 
 def filled(k, sizes):
-    """Return one entry for every unit, and the rest for the first units with room."""
+    """Return one entry for every unit, and give the rest to the first units that have room."""
     quotas = [1] * len(sizes)
     for i, size in enumerate(sizes):
         quotas[i] += min(size - 1, k - sum(quotas))

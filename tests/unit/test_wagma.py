@@ -1,4 +1,4 @@
-"""Averages that wait for few ranks or none: late, stalled and dead ranks, and rounded values."""
+"""Test averages that wait for few ranks or none, with late, stalled and dead ranks and rounded values."""
 
 import math
 import random
@@ -87,7 +87,7 @@ def test_a_late_rank_holds_up_nobody_until_all_wait_for_it():
 
 
 def test_a_stale_model_is_averaged_by_the_letter_of_algorithm_2():
-    """P = S = 2; rank 1 is late for step 1 alone: lines 11 (W = sum / S) and 13 of Algorithm 2."""
+    """P = S = 2 and only step 1 of rank 1 is late: lines 11 (W = sum / S) and 13 of Algorithm 2."""
 
     def delay(step, rank):
         return 0.05 if (step, rank) == (1, 1) else 0.0
@@ -104,7 +104,7 @@ def test_a_stale_model_is_averaged_by_the_letter_of_algorithm_2():
 
 @pytest.mark.parametrize("late_by", [0.0, 0.05, 0.35])
 def test_groups_of_one_are_local_sgd_also_where_ranks_are_late(late_by):
-    """Section 4: alpha = beta = false degrades to local SGD with global period tau."""
+    """Section 4: with alpha = beta = false, it degrades to local SGD with global period tau."""
     pair = partial(Wagma, group_size=1, sync_period=4), partial(LocalSgd, period=4)
     runs = []
     for make in pair:
@@ -118,7 +118,7 @@ def test_groups_of_one_are_local_sgd_also_where_ranks_are_late(late_by):
 
 
 def test_stale_parts_in_averages_are_counted():
-    """P = S = 2; rank 1 is late for step 1 by 1.2 steps: it misses the rounds of steps 1 and 2."""
+    """With P = S = 2 and rank 1 late for step 1 by 1.2 steps, it misses the rounds of steps 1 and 2."""
 
     def delay(step, rank):
         return 0.12 if (step, rank) == (1, 1) else 0.0
@@ -128,13 +128,14 @@ def test_stale_parts_in_averages_are_counted():
         averager.participation
         for _, averager in simulate(train(make, 3, delay), 2, links=Links(alpha=0, beta=0)).results
     )
-    # three rounds and ``finish``; in those of steps 1 and 2 rank 1 has the model of step 0
+    # three rounds and ``finish``; in the rounds of steps 1 and 2, rank 1 contributes the model of
+    # step 0
     assert (early.averages, early.stale, early.oldest, early.models) == (4, 0, 0, 8)
     assert (late_one.averages, late_one.stale, late_one.oldest, late_one.models) == (4, 2, 2, 8)
 
 
 def test_the_age_of_a_partners_model_is_counted_in_the_askers_steps():
-    """AD-PSGD: rank 0, at its step 1, answers a rank that asks after its step 4."""
+    """In AD-PSGD, rank 0 is at its step 1 when it answers a rank that asks after its own step 4."""
     agent = _PairAgent(torch.zeros(2), seed=0, step=0)
     agent.host = SimpleNamespace(rank=0, world_size=2, send=lambda dest, message: None)
     agent.update(torch.zeros(2), 1, lambda answer: None, ask=True)
@@ -174,7 +175,7 @@ def test_the_staleness_that_a_scheme_declares_is_that_of_its_averages(name):
 
 
 def test_a_result_is_taken_once():
-    """P = S = 2; rank 1 misses steps 1 and 2, takes the newer result, and then finds no other."""
+    """With P = S = 2, rank 1 misses steps 1 and 2, takes the newer result, and then finds no other."""
 
     def delay(step, rank):
         return 0.15 if (step, rank) == (1, 1) else 0.0
@@ -198,7 +199,7 @@ def test_whoever_is_late_nobody_hangs_and_all_end_equal(world_size, seed, second
 
 
 def test_the_potential_stays_below_lemma_4_5():
-    """Gamma_t <= 16 P eta^2 M^2 tau^2, on every step; here eta = 1 and M is the largest update."""
+    """On every step, Gamma_t <= 16 P eta^2 M^2 tau^2, here with eta = 1 and M the largest update."""
     world_size, tau, seen = 8, 5, {}
     make = partial(Wagma, sync_period=tau)
     simulate(train(make, 20, late(world_size, 0.3, 2), seen), world_size)
@@ -350,7 +351,7 @@ def test_the_mean_of_models_and_errors_is_preserved_on_every_step(values, world_
     trained(make, world_size, 12, seen=seen)
     owed = 0
     for step, ranks in seen.items():
-        # all models are fresh, but groups of 3 and of 2 weigh ranks equally only within a group
+        # all models are fresh, but groups of 3 and of 2 weigh ranks equally only within each group
         before = sum(mine for mine, _, _ in ranks.values()) + owed
         after = sum(vector for _, vector, _ in ranks.values())
         owed = sum(error for _, _, error in ranks.values())
@@ -434,7 +435,7 @@ def seconds_of(make, world_size=8):
 
 
 def test_whoever_waits_less_ends_earlier():
-    """Two of eight ranks are late per step: allreduce waits for both, a random rank is rarely late."""
+    """Two of eight ranks are late per step; allreduce waits for both, a random rank is rarely late."""
     allreduce, majority = (
         seconds_of(ALL_SCHEMES["allreduce"]),
         seconds_of(SCHEMES["eager, majority"]),
@@ -444,7 +445,7 @@ def test_whoever_waits_less_ends_earlier():
     assert pairs <= solo * 1.01 < majority < 0.75 * allreduce
 
 
-# seconds per step of ranks that starve, in turn or permanently, as on too few cores
+# seconds per step of ranks that starve for a core, in turn or permanently
 STARVED = {
     "three of four": lambda rank, step: 1e-2 * (50 if rank else 1),
     "by turns": lambda rank, step: 1e-2 * (60 if step // 15 % 4 == rank else 1),
@@ -454,7 +455,7 @@ STARVED = {
 @pytest.mark.parametrize("name", ["adpsgd", "eager-majority", "eager-solo", "wagma"])
 @pytest.mark.parametrize("starved", STARVED)
 def test_who_waits_for_nobody_learns_at_its_defaults_where_ranks_starve(name, starved):
-    """Gradient descent at a quarter of the longest stable step, to points that differ between ranks."""
+    """Gradient descent at a quarter of the longest stable step, with targets that differ by rank."""
     curvature = torch.linspace(0.1, 0.5, 8, dtype=torch.float64)
 
     async def program(comm):
@@ -477,7 +478,7 @@ def test_the_drawn_ranks_begin_equally_often():
 
 
 def test_whoever_has_an_answer_knows_that_both_models_are_averaged():
-    """The rank may conclude at once, and the mean over ranks is then taken of the agents' models."""
+    """A rank with the answer may conclude at once; the mean over ranks then uses the agents' models."""
     agent, told = _PairAgent(torch.zeros(2), seed=0, step=0), []
 
     class Host:

@@ -1,8 +1,8 @@
-"""Without POSIX features the library works; starting local ranks fails with a hint at WSL2."""
+"""Without POSIX features, the library works, and starting local ranks fails with a hint at WSL2."""
 
 from tests.fresh import run_python
 
-# other modules are imported first, so only this library's code misses the removed features
+# other modules are imported first, so that only this library's code misses the removed features
 TAKEN_AWAY = """
 import multiprocessing.connection, multiprocessing.context, os, signal, socket, subprocess, sys
 import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp

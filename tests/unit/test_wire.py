@@ -1,4 +1,4 @@
-"""The laws of all wire formats: literal bytes, round trips, sizes, refusals of a sender."""
+"""Test laws that all wire formats obey: literal bytes, round trips, sizes, refusals by the sender."""
 
 import re
 from pathlib import Path
@@ -43,7 +43,7 @@ TEN = [1.0, -2.0, 3.0, -0.0, 0.0, -6.0, 0.25, -0.75, -0.5, 0.5]
     [
         (Packed("bf16"), [1.0, -2.5, 127 / 128],
          "51020101 03000000 0c0000000000 0000  803f 20c0 7e3f  6d 05"),
-        # scales 2.5 / 127 and 127/128 / 127 = 2^-7, codes 51, -127, 127
+        # the scales are 2.5 / 127 and 127/128 / 127 = 2^-7, and the codes 51, -127, 127
         (Packed("int8", block=2), [1.0, -2.5, 127 / 128],
          "51020102 03000000 0c0000000000 0200  8542a13c 0000003c 33 81 7f  6d 05"),
         (Packed("fp32"), [1.0, -2.5, 127 / 128],
@@ -180,7 +180,7 @@ def test_strided_views_are_encoded_as_their_copies(codec, each_backend):
 @pytest.mark.parametrize("codec", [*CODECS, Packed("fp32")], ids=str)
 @pytest.mark.parametrize("nnz", [0, 1])
 def test_strides_of_a_single_element_do_not_matter(codec, nnz, each_backend):
-    """Torch considers such a view contiguous, so ``contiguous()`` keeps its stride."""
+    """Torch considers such a view contiguous, so ``contiguous()`` would keep its stride."""
     values = torch.arange(36.0).view(6, 6)[1 : 1 + nnz, 1]
     indices = torch.zeros(6, 6, dtype=torch.int64)[:nnz, 0]
     assert values.is_contiguous() and values.stride() == indices.stride() == (6,)

@@ -1,4 +1,4 @@
-"""Hostile bytes: every message is a valid vector or a WireFormatError, in every format and backend."""
+"""In every format and backend, hostile bytes are a valid vector or raise WireFormatError."""
 
 import struct
 
@@ -43,7 +43,7 @@ def levels(count=5, size=5, block=4, scales=b"\x00\x40\x2a\x3f", codes=b"\xc9\x0
 SCALE = struct.pack("<f", 7.0)
 COO = bytes.fromhex("5101010002000000" + "0300000004000000" + "0000803f00000040")
 WHOLE = bytes.fromhex("5103010002000000" + "0000803f00000040")
-# l = 2; low bits 3 and 0 (11 00), then 1 001 0: indices 3 and 4 (unary 1 01 00)
+# l = 2; the low bits are 3 and 0 (11 00), then 1 001 0 gives the indices 3 and 4 (unary 1 01 00)
 PACKED = packed(body=b"\x80\x3f\x00\x40" + bytes([0b01010011, 0b0]))
 SPARSE_QSGD = qsgd(body=SCALE + bytes([0xD7, 0b01010011, 0]))
 QSGD = qsgd(4, 3, 3, body=SCALE + bytes([0xD7, 0x07]))
@@ -173,14 +173,14 @@ def test_broken_messages_are_refused_by_name(name, raw, says, each_backend):
 
 
 def test_a_hostile_count_allocates_nothing():
-    """2^32 - 1 entries in 60 bytes: refused by comparing lengths, before any tensor is made."""
+    """Comparing lengths refuses 2^32 - 1 entries in 60 bytes before any tensor is made."""
     raw = packed(form=3, count=MANY, size=1 << 32, body=bytes(44))
     with pytest.raises(WireFormatError, match=LENGTH):
         Packed().decode(uint8(raw), 1 << 32)
 
 
 def outcome(codec, raw, size, backend="torch"):
-    """Return a decoder's result for the bytes: a checked vector, or the text of its error."""
+    """Return the result of a decoder for the bytes: a checked vector, or the text of its error."""
     with using(backend):
         try:
             decoded = codec.decode(uint8(raw), size)
@@ -205,7 +205,7 @@ def test_every_changed_byte_is_refused_or_changes_the_vector(name):
 
 @st.composite
 def hostile_messages(draw):
-    """A plausible header with any body of the right length, a damaged valid message, or any bytes."""
+    """Draw a plausible header with a body of the right length, a damaged valid message, or any bytes."""
     codec, original = draw(messages())
     size, kind = original.size, draw(st.sampled_from(["body", "flips", "bytes"]))
     if kind == "bytes":

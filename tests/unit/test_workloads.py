@@ -1,4 +1,4 @@
-"""Data and models depend on their arguments alone; the small VGG learns the digits."""
+"""Data and models depend on nothing but their arguments; the small VGG learns the digits."""
 
 import math
 import sys
@@ -50,7 +50,7 @@ def test_every_twentieth_file_is_held_out(library):
     text = ByteText.of_standard_library(root=library, context=8)
     read = [p for p in standard_library_files(library) if p.exists()]
     assert [p.name for p in read] == [f"module_{n:02}.py" for n in range(1, 41)]
-    # "dangling.py" sorts first and counts: files 20 and 40 of the list are modules 19 and 39
+    # "dangling.py" sorts first and counts, so files 20 and 40 of the list are modules 19 and 39
     assert bytes(text.held_out.tolist()) == b"19" * 10 + b"39" * 10
     assert text.training.numel() == 38 * 20
 
@@ -89,7 +89,7 @@ DRAW = Draw(seed=0, step=0, rank=0, world_size=4, batch_size=3)
 
 @pytest.fixture(autouse=True)
 def little_text(text, monkeypatch):
-    """Use a short text, because reading the library takes a second."""
+    """Use a short text, because reading the standard library takes a second."""
     for kind in ("bytes", "lstm"):
         monkeypatch.setattr(workload_class(kind), "text", replace(text, context=8))
     lined = text.training.clone()

@@ -1,4 +1,4 @@
-"""Encryption: only holders of a listed key are admitted, as themselves; eavesdroppers read nothing."""
+"""Encryption admits only holders of a listed key, under their own name; eavesdroppers read nothing."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_a_rank_cannot_pose_as_another(keys):
 
 @pytest.mark.parametrize("encrypted", [True, False])
 def test_a_connection_that_broke_may_mean_that_bytes_were_changed_if_it_has_keys(keys, encrypted):
-    """ZeroMQ may report only the end of the connection, or report it first, like a rank's end."""
+    """ZeroMQ may report only that the connection ended, or report that first, as for a rank's end."""
 
     def program(comm):
         run(comm.barrier())
@@ -115,7 +115,7 @@ def test_a_connection_that_broke_may_mean_that_bytes_were_changed_if_it_has_keys
 
 
 def test_a_rank_with_a_key_that_others_do_not_list_gets_a_named_error(keys, tmp_path):
-    """The rank takes the addresses of a running group and poses as its rank 1, with its own key."""
+    """The rank takes the addresses of a running group and poses as rank 1, but with its own key."""
     make_curve_keys(tmp_path, 2)
     (tmp_path / "rank-0.key").write_text((keys / "rank-0.key").read_text())
 
@@ -156,7 +156,7 @@ def test_secret_keys_are_for_their_owner_alone(tmp_path):
 
 
 def test_secret_keys_are_for_their_owner_alone_while_they_are_written(tmp_path, monkeypatch):
-    """Even in a folder that is open to others, and with any umask."""
+    """This holds even in a folder that is open to others, and with any umask."""
     modes, create = [], zmq.auth.create_certificates
 
     def watched(directory, name):
@@ -218,7 +218,7 @@ SECRET = b"gradients tell what a model was trained on. " * 4
 
 
 class Listener:
-    """Records everything that crosses the loopback interface, which root can do."""
+    """A thread that records everything crossing the loopback interface, as root can."""
 
     def __init__(self):
         try:

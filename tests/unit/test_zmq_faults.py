@@ -1,4 +1,4 @@
-"""Ranks that disagree, stop, die or are slow: every fault is an error that names rank, phase and step."""
+"""Ranks disagree, stop, die or are slow; every fault is an error that names rank, phase and step."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""Bytes at the port that are not this group's messages: dropped and counted, never a crash or a hang."""
+"""Bytes at the port that are not the group's messages are dropped and counted; nothing hangs."""
 
 import socket
 import time

@@ -1,4 +1,4 @@
-"""Ports that cannot be reached are named in time; strangers at a port cost the group nothing."""
+"""Ports that cannot be reached are named in time, and strangers at a port cost the group nothing."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ ELSEWHERE = "127.0.0.9"
 
 
 def errors_of(program, options_of, world_size=2, **options):
-    """Run a program on every rank with its own options; return the errors and the seconds."""
+    """Run a program on every rank with its own options; return the errors and how long it took."""
     store, began = HashStore(), time.monotonic()
 
     def rank(number):
@@ -137,7 +137,7 @@ def test_too_few_descriptors_are_refused_before_a_socket_is_opened():
 
 
 def test_parts_of_a_stranger_are_not_taken_in():
-    """ZeroMQ would collect all parts of a message, however many, before handing over the first."""
+    """By itself, ZeroMQ would collect all parts of a message before handing over the first."""
 
     def program(comm):
         exchange(comm)
@@ -236,9 +236,9 @@ def test_early_messages_are_counted_once_and_bounded(monkeypatch):
 
 @pytest.mark.parametrize("reads", ["at once", "late"])
 def test_bytes_that_were_changed_on_the_way_end_the_wait(tmp_path, reads):
-    """CURVE refuses such bytes; ZeroMQ does not report their sender, and may close the connection first.
+    """CURVE refuses such bytes; ZeroMQ reports no sender, and may close the connection first.
 
-    A rank that reads late learns of the connection, its first message and its failure at the same time.
+    A rank that reads late learns of a connection, its first message and its failure all at once.
     """
     make_curve_keys(tmp_path, 2)
     change, changed = threading.Event(), threading.Event()
@@ -247,8 +247,8 @@ def test_bytes_that_were_changed_on_the_way_end_the_wait(tmp_path, reads):
         if change.is_set() and len(data) > 1000 and not changed.is_set():
             changed.set()
             data = bytearray(data)
-            # change the payload, not the end of the read, which may be a heartbeat's; a changed length
-            # would only show when no more bytes come
+            # Change the payload rather than the end of the read, which may be a heartbeat.  A
+            # changed length would show only when more bytes come.
             data[len(data) // 2] ^= 1
         return data
 

@@ -1,4 +1,4 @@
-"""Groups that change over ZeroMQ: ranks join, leave and return, over persistent sockets."""
+"""Groups change over ZeroMQ while sockets persist: ranks join, leave and return."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ RAW = Raw("value", variable=True)
 
 @pytest.fixture
 def members():
-    """Return four members without a group, and a function that runs a program in a group of some."""
+    """Return four members without a group, and a function to run a program in a group of some."""
     with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
         every = [
             stack.enter_context(
@@ -124,7 +124,7 @@ def test_too_many_early_messages_are_dropped_and_counted(members, monkeypatch):
 
 
 def test_who_gives_up_lets_nobody_wait(members):
-    """No rank waits for one that gave up, nor for live ranks, which may wait for that one."""
+    """No rank waits for one that gave up, nor for live ranks that may be waiting for it."""
     _, group = members
     failed = threading.Barrier(3, timeout=5)
 

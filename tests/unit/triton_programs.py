@@ -1,14 +1,14 @@
 """Compile every kernel for a GPU with Triton's own assembler, without a GPU or a driver.
 
-This is a separate program, because a process either compiles kernels or interprets them. Triton is only
-imported when it runs, because collecting tests imports this file everywhere.
+This is a separate program, because a process either compiles kernels or interprets them. It imports
+Triton only when it runs, because collecting tests imports this file everywhere.
 """
 
 import argparse
 import importlib
 
 B = 2048
-# arguments by kernel, in the order of the parameters; a number is a compile-time constant
+# the arguments of each kernel, in the order of its parameters; a number is a compile-time constant
 SIGNATURES = {
     "_swap_accumulate": ("*fp32", "*fp32", "*i32", "i32", "i32", B, 1),
     "_count_above": ("*i32", "*i32", "i32", "i32", B),
@@ -34,7 +34,7 @@ SIGNATURES = {
 
 
 def compiled(kernel, types, capability):
-    """Return the PTX of a kernel, from which machine code was assembled."""
+    """Return a kernel's PTX, after assembling machine code from it."""
     compiler = importlib.import_module("triton.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
     named = dict(zip(kernel.arg_names, types, strict=True))
@@ -49,7 +49,7 @@ def compiled(kernel, types, capability):
 
 
 def forms_of(types):
-    """Return forms with lengths of 32 and 64 bits, and lengths of 1, which Triton treats as constants."""
+    """Return forms with 32-bit and 64-bit lengths, and with length 1, which Triton makes a constant."""
     return [tuple(length if t == "i32" else t for t in types) for length in ("i32", "i64", 1)]
 
 
@@ -71,7 +71,8 @@ def main():
     for kernel, types in SIGNATURES.items():
         for form in forms_of(types):
             ptx = compiled(found[kernel], form, capability)
-            # with flushed denormals, approximate division or contraction, results would not be bit-equal
+            # flushed denormals, approximate division or contraction would change bits of the
+            # results
             wrong = [word for word in ("ftz", "div.full", "div.approx", "fma") if word in ptx]
             assert not wrong, f"{kernel} uses {wrong}"
 

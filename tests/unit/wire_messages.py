@@ -25,13 +25,13 @@ def vector(indices, values, size, dtype=torch.float32) -> SparseVector:
 
 
 def using(backend: str):
-    """Make the dispatcher choose a backend, which for float32 on the CPU would always be the fastest."""
+    """Make the dispatcher choose this backend; by itself, it chooses the fastest for float32 on CPUs."""
     return mock.patch.object(native, "chosen", return_value=backend)
 
 
 @st.composite
 def packable(draw, max_nnz: int = 40):
-    """Vectors of any density, in regions of up to 2^32 elements, with every kind of float."""
+    """Draw vectors of any density, in regions of up to 2^32 elements, with every kind of float."""
     nnz = draw(st.integers(0, max_nnz))
     size = draw(st.one_of(st.integers(nnz, 2 * nnz + 9), st.integers(nnz, 1 << 32)))
     edges = st.one_of(st.integers(0, max(size - 1, 0)), st.sampled_from([0, max(size - 1, 0)]))
@@ -80,7 +80,7 @@ def messages(draw, codecs=(Coo, Whole, Packed, Qsgd, SparseQsgd, SignMean, Lloyd
 
 
 def receiver_of(codec: Codec) -> Codec:
-    """Return a codec with other settings, if messages state those of their sender."""
+    """Return a codec with other settings, if messages carry the settings of their sender."""
     if isinstance(codec, SignMean):
         return SignMean("coo" if codec.indices == "packed" else "packed", codec.layers)
     return type(codec)()

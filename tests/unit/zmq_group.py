@@ -1,4 +1,4 @@
-"""Ranks of the ZeroMQ transport as threads of one process, each with its own sockets."""
+"""Run the ranks of a ZeroMQ group as threads of one process, each with its own sockets."""
 
 import contextlib
 import socket
@@ -20,7 +20,7 @@ UP_TO = Raw("value", variable=True)
 
 
 def together(program, world_size, **options):
-    """Run ``program(comm)`` on every rank; raise the first rank's error, return all results."""
+    """Run ``program(comm)`` on every rank; raise the first error, or return all results."""
     options = {"store": HashStore(), "timeout": SECONDS, **options}
     everyone = threading.Barrier(world_size)
 
@@ -36,7 +36,7 @@ def together(program, world_size, **options):
 
 @contextlib.contextmanager
 def forwarded(outside, inside, ports, change=lambda data: data):
-    """Forward one address to the same ports of another, as a router would, after changing the bytes."""
+    """Forward an address to the same ports of another, as a router would, after changing the bytes."""
 
     def accept(listener):
         with contextlib.suppress(OSError):

@@ -41,7 +41,7 @@ SecondMoment = Literal["local", "frozen", "refreshed"]
 
 @final
 class LocalAdamW(torch.optim.AdamW):
-    """AdamW on local gradients, with an estimate of the second moment of their average over P ranks.
+    """AdamW on local gradients; it estimates the second moment of their average over P ranks.
 
     ::
 
@@ -142,7 +142,7 @@ class UpdateSpace(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Refuse a GradScaler, which reads this: an overflow would skip the step on a single rank."""
+        """Refuse a GradScaler, which reads this: an overflow would skip the step on one rank only."""
         raise ConfigurationError(
             f"{type(self).__name__} does not support a GradScaler: a rank that skipped its step "
             "would leave the others waiting; use bfloat16 autocast, which needs none, or "
@@ -197,7 +197,7 @@ class UpdateSpace(torch.optim.Optimizer):
         return reducer_stats(self.reducer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state and this rank's reducer state, in an envelope."""
+        """Return torch's state and the state of this rank's reducer, in an envelope."""
         return sealed("optimizer", {**super().state_dict(), "reducer": reducer_state(self.reducer)})
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
@@ -228,11 +228,13 @@ class UpdateSpaceSGD(UpdateSpace):
         residual = acc outside indexes            line 6
         w = w - u / P                             line 7
 
-    The model is equal on all ranks; schedulers may change ``lr`` between steps.  ``options``: density
-    (k / n), comm, unit_bytes and compress as in ``sparsync.attach``; all others are the preset's.
+    The model is equal on all ranks; schedulers may change ``lr`` between steps.  ``options`` are
+    density (k / n), comm, unit_bytes and compress as in ``sparsync.attach``; all others are options
+    of the preset.
 
     Raises:
-        ConfigurationError: DDP's module, lr < 0, a bad density, an unknown algorithm or option.
+        ConfigurationError: the module is DDP's, lr < 0, the density is bad, or an algorithm or
+            option unknown.
         NonFiniteGradientError: from ``step``; parameters and residuals are unchanged.
 
     State: the reducer's, together with torch's in ``state_dict()``; one per rank.
@@ -269,13 +271,14 @@ class UpdateSpaceAdamW(UpdateSpace):
         w = (1 - lr weight_decay) w - mean of the delivered entries
 
     Args:
-        model: as for ``UpdateSpaceSGD``, like lr, algorithm and options.
+        model: as for ``UpdateSpaceSGD``, as are lr, algorithm and options.
         betas: b1 and b2.
-        eps: added to the square root.
+        eps: the number added to the square root.
         weight_decay: decoupled, applied equally on all ranks.
-        second_moment: "local"; "frozen": averaged over ranks after the warm-up and then kept (1-bit
-            Adam's idea; an element without one gets its tensor's mean); "refreshed": averaged after the
-            warm-up and every ``refresh_period`` steps, local in between.
+        second_moment: "local"; or "frozen", i.e. averaged over ranks after the warm-up and then
+            kept (the idea of 1-bit Adam; an element without a moment gets its tensor's mean); or
+            "refreshed", i.e. averaged after the warm-up and every ``refresh_period`` steps, and
+            local in between.
         refresh_period: steps between averages; each is a dense allreduce of n elements.
         warmup_steps: the first steps are exchanged dense.
 
@@ -328,7 +331,7 @@ class UpdateSpaceAdamW(UpdateSpace):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Apply one exchanged update; average the second moment when due."""
+        """Apply one exchanged update; average the second moment when this is due."""
         loss = super().step(closure)
         warmup = self.reducer.plan.warmup
         since = self.reducer.step - (warmup.steps if warmup else 0)
@@ -342,7 +345,7 @@ class UpdateSpaceAdamW(UpdateSpace):
         return loss
 
     def _average_second_moments(self) -> None:
-        """Average over ranks, parameter by parameter, in the same order on all ranks."""
+        """Average second moments over ranks, parameter by parameter, in the same order on all ranks."""
         comm, frozen = self.reducer.comm, self.second_moment == "frozen"
         beta2 = self.param_groups[0]["betas"][1]
         for unit in self.reducer.units:

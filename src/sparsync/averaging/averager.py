@@ -94,8 +94,9 @@ class Averager(Stateful):
     other four.
 
     Args:
-        model: a plain module (not DDP or FSDP), equal on all ranks, averaged in place.  Parameters that
-            are frozen at this time are not sent.  None: only the coroutines are used.
+        model: a plain module (not DDP or FSDP), equal on all ranks, which is averaged in place.
+            Parameters that are frozen at this time are not sent.  With None, only the coroutines
+            are used.
         comm: default ``sparsync.connect()``.
         buffers: floating-point buffers (BatchNorm's statistics) "average" with the parameters, or stay
             "local" until ``finish`` averages them.  Buffers that hold Inf (masks) and integer buffers
@@ -105,8 +106,9 @@ class Averager(Stateful):
         moments: tensors of the optimizer's state with their parameter's shape stay "local" (even after
             ``finish``) or "average" with the parameters; "reset" drops the whole state whenever an
             average is taken.  Step counts are never sent.
-        nonfinite: NaN or Inf in a rank's parameters "raise" an error on that rank, or "spread" to others.
-        unknown: refused, with a list of the valid options.
+        nonfinite: NaN or Inf in a rank's parameters "raise" an error on that rank, or "spread" to
+            other ranks.
+        unknown: any other options, which are refused with a list of the valid ones.
 
     Attributes:
         steps: number of local steps done, which is the 0-based number of the next ``step()``.
@@ -116,8 +118,8 @@ class Averager(Stateful):
         participation: the averages that included this rank's model; ``stats`` has more.
 
     Raises:
-        ConfigurationError: an option that the scheme does not have; a DDP or FSDP model; later: a model
-            that has changed.
+        ConfigurationError: the scheme does not have an option, or the model is DDP or FSDP; later,
+            the model has changed.
         PeerError: from the first ``step``: ranks differ in settings, tensors or initial values.
     """
 
@@ -174,27 +176,27 @@ class Averager(Stateful):
         return True
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the model that all ranks share after ``step`` steps: by default the mean."""
+        """Return the model that all ranks share after ``step`` steps; by default, this is the mean."""
         return await mean(comm, vector)
 
     def survivors(self, comm: Communicator) -> Communicator:
-        """Return the ranks that have not been left out: by default all of them."""
+        """Return the ranks that have not been left out; by default, these are all ranks."""
         return comm
 
     # ---- the questions of WAGMA-SGD's section 2 ------------------------------------------------------
 
     @property
     def staleness(self) -> Staleness:
-        """The bound on the age of models in an average (Q3); by default all are from the same step."""
+        """The bound on the age of models in an average (Q3); by default, all are from the same step."""
         return "none"
 
     @property
     def global_period(self) -> int | None:
-        """Steps between averages over all ranks, tau (Q4); None: only ``finish`` has one."""
+        """The steps between averages over all ranks, tau (Q4); None if only ``finish`` has one."""
         return 1
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return S (Q5), the number of ranks per average between global ones: by default all."""
+        """Return S (Q5), the number of ranks per average between global ones; by default, all ranks."""
         return world_size
 
     # ---- applied to a model -----------------------------------------------------------------------
@@ -208,7 +210,8 @@ class Averager(Stateful):
             averaged = run(self.average(binding.comm, vector, self.steps))
             self._waited += binding.comm.now - started
             self._count(binding.comm)
-            # the same object means that the scheme had nothing newer: parameters and moments stay
+            # the same object means that the scheme had no newer model, so parameters and moments
+            # stay
             if averaged is not vector:
                 binding.write_(averaged)
                 binding.reset_moments()
@@ -229,7 +232,8 @@ class Averager(Stateful):
     def finish(self) -> None:
         """Make all replicas equal; training may continue."""
         binding = self._bound()
-        # recorded separately: bytes per step describe the algorithm, not the end of training
+        # these bytes are recorded separately, because bytes per step describe the algorithm, not
+        # the end of training
         with binding.comm.ledger.outside_steps():
             vector = binding.read()
             binding.write_(run(self.conclude(binding.comm, vector, self.steps)))
@@ -280,7 +284,8 @@ class Averager(Stateful):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from this rank's ``state_dict``; call it before the first ``step()``.
 
-        Also load model and optimizer, in any order.  The ranks' models need not be equal in this case.
+        Load the model and the optimizer as well, in any order.  The ranks' models need not be equal
+        in this case.
         """
         self.restore(self.check(state))
 
@@ -419,7 +424,7 @@ class LocalSgd(Averager):
         return self.period
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return 1 if there are steps between two averages, on which ranks train alone."""
+        """Return 1 if there are steps between two averages, because ranks train alone in them."""
         return world_size if self.period == 1 else 1
 
     def is_due(self, step: int) -> bool:
@@ -435,7 +440,7 @@ class LocalSgd(Averager):
 
 
 class Companion(Actor):
-    """An actor that records its messages; every answer hands the records over to its rank."""
+    """An actor that records its messages, and hands the records over to its rank with every answer."""
 
     def __init__(self) -> None:
         self.ledger, self.participation = Ledger(), Participation()
@@ -477,7 +482,7 @@ class Accompanied(Averager):
         """Run an actor on all ranks, until the communicator is closed or gets another actor."""
         if not isinstance(comm, HostsActors):
             raise ConfigurationError(f"{type(comm).__name__} runs no actors; use zmq, torch or mpi")
-        # one per communicator: two agents would take each other's messages
+        # there is one agent per communicator, because two would take each other's messages
         old = comm.companions.pop("averaging", None)
         if old is not None:
             old.close()
@@ -501,4 +506,4 @@ class Accompanied(Averager):
         return result
 
     def _count(self, comm: Communicator) -> None:
-        """Do nothing: the companion counts, because averages are taken while the rank computes."""
+        """Do nothing, because the companion counts: averages are taken while the rank computes."""

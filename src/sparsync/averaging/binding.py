@@ -27,7 +27,7 @@ NonFiniteRule = Literal["raise", "spread"]
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that ``state_dict`` saves: all but those with ``persistent=False``."""
+    """Return the buffers that ``state_dict`` saves, i.e. all but those with ``persistent=False``."""
     # The set is private (PyTorch 2.13), but there is no public alternative.  ``state_dict`` itself would
     # run the state-dict hooks of the model's classes.
     unsaved = {
@@ -53,12 +53,12 @@ class Binding:
     """Reads a model as a vector, and writes a vector into the same tensors.
 
     The vector holds trained parameters (each once), floating-point buffers and moments, in this order.
-    It is float64 if any parameter or buffer is, otherwise float32.  The model's tensors are chosen when
-    the binding is made, the moments when averaging begins.  Tensors are looked up by name every time,
-    because modules may replace their buffers and optimizers their state.
+    It is float64 if any parameter or buffer is, and otherwise float32.  The model's tensors are
+    chosen when the binding is made, the moments when averaging begins.  Tensors are looked up by
+    name every time, because modules may replace their buffers and optimizers their state.
 
     Attributes:
-        initial: the vector when the binding was made; None: ranks start with different models.
+        initial: the vector when the binding was made; None if ranks start with different models.
         left_out: buffers that are not averaged because they held NaN or Inf when the binding was made.
     """
 
@@ -84,7 +84,8 @@ class Binding:
         _check_model(model)
         self.model, self.comm, self.nonfinite = model, comm, nonfinite
         self.buffers, self.optimizer, self.moments = buffers, optimizer, moments
-        # decided once, before training: a buffer that gets Inf later is broken, not a mask
+        # this is decided once, before training, because a buffer that gets Inf later is broken, not
+        # a mask
         self._averaged = set(averaged_buffers(model) if buffers == "average" else ())
         floating = [n for n, b in saved_buffers(model).items() if b.is_floating_point()]
         self.left_out = [n for n in floating if buffers == "average" and n not in self._averaged]
@@ -103,14 +104,14 @@ class Binding:
         """Return a new vector; NaN or Inf in a trained parameter is an error unless it may spread."""
         tensors = self._travelling()
         device = next((t.device for t in tensors.values() if t is not None), None)
-        # an empty first piece, because a model may have no parameters
+        # the first piece is empty, because a model may have no parameters
         pieces = [torch.zeros(0, dtype=self._dtype, device=device)]
         for size, tensor in zip(self._sizes(), tensors.values(), strict=True):
             piece = pieces[0].new_zeros(size) if tensor is None else tensor.to(pieces[0])
             pieces.append(piece.reshape(-1))
         vector = torch.cat(pieces)
-        # one pass, and a single number to wait for on a GPU; if only the sum overflows, the model is just
-        # as broken
+        # this takes one pass, and a single number to wait for on a GPU; if only the sum overflows,
+        # the model is just as broken
         trained = sum(parameter.numel() for parameter in self.trained.values())
         if self.nonfinite == "raise" and not vector[:trained].sum().isfinite():
             raise NonFiniteGradientError(
@@ -122,8 +123,8 @@ class Binding:
 
     @torch.no_grad()
     def write_(self, vector: Tensor) -> None:
-        """Write a vector back: same tensors, dtypes and strides as before."""
-        # in place, because optimizers, views and compiled graphs refer to these tensors
+        """Write a vector back, to the same tensors, with their dtypes and strides."""
+        # tensors are written in place, because optimizers, views and compiled graphs refer to them
         tensors = self._travelling().values()
         for tensor, piece in zip(tensors, torch.split(vector, self._sizes()), strict=True):
             if tensor is not None:
@@ -159,8 +160,8 @@ class Binding:
         most = await self.comm.allreduce(torch.tensor([len(labels)]), "agreement", "max")
         # ``agree`` needs the same number of facts on every rank
         labels += ["nothing"] * (int(most) - len(labels))
-        # names and shapes first: ranks that differ in them would pass different numbers of facts, or
-        # vectors of different lengths, to every later exchange
+        # names and shapes come first, because ranks that differ in them would pass different
+        # numbers of facts, or vectors of different lengths, to every later exchange
         await agree(
             self.comm, {f"tensor {i} of the model": label for i, label in enumerate(labels)}
         )
@@ -216,7 +217,7 @@ class Binding:
         }
 
     def _travelling(self) -> dict[str, Tensor | None]:
-        """Return the current tensors that make up the vector; None for a moment that does not exist."""
+        """Return the tensors that make up the vector now, with None for a moment that does not exist."""
         tensors = self._tensors()
         # parameters frozen later are still averaged, because GANs freeze their halves in turns
         now = {name: tensors[name].shape for name in self._shapes if name in tensors}
@@ -275,7 +276,8 @@ class Binding:
 
 def _check_model(model: nn.Module) -> None:
     """Refuse a model that does not hold its own parameters, or that averages gradients itself."""
-    # compares the names of base classes, because FSDP2 derives a new class from each module's class
+    # this compares the names of base classes, because FSDP2 derives a new class from each module's
+    # class
     wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
     bases = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     require(

@@ -19,7 +19,7 @@ def _allreduce(model: nn.Module | None = None, **binding: Any) -> LocalSgd:
     return LocalSgd(model, period=1, **binding)
 
 
-# each row is called with or without a model, and with keyword arguments
+# each row can be called with or without a model, and with keyword arguments
 SCHEMES: Final[Table[Callable[..., Averager]]] = Table(
     "schemes",
     {"allreduce": _allreduce, "local": LocalSgd},

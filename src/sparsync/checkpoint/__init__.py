@@ -1,4 +1,4 @@
-"""Checkpoints: every rank's residual and everything that all ranks share, complete or not at all.
+"""Checkpoints hold every rank's residual and everything that ranks share, complete or not at all.
 
 ::
 

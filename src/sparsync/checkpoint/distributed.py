@@ -1,8 +1,8 @@
 """The state of a handle in checkpoints of ``torch.distributed.checkpoint`` (DCP).
 
-Under ``rank-R-of-P``, every rank saves its residual, velocity and weights as tensors, whose names and
-sizes are determined by the set-up, and everything else as bytes.  No two ranks use the same key, because
-DCP would keep only one of the values.
+Under ``rank-R-of-P``, every rank saves its residual, velocity and weights as tensors, whose names
+and sizes follow from the set-up, and the rest of its state as bytes.  No two ranks use the same
+key, because DCP would keep only one of the values.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class _Saved:
 
     def read(self, seat: Seat, use: Use) -> dict[str, Any]:
         """Return a rank's state; if it is only checked, its tensors are zeros that take no memory."""
-        # most residuals go to other ranks than this one, so only their sizes are checked, not their
-        # values
+        # most residuals go to other ranks than this one, so only their sizes are checked and not
+        # their values
         prefix = self._prefixes[seat]
 
         def read(name: str) -> Any:

@@ -41,7 +41,7 @@ _NO_FOLDER_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 
 class Seat(NamedTuple):
-    """The owner of a file: a rank among the replicas, and a part of a replica if parameters are split.
+    """The owner of a file: a rank among replicas, and a part of a replica if parameters are split.
 
     Example:
         >>> Seat(1, 4, 0, 1).name, Seat(1, 2, 0, 2).name
@@ -76,13 +76,14 @@ class Seat(NamedTuple):
 
 
 def write_file(path: Path, content: Any) -> None:
-    """Write with ``torch.save``, atomically: the file is complete, or as it was before.
+    """Write with ``torch.save``, atomically: the file is complete, or stays as it was before.
 
-    It is read back before it gets its name, so content that ``read_file`` would refuse is not written.
+    The file is read back before it gets its name, so content that ``read_file`` would refuse is not
+    kept.
 
     Raises:
-        CheckpointError: names the file and the reason, or the value that could not be read back; no
-            partial file is left behind.
+        CheckpointError: writing failed; the message names the file and the reason, or the value
+            that could not be read back.  No partial file is left behind.
     """
     # Write, flush, rename, flush the folder, in this order: a rename within a file system is atomic, and
     # only flushed data and names survive a power failure.
@@ -99,7 +100,8 @@ def write_file(path: Path, content: Any) -> None:
     except Exception as error:  # an object may raise anything when it is pickled
         remove_file(temporary)
         refused = _by_the_system(error)
-        # the search for the culprit pickles everything again, so it is done only if the disk is fine
+        # the search for the culprit pickles all values again, so it is done only if the disk is
+        # fine
         on_disk = refused is not None or isinstance(error, RuntimeError)
         raise CheckpointError(
             f"cannot write {path}: {'' if on_disk else _culprit(content)}{first_line(refused or error)}"
@@ -160,7 +162,8 @@ def await_whole(path: Path, seconds: float) -> None:
     """Wait until this rank sees all files of a checkpoint, which a shared folder may show late.
 
     Raises:
-        CheckpointError: it does not see them in time, so the ranks' folders are not the same.
+        CheckpointError: this rank does not see them in time, so the ranks' folders are not the
+            same.
     """
     deadline = time.monotonic() + seconds
     while not _has_all(path):
@@ -189,7 +192,7 @@ def states_in(folder: Path) -> dict[Seat, Path]:
 
 def is_whole(seats: Collection[Seat]) -> bool:
     """Return whether these are all seats of one job."""
-    # seats are distinct keys, so it suffices to count them, if all belong to one job
+    # seats are distinct keys, so counting them suffices if all belong to one job
     sizes = {seat.ranks * seat.parts for seat in seats}
     return sizes == {len(seats)} and len({(seat.ranks, seat.parts) for seat in seats}) == 1
 

@@ -32,7 +32,7 @@ State = Mapping[str, Any]
 # saved states, each with the pieces of all its parameters
 Olds = Sequence[tuple[State, Mapping[str, Piece]]]
 
-# the fields that are equal on all ranks; the others are particular to each rank
+# these fields are equal on all ranks; the others are particular to each rank
 _EQUAL: Final = ("algorithm", "world_size", "momentum", "scale", "step", "skipped", "density")
 
 
@@ -163,7 +163,7 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
     pieces = _pieces_of(template)
     for what in ("residual", "velocity"):
         new[what] = {}
-        # by unit: a residual exists for all parameters of a unit, or for none
+        # the check is by unit, because a residual exists for all parameters of a unit, or for none
         for names, sizes in zip(template["units"], template["sizes"], strict=True):
             placed = [_placed(olds, what, name, before, rank, world_size) for name in names]
             if all(values is None for values in placed):
@@ -256,7 +256,7 @@ def _without_broken_moments(state: State, states: Sequence[State]) -> State:
 
 
 def _by_name(state: State, returns: bool) -> dict[str, Any]:
-    """Return a reducer's state whose residual is all undelivered mass, and vectors by name.
+    """Return a reducer's state whose residual has all undelivered mass, and the vectors by name.
 
     If the rank ``returns`` to its last exchange, its steps since then are dropped.
     """
@@ -293,8 +293,9 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
             own[span] = shared[span] - (residual - hidden)[span] * in_weights
     if returns:
         own = shared - (residual - hidden) if in_weights else shared
-    # shared - own: local steps since the last exchange, and with residual="weights" the shown residual.
-    # These steps weigh the same on all ranks, because the counts since then are unknown here.
+    # shared - own has the local steps since the last exchange, and with residual="weights" the
+    # shown residual. These steps weigh the same on all ranks, because the counts since then are
+    # unknown here.
     missing = shared - own + (hidden if in_weights else residual)
     momentum = state["memory"].get("momentum", shared[:0])
     named = {"shared vector": shared, "momentum vector": momentum, "residual": missing}
@@ -317,7 +318,7 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
 def _placed(
     olds: Olds, what: str, name: str, before: int, rank: int, world_size: int
 ) -> Tensor | None:
-    """Return a new rank's part of a whole parameter's residual; None for zeros."""
+    """Return a new rank's part of a whole parameter's residual, or None for zeros."""
     if world_size <= before:
         wholes = [_whole(olds, what, name, r) for r in range(rank, before, world_size)]
         parts = [whole for whole in wholes if whole is not None]
@@ -325,7 +326,8 @@ def _placed(
     old = _whole(olds, what, name, rank % before)
     if old is None:
         return None
-    # element by element in turn, not in ranges, so layers with large entries are spread evenly
+    # elements are dealt in turn rather than in ranges, so that layers with large entries are spread
+    # evenly
     heirs = len(range(rank % before, world_size, before))
     new = torch.zeros_like(old)
     new[rank // before :: heirs] = old[rank // before :: heirs]
@@ -333,7 +335,7 @@ def _placed(
 
 
 def _whole(olds: Olds, what: str, name: str, rank: int) -> Tensor | None:
-    """Assemble a parameter's residual on one old rank from its pieces; None for zeros."""
+    """Assemble a parameter's residual on one old rank from its pieces; return None for zeros."""
     # by piece, as several ranks may hold the same one
     found: dict[str, tuple[Piece, Tensor | None]] = {}
     for state, pieces in olds:
@@ -359,7 +361,8 @@ def _whole(olds: Olds, what: str, name: str, rank: int) -> Tensor | None:
         return None
     shapes = {tuple(piece["shape"]) for piece, _ in found.values()}
     size = math.prod(min(shapes))
-    # every element exactly once: a missing shard would lose mass, an overlapping one would double it
+    # every element must be there exactly once, because a missing shard would lose mass and an
+    # overlapping one would double it
     taken, whole = torch.zeros(size, dtype=torch.uint8), present[0][1].new_zeros(size)
     if len(shapes) == 1:
         for piece, _ in found.values():

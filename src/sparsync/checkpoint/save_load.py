@@ -1,4 +1,4 @@
-"""Save and load checkpoints: collectively, and on all ranks or on none."""
+"""Save and load checkpoints collectively, either on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
     Args:
         sync: the handle returned by ``attach``.
         folder: the folder for this run's checkpoints, visible to all ranks; created if necessary.
-        keep: the number of newest checkpoints to keep; older ones are removed.  None: all are kept.
+        keep: the number of newest checkpoints to keep; older ones are removed.  With None, all are
+            kept.
         shared: by name, objects and values that are equal on all ranks and saved once, by rank 0:
             anything with a ``state_dict()`` (a model, an optimizer, a scaler, a scheduler), tensors,
             numbers.  For updates, the state of ``sync`` includes every rank's own weights and moments,
@@ -157,7 +158,8 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         local = state["kind"] in _LOCAL
         stateful = {n: v for n, v in shared.items() if hasattr(v, "state_dict")}
         plain = {n: v for n, v in shared.items() if n not in stateful}
-        # of a sharded object rank 0 has only a part, and every rank's own state already contains its part
+        # rank 0 has only a part of a sharded object, and every rank's own state already contains
+        # its part
         states = {
             n: {} if _holds_shards(sync, v, state) else v.state_dict() for n, v in stateful.items()
         }
@@ -168,7 +170,8 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         if seat.place == 0:
             write_file(target / SHARED, {**states, **plain})
 
-    # all write, then all look: older checkpoints are removed only if every rank sees the new one complete
+    # all write, and then all look, so older checkpoints are removed only if every rank sees the new
+    # one complete
     try:
         _together(sync, write, f"write its part of {target}")
         _together(sync, lambda: await_whole(target, _LATE), f"see all files of {target}")
@@ -202,14 +205,16 @@ def load(
         shared: by name, the objects that load their states: the model, the optimizer, ...
 
     Returns:
-        Everything else that was saved, by the names given to ``save``.
+        All other values that were saved, by the names given to ``save``.
 
     Raises:
         NoCheckpointError: there is no complete checkpoint; this ``CheckpointError`` means that training
             may start from scratch.
-        CheckpointError: ranks do not see the same one, a file is damaged, or contains more than tensors
-            and plain values: files are read with ``weights_only=True`` and run no code.
-        ConfigurationError: it does not fit this run; other ranks may raise ``CheckpointError`` instead.
+        CheckpointError: ranks do not see the same checkpoint, or a file is damaged or contains more
+            than tensors and plain values (files are read with ``weights_only=True`` and run no
+            code).
+        ConfigurationError: the checkpoint does not fit this run; other ranks may raise
+            ``CheckpointError`` instead.
 
     If it raises, nothing has changed on any rank: objects that had already loaded their states are rolled
     back.
@@ -236,8 +241,9 @@ def _named(folder: Path | str) -> Path:
 
 def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[int]]:
     """Return the last checkpoint that all ranks see complete, and the steps of older ones."""
-    # The newest that every rank sees is the least of the ranks' last ones.  A rank may still lack it,
-    # e.g. if its folder is a different one, which the second question reveals; all ranks ask both.
+    # The newest checkpoint that every rank sees is the least of the ranks' last ones.  A rank may
+    # still lack it, e.g. because its folder is a different one, which the second question reveals.
+    # All ranks ask both questions.
     whole = _together(sync, lambda: whole_checkpoints(folder), f"list {folder}")
     wanted = [number for number, path in whole.items() if step in (None, step_of(path))]
     number = -_greatest(sync, -max(wanted, default=0))
@@ -272,7 +278,8 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
 
     def take() -> None:
         for name, value in shared.items():
-            # its shards are in this rank's own state, and ``shared.pt`` has nothing of it
+            # the shards of this object are in this rank's own state, and ``shared.pt`` has no part
+            # of it
             if _holds_shards(sync, value, before):
                 continue
             former[name] = copy.deepcopy(value.state_dict())
@@ -285,7 +292,8 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
                 ) from error
 
     try:
-        # in this order, because the handle's state, with a rank's own weights, overrides the shared ones
+        # the order matters, because the handle's state, with a rank's own weights, overrides the
+        # shared ones
         _together(sync, take, f"take over the shared states in {path}")
         _take_state(sync, state, before, str(path))
     except BaseException:
@@ -309,7 +317,7 @@ def _holds_shards(sync: Saveable, value: object, state: Mapping[str, Any]) -> bo
 def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = False) -> None:
     """Write this rank's file, and a digest of its weights; this is collective.
 
-    ``alone``: the handle is closed, e.g. after training, so ranks cannot be asked.
+    If ``alone``, the handle is closed, e.g. after training, so ranks cannot be asked.
 
     Raises:
         CheckpointError: raised on all ranks if any of them has made another number of local steps (then
@@ -384,8 +392,9 @@ def _read_states(
             )
         return state_like(before, [source.read(one, _use(one, seat)) for one in seats])
 
-    # Bit for bit only if every rank finds its own state.  If one does not, all take parts of all states,
-    # because mass would be counted twice if some ranks took their whole state.
+    # Training continues bit for bit only if every rank finds its own state.  If one does not, all
+    # take parts of all states, because mass would be counted twice if some ranks took their whole
+    # state.
     state = _together(sync, mine, f"read its state in {source}")
     if _greatest(sync, int(state is None)):
         state = _together(sync, part_of_all, f"read the states in {source}")
@@ -401,7 +410,7 @@ def _read_states(
 
 
 def _use(old: Seat, new: Seat) -> Use:
-    """Return how a new rank uses an old rank's state; rank 0's state has the common fields."""
+    """Return how a new rank uses an old rank's state; the state of rank 0 has the common fields."""
     shared = old.rank == 0
     heir = old.rank % new.ranks == new.rank or new.rank % old.ranks == old.rank
     return "part" if shared or heir else "check"
@@ -449,7 +458,7 @@ def _same_steps(sync: Saveable) -> int:
     """Return the number of local steps, which must be equal on all ranks.
 
     Raises:
-        CheckpointError: ranks have made different numbers of steps.
+        CheckpointError: ranks have taken different numbers of steps.
     """
     # the minimum is minus the maximum of the negatives, so one primitive serves for both
     here = getattr(sync, "steps", sync.reducer.step)

@@ -41,8 +41,9 @@ COMMANDS: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
     }
 )
 _GROUP = "sparsync.commands"
-# of sparsync-papers: named in an error if it is not installed; all other packages' commands are listed
-# with their package's summary, because importing them would make --help slow
+# the commands of sparsync-papers are named in an error if it is not installed; commands of all
+# other packages are listed with their package's summary, because importing them would make --help
+# slow
 _OF_PAPERS = MappingProxyType(
     {
         "reproduce": "Reproduce tables and figures of the papers; --list shows them.",
@@ -55,7 +56,7 @@ _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
 
 
 def make_app(wanted: str | None = None) -> typer.Typer:
-    """Make the command line; commands other than ``wanted`` get only their line of help (None: all)."""
+    """Make the command line; if one command is ``wanted``, others get only their line of help."""
     app = typer.Typer(
         name="sparsync",
         help="Data-parallel training on networks too slow for dense allreduce.",
@@ -114,7 +115,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     code = exit_code(lambda: _run(arguments))
     with suppress(OSError, ValueError):  # the terminal may be gone
-        # a killed process may have left the cursor hidden, which progress bars do
+        # progress bars hide the cursor, and a killed process may have left it hidden
         Console(stderr=True).show_cursor()
     sys.exit(code)
 
@@ -154,7 +155,7 @@ def exit_code(run: Callable[[], object]) -> int:
 
 
 def _speaks() -> bool:
-    """Return whether this process should print: it is rank 0, the only process, or cannot tell."""
+    """Return whether this process should print: it is rank 0, the only process, or does not know."""
     with suppress(ConfigurationError):
         here = detect()
         return here is None or here.rank == 0

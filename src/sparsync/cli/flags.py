@@ -65,19 +65,20 @@ CurveKeys = Annotated[
     Readable(folder=True),
     Option(help="Folder of keys: zmq encrypts and refuses unknown ranks."),
 ]
-# at least 0.1 s, because a store or a socket needs a fraction of a second even when nothing is slow
+# the least timeout is 0.1 s, because a store or a socket needs a fraction of a second even when
+# nothing is slow
 Timeout = Annotated[float, Bounds(0.1, 1e6), Option(help="Seconds that a rank waits for another.")]
 Json = Annotated[Path | None, Option(help="Write the measurements to this file.")]
 Plot = Annotated[Path | None, Option(help="Plot them in this file (.png, .pdf or .svg).")]
 
 
 def option(text: str, default: str | bool = True) -> Any:
-    """Declare an option by its help text, which shows ``default`` instead of the value."""
+    """Declare an option by its help text, which shows ``default`` in place of the default value."""
     return Option(help=text, show_default=default)
 
 
 def whole(text: str) -> int:
-    """Return the whole number that a text means, also as ``7e9``.
+    """Return the whole number that a text means; ``7e9`` is one, for example.
 
     Example:
         >>> whole("7e9"), whole("1_000"), whole("1.5e3")

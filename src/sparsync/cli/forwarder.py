@@ -42,7 +42,7 @@ def open_device(interface: str) -> int:
         ) from None
     flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", interface.encode(), flags))
-    # skip checksums and segmentation, a network card's work, within one machine
+    # within one machine, leave out checksums and segmentation, which are a network card's work
     fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
     return device
 
@@ -75,8 +75,8 @@ class Forwarder:
         downs = [wire(link, link.down) for link in links]
 
         def run() -> None:
-            # raise its priority above the ranks', so timers are not late; without the privilege it waits
-            # for a core like the ranks
+            # raise its priority above the ranks', so that timers are not late; without the
+            # privilege, the thread waits for a core like the ranks
             with suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
             EXTENSION.forward(devices, ups, downs, int(IPv4Address(network)), stop)
@@ -86,7 +86,7 @@ class Forwarder:
         self._thread.start()
 
     def processor_seconds(self) -> float:
-        """Return the thread's processor time so far, which includes the ranks' receive work."""
+        """Return the processor time of the thread so far, which includes the ranks' receive work."""
         assert self._thread.ident is not None
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 

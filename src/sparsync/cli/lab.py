@@ -1,4 +1,4 @@
-"""A real, slow network on one machine: a namespace per rank, links shaped in both directions.
+"""A real, slow network on one machine: each rank has a namespace, and links are shaped both ways.
 
 ::
 
@@ -10,8 +10,8 @@
 Links with delay, jitter or loss use ``netem`` instead of ``tbf``.  If the kernel has no ``netem``, a
 thread of this process carries the packets between the ranks (``forwarder.py``), and there is no bridge.
 
-Nothing has a global name: the namespaces are held by open files of the process that made them, and by the
-ranks inside, so they disappear when these end, however they end.
+No part of a lab has a global name.  The namespaces are held by open files of the process that made
+them, and by the ranks inside.  So they disappear when these processes end, however they end.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _CARRIERS = ("tbf", "netem", "forwarder")
 _BITS_PER_BYTE = 8
 _ALSO_IN = "/usr/sbin:/sbin"  # folders with tools that Debian omits from a user's PATH
 _COMMAND_SECONDS = 10.0  # a bound on each command of iproute2
-# seconds of the wire that a send buffer holds; in Linux's default of 4 MB, acknowledgements would wait
-# behind seconds of data
+# the seconds of the wire that a send buffer holds; with Linux's default of 4 MB, acknowledgements
+# would wait behind seconds of data
 _SEND_BUFFER_SECONDS = 0.02
 _LEAST_SEND_BUFFER = 65_536  # bytes; with less, TCP stalls
 _MOST_SEND_BUFFER = 524_288  # bytes that Linux grants a program that asks for more
@@ -72,13 +72,13 @@ class LabError(ConfigurationError):
 
 
 def default_burst(bits_per_second: int) -> int:
-    """Return the bucket of ``tbf`` in bytes, which an idle link passes at once.
+    """Return the bucket of ``tbf``: the bytes that an idle link passes at once.
 
-    A smaller bucket distorts the wire time less.  But it must cover the lateness of timers and processes,
-    or the rate is not reached: at 1 Gbit/s a single stream reached 72 % with 16 KB, 92 % with 32 KB, 99 %
-    with 64 KB; dense allreduce on overloaded cores reached 80 % of its wire time with 64 KB, 90 % with
-    128 KB.  The bucket is therefore a millisecond, the lateness with two busy cores, and at least the
-    first window of a TCP connection.
+    A smaller bucket distorts the wire time less.  But it must cover the lateness of timers and
+    processes, or the rate is not reached.  At 1 Gbit/s, a single stream reached 72 % of the rate
+    with 16 KB, 92 % with 32 KB, and 99 % with 64 KB; dense allreduce on overloaded cores reached 80
+    % with 64 KB, and 90 % with 128 KB.  The bucket is therefore a millisecond, the lateness with
+    two busy cores, and at least the first window of a TCP connection.
 
     Example:
         >>> default_burst(1_000_000_000), default_burst(100_000_000)
@@ -106,8 +106,8 @@ class Lab:
 
     Attributes:
         bits_per_second: the lowest rate.
-        burst_bytes: the bucket of ``tbf`` at that rate, which an idle link passes at once; to be
-            subtracted when computing wire times, see ``default_burst``.
+        burst_bytes: the bucket of ``tbf`` at that rate, which an idle link passes at once (see
+            ``default_burst``); subtract it when you compute wire times.
 
     Raises:
         ConfigurationError: an argument is invalid, iproute2 is missing, or the kernel forbids
@@ -154,10 +154,10 @@ class Lab:
     def segment_bytes(self) -> int:
         """The largest packet handed to the link (GSO): a quarter of the bucket.
 
-        A packet of 64 KB would empty the bucket at once and hold up the acknowledgements behind it: with
-        both directions busy each reached 61 to 81 % of 1 Gbit/s, but 99 % with 16 KB (burst 64 KB).  The
-        forwarder gets packets that cross the link in half a millisecond.  ``netem`` gets single frames,
-        because it loses packets as a whole.
+        A packet of 64 KB would empty the bucket at once and hold up the acknowledgements behind it.
+        With both directions busy, each reached 61 to 81 % of 1 Gbit/s with such packets, but 99 %
+        with packets of 16 KB (burst 64 KB).  The forwarder gets packets that cross the link in half
+        a millisecond.  ``netem`` gets single frames, because it loses packets as a whole.
         """
         if self.carrier == "netem":
             return 1_514
@@ -167,11 +167,11 @@ class Lab:
 
     @property
     def send_buffer_bytes(self) -> int:
-        """The maximal number of bytes in flight per TCP connection; queues grow to it.
+        """The largest number of bytes in flight per TCP connection; queues grow to this size.
 
-        With delays it is Linux's default, but at least twice the bytes that fill the longest and fastest
-        path, so half of it still fills the path: the kernel counts 2.3 KB for a packet of 1.5 KB, and
-        acknowledgements may queue behind data of the other direction.
+        With delays, it is Linux's default, but at least twice the bytes that fill the longest and
+        fastest path.  The factor of two is needed because the kernel counts 2.3 KB for a packet of
+        1.5 KB, and acknowledgements may queue behind data of the other direction.
         """
         if self._rtt:
             return max(_USUAL_SEND_BUFFER, round(3 * self._fastest * self._rtt / _BITS_PER_BYTE))
@@ -180,7 +180,7 @@ class Lab:
 
     @property
     def queue_bytes(self) -> int:
-        """The size of a link's queue: all bytes in flight of P ranks, so nothing is dropped."""
+        """The size of a link's queue: the bytes that P ranks may have in flight, so none are dropped."""
         under_way = 2 * self.ranks * max(self.send_buffer_bytes, _MOST_SEND_BUFFER)
         return default_burst(self._fastest) + under_way
 
@@ -188,8 +188,8 @@ class Lab:
     def queue_seconds(self) -> float:
         """The seconds that a packet may wait for a ``netem`` or forwarder link before it is dropped.
 
-        At least the longest RTT, so Reno, which halves its window after a loss, keeps the link busy, and
-        at least as long as a home modem queues packets.
+        It is at least the longest RTT, so that Reno, which halves its window after a loss, keeps
+        the link busy.  It is also at least as long as a home modem queues packets.
         """
         return max(self._rtt, _LEAST_QUEUE_SECONDS)
 
@@ -322,10 +322,10 @@ class Seat:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables of a process inside: the interface of its transports, its address."""
+        """The environment variables of a process inside: its address, and its transports' interface."""
         return {
             **dict.fromkeys(_INTERFACE_VARIABLES, _INTERFACE),
-            # the ranks share a machine, and NCCL would find ways that bypass the links
+            # the ranks share a machine, so NCCL would find ways that bypass the links
             **dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1"),
             _ADDRESS: self.address,
         }
@@ -353,12 +353,12 @@ class LinkTraffic(NamedTuple):
 
 
 def local_address() -> str | None:
-    """Return this rank's address on its shaped link; None outside of a lab."""
+    """Return this rank's address on its shaped link, or None outside of a lab."""
     return os.environ.get(_ADDRESS)
 
 
 def local_traffic() -> LinkTraffic | None:
-    """Return the bytes on this rank's link so far, as the kernel counts; None outside of a lab."""
+    """Return the bytes on this rank's link so far, as the kernel counts, or None outside of a lab."""
     return _counters()[_INTERFACE] if _ADDRESS in os.environ else None
 
 
@@ -476,9 +476,9 @@ def _require_linux() -> None:
 def ensure_privileges() -> None:
     """Return if this process may make a lab; otherwise restart it inside a user namespace.
 
-    Root may.  Any other user becomes root of a new user namespace, if the kernel allows it.  Only a
-    process without threads can do that, so ``unshare`` executes the same command line again, in the same
-    process and with the same open files.  Call this function before anything else.
+    Root may make a lab.  Any other user becomes root of a new user namespace, if the kernel allows
+    it.  Only a process without threads can enter one, so ``unshare`` executes the same command line
+    again, in the same process and with the same open files.  Call this function before any other.
 
     Raises:
         ConfigurationError: the kernel allows neither, or iproute2 is missing.

@@ -24,8 +24,8 @@ _OWN = "write RANK=RATE[,RTT[,LOSS[,JITTER]]], e.g. 3=10mbit,80ms"
 class Link:
     """A rank's link to the middle of the network.
 
-    Between two ranks, RTT, jitter and loss are the means of their links: two links of 80 ms give an RTT
-    of 80 ms, one of 80 ms and one without delay give 40 ms.
+    Between two ranks, RTT, jitter and loss are the means of their links.  For example, two links of
+    80 ms give an RTT of 80 ms; a link of 80 ms and one without delay give 40 ms.
 
     Args:
         up: bits per second that the rank may send, Ethernet headers included.
@@ -53,7 +53,7 @@ class Link:
 
     @property
     def one_wire(self) -> tuple[float, float, float]:
-        """Delay and jitter in seconds, and loss, of one wire: a path has two wires, an RTT four."""
+        """Return delay, jitter and loss of one wire; a path has two wires, a round trip four."""
         return self.rtt / 4, self.jitter / 4, 1 - (1 - self.loss) ** 0.5
 
     @property
@@ -89,8 +89,9 @@ def parse_links(text: str, ranks: int) -> tuple[Link, ...]:
     """Parse the links of all ranks.
 
     Args:
-        text: ``RATE[,RTT[,LOSS[,JITTER]]]`` for all ranks, where RATE may be UP:DOWN; then, each after a
-            semicolon, ``RANK=`` and the same for a single rank; omitted values are the common ones.
+        text: ``RATE[,RTT[,LOSS[,JITTER]]]`` for all ranks, where RATE may be UP:DOWN.  Single ranks
+            may follow, each as a semicolon, ``RANK=`` and the same form; values omitted there are
+            the common ones.
         ranks: number of ranks P.
 
     Example:
@@ -117,7 +118,7 @@ def describe_links(
     jitter: str | None,
     link: list[str] | None,
 ) -> str | None:
-    """Return the text for ``parse_links`` that these options describe; None if there are none.
+    """Return the text for ``parse_links`` that these options describe, or None without options.
 
     Example:
         >>> describe_links("100mbit", None, "1gbit", "20ms", None, None, ["3=10mbit"])

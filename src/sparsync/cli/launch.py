@@ -1,9 +1,9 @@
 """Run one function on P local processes, or inside the ranks that a launcher started.
 
 Local processes are forked from a server that has already imported torch, which would take each rank
-seconds, or started by ``mpiexec`` as ``python -m sparsync.cli.launch SOCKET``.  Everything except the
-measured messages goes over gloo.  Forked ranks may be placed in a ``Lab``, and then all messages cross
-its shaped links.
+seconds.  Alternatively, ``mpiexec`` starts them as ``python -m sparsync.cli.launch SOCKET``.  All
+messages but the measured ones go over gloo.  Forked ranks may be placed in a ``Lab``, and then all
+messages cross its shaped links.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _AHEAD = (
 
 
 class RankError(CommunicationError):
-    """One or more local ranks failed; the message lists the error of each."""
+    """One or more local ranks failed; the message lists the errors of all of them."""
 
 
 def launched_ranks(default: int) -> int:
@@ -109,8 +109,8 @@ def launch(
         args: picklable arguments.
         timeout: seconds that gloo waits for a peer.
         grace: seconds that the other ranks have to end by themselves after one has failed.
-        lab: an open lab of ``world_size`` ranks to place them in; None: they use loopback.
-        mpi: let ``mpiexec`` start the ranks, so MPI connects them as well.
+        lab: an open lab of ``world_size`` ranks to place them in; with None they use loopback.
+        mpi: let ``mpiexec`` start the ranks, so that MPI connects them as well.
 
     Returns:
         The result of rank 0; None on the other ranks of a launcher.
@@ -154,7 +154,7 @@ def check_local_ranks() -> None:
 
 
 def _in_launched_group(function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Any:
-    """Call ``function(*args)`` on a launcher's rank, in a gloo group; return None unless on rank 0."""
+    """Call ``function(*args)`` on a launcher's rank in a gloo group; return its result on rank 0."""
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it; mpiexec and srun do not
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launched_ranks(1)))
     init_process_group(timeout=timeout)
@@ -215,8 +215,9 @@ def _under_mpiexec(world_size: int, call: tuple[Any, ...], grace: float) -> Iter
         server.bind(path)
         server.listen(world_size)
         server.settimeout(0.1)
-        # One thread per rank.  The environment is Python's copy, because an MPI library initialised in
-        # this process may have added variables, in C, that would confuse the ranks' MPI.
+        # Each rank has one thread.  The environment is Python's copy, because an MPI library
+        # initialised in this process may have added variables, in C, that would confuse the ranks'
+        # MPI.
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         child = [sys.executable, "-m", "sparsync.cli.launch", path]
         process = subprocess.Popen([*command, *child], env=environ)
@@ -251,7 +252,7 @@ def _collect(
     how_it_died: Callable[[int], str],
     grace: float,
 ) -> Any:
-    """Return the result of rank 0; after the first failure, wait another ``grace`` seconds."""
+    """Return the result of rank 0; after the first failure, wait for at most ``grace`` more seconds."""
     results: dict[int, Any] = {}
     failures = {rank: how_it_died(rank) for rank in range(world_size) if rank not in pipes}
     deadline: float | None = None
@@ -372,7 +373,7 @@ def _be_started_by_mpiexec(path: str) -> None:
 
 
 def _report(pipe: Connection, run: Callable[[], Any]) -> bool:
-    """Call ``run``; send whether it succeeded, with its result or error; return whether it did."""
+    """Call ``run``; send its result or error, and whether it succeeded; return the latter."""
     try:
         pipe.send((True, run()))
     except KeyboardInterrupt:
@@ -420,8 +421,8 @@ class StartLine:
     """Starts all ranks of one machine at an agreed time of their common clock.
 
     With more ranks than cores, a barrier would release the ranks milliseconds apart, which would look
-    like communication time.  Between several machines a barrier is used nevertheless.  ``group`` has all
-    ranks, and is not the measured group.
+    like communication time.  Between several machines a barrier is used nevertheless.  ``group``
+    contains all ranks, and is not the group that is measured.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

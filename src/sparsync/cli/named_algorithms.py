@@ -1,4 +1,4 @@
-"""Algorithms on the command line: ``NAME`` or ``NAME:OPTION=VALUE,...``; several with commas.
+"""Algorithms on the command line: ``NAME`` or ``NAME:OPTION=VALUE,...``, separated by commas.
 
 A comma-separated piece of the form ``OPTION=VALUE`` belongs to the algorithm before it, whose name ends
 with a colon; any other piece starts the next algorithm::
@@ -7,8 +7,8 @@ with a colon; any other piece starts the next algorithm::
     dense,wagma:group_size=4,dynamic=false,local       three: wagma has two options
     auto:candidates=dense+budgeted                     + separates names in a value
 
-Names may be spelt in any way, and may come from papers (``sparsync.tables.ALIASES``).  Values have the
-types of the Python arguments: none, true, false, numbers, words, names of codecs.
+Names may be spelt in any way, and may be the papers' names (``sparsync.tables.ALIASES``).  Values
+have the types of the Python arguments: none, true, false, numbers, words, names of codecs.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Named:
 
     Attributes:
         name: name of the row.
-        options: by name, as in Python.
-        label: name and options as text, which parses to the same; used for rows of tables and JSON.
+        options: values by name, as in Python.
+        label: name and options as text that parses to the same algorithm; used for rows of tables
+            and JSON.
     """
 
     name: str
@@ -97,13 +98,13 @@ def named(
         text: its name, optionally followed by a colon and comma-separated options.
         tables: of presets, of schemes, or both.
         plain: additional names, without options.
-        among: the rows of the tables that are allowed; None: all.
+        among: the rows of the tables that are allowed; None for all.
         decided: options that the command sets itself and that cannot be given.
-        kind: what the messages call it.
+        kind: the messages' word for the algorithm.
 
     Raises:
-        ConfigurationError: an unknown name or option (lists the nearest, and all), or a value of the
-            wrong type.
+        ConfigurationError: a name or option is unknown (the message lists the nearest, and all), or
+            a value has the wrong type.
 
     Example:
         >>> named("WAGMA-SGD:group_size=4,dynamic=false,sync_period=none", SCHEMES).options

@@ -55,8 +55,8 @@ def parse_network(text: str) -> Links:
     """Parse a bandwidth and a latency, in either order, or alpha and beta, as in papers.
 
     Args:
-        text: e.g. "100mbit,1ms", or "alpha=1ms,beta=320ns/word"; units bit, kbit, mbit, gbit (per
-            second) and ns, us, ms, s, for beta per byte or per word of 4 bytes.
+        text: e.g. "100mbit,1ms", or "alpha=1ms,beta=320ns/word"; the units are bit, kbit, mbit,
+            gbit (per second) and ns, us, ms, s, and beta is per byte or per word of 4 bytes.
 
     Raises:
         ConfigurationError: the message names the part that is wrong or missing.
@@ -211,8 +211,9 @@ class Connection:
     def open(self, algorithm: str) -> Iterator[Communicator]:
         """Connect this process's rank; every rank calls it.
 
-        "dense" uses gloo's native allreduce, whatever transport the others use.  Over MPI it uses MPI's,
-        whose ranks on one machine share memory, unlike gloo's.
+        "dense" uses gloo's native allreduce, whatever transport the other rows use.  Over MPI, it
+        uses MPI's allreduce, because ranks of MPI on one machine share memory, unlike ranks of
+        gloo.
         """
         native = algorithm == _NATIVE and self.transport != "mpi"
         comm = connect_group(

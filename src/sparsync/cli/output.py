@@ -48,13 +48,13 @@ __all__ = [
 class Columns:
     """A table whose heads wrap only at spaces.
 
-    A table that is wider than the terminal is split into several, one below the other, each with the
-    first column.
+    A table that is wider than the terminal is split into several tables, one below the other, each
+    with the first column.
 
     Args:
         heads: heads of the columns; the first column is left-aligned, the others are right-aligned.
         rows: cells.
-        title: shown above.
+        title: shown above the table.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Columns:
 
     @staticmethod
     def of(rows: Sequence[Mapping[str, str]], title: str | None = None) -> Columns:
-        """Make a table from rows of cells by head; columns of nothing but "-" are left out."""
+        """Make a table from rows of cells by head; columns that contain only "-" are left out."""
         heads = [head for head in rows[0] if any(row[head] != "-" for row in rows)]
         return Columns(heads, [[row[head] for head in heads] for row in rows], title)
 
@@ -178,7 +178,7 @@ def _try_to_write(path: Path) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Add the file's name to the error of a failed write, which lacks it if the disk is full."""
+    """Add the file's name to the error of a failed write, which lacks the name if the disk is full."""
     try:
         yield
     except OSError as error:

@@ -54,9 +54,10 @@ __all__ = [
     "read_machine",
 ]
 
-# nothing is run, so bounds exceed any machine; a single rank or an empty model get an answer too
+# a plan runs nothing, so its bounds exceed any machine; a single rank and an empty model get an
+# answer as well
 ManyRanks = Annotated[int, Bounds(1, 10**6)]
-# options that describe a machine, also used by plans of other packages
+# these options describe a machine; plans of other packages use them as well
 Network = Annotated[str | None, option("bandwidth,latency, e.g. 10gbit,20us.", "the machine's")]
 RoundTrip = Annotated[
     str | None, option("Round trip between ranks, e.g. 80ms, on top of the latency.")
@@ -105,10 +106,10 @@ def command(
         option("Write the plan as JSON to this file; -: to standard output, without the table."),
     ] = None,
 ) -> None:
-    """Predict which collective is fastest, and from which bandwidth and density on dense is.
+    """Predict which collective is fastest, and the bandwidth and density from which on dense is.
 
-    Times are those of the busiest rank for one step: selection and exchange.  With --optimizer, also the
-    memory of a rank; without a network, that alone.  Nothing is run.
+    Times are those of the busiest rank for one step: selection and exchange.  With --optimizer, the
+    memory of a rank is predicted as well; without a network, only that.  No training is run.
     """
     require(not (all_ and algorithm), "--all and --algorithm; choose one of them")
     alone = json == Path("-")
@@ -172,7 +173,7 @@ def _named(text: str) -> list[Algorithm]:
 
 
 def _in_table_1(text: str | None) -> list[str]:
-    """Return the rows of Ok-Topk's Table 1 that a list names; None: all."""
+    """Return the rows of Ok-Topk's Table 1 that a list names; without a list, return all rows."""
     if text is None:
         return list(TABLE_1)
     found = list(dict.fromkeys(labels(text, PRESETS)))
@@ -228,7 +229,8 @@ def machine_of(file: Path | None, network: str | None, rtt: str | None) -> Machi
         machine = replace(machine, alpha=links.alpha, beta=links.beta, distance=0.0)
     if rtt is None:
         return machine
-    # a message's latency is work at both ends plus half a round trip; only the latter is replaced
+    # a message's latency is work at both ends plus half a round trip, and only the latter is
+    # replaced
     way, alone = parse_seconds(rtt, "--rtt") / 2, machine.alpha - machine.distance
     return replace(machine, alpha=alone + way, distance=way)
 
@@ -305,7 +307,7 @@ def _shown(made: Plan, machine: Machine, size: int, ranks: int) -> Group:
 
 
 def _memory(uses: Sequence[Footprint], optimizer: str) -> list[Any]:
-    """Show the memory of a rank: training itself, then what each way to attach adds."""
+    """Show the memory of a rank: that of training itself, then the addition of each way to attach."""
     rows = [
         {
             "memory of a rank": f"+ {use.name}" if at else use.name,

@@ -1,7 +1,9 @@
-"""Checks of the commands' values, before anything starts: bounds of numbers, files, memory.
+"""Checks of the commands' values before anything starts: bounds of numbers, files, memory.
 
 A type in this module is an annotation with a rule.  ``checked`` applies the rules of a command's
-parameters, and ``check_fields`` those of a settings class, which can also be made without a command line.
+parameters.  ``check_fields`` applies those of a settings class, which can also be made without a
+command
+line.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def check(name: str, value: object, good: bool, expected: str) -> None:
     """Refuse the value of an option.
 
     Raises:
-        ConfigurationError: it is not ``good``; the message names the expected values.
+        ConfigurationError: the value is not ``good``; the message names the expected values.
     """
     if not good:
         raise ConfigurationError(f"{name} is {value}; give {expected}")
@@ -78,7 +80,7 @@ class Rule(Protocol):
     """A requirement on a value in addition to its type, as part of an annotation."""
 
     def refuse(self, name: str, value: Any, given: dict[str, Any]) -> None:
-        """Raise a ``ConfigurationError`` if ``value``, never None, does not fit the others."""
+        """Raise a ``ConfigurationError`` if ``value``, never None, does not fit the other values."""
 
 
 @final
@@ -88,7 +90,7 @@ class Bounds:
 
     Args:
         least: the smallest number; with ``above``, this number itself is too small.
-        most: the largest number; anything beyond is a mistake, or more than any machine can handle.
+        most: the largest number; a larger one is a mistake, or more than any machine can handle.
 
     Example:
         >>> Bounds(1, 9).refuse("ranks", 10, {})
@@ -194,7 +196,7 @@ def check_fields(settings: Any) -> None:
     """Refuse a dataclass if a field breaks the rules of its annotation.
 
     Raises:
-        ConfigurationError: names the field.
+        ConfigurationError: a value breaks a rule; the message names the field.
     """
     hints = get_type_hints(type(settings), include_extras=True)
     _apply(hints, {field.name: getattr(settings, field.name) for field in fields(settings)})
@@ -271,7 +273,7 @@ def check_memory(what: str, nbytes: float, advice: str) -> None:
     """Refuse a run that needs more memory than this machine has.
 
     Args:
-        what: what needs the memory, in the plural, for the message.
+        what: the things that need the memory, in the plural, for the message.
         nbytes: minimal number of bytes, over all local ranks.
         advice: the options that reduce it.
     """

@@ -34,9 +34,9 @@ class Allgather(Collective):
 
     Args:
         codec: wire format of the entries (default: coo).
-        cap: at most ``cap * k`` entries per rank are taken; None: any number.
-        keep_error: the sender keeps the codec's rounding error; False: it is lost, as published by
-            RedSync.
+        cap: at most ``cap * k`` entries per rank are taken; None for any number.
+        keep_error: the sender keeps the codec's rounding error; if False, the error is lost, as
+            published by RedSync.
 
     Cost: ceil(log2 P) messages; 2 k (P - 1) words received, as many sent.   State: none.
     Differs from the paper: at most ``cap * k`` entries per rank are taken (``cap=None``: any number, at
@@ -80,7 +80,7 @@ class Allgather(Collective):
         return sent + Cost(0, 0, encoded=job.k, decoded=decoded, turns=sent.messages)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return the cost of k entries if the cap is 1 (then it is a bound), else None."""
+        """Return the cost of k entries if the cap is 1, which makes it a bound; otherwise None."""
         return self.cost(job).words if self.cap == 1 and self.codec.exact else None
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
@@ -101,8 +101,8 @@ class Allgather(Collective):
         messages = await comm.allgatherv(encoded.payload, capacities, "allgather", framing)
         with comm.stage("unpack"):
             await comm.work(sum(m.numel() for m in messages))
-            # take the own share as the others decode it, at its place in rank order: all ranks then fold
-            # the same numbers and get the same bits
+            # the own share is taken as the others decode it, at its place in rank order, so that
+            # all ranks fold the same numbers and get the same bits
             shares = [
                 encoded.decoded if rank == comm.rank else m for rank, m in enumerate(messages)
             ]

@@ -98,8 +98,8 @@ class Budgeted(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Send to owners, sum, send to all, keep the k largest."""
-        # At most k entries, whatever the selector found: the capacities below then depend on k alone, so
-        # all ranks know them without announcing any.
+        # Whatever the selector found, at most k entries are kept.  The capacities below then depend
+        # on k alone, so all ranks know them without announcing any.
         mine = capped(selected, k, 1.0)
         if comm.world_size == 1:
             return Reduced(mine, mine)
@@ -117,7 +117,7 @@ class Budgeted(Collective):
             encoded = codec.encode(share).payload
         capacities = [codec.nbytes(to_all, share.size, dtype)] * ranks
         messages = await comm.alltoallv([encoded] * ranks, capacities, "allgather", framing)
-        # use the own sums as all others decode them, or totals would differ by the rounding
+        # the own sums are used as all others decode them, or totals would differ by the rounding
         messages[comm.rank] = encoded
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
@@ -127,7 +127,7 @@ class Budgeted(Collective):
             return Reduced(*decode_undealt(codec, messages, k, comm.rank, share, sent))
 
     def _limits(self, world_size: int, k: int, size: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Return how many entries, and how many of its owned sums, a rank may send to another.
+        """Return how many entries, and how many of its owned sums, a rank may send to another rank.
 
         Each exchange has half of the budget.  With few entries per rank there is no budget, only a limit
         that is hardly ever reached by chance.

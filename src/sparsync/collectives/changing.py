@@ -25,7 +25,7 @@ class ChangingState:
 
 @final
 class Changing(Collective):
-    """Sums whole vectors, without the layers that have been 0 on every rank so far.
+    """Sums whole vectors except for the layers that have been 0 on every rank so far.
 
     A layer is a buffer, or a parameter that is exchanged whole.  For a layer that has not changed so far,
     a rank only sends a flag, together with the layers that have changed.  The flag says whether the layer
@@ -67,11 +67,12 @@ class Changing(Collective):
         still = [i for i in numbers if i not in moved]
         if not still:
             return Reduced(DenseVector(await comm.allreduce(own, "dense")), selected)
-        # fresh memory, because this rank's vector must survive: with ``elastic=`` the step may be retried
+        # the memory is fresh, because this rank's vector must survive: with ``elastic=`` the step
+        # may be retried
         total = torch.zeros_like(own)
         parts, sums = (torch.split(flat, self._sizes) for flat in (own, total))
-        # Sum flags, not values, because changes on two ranks could cancel.  NaN counts as a change: it
-        # must reach all ranks, so they refuse the step.
+        # Flags are summed rather than values, because changes on two ranks could cancel.  NaN
+        # counts as a change, because it must reach all ranks so that they refuse the step.
         flags = torch.stack([parts[i].any() for i in still]).to(own.dtype)
         moving = [i for i in numbers if i in moved]
         changed, *values = await _sum(comm, [flags, *(parts[i] for i in moving)])

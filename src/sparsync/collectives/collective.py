@@ -38,7 +38,7 @@ class Reduced:
         delivered: this rank's share of the total; its support may differ.  Entries that were selected
             but are missing from it were dropped in flight and stay in the residual.
         lost: the part of ``delivered`` that a codec rounded away and that no rank keeps, as published.
-            Almost always None: nothing is lost.
+            It is almost always None, i.e. nothing is lost.
     """
 
     total: Vector
@@ -53,7 +53,8 @@ class Collective(Stateful):
 
     Attributes:
         result: the kind of total, which determines the lower bound for comparing costs.
-        by_runs: whether it reads a dense vector only through ``DenseVector.run``, never as a whole.
+        by_runs: whether the collective reads a dense vector only through ``DenseVector.run``, never
+            as a whole.
         order: order of the float additions.  "rank": the total is, bit for bit, the left fold in rank
             order of the delivered vectors; "tree": another order, the same on every run.
     """
@@ -68,23 +69,23 @@ class Collective(Stateful):
         return self.result == "whole"
 
     def explain(self) -> str | None:
-        """Return which of several methods is in use, and why; None if there is only one."""
+        """Return which of several methods is in use, and the reason; None if there is only one method."""
         return None
 
     def expect(self, entries: int, total: int | None) -> None:
-        """Receive sizes that are known before a call; ignored by default.
+        """Receive sizes that are known before a call; by default, they are ignored.
 
         Args:
             entries: the maximal number of entries of any rank; equal on all ranks, like ``total``.
-            total: entries of the last total of the same kind of call; None: this is the first.
+            total: entries of the last total of the same kind of call; None for the first call.
         """
 
     def for_layers(self, sizes: Sequence[int]) -> Collective:
-        """Return the collective for a unit of layers of these sizes: itself, unless layers matter."""
+        """Return the collective for a unit of layers of these sizes: this one, unless layers matter."""
         return self
 
     def cost(self, job: Job) -> Cost | None:
-        """Return the busiest rank's cost of a step, averaged over steps; None if it is unknown.
+        """Return the busiest rank's cost of a step, averaged over steps, or None if it is unknown.
 
         The docstring of an implementation gives the equation and its source.  Selection is not included,
         because the planner adds it.
@@ -92,7 +93,7 @@ class Collective(Stateful):
         return None
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return the maximal number of words that a rank sends or receives on any step; None: no promise.
+        """Return the most words that a rank sends or receives on any step, or None without a promise.
 
         Args:
             job: the exchange, of two ranks or more.
@@ -113,10 +114,10 @@ class Collective(Stateful):
 
 
 def most_entries(k: int, cap: float | None, size: int) -> int:
-    """Return how many of ``size`` entries may be taken: ``cap * k``, at least 1 unless k is 0; or all."""
+    """Return how many of ``size`` entries may be taken: ``cap * k``, but at least 1 unless k is 0."""
     if cap is None:
         return size
-    # at least 1, because with a small k and a cap below 1 no entry would ever be delivered
+    # it is at least 1, because with a small k and a cap below 1 no entry would ever be delivered
     return min(size, max(math.floor(cap * k), 1)) if k else 0
 
 
@@ -143,7 +144,7 @@ def cut(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """Split a vector into its k largest entries and the rest."""
     if vector.nnz <= k:
         return vector, vector.keep(slice(0, 0))
-    # ascending positions, so both parts are valid vectors; zeros are never among the largest
+    # positions ascend, so both parts are valid vectors; zeros are never among the largest
     positions = kernels.top(vector.values, k)
     left = torch.ones(vector.nnz, dtype=torch.bool, device=positions.device)
     left[positions] = False
@@ -158,7 +159,7 @@ def rounded_off(before: SparseVector, after: SparseVector) -> SparseVector:
 
 
 def less(vector: SparseVector, parts: Iterable[SparseVector]) -> SparseVector:
-    """Subtract vectors from a vector, even at elements that it does not store."""
+    """Subtract vectors from a vector, even at elements that the latter does not store."""
     # A rank may drop sums to which it contributed nothing.  ``delivered`` gets a negative entry there, so
     # ``accumulated - delivered`` adds the dropped sum to the rank's residual.
     negative = [SparseVector(p.indices, -p.values, p.size) for p in parts if p.nnz]

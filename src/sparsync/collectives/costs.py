@@ -41,9 +41,9 @@ Result = Literal["top-k", "sum", "whole"]
 class Job(NamedTuple):
     """An exchange in which each of P ranks contributes k of n entries.
 
-    ``result``: the number of entries of the sum over all ranks, if known: k for equal supports, k P for
-    disjoint ones.  None: supports are random and independent, which gives the most fill-in unless
-    supports avoid each other.
+    ``result`` is the number of entries of the sum over all ranks, if known: k for equal supports, k
+    P for disjoint ones.  If it is None, supports are random and independent, which gives the most
+    fill-in unless supports avoid each other.
 
     Example:
         >>> Job(1000, 10, 4, result=10).union(2), Job(1000, 10, 4, result=40).union(2)
@@ -71,7 +71,7 @@ class Job(NamedTuple):
         return self.union(self.world_size)
 
     def union(self, ranks: int) -> float:
-        """Return the entries of a sum over some of the ranks.
+        """Return the number of entries in a sum over some of the ranks.
 
         With a known result, the sum of j vectors has ``k j^a`` entries, where ``k P^a`` is the result.
         """
@@ -86,14 +86,15 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """Messages, bytes and work of the busiest rank in one call of a collective, or in one of its phases.
+    """Messages, bytes and work of the busiest rank in one call of a collective, or in one phase of it.
 
     Costs of phases add up.  The sum is an upper bound, because the busiest rank may differ per phase.
 
     Attributes:
         messages: number of messages that a rank sends in sequence.
         nbytes: volume, the maximum over ranks of max(sent, received).
-        relayed: sequential bytes in addition to ``nbytes``: bytes of other ranks that a rank waits for.
+        relayed: sequential bytes in addition to ``nbytes``, i.e. bytes of other ranks for which a
+            rank waits.
         encoded: number of entries packed.
         decoded: number of entries unpacked and merged.
         dense_bytes: bytes of dense vectors added or copied into place.
@@ -140,7 +141,7 @@ def allreduce(elements: int, world_size: int, element_bytes: int = WORD_BYTES) -
 
     A block has ``ceil(elements / P)`` elements.
     """
-    # the busiest rank sends the widest block, so all count as such
+    # the busiest rank sends the widest block, so all ranks count as doing so
     width = -(-elements // world_size)
     rounds = (world_size - 1).bit_length()
     return Cost(2 * rounds, 2 * (world_size - 1) * width * element_bytes)
@@ -172,7 +173,7 @@ def expected_union(k: float, size: int, ranks: int) -> float:
 
 # ---- lower bounds -----------------------------------------------------------------------------------
 #
-# Theorem 3.1 counts two words of 4 bytes per entry (coo), the lemmas one (the value).  A format with
+# Theorem 3.1 counts two words of 4 bytes per entry (coo); the lemmas count one, the value.  A format with
 # shorter indices or values, like packed, may go below a bound.
 
 
@@ -207,8 +208,8 @@ def sum_bound_words(job: Job) -> float:
 
     ``k + K (P - 2) / P`` for a sum of K entries, averaged over ranks: an index that c ranks hold takes
     c - 1 transfers to be summed and P - 1 to be distributed.  The two cases of Lemma 5.1 are K = k and
-    K = k P; the paper states no bound for values in between.  If the sum is dense, delta words: the
-    number of entries above which a vector is dense (Lemma 5.2).
+    K = k P; the paper states no bound for values in between.  If the sum is dense, the bound is
+    delta words, the number of entries above which a vector is dense (Lemma 5.2).
 
     Example:
         >>> [sum_bound_words(Job(10**6, 1000, 8, result=K)) for K in (8000, 1000)]
@@ -216,7 +217,8 @@ def sum_bound_words(job: Job) -> float:
         >>> sum_bound_words(Job(10**6, 300_000, 8))
         500000.0
     """
-    # delta = N i / (c + i) of section 5.1, with indices and values of 4 bytes: half of the elements
+    # this is delta = N i / (c + i) of section 5.1, with indices and values of 4 bytes: half of the
+    # elements
     limit = job.size * WORD_BYTES // ENTRY_BYTES
     if job.summed > limit:
         return float(limit) if job.world_size > 1 else 0.0

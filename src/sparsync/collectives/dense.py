@@ -16,8 +16,8 @@ __all__ = ["Dense"]
 class Dense(Collective):
     """Sum whole vectors: reduce-scatter, then allgather (Rabenseifner's algorithm).
 
-    A transport with a native allreduce (gloo, NCCL) uses it.  Replicas are equal, and agree with those on
-    other transports up to rounding.
+    A transport with a native allreduce (gloo, NCCL) uses that.  Replicas are equal, and agree with
+    those on other transports up to rounding.
 
     Cost: 2 ceil(log2 P) messages; 2 n (P - 1) / P words sent and received.
     State: none.   Differs from the paper: any P, on a circulant graph instead of a hypercube.
@@ -45,7 +45,7 @@ class Dense(Collective):
         Only a reducer's plan may use it: its ``selected`` is the accumulated gradient, and all of it is
         delivered.
         """
-        # not an argument of the constructor, because those are the options of presets
+        # this is not an argument of the constructor, because those are the options of presets
         one = cls()
         one._overwrites = True
         return one

@@ -17,14 +17,15 @@ from sparsync.wire.packed import Packed
 
 __all__ = ["Halving"]
 
-# Fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a budgeted turn.
+# This was fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a
+# budgeted turn.
 _PASSES = 12  # per entry received: merge, select again, note the dropped ones
 _TURN = 2 / 3  # share of a turn, because a rank waits for a single peer in a round
 
 
 @final
 class Halving(Collective):
-    """A sparse reduce-scatter and allgather on the circulant graph, k / P entries per block.
+    """Runs a sparse reduce-scatter and allgather on the circulant graph, with k / P entries per block.
 
     It removes Ok-Topk's first stated limitation, its O(P) messages.
 
@@ -78,7 +79,7 @@ class Halving(Collective):
         return Cost(job.rounds, sum(scattered)) + gathered + work
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Reduce-scatter with selection after every hop, then allgather."""
+        """Run a reduce-scatter with selection after every hop, and then an allgather."""
         mine = capped(selected, k, 1.0)
         if comm.world_size == 1:
             return Reduced(mine, mine)
@@ -89,7 +90,7 @@ class Halving(Collective):
 
 
 class _Walk:
-    """One call: the blocks in flight, and the entries that this rank dropped.
+    """The state of one call: the blocks in flight, and the entries that this rank dropped.
 
     ``blocks[i]`` belongs to rank + i, which makes the schedule the same for all ranks.
     """
@@ -113,8 +114,9 @@ class _Walk:
     async def reduce_scatter(self) -> None:
         """Pass blocks on until only this rank's own block, summed over all ranks, is left."""
         comm, phase, framing = self.comm, "reduce-scatter", MessageFraming(self.codec)
-        # Widest round first: the ``count`` blocks from ``skip`` on go to rank + skip, where they have the
-        # numbers from 0 on.  This rank keeps the first ``skip`` blocks, and in the end only block 0.
+        # The widest round comes first: the ``count`` blocks from ``skip`` on go to rank + skip,
+        # where they have the numbers from 0 on.  This rank keeps the first ``skip`` blocks, and in
+        # the end only block 0.
         for skip, count in rounds(comm.world_size):
             span = self.width * count
             passed = self.blocks[skip : skip + count]

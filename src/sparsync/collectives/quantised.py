@@ -1,4 +1,4 @@
-"""Quantised: a two-round dense allreduce of few bits per element, with error feedback in both rounds."""
+"""Quantised: a dense allreduce of few bits per element in two rounds, both with error feedback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Quantised"]
 
 @final
 class Quantised(Collective):
-    """Sums whole vectors in 1, 2, 3, 4, 8 or 16 bits per element; bytes received do not grow with P.
+    """Sums whole vectors in 1, 2, 3, 4, 8 or 16 bits per element; a rank's bytes do not grow with P.
 
     Every rank owns a region, which starts and ends at block boundaries.
 
@@ -34,7 +34,7 @@ class Quantised(Collective):
     of the second in the owner's.
 
     Args:
-        bits: bits per element: 1, 2, 3, 4 or 8, see ``LloydMax``; 16: bf16, without scales.
+        bits: bits per element: 1, 2, 3, 4 or 8 (see ``LloydMax``), or 16 for bf16 without scales.
         block: consecutive elements that share a scale.
 
     Cost: 2 (P - 1) messages in 2 rounds; 2 n (P - 1) / P elements of ``bits + 16 / block`` bits.
@@ -86,13 +86,14 @@ class Quantised(Collective):
         if not isinstance(selected, DenseVector):
             selected = DenseVector(selected.to_dense())
         if comm.world_size == 1:
-            # a copy, because the total outlives the step, and a vector read by runs changes at its end
+            # the total is a copy, because it outlives the step, and a vector read by runs changes
+            # at the step's end
             return Reduced(DenseVector(selected.values), selected)
         codec, framing, rank = self.codec, MessageFraming(self.codec), comm.rank
         widths = self._widths(selected.size, comm.world_size)
         starts = [0, *accumulate(widths)]
         like = selected.run(0, 0)
-        # whole blocks, and so few elements that memory does not grow with n
+        # a run has whole blocks, and so few elements that memory does not grow with n
         most = max(run_length(like) // codec.step, 1) * codec.step
         lengths = [codec.nbytes(width, width, like.dtype) for width in widths]
         with comm.stage("pack"):
@@ -104,8 +105,8 @@ class Quantised(Collective):
                     for start, stop in runs(widths[owner], like, most):
                         low, high = starts[owner] + start, starts[owner] + stop
                         write(start, *selected.terms(low, high))
-        # A capacity is the longest message from one rank to another: in this round one of the widest
-        # regions, in the second round the sender's own region.
+        # A capacity is the longest message from one rank to another.  In this round, that is one of
+        # the widest regions; in the second round, it is the sender's own region.
         messages = await comm.alltoallv(payloads, [max(lengths)] * len(lengths), "split", framing)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
@@ -123,9 +124,9 @@ class Quantised(Collective):
             opened = [codec.open(m, w) for m, w in zip(messages, widths, strict=True)]
             finite = all(message.is_finite() for message in opened)
             total = _Coded(codec, opened, widths, like, most, finite=finite)
-            # For its own region a rank delivers the decoded sum minus the others' parts.  The parts of
-            # all ranks then add up to the total, and the rounding error of the sum is in this rank's
-            # residual. 1-bit Adam keeps it as a second error, at the server.
+            # For its own region a rank delivers the decoded sum minus the others' parts.  The parts
+            # of all ranks then add up to the total, and the rounding error of the sum is in this
+            # rank's residual. 1-bit Adam keeps this error as a second one, at the server.
             payloads[rank] = payload
             sent = [codec.open(p, w) for p, w in zip(payloads, widths, strict=True)]
             delivered = _Coded(codec, sent, widths, like, most, less=(rank, others))
@@ -231,7 +232,7 @@ class _Coded(DenseVector):
             step = self._codec.step
             whole = (first - low) % step == 0 and ((last - low) % step == 0 or last == low + width)
             in_place = whole and self.dtype == dense.dtype == torch.float32
-            # what is not decoded in place needs memory of its own, which runs bound
+            # a region that is not decoded in place needs memory of its own, which runs keep small
             most = width if in_place and not self._others(rank) else self._most
             for begin, end in runs(last - first, self._like, most):
                 part = slice(first - start + begin, first - start + end)
@@ -266,12 +267,12 @@ class _Coded(DenseVector):
 
     def divide_(self, divisor: int) -> None:
         """``self /= divisor``."""
-        # every later decoding applies it; cached ``values`` would be undivided
+        # every later decoding applies the divisor, but cached ``values`` would be undivided
         self._divisor *= divisor
         self.__dict__.pop("values", None)
 
     def first_nonfinite(self, dtype: torch.dtype | None = None) -> int | None:
-        """Return the index of the first element that is NaN or Inf, in ``dtype`` if given; or None."""
+        """Return the index of the first element that is NaN or Inf (in ``dtype`` if given), or None."""
         # bfloat16 has the range of float32, so finite values stay finite; float16 overflows above 65504
         known = self._finite and dtype != torch.float16
         return None if known else super().first_nonfinite(dtype)

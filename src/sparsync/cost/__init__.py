@@ -1,1 +1,1 @@
-"""Machine model, predictions and plans, and calibration on the job's own links and ranks."""
+"""The machine model, predictions and plans, and calibration on the job's own links and ranks."""

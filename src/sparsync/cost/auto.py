@@ -1,4 +1,4 @@
-"""Auto: the planner chooses every unit's collective, and measurements correct its predictions."""
+"""Auto: the planner chooses the collective of every unit, and measurements correct its predictions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WEIGHT = 0.5  # weight of a new measurement in its candidate's factor
 
 @dataclass(frozen=True)
 class AutoState:
-    """The choice, and the candidates' ratios of measured to predicted times.
+    """The choice so far, and the candidates' ratios of measured to predicted times.
 
     The state is changed by arithmetic alone, so ranks that see the same seconds choose alike.  The
     prediction for a candidate that was never used is trusted: every candidate that promises enough is
@@ -41,7 +41,7 @@ class AutoState:
 
     choice: int = -1  # number of the candidate in use; -1 before the first step
     streak: int = 0  # consecutive comparisons that favoured another candidate
-    # ratios of measured to predicted seconds; None: never measured
+    # the ratios of measured to predicted seconds; None if never measured
     factors: tuple[float | None, ...] = ()
     parts: tuple[Any, ...] = ()  # the candidates' own states
 
@@ -50,8 +50,9 @@ class AutoState:
     ) -> AutoState:
         """Return the state after another measurement, possibly with another ``choice``.
 
-        ``predicted``: seconds by candidate, fastest first; the choice is missing if a budget has ruled it
-        out in the meantime.  ``measured``: seconds that the choice took, the same on all ranks.
+        ``predicted`` has the seconds by candidate, fastest first; the choice is missing if a budget
+        has ruled it out in the meantime.  ``measured`` is the number of seconds that the choice
+        took, the same on all ranks.
         """
         if self.choice not in predicted:
             return replace(self, choice=next(iter(predicted)))
@@ -121,7 +122,8 @@ class Auto(Collective):
         self._plannable = list(candidates)
         self._parts = [algorithm.make_collective() for algorithm in candidates]
         self._state = AutoState(factors=(None,) * len(self.candidates))
-        # since the last check; not part of the state, because it differs by rank
+        # the seconds since the last check; they are not part of the state, because they differ by
+        # rank
         self._seconds: list[float] = []
         self._why = "the first step is not planned yet"
         sparse = [i for i, part in enumerate(self._parts) if not part.whole]

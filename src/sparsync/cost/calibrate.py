@@ -38,16 +38,19 @@ _PHASE = "calibrate"
 _ITEM_BYTES = 4  # float32
 _DENSITY = 0.01  # k / n of the selections
 _REGIONS = 4  # regions of the vector, and number of messages merged at once
-# batches per kind of work, and the least number if time is short, besides a warm-up batch
+# the number of batches per kind of work, and the least number if time is short, besides a warm-up
+# batch
 _BATCHES, _AT_LEAST = 8, 3
 _SETTLED = 12  # steps until the selector's threshold has adapted to a residual that starts at zero
 _REHEARSAL = 0.2  # fraction of the time for whole exchanges
 _REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # its cost is two turns and little else
 _LEAST, _MOST = 8, 50  # number of rehearsed exchanges
-# seconds from the last arrival to the start: 10 x the time that 8 ranks on 2 cores need to agree
+# the seconds from the last arrival to the start: 10 times as long as 8 ranks on 2 cores need to
+# agree
 _AHEAD = 0.03
 _FAR = 1e-3  # seconds in flight below which most of a message's latency is work at both ends
-# the factor by which the rehearsal's vectors are smaller than those of ``_Work``, so turns dominate
+# the factor by which the rehearsal's vectors are smaller than those of ``_Work``, so that turns
+# dominate
 _SMALLER = 4
 
 
@@ -117,7 +120,7 @@ async def calibrate(
 
 
 def _distance(alpha: float, clocks: Sequence[Clock]) -> Measured:
-    """Return the part of alpha in flight: half of the fastest round trips, if these are long.
+    """Return the part of alpha that is in flight: half of the fastest round trips, if these are long.
 
     Example:
         >>> _distance(0.05, [Clock(0.3, 0.0402), Clock(0.1, 0.0404)])
@@ -213,7 +216,7 @@ class _Work:
         return self.comm.now - start, nbytes
 
     async def select(self) -> tuple[float, int]:
-        """Accumulate, select, retain, as in a training run past its first steps."""
+        """Accumulate, select and retain, as in a training run past its first steps."""
         while self.step < _SETTLED:
             self._select()
         return self._select(), self.residual.numel()
@@ -257,7 +260,7 @@ async def _measure_turn(
     later.  As in a training step, every exchange follows a selection.  Back to back, with warm caches,
     exchanges take half as long (measured).
 
-    ``ahead``: offset of this rank's clock from rank 0's, in seconds.
+    ``ahead`` is the offset of this rank's clock from rank 0's, in seconds.
     """
     size, ranks = max(probe.elements // _SMALLER, 1), comm.world_size
     k = max(int(_DENSITY * size), 1)
@@ -281,7 +284,7 @@ async def _measure_turn(
     for step in range(_MOST + 1):
         if work is not None:
             await work.select()  # leaves caches cold, as a training step does
-        # start at an agreed time, because a barrier would release the ranks one by one
+        # all ranks start at an agreed time, because a barrier would release them one by one
         mine = torch.tensor([comm.now - ahead + (0.0 if still else _AHEAD)], dtype=torch.float64)
         agreed = float(await comm.allreduce(mine, _PHASE, op="max"))
         start = max(agreed, comm.now - ahead)

@@ -50,12 +50,12 @@ Measured = tuple[float, Interval]
 
 
 def fit_line(seconds_of: Mapping[int, float]) -> tuple[float, float]:
-    """Fit ``seconds = alpha + beta nbytes`` through the largest size; neither is negative.
+    """Fit ``seconds = alpha + beta nbytes`` through the largest size; neither number is negative.
 
     The largest message measures beta best, so the line passes through it exactly; the small ones
     determine alpha.  Deviations are ratios, because times span orders of magnitude.  They are not
-    squared, so an outlier due to a buffer or a protocol has little influence.  The line passes through a
-    second point, or has alpha or beta zero.
+    squared, so that an outlier due to a buffer or a protocol has little influence.  The line passes
+    through a second point, or has alpha or beta zero.
 
     Args:
         seconds_of: times by message size in bytes; at least two sizes.
@@ -78,7 +78,7 @@ def fit_line(seconds_of: Mapping[int, float]) -> tuple[float, float]:
 
 
 def fit_with_intervals(samples: Mapping[int, Sequence[float]]) -> dict[str, Measured]:
-    """Fit a line to the median time of every size; intervals by the bootstrap.
+    """Fit a line to the median time of every size; its intervals come from the bootstrap.
 
     Args:
         samples: per size in bytes, independent times in seconds; at least two sizes, none empty.
@@ -94,7 +94,7 @@ def fit_with_intervals(samples: Mapping[int, Sequence[float]]) -> dict[str, Meas
 
 
 def fit_pace(batches: Sequence[tuple[float, float]]) -> Measured:
-    """Return seconds per unit over all batches, and its interval by the bootstrap.
+    """Return the seconds per unit over all batches, and their interval from the bootstrap.
 
     The pace is total seconds over total units, not a median.  If processes share cores, most calls run
     undisturbed and a few wait long, and those few make the processes slow.
@@ -123,7 +123,7 @@ def _middle(numbers: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True)
 class Clock:
-    """Offset of a rank's clock from rank 0's in seconds, accurate to half of the fastest round trip."""
+    """The offset of a rank's clock from rank 0's in seconds, accurate to half of the best round trip."""
 
     ahead: float = 0.0
     uncertainty: float = 0.0
@@ -131,7 +131,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks; alpha is as inaccurate as the two ranks' clocks."""
+    """One direction between two ranks; its alpha is as inaccurate as the two ranks' clocks."""
 
     source: int
     dest: int
@@ -141,19 +141,19 @@ class Link:
 
 @dataclass(frozen=True)
 class Probe:
-    """Limits of the measurement: of messages, then of the ranks' own work."""
+    """The limits of the measurement, first of messages, then of the ranks' own work."""
 
-    # bytes of the largest message; a 10 Gbit/s wire takes 70 times a latency of 50 us for it
+    # the bytes of the largest message; a wire of 10 Gbit/s takes 70 times a latency of 50 us for it
     largest: int = 1 << 22
-    # maximum number of visits per size; sizes alternate, so a busy moment affects all of them
+    # the maximum number of visits per size; sizes alternate, so a busy moment affects all of them
     visits: int = 8
-    # largest number of shifts; if fewer exist, all are used and every link is measured
+    # the largest number of shifts; if fewer exist, all are used and every link is measured
     shifts: int = 8
     budget: float = 0.6  # fraction of the calibration's time for the links
     elements: int = (
         1 << 22
     )  # elements of the ranks' vectors: 16 MB, more than most second-level caches
-    # largest number of calls in a batch of work, which also ends when its time is up
+    # the largest number of calls in a batch of work, which also ends when its time is up
     calls: int = 1000
 
 
@@ -190,7 +190,7 @@ async def measure_links(
 
 
 class _Survey:
-    """A measurement on one rank; all ranks take the same decisions."""
+    """A measurement on one rank; all ranks take the same decisions in it."""
 
     def __init__(self, comm: Communicator, seconds: float, most_shifts: int) -> None:
         self.comm, self.seconds = comm, seconds
@@ -199,7 +199,7 @@ class _Survey:
         self.shifts = [1 + i * (comm.world_size - 1) // count for i in range(count)]
         self.started, self.spent = comm.now, 0.0  # seconds spent by the slowest rank
         self.costs: dict[int, float] = {}  # seconds of the last visit of each size
-        # per size and visit `[P, shifts, rounds, 3]`: starts, arrivals, ends
+        # for each size and visit, `[P, shifts, rounds, 3]`: starts, arrivals, ends
         self.times: dict[int, list[Tensor]] = {}
 
     @property
@@ -207,7 +207,7 @@ class _Survey:
         return self.seconds - self.spent
 
     def pace(self, size: int) -> float:
-        """Return the seconds of a round of this size if nothing but the links delays it."""
+        """Return the seconds of a round of this size if only the links delay it."""
         return float(_paces(self.times[size][-1]).quantile(0.25))
 
     def cost(self, size: int) -> float:
@@ -260,7 +260,7 @@ class _Survey:
         return tuple(Clock(*pair.tolist()) for pair in gathered)
 
     def each_link(self, clocks: Sequence[Clock]) -> tuple[Link, ...]:
-        """Fit every link separately, to the times from both ranks being ready to the arrival."""
+        """Fit every link separately, to the times from when both ranks are ready to the arrival."""
         ahead = _numbers([clock.ahead for clock in clocks]).view(-1, 1, 1, 1)
         # by rank 0's clock
         common = {size: torch.cat(visits, dim=2) - ahead for size, visits in self.times.items()}

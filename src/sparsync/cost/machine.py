@@ -1,4 +1,4 @@
-"""Machine: the seconds of links and ranks per message, byte, element and entry."""
+"""A ``Machine`` has the seconds that links and ranks take per message, byte, element and entry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Machine"]
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds per unit of all parts of an exchange; measured by calibration, or given.
+    """Seconds per unit of all parts of an exchange, which are measured by calibration, or given.
 
     The defaults for the ranks' work are those of one core (measured with the native kernels by
     ``sparsync doctor``); the defaults for the links are those of ``Links``.
@@ -65,7 +65,7 @@ class Machine:
         """Return the machine of plain numbers as returned by ``as_dict``; defaults fill the gaps.
 
         Raises:
-            ConfigurationError: an unknown name, or a bad number.
+            ConfigurationError: a name is unknown, or a number is bad.
         """
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(known))

@@ -1,13 +1,13 @@
-"""The memory that a rank needs, before anything runs: training itself, and what ``attach`` adds.
+"""Predict the memory that a rank needs: for training itself, and in addition for ``attach``.
 
 Training holds the weights, the gradients, DDP's buckets, and the optimizer's state. ``attach`` adds::
 
     gradients   the residual, n words, and 12 bytes for each of k entries
-    updates the shared weights and the residual, n words each, and an exchange's messages: bits per
-    element, sent and received in two rounds
+    updates     the shared weights and the residual, n words each, and an exchange's messages: bits
+                per element, sent and received in two rounds
 
-Measured on a GPT of 124 million parameters (``benchmarks/memory_gpt.md``) gradients take 1.1 words and
-updates 2.0 to 2.1.
+On a GPT of 124 million parameters, gradients were measured to take 1.1 words, and updates 2.0 to 2.1
+(``benchmarks/memory_gpt.md``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BITS: Final = (
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank on the accelerator (or on the host, if the model is there), and on the host."""
+    """One rank's bytes on the accelerator (or on the host, if the model is there), and on the host."""
 
     name: str
     device: int
@@ -42,7 +42,7 @@ class Footprint:
 
 
 def footprints(size: int, k: int, optimizer: Optimizer) -> list[Footprint]:
-    """Return what training takes by itself, then what each way to attach adds to it.
+    """Return the memory of training by itself, and then the addition of each way to attach.
 
     Args:
         size: trained parameters, in float32.

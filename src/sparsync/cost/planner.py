@@ -1,4 +1,4 @@
-"""Predict the time of a step's exchange per collective; find the fastest, and where dense starts to win.
+"""Predict the time of a step's exchange by collective, the fastest one, and where dense wins.
 
     seconds   = selection + exchange - hidden
     selection = n select + (entries of the total) decode
@@ -57,14 +57,15 @@ __all__ = [
     "seconds_of_updates",
 ]
 
-# the algorithm to which all candidates are compared, even if it is not one of them
+# all candidates are compared with this algorithm, even if it is not one of them
 _DENSE = Algorithm("dense", Everything, Dense, source="Ok-Topk, Table 1, Dense")
 DEFAULT_DENSITY = 0.01
 BUCKET_BYTES = 25 * 2**20  # bytes of gradients per dense exchange, as in PyTorch's DDP
 BACKWARD = 2 / 3  # share of a pass: backward has two matrix products per layer, forward has one
-# The overhead of updates besides their exchange, per local step (the optimizer's) and per exchange (for
-# the shared weights), in passes over the model, each as long as a dense addition.  Set by hand to match
-# steps of a GPT with 8.4 M parameters in the lab (benchmarks/time_to_loss.md)
+# The overhead of updates besides their exchange, per local step (for the optimizer) and per
+# exchange (for the shared weights), in passes over the model, each as long as a dense addition.
+# The numbers were set by hand to match steps of a GPT with 8.4 M parameters in the lab
+# (benchmarks/time_to_loss.md)
 STEP_PASSES, EXCHANGE_PASSES = 8, 8
 _NEARLY = 0.9  # fraction of the largest number of entries that fit a budget
 _SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second between which break-even is searched
@@ -84,13 +85,13 @@ class Prediction:
     bytes_sent: float  # largest number of bytes that a rank sends or receives
     messages: float  # sequential messages of a rank
     equation: str  # paper and number, or "sparsync"
-    # lower bound for the same result in words of 4 bytes: two per entry, or one per value
+    # the lower bound for the same result in words of 4 bytes: two per entry, or one per value
     lower_bound_words: float
     seconds_hidden: float = 0.0  # part of the exchange that overlaps the backward pass
 
     @property
     def seconds(self) -> float:
-        """Time for which the step waits: selection and exchange, minus the hidden part."""
+        """The time for which the step waits: selection and exchange, minus the hidden part."""
         return self.seconds_selection + self.seconds_exchange - self.seconds_hidden
 
 
@@ -100,7 +101,7 @@ def predict(
     """Predict the cost of one step.
 
     Raises:
-        ConfigurationError: the algorithm has no cost, or a number is out of range.
+        ConfigurationError: the algorithm's cost is unknown, or a number is out of range.
     """
     for name, value, least in (("size", size, 0), ("k", k, 0), ("world_size", world_size, 1)):
         require(value >= least, f"predict: {name} is {value}; give at least {least}")
@@ -153,7 +154,8 @@ def entries_at(density: float, size: int) -> int:
 def bound_words(result: Result, job: Job) -> float:
     """Return the lower bound in words of any algorithm with this kind of total.
 
-    Top-k: Ok-Topk's Theorem 3.1; a sum: SparCML's Lemmas 5.1 and 5.2; whole vectors: Lemma 5.1.
+    The bound is Ok-Topk's Theorem 3.1 for a top-k, SparCML's Lemmas 5.1 and 5.2 for a sum, and
+    Lemma 5.1 for whole vectors.
     """
     if result == "top-k":
         return lower_bound_words(job.k, job.world_size)
@@ -171,8 +173,8 @@ class Plan:
 
     choice: str
     why: str  # one sentence
-    # bytes per second below which some sparse candidate always beats dense; 0: there is no such
-    # bandwidth; None: some candidate wins at every bandwidth
+    # the bytes per second below which some sparse candidate always beats dense; 0 if there is no
+    # such bandwidth, and None if some candidate wins at every bandwidth
     break_even_bandwidth: float | None
     break_even_density: float | None  # k / n below which the same holds; None: up to density 1
     k: int  # entries per rank
@@ -204,11 +206,11 @@ def plan(
         budget_bytes: the maximum that a rank may send or receive per step; collectives that need more do
             not compete.  Without density and k, k is the largest number that fits the budget with every
             candidate that fits at least 90 % as many entries as the best one.
-        compute: seconds of a forward and backward pass; None: no overlap.
-        unit_bytes: bytes of gradients per exchange, except for dense; None: all of them.
+        compute: seconds of a forward and backward pass; None for no overlap.
+        unit_bytes: bytes of gradients per exchange, except for dense; None for all of them.
 
     Raises:
-        ConfigurationError: a bad number or name, or a budget that nothing fits.
+        ConfigurationError: a number or name is bad, or no collective fits the budget.
 
     Example:
         >>> from sparsync.collectives import Budgeted
@@ -248,7 +250,8 @@ def plan(
         return max(fitting, min(1, size))
 
     if k is None and density is None and budget_bytes is not None:
-        # the minimum over candidates that fit nearly as many entries as the best, so all of them compete
+        # this is the minimum over candidates that fit nearly as many entries as the best, so that
+        # all of them compete
         counts = [most_entries(c, budget_bytes) for c in candidates if c.result != "whole"]
         most_of_all = max(counts, default=size)
         k = min((count for count in counts if count >= _NEARLY * most_of_all), default=most_of_all)
@@ -285,9 +288,9 @@ def plan(
 
 
 def _break_even(wins: Callable[[float], bool], low: float, high: float) -> float | None:
-    """Return the value up to which sparse wins; 0: it loses at ``low``; None: it wins up to ``high``.
+    """Return the value up to which sparse wins; 0 if it loses at ``low``, None if it wins at ``high``.
 
-    Searches equally spaced points on a logarithmic scale, then halves the interval.
+    This searches equally spaced points on a logarithmic scale, and then halves the interval.
     """
     steps = max(math.ceil(_PER_DECADE * math.log10(high / low)), 1)
     points = [low * math.pow(high / low, i / steps) for i in range(steps + 1)]

@@ -1,4 +1,4 @@
-"""Formatting times, volumes, rates and fractions in readable units."""
+"""Format times, volumes, rates and fractions in readable units."""
 
 from __future__ import annotations
 

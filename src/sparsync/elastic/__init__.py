@@ -1,4 +1,4 @@
-"""Elastic training: it continues while ranks join and leave; see ``docs/elastic.md``.  Uses torchft."""
+"""Elastic training continues while ranks join and leave; see ``docs/elastic.md``.  It uses torchft."""
 
 from sparsync.elastic.group import ElasticGroup, make_manager
 

@@ -1,4 +1,4 @@
-"""How a rank takes part in a changing group: it asks for quorums, meets, fetches and recovers.
+"""How a rank takes part in a changing group: it asks for quorums, meets others, fetches and recovers.
 
 torchft's manager determines which ranks are present; ``members`` decides about the open step.
 """
@@ -47,7 +47,7 @@ def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer])
     """Refuse options that do not work with elastic training.
 
     Raises:
-        ConfigurationError: names the option.
+        ConfigurationError: an option does not work; the message names it.
     """
     carried = options.transport
     for what, there in {
@@ -101,7 +101,7 @@ class Attendance:
 
     Args:
         manager: torchft's manager.
-        reducer: has a ``summing`` algorithm, and is ``changing``.
+        reducer: a ``changing`` reducer with a ``summing`` algorithm.
         weights: returns a digest of the weights that are equal on all ranks.
         rates: returns the optimizers' current rates, which must also be equal.
         average: divide totals by the number of ranks whose gradients are in them.
@@ -133,7 +133,7 @@ class Attendance:
         self._outside = False  # see ``outside_steps``
         self._since = 0  # the first step to which this rank contributes
         self.catch_up: CatchUp | None = None
-        # of ``catch_up``: the donor's number, and whether the copy has arrived
+        # the number of the donor of ``catch_up``, and whether the copy has arrived
         self._donor, self._ready = 0, False
         # the donor's further states, once this rank has caught up
         self._extras: dict[str, Any] | None = None
@@ -158,7 +158,8 @@ class Attendance:
                 self._meet(quorum)
         self._met = False
         if self.catch_up is not None and self.members.behind:
-            # before the vote, which tells the others that this rank counts from the next step on
+            # this comes before the vote, which tells the others that this rank counts from the next
+            # step on
             try:
                 self._ready = self.catch_up.done and not self._outside
             except PeerError:
@@ -174,8 +175,8 @@ class Attendance:
     def outside_steps(self) -> Iterator[None]:
         """Return a context in which this rank takes part in an exchange outside of its loop's steps.
 
-        It does not catch up in such an exchange, because its loop does not step the schedulers after it,
-        whose states it would take over.
+        The rank does not catch up in such an exchange: it would take over the states of schedulers,
+        and its loop does not step the schedulers after such an exchange.
         """
         self._outside = True
         try:
@@ -200,8 +201,8 @@ class Attendance:
         failed: CommunicationError | None = failure
         while failed is not None:
             verdict = self.recover(failed)
-            # True only if no attempt follows: the roll's rows then hold for the next step, whose quorum
-            # is already known.  After an attempt, its votes' rows hold
+            # this is True only if no attempt follows: the roll's rows then hold for the next step,
+            # whose quorum is already known.  After an attempt, its votes' rows hold
             failed, self._met = None, False
             if self.reducer.comm.rank in verdict.stale and not missed():
                 self._met = True
@@ -220,10 +221,10 @@ class Attendance:
         return self._meet(self._again(error))
 
     def end(self, copy: Callable[[], memoryview]) -> bytearray | None:
-        """Wait until all have applied the last step, and ranks that are behind have fetched a copy.
+        """Wait until all have applied the last step, and ranks that are behind have a copy.
 
         Returns:
-            Another rank's copy if this rank was behind, else None.
+            Another rank's copy if this rank was behind, otherwise None.
         """
         members, reached = self.members, self.reducer.step
         while not members.left:
@@ -254,7 +255,8 @@ class Attendance:
         catch_up, quorum = self.catch_up, self.group.quorum
         assert catch_up is not None and quorum is not None
         with suppress(PeerError):  # the fetch failed; start another one
-            # ``end`` returns the copy unchanged, without repeating steps, so it must be of the last step
+            # ``end`` returns the copy unchanged, without repeating steps, so the copy must be of
+            # the last step
             if catch_up.since >= self.reducer.step:
                 return catch_up.done
         self._fetch(quorum, self.members.first)
@@ -264,7 +266,7 @@ class Attendance:
         """Wait for a quorum.
 
         Raises:
-            DeadlineError: there was none for ten minutes.
+            DeadlineError: there was no quorum for ten minutes.
         """
         until, said = time.monotonic() + _PATIENCE, False
         while True:
@@ -294,12 +296,14 @@ class Attendance:
                     f"{self.reducer.place}: no quorum yet ({reason}); training waits, and "
                     "nothing is lost"
                 )
-            # no pause after a long wait, because the quorum forming now may include this rank
+            # there is no pause after a long wait, because the quorum that is forming now may
+            # include this rank
             time.sleep(max(began + _PAUSE - time.monotonic(), 0))
 
     def _again(self, error: CommunicationError) -> Quorum:
         """Abandon the exchange, make the others abandon it too, and return the next quorum."""
-        # first, because the others may be waiting for this rank's messages until their deadline
+        # this comes first, because the others may be waiting for this rank's messages until their
+        # deadline
         self.group.comm.give_up()
         # torchft counts failed steps, and after one the lighthouse forms a new quorum even if its members
         # are the same.  A quorum is needed whether or not the report succeeds
@@ -343,7 +347,8 @@ class Attendance:
     async def agree(self, told: Callable[[], dict[str, Any]]) -> None:
         """Vote, and send the states of ``told`` to ranks whose gradients count from the next step on."""
         members, comm = self.members, self.reducer.channel("roll")
-        # before the vote: an undelivered share makes the attempt fail, like any other message
+        # this comes before the vote, because an undelivered share makes the attempt fail, like any
+        # other message
         await members.deal()
         compared = members.counts and not members.idle
         facts = [compared, *(self._numbers() if compared else (0, 0, 0)), self._since]
@@ -367,7 +372,8 @@ class Attendance:
         """Return a digest of all rates, the learning rate, and, periodically, a digest of the weights."""
         present = self.rates()
         rates, lr = number_of(repr(_numbers(present))), float(present[0][0].get("lr") or 0)
-        # periodically, and in the step after a rank has joined; otherwise 0
+        # the digest is sent periodically, and in the step after a rank has joined; otherwise it is
+        # 0
         looks = self._joined or self.reducer.step % _LOOK == 0
         weights = number_of(self.weights()) if looks else 0
         # reduced from 64 bits, because float64 holds only 53
@@ -384,8 +390,8 @@ class Attendance:
         me, told = self.reducer.comm.rank, self.members.told.tolist()
         if not told[me][0]:
             return
-        # The longest, not the majority: there may be many newcomers with a different schedule, and they
-        # are the ones that must end.
+        # The longest time decides, not the majority: there may be many newcomers with a different
+        # schedule, and they are the ones that must end.
         counted = [rank for rank, (counts, *_) in enumerate(told) if counts]
         first = min(counted, key=lambda rank: (told[rank][-1], rank))
         _, rates, lr, weights, _ = told[me]
@@ -417,14 +423,15 @@ class Attendance:
         """Advance to the step after ``step``; return whether this rank has caught up with it."""
         members = self.members
         self.last_step = members.attempt, members.contributors, members.counts
-        # ``still``: the rows of the votes hold; after a roll, those of the roll do
+        # with ``still``, the rows of the votes hold; after a roll, those of the roll hold
         arrived = members.committed(step, still=not self._met, applied=applied)
         if arrived:
             self._since = step + 1
         else:
             self._extras = None
-        # Only for torchft's own step count, by which its quorums recognise lagging ranks.  It is set to
-        # this library's count, because a rank that has joined could never reach the others' by counting.
+        # This serves only torchft's own step count, by which its quorums recognise lagging ranks.
+        # The count is set to this library's, because a rank that has joined could never reach the
+        # others' count by counting.
         with suppress(Exception):
             self.manager.should_commit()
             batches = self.manager.batches_committed()

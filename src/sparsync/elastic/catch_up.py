@@ -62,7 +62,8 @@ def load_copy(
     raw: bytes | bytearray, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Load a state returned by ``make_copy``."""
-    # ``unpacked`` instead of pickle: the bytes come from another machine, and must not run code
+    # ``unpacked`` is used instead of pickle, because the bytes come from another machine, and must
+    # not run code
     content = Fields({"model": Mapping, "optimizers": Each((Mapping,) * len(optimizers))})
     states = opened(unpacked(raw), "elastic gradients", content)
     model.load_state_dict(states["model"])
@@ -92,9 +93,9 @@ class CatchUp:
         self._error: SparsyncError | None = None
         self._stopped = False
 
-        # On a separate thread, with a separate socket, because this rank takes part in every step in the
-        # meantime.  A copy older than ``since`` is not accepted, because earlier steps are not in the
-        # log.
+        # The fetch has a separate thread and socket, because this rank takes part in every step in
+        # the meantime.  A copy older than ``since`` is not accepted, because earlier steps are not
+        # in the log.
         def work() -> None:
             try:
                 self.copy = fetch(source, timeout, since, lambda: self._stopped)
@@ -146,7 +147,8 @@ def keep_gradients(
         few = 3 * at.numel() < flat.numel()
         narrow = torch.int32 if flat.numel() <= 1 << 31 else torch.int64
         here.append((at.to(narrow), flat[at]) if few else flat.clone())
-    # only the first step's: a second step with the same gradients would find none
+    # only those of the first step are kept, because a second step with the same gradients would
+    # find none
     catch_up.log.setdefault(step, {}).setdefault(number, here)
 
 
@@ -181,7 +183,8 @@ def repeat(
             one = optimizers[number]
             for group, its in zip(one.param_groups, groups, strict=True):
                 group.update(its)
-            # as given to the optimizer, i.e. after clipping and the like
+            # the gradients are as they were given to the optimizer, i.e. after clipping and the
+            # like
             for parameter, gradient in zip(_parameters(one), kept, strict=True):
                 parameter.grad = _whole(gradient, parameter)
             one.step()

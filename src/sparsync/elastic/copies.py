@@ -41,8 +41,8 @@ def pack(raw: bytes | memoryview) -> bytes:
         >>> unpack(pack(b"0123456789")) == b"0123456789"
         True
     """
-    # in columns, so the compressor sees exponents next to each other; the last column is the highest
-    # byte, because numbers are little-endian
+    # the bytes are arranged in columns, so that the compressor sees exponents next to each other;
+    # the last column is the highest byte, because numbers are little-endian
     words = np.frombuffer(raw, np.uint8, count=len(raw) // 4 * 4).reshape(-1, 4)
     high, low = zlib.compress(words[:, 3].tobytes(), 1), words[:, :3].tobytes()
     return struct.pack("<II", len(raw), len(high)) + high + low + bytes(raw[words.size :])
@@ -82,7 +82,8 @@ class CopyServer:
         advertise: str | None,
         keys: CurveKeys | None = None,
     ) -> None:
-        # a separate context, with its own I/O thread: pieces do not queue behind messages of exchanges
+        # a separate context has its own I/O thread, so pieces do not queue behind messages of
+        # exchanges
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.ipv6 = ":" in interface
@@ -135,7 +136,7 @@ class CopyServer:
         self._context.term()
 
     def _answer(self, what: bytes, step: int, first: int) -> bytes | None:
-        # read once, because ``drop`` may replace the dictionary at any time
+        # the attribute is read once, because ``drop`` may replace the dictionary at any time
         copies = self._copies
         if what == b"?":
             found = max((since for since in copies if since >= step), default=None)
@@ -174,7 +175,8 @@ def fetch(
     def answer() -> tuple[bytes, int, int, bytes]:
         nonlocal heard
         while not socket.poll(100):
-            # checked ten times a second, so closing a handle does not wait for a silent donor
+            # ``stop`` is called ten times a second, so that closing a handle does not wait for a
+            # silent donor
             if stop():
                 raise PeerError(f"the copy at {endpoint} is not needed any more")
             if time.monotonic() > heard + timeout:
@@ -192,12 +194,14 @@ def fetch(
             step, size = _ANSWER.unpack(answer()[3])
             if not size:
                 time.sleep(_LOOK)
-            # longer than for a piece, because the donor makes its copy at its next exchange
+            # this may take longer than a piece, because the donor makes its copy at its next
+            # exchange
             if time.monotonic() > began + 6 * timeout:
                 raise DeadlineError(f"there was no copy of the weights at {endpoint}")
         whole, asked, came = bytearray(size), 0, 0
         while came < size:
-            # a window instead of everything at once: queued pieces would delay exchanges on the same link
+            # requests are limited to a window, because queued pieces would delay exchanges on the
+            # same link
             while asked < size and asked - came < AHEAD * PIECE:
                 ask(b"!", step, asked)
                 asked += PIECE

@@ -1,4 +1,4 @@
-"""``attach(model, optimizer, elastic=manager)``: gradients exchanged by the ranks currently present.
+"""Exchange gradients among the ranks present, for ``attach(model, optimizer, elastic=manager)``.
 
 In every step torchft's manager is asked for a quorum while the forward pass runs. If its members differ
 from those of the previous step, or an exchange fails, they call the roll (``members``) before they
@@ -134,12 +134,12 @@ class PresentRanks(Ranks):
     Args:
         model: the plain module, whole on every rank.
         weights: the parameters that are exchanged.
-        reducer: has a ``summing`` algorithm, and is ``changing``.
+        reducer: a ``changing`` reducer with a ``summing`` algorithm.
         engine: the handle's engine.
         parts: the consensus of a replica that is not split.
         options: the options of ``attach``.
         manager: torchft's manager.
-        optimizers: apply the averages; a joining rank takes over their states.
+        optimizers: the optimizers that apply the averages; a joining rank takes over their states.
         said: a line for the user, shown once per job.
 
     Attributes:
@@ -192,9 +192,10 @@ class PresentRanks(Ranks):
         return self.attendance.members.counts
 
     def watch(self) -> list[Any]:
-        """Watch forward passes and optimizers; return handles whose ``remove()`` ends that."""
+        """Watch forward passes and optimizers; return handles whose ``remove()`` stops the watching."""
         model = self._model()
-        # weakly, because the model holds its hooks, and the handle must end with the model
+        # the references are weak, because the model holds its hooks, and the handle must end with
+        # the model
         hooks: list[Any] = [model.register_forward_pre_hook(weakly(self._before_forward))]
         before = weakly(self._before_step)
         return hooks + [one.register_step_pre_hook(before) for one in self._optimizers]
@@ -216,8 +217,8 @@ class PresentRanks(Ranks):
 
         Ranks that have abandoned a step meet again in any case, so ``again`` is ignored.
         """
-        # before the first gradient is accumulated, because the group decides whether this rank's
-        # gradients count, and how entries are collected
+        # this comes before the first gradient is accumulated, because the group decides whether
+        # this rank's gradients count, and how entries are collected
         self.membership.turns.take()
         if self._is_late():
             self.membership.turns.end()
@@ -265,8 +266,8 @@ class PresentRanks(Ranks):
             # been exchanged yet
             run(self._agree() if jobs else attempt())
         except CommunicationError as error:
-            # missed: the roll has closed this rank's step and put its gradients into the residual; there
-            # are no others before the next backward pass
+            # ``missed`` returns False: the roll has closed this rank's step and put its gradients
+            # into the residual, and there are no others before the next backward pass
             if not self.attendance.persist(error, attempt, missed=lambda: False):
                 self._missed = True
                 return None
@@ -277,7 +278,8 @@ class PresentRanks(Ranks):
 
     def finished(self) -> None:
         """Continue with the next step and the current ranks."""
-        # not after a missed step, because the roll has already brought the reducer to the others' step
+        # this is left out after a missed step, because the roll has already brought the reducer to
+        # the others' step
         if self._exchanged:
             step, skipped = self._position
             self.attendance.close(step, applied=self._reducer.skipped == skipped)
@@ -285,7 +287,7 @@ class PresentRanks(Ranks):
             self._reducer.take_notice()  # a joining rank has nothing new to report
 
     def _take_part(self) -> None:
-        """Take part in the others' steps on the engine's thread, without training, until left."""
+        """Take part in the others' steps on the engine's thread, without training, until it has left."""
         reducer = self._reducer
         while not self.membership.left:
             self.attendance.ready()
@@ -363,7 +365,8 @@ class PresentRanks(Ranks):
 
     def part(self) -> None:
         """Wait until all ranks have applied the last step; a rank that is behind gets new weights."""
-        # the engine's thread, which owns the sockets, waits; this thread may write the weights
+        # the engine's thread, which owns the sockets, waits meanwhile, so this thread may write the
+        # weights
         with self.membership.turns.step(), self._reducer.comm.ledger.outside_steps():
             taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()
         if taken is not None:

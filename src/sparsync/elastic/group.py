@@ -42,8 +42,8 @@ if not hasattr(Manager, "_reconfigure_pg"):
 
 __all__ = ["ElasticGroup", "Quorum", "group_of", "make_manager"]
 
-# interval of heartbeats: a tenth of the 500 ms without one after which a lighthouse, as recommended by
-# docs/elastic.md, considers a rank gone
+# the interval of heartbeats is a tenth of 500 ms, after which a lighthouse, as recommended by
+# docs/elastic.md, considers a silent rank gone
 _BEAT = timedelta(milliseconds=50)
 # time without an answer after which the quorum is requested again: a lighthouse that ends loses requests
 _ASK_AGAIN = timedelta(seconds=20)
@@ -126,8 +126,8 @@ class ElasticGroup(ProcessGroup):
         self.store: Any = None  # the manager's; gloo's ranks meet in the store of the first of them
         self._keys: CurveKeys | None = None
         self._said = ""
-        # A group of one until the first quorum.  Sockets are bound now, because the handle that the
-        # manager sends to the lighthouse contains their addresses.
+        # This is a group of one until the first quorum.  Sockets are bound now, because the handle
+        # that the manager sends to the lighthouse contains their addresses.
         self.comm: ZmqCommunicator | GlooCommunicator
         if transport == "torch":
             self.copies = CopyServer(interface, None, None)
@@ -151,8 +151,8 @@ class ElasticGroup(ProcessGroup):
             self.copies = CopyServer(interface, port_range, advertise, self._keys)
         self._card = {"transport": transport, "key": ""}
         if self._keys is not None:
-            # a digest of all listed keys: ranks with different lists would refuse each other's sockets,
-            # and wait for each other in every step
+            # this digest covers all listed keys, because ranks with different lists would refuse
+            # each other's sockets, and wait for each other in every step
             listed = hashlib.blake2b(b"".join(sorted(self._keys.listed)), digest_size=6)
             self._card["transport"] = f"{transport} with the keys {listed.hexdigest()}"
             self._card["key"] = self._keys.public.decode()
@@ -168,7 +168,8 @@ class ElasticGroup(ProcessGroup):
         Incompatible members are left out, so that they end and not the training ranks: a rank that is
         compatible with no other, and has not met any rank yet, raises an error.
         """
-        # Only recorded: sockets belong to the exchanging thread, which may be in a step.
+        # The quorum is only recorded here: sockets belong to the exchanging thread, which may be in
+        # a step.
         try:
             peers = [
                 {"transport": "zmq", "key": "", **json.loads(handle)} for handle in opts.handles
@@ -187,7 +188,8 @@ class ElasticGroup(ProcessGroup):
                 "a member of the quorum has another kind of process group; give all managers an "
                 "ElasticGroup of the same version"
             ) from error
-        # not raised, because torchft would only record it as an error of this quorum, and ask forever
+        # the reason is not raised, because torchft would only record it as an error of this quorum,
+        # and ask forever
         misfit = ""
         if any(reasons):
             why = "; ".join(sorted({*reasons} - {""}))
@@ -196,7 +198,7 @@ class ElasticGroup(ProcessGroup):
                 f"({why}); give all the same transport=, and curve_keys= with the same .key files"
             )
             if len(fitting) > 1 or (self.quorum is not None and not self.quorum.misfit):
-                # once per reason, because every change of the quorum ends up here
+                # each reason is printed once, because every change of the quorum ends up here
                 if misfit != self._said:
                     say(f"{misfit}; they are left out")
                 self._said, misfit = misfit, ""
@@ -253,11 +255,12 @@ def make_manager(
 
     Args:
         min_replicas: the minimum number of ranks that train; with fewer, training waits.
-        lighthouse: its address, e.g. http://HOST:29510; None: the address in ``TORCHFT_LIGHTHOUSE``.
+        lighthouse: the lighthouse's address, e.g. http://HOST:29510; by default that in
+            ``TORCHFT_LIGHTHOUSE``.
         name: this rank's name in torchft's logs.
         timeout: seconds that a message of an exchange may take.
-        **options: of ``ElasticGroup``: ``transport``, ``curve_keys``, ``interface``, ``port_range``
-            and ``advertise``.
+        **options: the arguments ``transport``, ``curve_keys``, ``interface``, ``port_range`` and
+            ``advertise`` of ``ElasticGroup``.
     """
     if lighthouse is not None:
         os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse

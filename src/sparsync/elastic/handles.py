@@ -8,8 +8,8 @@ from sparsync.elastic.membership import Membership
 
 __all__ = ["carry", "last_step", "leave", "left"]
 
-# Functions that the classes adopt, instead of a base class: each of these handles already has one, and a
-# handle inherits from a single class.
+# These are functions that the classes adopt, instead of a base class, because each of these handles
+# already has one, and a handle inherits from a single class.
 
 
 class _Elastic(Protocol):

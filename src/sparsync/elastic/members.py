@@ -1,14 +1,16 @@
-"""The ranks that take a step together, and what becomes of that step when they change.
+"""The ranks that take a step together, and the fate of that step when these ranks change.
 
 ::
 
     exchange --all data received--> prepared --all votes received--> committed
 
-A rank commits once it knows that all ranks are prepared.  If anything fails before, it gives up the step,
-which ends the waits of the others.  The remaining ranks meet in a new group and call the roll:
+A rank commits once it knows that all ranks are prepared.  If an exchange fails before that, it
+gives up the step, which ends the waits of the others.  The remaining ranks meet in a new group and
+call the roll:
 
-* if a rank has committed, then all were prepared, and those that still are commit as well;
-* if no rank has, all exchange their accumulated gradients once more, in the new group.
+* if a rank has committed, then all ranks were prepared, and those that still are prepared commit as
+  well;
+* if no rank has committed, all exchange their accumulated gradients once more, in the new group.
 
 So a step is applied by all remaining ranks or by none, its gradients count once, and residuals match the
 ranks that took part.  The residual of a killed rank is lost.
@@ -43,9 +45,11 @@ from sparsync.transports.ledger import Raw
 
 __all__ = ["Entry", "Members", "Verdict", "judge", "rest_of"]
 
-# group changes that a rank may miss; fixed, so that receivers know the length of a brief
+# the number of group changes that a rank may miss; it is fixed, so that receivers know the length
+# of a brief
 _PAST: Final = 32
-# attempts at one step for which this rank remembers its part; each may hold a copy of n elements
+# the number of attempts at one step for which this rank remembers its part; each part may hold a
+# copy of n elements
 _ATTEMPTS: Final = 8
 _MEASURED: Final = 10  # steps between measurements of the residual's norm, a pass over n elements
 
@@ -53,7 +57,7 @@ _MEASURED: Final = 10  # steps between measurements of the residual's norm, a pa
 class Entry(NamedTuple):
     """A rank's answer to the roll call."""
 
-    # integers only, because an entry is sent as one row of int64
+    # all fields are integers, because an entry is sent as one row of int64
     step: int  # the open step
     history: int  # the attempt that committed the last step; at first a digest of the weights
     prepared: int  # the attempt whose exchange of the open step this rank completed; 0: none
@@ -73,7 +77,7 @@ class Verdict(NamedTuple):
         commits: ranks that must commit the previous step.
         stale: ranks that missed steps, or come from another history; they start fetching weights.
         donor: the first current rank, preferably one that does not leave; weights are fetched from it.
-        there: the first rank that has committed the previous step; it may be behind.
+        there: the first rank that has committed the previous step, even if this rank is behind.
     """
 
     step: int
@@ -88,12 +92,13 @@ def judge(entries: Sequence[Entry]) -> Verdict:
     """Decide which ranks continue, which must commit first, and which are stale.
 
     Candidates are the histories that end with complete weights, at most one step before the furthest of
-    them.  The one with the latest group wins; then the furthest; then the one with the most ranks (before
-    the first step, with the most ranks of equal weights); then the one with the lowest rank.
+    them.  The history with the latest group wins, then the furthest, then the one with the most
+    ranks (before the first step, the most ranks of equal weights), and then the one with the lowest
+    rank.
 
     Raises:
-        CheckpointError: the ranks with the weights are gone; ranks with fresh weights must not start
-            over.
+        CheckpointError: the ranks with the weights are gone, and ranks with fresh weights must not
+            start over.
 
     Example:
         >>> fresh, ahead = Entry(0, 77, 0, 0, 0, 5), Entry(5, 9, 0, 0, 0, 5)
@@ -157,7 +162,8 @@ class Members:
     """One rank among those that take the open step.
 
     Args:
-        reducer: must be ``changing``; its totals are not divided, and ``contributors`` is the divisor.
+        reducer: a ``changing`` reducer; its totals are not divided, and ``contributors`` is the
+            divisor.
         start: digest of the weights before the first step.
         set_up: digest of everything that must be equal on all ranks.
 
@@ -165,15 +171,16 @@ class Members:
         attempt: number of the current group, > 0.
         behind: this rank is fetching its weights; until then its gradients do not count.
         first: the lowest rank with current weights.
-        leaving: this rank wants to leave.  This takes a step in which its residual is dealt to the
-            others, and one more to which it contributes nothing: its commit shows that all have the
-            first.
+        leaving: this rank wants to leave.  Leaving takes a step in which its residual is dealt to
+            the others, and one more to which it contributes nothing, whose commit shows that all
+            have applied the first.
         left: this rank has left.
         idle: this rank takes part without training until it has left, and cannot serve its weights.
         counts: this rank's gradient counts in the open step.
         deals: this rank's residual is dealt in the open step.
-        clock: the position in training as a number; taken from the others if this rank was stale.
-        newcomers: ranks whose gradients count from the next step on, but not in this one; their donors.
+        clock: the position in training as a number, which a stale rank takes from the others.
+        newcomers: ranks whose gradients count from the next step on, but not in this one, with
+            their donors.
         told: further numbers from all ranks' votes, by rank.
     """
 
@@ -181,8 +188,9 @@ class Members:
         self.reducer, self._set_up = reducer, set_up
         self.attempt, self.first, self.newcomers = 0, 0, dict[int, int]()
         self.behind = self._ready = self.leaving = self.left = self.idle = False
-        # (step, attempt): from that step on, this attempt's group committed.  The first entry represents
-        # the initial weights, so ranks that start from other weights have another history
+        # each pair is (step, attempt): from that step on, this attempt's group committed.  The
+        # first entry represents the initial weights, so ranks that start from other weights have
+        # another history
         self._past, self._prepared, self._view = [(-1, start)], 0, 0
         self._parts: dict[int, _Part] = {}  # in the open step, from attempts before the current one
         self._last = _Last(-1, start, {})
@@ -246,7 +254,7 @@ class Members:
         The vote also says whether this rank contributes to the next step, and whether that is its last.
 
         Args:
-            facts: further numbers, for ``told``; equally many on all ranks.
+            facts: further numbers for ``told``, equally many on all ranks.
             donor: the rank from which weights are fetched while this rank is behind.
             ready: this rank has fetched a copy and kept all averages since, so it is no longer behind
                 from the next step on.
@@ -254,11 +262,12 @@ class Members:
         Raises:
             CommunicationError: a vote did not arrive.
         """
-        # Set before the vote is sent: a rank with all votes may commit, and if this rank is cut off now,
-        # it must say at the next roll call that it is prepared.
+        # This is set before the vote is sent.  A rank with all votes may commit, and if this rank
+        # is cut off now, it must say at the next roll call that it is prepared.
         self._prepared, self._ready = self.attempt, ready and not self.idle
         reduced = self.reducer.reduced
-        # saved here, because the reducer drops its results when the commit opens the next step
+        # these are saved here, because the reducer drops its results when the commit opens the next
+        # step
         self._delivered = [reduced[unit].delivered for unit in range(len(reduced))]
         leaves = 2 if self.deals or self._spent else int(self.leaving)
         counts = (not self.behind or self._ready) and leaves < 2 and not self.idle
@@ -291,14 +300,15 @@ class Members:
         arrived = still and self.behind and self._ready
         if arrived:
             self.behind = self._ready = False
-        # Set before ``_hand_over``: a rank leaves one step after its residual was dealt, because only
-        # that step's votes show that all have applied the dealing step
+        # this is set before ``_hand_over``: a rank leaves one step after its residual was dealt,
+        # because only that step's votes show that all have applied the dealing step
         self.left = self._spent
         part = self._applied() if applied else _Part([], [], False, 1.0)
         self._last = _Last(step, self._prepared, {**self._parts, self._prepared: part})
         self._parts, self._delivered = {}, []
         self._hand_over()
-        # one entry for all steps committed by a group, so the history grows with changes, not with steps
+        # there is one entry for all steps committed by a group, so the history grows with changes,
+        # not with steps
         if self._past[-1][1] != self._prepared:
             self._past = [*self._past[1 - _PAST :], (step, self._prepared)]
         self._prepared = 0
@@ -326,7 +336,8 @@ class Members:
         minus, spare = list[Vector](), self._last.parts.get(self._last.attempt)
         for unit, residual in enumerate(self.reducer.residuals):
             delivered = self._delivered[unit]
-            # by type, as in ``Residual.retain``: ``values`` of a vector held in messages decodes them
+            # the check is by type, as in ``Residual.retain``, because ``values`` of a vector held
+            # in messages decodes them
             if type(delivered) is DenseVector and delivered.values is residual.accumulated:
                 # Everything was delivered, and the next gradients will overwrite it.  The copy reuses the
                 # memory of the last step's copy, since that step is final: fresh memory costs more than
@@ -343,7 +354,7 @@ class Members:
         return _Part(minus, self._dealt, self.deals, self.reducer.scale)
 
     async def end(self, *, whole: bool = True) -> bool:
-        """Return whether all are at the end with ``whole`` weights; ranks behind may still fetch them.
+        """Return whether all are at the end with ``whole`` weights; ranks behind may still fetch these.
 
         Raises:
             CommunicationError: a rank is gone, or has not committed the last step.
@@ -373,7 +384,8 @@ class Members:
         comm = self.reducer.channel("roll")
         leaves = self._present[:, 1].tolist()
         stay = [rank for rank, when in enumerate(leaves) if not when]
-        # only recorded here: the commit adds it, and an abandoned attempt is dealt again
+        # the dealt residual is only recorded here: the commit adds it, and an abandoned attempt is
+        # dealt again
         self._dealt = []
         for leaver in [rank for rank, when in enumerate(leaves) if when == 1 and stay]:
             for unit, residual in enumerate(self.reducer.residuals):
@@ -404,8 +416,8 @@ class Members:
             ConfigurationError: this rank's set-up differs from the ranks that continue.
         """
         reducer, self.attempt = self.reducer, attempt
-        # Outside of any step: ranks may be at different steps, and messages are matched by the step of
-        # the ledger, which is a fresh one on all ranks here
+        # The roll is outside of any step: ranks may be at different steps, and messages are matched
+        # by the step of the ledger, which is a fresh one on all ranks here
         comm = reducer.channel("roll").apart()
         history = self._past[-1][1]
         leaves = 2 if self._spent else int(self.leaving)
@@ -423,12 +435,13 @@ class Members:
                 "all ranks"
             )
         if comm.rank in verdict.stale:
-            # the furthest clock: some ranks of this history have not started the open exchange yet, and
-            # still report the previous one
+            # this is the furthest clock: some ranks of this history have not started the open
+            # exchange yet, and still report the previous one
             first = entries[verdict.there]
             alike = [e for e in entries if (e.step, e.history) == (first.step, first.history)]
             self.clock = max(entry.clock for entry in alike)
-        # looked up by name, before ``_note`` stores the new names, because ranks are renumbered
+        # rows are looked up by name before ``_note`` stores the new names, because ranks are
+        # renumbered
         rows = self._present.tolist()
         norms = {name: row[3] for name, row in zip(self._names, rows, strict=False)}
         self._note(tuple(names), verdict)
@@ -457,7 +470,8 @@ class Members:
         self._dealt = []
         self._count(self._next)
         self._norm = 0.0  # measured again, because the new group has no value
-        # last, because thresholds, regions and shares are planned for the ranks of this group
+        # this comes last, because thresholds, regions and shares are planned for the ranks of this
+        # group
         self.reducer.regroup()
 
     async def _brief(self, comm: Communicator, verdict: Verdict) -> None:
@@ -466,7 +480,8 @@ class Members:
         if comm.rank == verdict.there:
             key = -1 if shares.key is None else shares.key
             past = [number for pair in self._past for number in pair]
-            # padded to the fixed length with the last pair; ``dict.fromkeys`` below drops duplicates
+            # the history is padded to the fixed length with its last pair; ``dict.fromkeys`` below
+            # drops duplicates
             past += past[-2:] * (_PAST - len(self._past))
             for rank in sorted(verdict.stale):
                 numbers = [verdict.step, *past, reducer.skipped, key, *shares.quotas]
@@ -488,7 +503,7 @@ class Members:
         """Remember this rank's part in the prepared attempt, because some rank may have applied it."""
         if self._prepared:
             reducer, minus, plus = self.reducer, list[Vector](), [*self._dealt]
-            # ranks that commit this attempt see the same totals, and would refuse it
+            # ranks that commit this attempt see the same totals, and would refuse the step
             if any(
                 self._is_broken(reducer.reduced[unit].total) for unit in range(len(reducer.units))
             ):
@@ -497,7 +512,8 @@ class Members:
                 for residual, delivered in zip(reducer.residuals, self._delivered, strict=True):
                     whole = type(delivered) is DenseVector
                     if self.deals or (whole and delivered.values is residual.accumulated):
-                        # copied, because the buffer itself is accumulated into from now on
+                        # the values are copied, because the buffer itself is accumulated into from
+                        # now on
                         delivered = DenseVector(residual.accumulated.clone())
                     minus.append(delivered)
             while len(self._parts) >= _ATTEMPTS:
@@ -523,8 +539,8 @@ class Members:
         if part is not None:
             self._apply(part)
         else:
-            # the others did the last step closed here in another attempt, or not yet: exchange the parts
-            # of the two attempts
+            # the others made the last step closed here in another attempt, or not yet, so exchange
+            # the parts of the two attempts
             holds = _attempt_of(last.step, self._past, step)
             if holds is not None and holds != last.attempt:
                 self._take_back(last.parts.get(last.attempt))
@@ -611,7 +627,8 @@ class Members:
 
 def rest_of(residual: Residual, delivered: Vector) -> Tensor:
     """Return the residual that committing the open step would leave, without changing anything."""
-    # by type, as in ``Residual.retain``: ``values`` of a vector held in messages decodes them
+    # the check is by type, as in ``Residual.retain``, because ``values`` of a vector held in
+    # messages decodes them
     if type(delivered) is DenseVector and delivered.values is residual.accumulated:
         return torch.zeros_like(residual.accumulated)
     rest = residual.accumulated.clone()

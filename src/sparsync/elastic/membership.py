@@ -29,9 +29,10 @@ class Membership:
     Args:
         attendance: of this rank.
         engine: the handle's engine, on whose thread this rank leaves without training steps.
-        take_part: does the others' steps, on that thread and without training, until this rank has left.
-            It must not keep the handle alive.
-        needs_steps: the reason why this rank can only leave in training steps; empty if it need not.
+        take_part: takes part in the others' steps, on that thread and without training, until this
+            rank has left; must not keep the handle alive.
+        needs_steps: the reason why this rank can leave only in training steps; empty if there is
+            none.
 
     Attributes:
         turns: excludes the training thread's steps and a leaving from each other.
@@ -48,7 +49,8 @@ class Membership:
         self.attendance, self.turns, self.gone = attendance, Turns(), False
         self._engine, self._take_part, self._needs_steps = engine, take_part, needs_steps
         self._carried: dict[str, Any] = {}
-        # weak, because Python's table of signal handlers lives as long as the process, this as its model
+        # the reference is weak, because Python's table of signal handlers lives as long as the
+        # process, but this object must live only as long as its model
         me = weakref.ref(self)
 
         def begin() -> bool:
@@ -144,7 +146,8 @@ class Membership:
         except ConfigurationError as error:
             self.turns.end_leaving()
             return str(error)
-        # not after the wait below, which may time out while the job still uses reducer and model
+        # not after the wait below, which may time out while the job still uses the reducer and the
+        # model
         leaving.add_done_callback(lambda _: self.turns.end_leaving())
         if not wait([leaving], max(until - time.monotonic(), 0)).done:
             return "the others did not take the three steps that leaving needs"

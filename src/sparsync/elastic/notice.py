@@ -1,4 +1,4 @@
-"""SIGTERM, the notice that a machine will be taken away: leave first, then call the program's handler."""
+"""SIGTERM announces that a machine will be taken away: leave first, then call the program's handler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sparsync.console import say
 
 __all__ = ["Notice"]
 
-# seconds in which a rank must leave, or end regardless: Slurm and Kubernetes kill 30 s after SIGTERM
+# seconds in which a rank must leave, or else end anyway: Slurm and Kubernetes kill 30 s after
+# SIGTERM
 _LEAVES: Final = 8.0
 _NATIVE: Final = 1.5  # further seconds for the main thread to return to Python, where handlers run
 
@@ -24,9 +25,11 @@ class Notice:
     """Handles SIGTERM instead of the program's handler, which gets the signal once the rank has left.
 
     Args:
-        begin: starts leaving, on any thread; returns False if the handle is gone and nothing can leave.
-        leave: leaves within the given seconds without the main thread, unless that is in a step.  It is
-            called on a separate thread, and returns "" or a line that says why the rank has not left.
+        begin: starts leaving, on any thread; returns False if the handle is gone, so no rank can
+            leave.
+        leave: leaves within the given seconds without the main thread, unless that thread is in a
+            step.  It is called on a separate thread, and returns "" or a line that says why the
+            rank has not left.
 
     Attributes:
         came: whether the signal was received.
@@ -35,19 +38,20 @@ class Notice:
     def __init__(self, begin: Callable[[], bool], leave: Callable[[float], str]) -> None:
         self.came = False
         self._start, self._leave = begin, leave
-        # stored once: every access to a bound method creates another object, which ``is`` would not match
+        # the bound method is stored once, because every access creates another object, which ``is``
+        # would not match
         self._handler = self._receive
         self._former: Any = None
         self._late = False
         self._over = threading.Event()  # set once the signal was passed on
-        # reentrant: a second signal may interrupt the main thread inside
+        # the lock is reentrant, because a second signal may interrupt the main thread inside
         self._lock = threading.RLock()
         self._pipe: tuple[int, int] | None = None
         self.watch()
         self._listen()
 
     def _listen(self) -> None:
-        """Receive the signal on a thread as well, because a handler only runs once native code returns.
+        """Receive the signal on a thread as well, because a handler runs only once native code returns.
 
         Python writes signals to a single pipe.  If the program uses it, as asyncio does, only the handler
         receives the signal.
@@ -55,7 +59,8 @@ class Notice:
         if threading.current_thread() is not threading.main_thread():
             return
         self._pipe = reads, writes = os.pipe()
-        # required by ``set_wakeup_fd``: Python writes from the signal handler, which must not block
+        # ``set_wakeup_fd`` requires this: Python writes from the signal handler, which must not
+        # block
         os.set_blocking(writes, False)
         other = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
         if other != -1:
@@ -74,7 +79,7 @@ class Notice:
         threading.Thread(target=hear, name="sparsync-notice", daemon=True).start()
 
     def watch(self) -> None:
-        """Take the place of the program's handler; called in every step, because it may set a new one.
+        """Take the place of the program's handler; called in every step, as programs may set a new one.
 
         This is a no-op on threads other than the main one, where Python sets no handlers, and for a
         handler that was not set from Python.
@@ -138,10 +143,10 @@ class Notice:
                 self._over.set()  # a handler set since the last ``watch`` has already had the signal
                 return
             self._late = True
-            # wakes the main thread, which may be asleep, to pass the signal on
+            # this wakes the main thread, which may be asleep, to pass the signal on
             os.kill(os.getpid(), signal.SIGTERM)
         if not self._over.wait(_NATIVE) and self._former == signal.SIG_DFL:
-            # it is in native code, e.g. compiling, and could not react: do what the kernel would have
-            # done
+            # the main thread is in native code, e.g. compiling, and could not react, so do as the
+            # kernel would have done
             ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, None)
             os.kill(os.getpid(), signal.SIGTERM)

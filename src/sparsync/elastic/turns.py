@@ -23,7 +23,7 @@ class Turns:
         self._lock, self._training = threading.Lock(), False
 
     def take(self) -> None:
-        """Begin a step once no leaving is in progress; within a step this is a no-op."""
+        """Begin a step once no leaving is in progress; within a step, this does nothing."""
         if not self._training:
             self._lock.acquire()
             self._training = True
@@ -45,7 +45,7 @@ class Turns:
 
     def unless_leaving(self, call: Callable[[], None]) -> None:
         """Call a function on the training thread, unless this rank is leaving."""
-        # never blocks: such calls only save time, and must not delay a forward pass
+        # this never blocks, because such calls only save time, and must not delay a forward pass
         if self._training:
             call()
         elif self._lock.acquire(blocking=False):

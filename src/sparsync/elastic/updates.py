@@ -1,4 +1,4 @@
-"""``attach(model, optimizer, elastic=manager)``: updates exchanged by the ranks currently present.
+"""Exchange updates among the ranks present, for ``attach(model, optimizer, elastic=manager)``.
 
 Before every exchange, torchft's manager is asked for a quorum; between exchanges ranks are independent.
 A rank that joins takes part in the exchange that the others are in, with no changes of its own, and
@@ -50,8 +50,9 @@ from sparsync.updates.weights import ModelWeights, trained_of
 
 __all__ = ["ElasticUpdates", "attach_elastic_updates"]
 
-# A rank's position, as one number for the roll: clock = 3 * local steps + phase.  Phases: an exchange
-# after a local step; the exchange of ``finish``, which delivers everything; the time after it.
+# The roll has a rank's position as one number: clock = 3 * local steps + phase.  The phases are an
+# exchange after a local step, the exchange of ``finish``, which delivers everything, and the time
+# after that exchange.
 _PHASES: Final = 3
 _LOCAL, _LAST, _OVER = range(_PHASES)
 _EVERYTHING: Final = slice(0, None)
@@ -115,7 +116,7 @@ class _Densities(Warmup):
         return None if self.everything.is_set() else super().density(step, final)
 
     def deliver(self, everything: bool) -> bool:
-        """Make the next exchange deliver everything, or select; return whether that is a change."""
+        """Make the next exchange deliver everything, or select; return whether this changes anything."""
         changes = self.everything.is_set() != everything
         (self.everything.set if everything else self.everything.clear)()
         return changes
@@ -189,10 +190,12 @@ class ElasticUpdates(UpdateSync):
         self.on_close.callback(self.membership.close)
         self._densities = densities
         self._phase, self._began_at = _LOCAL, 0
-        # the weights to leave with, while the program keeps the model; the engine's reference is weak
+        # the weights with which this rank leaves while the program keeps the model; the engine's
+        # reference is weak
         self._copied: Weights | None = None
         self._knows = False  # whether the program was told that this rank has left
-        # once this rank has caught up: the donor's further states, and the states of its optimizers
+        # set once this rank has caught up: the donor's further states, and the states of its
+        # optimizers
         self._arrival: tuple[dict[str, Any], list[Any]] | None = None
 
     # ---- for the user ------------------------------------------------------------------------------
@@ -233,8 +236,8 @@ class ElasticUpdates(UpdateSync):
         self._engine.submit(attendance.join).result()
         if not attendance.members.behind:
             return
-        # the others are waiting in an exchange for all members of the quorum, so this rank starts it at
-        # once, not after its own first local step
+        # the others are waiting in an exchange for all members of the quorum, so this rank starts
+        # that exchange at once, not after its own first local step
         steps, phase = divmod(attendance.members.clock, _PHASES)
         self.outer.go_on_from(steps)
         self._began_at = steps
@@ -273,7 +276,7 @@ class ElasticUpdates(UpdateSync):
             self._after_exchange()
 
     def finish(self) -> None:
-        """Exchange everything left, make replicas equal, and wait until all ranks have done so."""
+        """Exchange all that is left, make replicas equal, and wait until all ranks have done so."""
         self._check_own("finish()")
         with self.membership.turns.step():
             self._finish_all()
@@ -303,8 +306,8 @@ class ElasticUpdates(UpdateSync):
         self._after_exchange()
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:
-        # Done on the training thread, before the exchange is queued, so rates and copy are from the same
-        # moment, while no optimizer steps.
+        # This is done on the training thread before the exchange is queued, so that rates and copy
+        # are from the same moment, while no optimizer steps.
         self._rates = rates_of(self.outer.optimizers)
         self._note_begin()
         self.attendance.offer(self._copy)
@@ -328,7 +331,8 @@ class ElasticUpdates(UpdateSync):
 
     def _go_on(self) -> None:
         """Continue from the others' position, if this rank was stale."""
-        # by the difference, because with ``delay`` local steps were made since the exchange started
+        # steps are counted by the difference, because with ``delay`` local steps were made since
+        # the exchange started
         steps, phase = divmod(self.attendance.members.clock, _PHASES)
         if steps != self._began_at:
             self.outer.go_on_from(self.outer.steps + steps - self._began_at)
@@ -340,7 +344,8 @@ class ElasticUpdates(UpdateSync):
         members, outer = self.attendance.members, self.outer
         self._weights.average_over(max(members.contributors, 1))
         self._go_on()
-        # here, not in ``_arrive``, because optimizers belong to the training thread
+        # this happens here rather than in ``_arrive``, because optimizers belong to the training
+        # thread
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
             extras, states = arrival
@@ -352,9 +357,9 @@ class ElasticUpdates(UpdateSync):
     # ---- leaving between steps, on the engine's thread ---------------------------------------------
 
     def _take_part(self) -> None:
-        """Do the others' exchanges, without training, until this rank has left."""
+        """Take part in the others' exchanges, without training, until this rank has left."""
         weights, noise, outer = self._go_apart(), self._weights.noise, self.outer
-        # sampled only once: after the last local step this rank makes no further gradients
+        # gradients are sampled only once, because this rank makes none after its last local step
         sampled = noise is None
         while not self.left:
             step, self._phase = outer.steps, _LOCAL
@@ -372,8 +377,8 @@ class ElasticUpdates(UpdateSync):
         If the program has written to the model since the last step, e.g. to show averaged weights, these
         are not this rank's weights, and its local steps since the last exchange are lost.
         """
-        # kernels of the training thread may still write to the weights, on a stream that is not this
-        # one's
+        # kernels of the training thread may still write to the weights, on another stream than this
+        # thread's
         device = self._weights.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -404,7 +409,8 @@ class ElasticUpdates(UpdateSync):
             await attendance.agree(self._told)
 
         def missed() -> bool:
-            # for a stale rank these are zeros now: the roll has put its own changes into the residual
+            # these are zeros for a stale rank, because the roll has put its own changes into the
+            # residual
             self._accumulate_all(deltas)
             return True
 
@@ -456,8 +462,8 @@ class ElasticUpdates(UpdateSync):
         assert catch_up.copy is not None
         begin, raw = catch_up.copy
         state = self._opened(raw)
-        # The same operations in the same order as on the others give the same bits.  Exchanges missing
-        # from the log were refused by all
+        # The same operations in the same order as on the others give the same bits.  Exchanges
+        # missing from the log were refused by all ranks
         logged = [catch_up.log[done] for done in range(begin, step) if done in catch_up.log]
         self.outer.catch_up(state["memory"], logged)
         if self._shared_weights() != extras["weights"]:

@@ -24,7 +24,7 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
     """Compare the set-up of a reducer, and further settings, across all ranks.
 
     Raises:
-        PeerError: names the first difference and the ranks that have it.
+        PeerError: the set-ups differ; the message names the first difference, and its ranks.
     """
     run(agree(reducer.comm, _facts(reducer, settings)))
 
@@ -37,7 +37,8 @@ def set_up_digest(reducer: Reducer, **settings: object) -> int:
 
 def number_of(text: str) -> int:
     """Return a 63-bit hash of a text."""
-    # not ``hash``, which differs between processes; 63 bits, because it is sent as an int64
+    # this is not ``hash``, which differs between processes; it has 63 bits because it is sent as an
+    # int64
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -64,7 +65,8 @@ def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object
 
 def _settings(part: Stateful) -> tuple[object, ...]:
     """Return the type of a selector or collective, and those of its settings that are plain values."""
-    # found by public attribute, so a third party's class is covered without declaring anything
+    # settings are found by public attribute, so a third party's class is covered without declaring
+    # any
     plain = (bool, int, float, str, type(None), Codec)
     kept = [(k, repr(v)) for k, v in sorted(vars(part).items()) if isinstance(v, plain)]
     return (type(part).__name__, *(pair for pair in kept if not pair[0].startswith("_")))
@@ -82,8 +84,8 @@ def reducer_stats(
 
     Args:
         reducer: the reducer.
-        steps: local steps of the optimizer, one or more of which precede each exchange; default: the
-            number of exchanges.
+        steps: number of local steps of the optimizer, one or more before each exchange; by default
+            the number of exchanges.
         before: local steps before this process started, and the traffic before its first step.  Means
             over local steps exclude both, as well as the traffic outside of steps (``finish``).
     """
@@ -128,7 +130,8 @@ def reducer_stats(
             for slot in unit.slots
         ],
         "choices": [c.explain() for c in reducer.collectives],
-        # on this rank, in the units of gradients; no residual contains the sum of these errors over ranks
+        # these are errors of this rank in the units of gradients; no residual contains their sum
+        # over ranks
         "lost_norm": [float(torch.linalg.vector_norm(v.values)) for v in reducer.lost],
         "residual_norm": [
             0.0 if r.value is None else float(torch.linalg.vector_norm(r.value)) / reducer.scale

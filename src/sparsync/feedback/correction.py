@@ -43,10 +43,11 @@ class Correction:
             Parameters that are exchanged whole (dense warm-up, small layers) keep their velocity, because
             their entries were never late.
         weight_decay: ``g = g + weight_decay w``.
-        clip: maximum norm of the *averaged* gradient, in its own units; None: no clipping.  P
+        clip: maximum norm of the *averaged* gradient, in its own units; None for no clipping.  P
             independent local gradients of norm x have an average of norm ``x / sqrt(P)``.
-        clip_norm: "this": the exchange waits for all gradients of the step, so nothing overlaps with
-            the backward pass (RedSync's scheme for RNNs); "previous": the norm of the last step is used.
+        clip_norm: with "this", the exchange waits for all gradients of the step, so that no
+            exchange overlaps with the backward pass (RedSync's scheme for RNNs); with "previous",
+            the norm of the last step is used.
 
     Differs from the paper: decay reaches the residual (Algorithm 4, line 9, adds it to a gradient that
     lines 12 to 18 do not use); Nesterov momentum is torch's; masking spares parameters that are exchanged
@@ -84,8 +85,8 @@ class Correction:
         """Return the factor, at most 1, for a local gradient with this norm."""
         if self.clip is None or not norm > 0:  # NaN is not clipped; the step will be refused
             return 1.0
-        # P independent gradients of norm x average to x / sqrt(P), so each may have sqrt(P) times the
-        # limit
+        # P independent gradients of norm x average to x / sqrt(P), so each may have sqrt(P) times
+        # the limit
         return min(1.0, self.clip * math.sqrt(world_size) / norm)
 
 
@@ -116,8 +117,8 @@ class Corrector:
             wide = torch.promote_types(unit.dtype, torch.float32)
             size = unit.size if correction.momentum else 0
             self.velocities.append(torch.zeros(size, dtype=wide, device=unit.device))
-        # Double buffering: a step writes the second buffer and a commit swaps them, so a refused step is
-        # undone exactly by not swapping.  The price is 2 n elements.
+        # There are two buffers: a step writes the second one and a commit swaps them, so a refused
+        # step is undone exactly by not swapping.  The price is 2 n elements.
         self._next = [torch.zeros_like(velocity) for velocity in self.velocities]
 
     @property
@@ -134,9 +135,9 @@ class Corrector:
     def correct_(
         self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
     ) -> None:
-        """Correct a piece of a unit's gradient, beginning at ``start``, in place."""
-        # Clip, decay, momentum: torch's order (clip_grad_norm_, then SGD).  The decay is not clipped, and
-        # enters velocity and residual together with its gradient.
+        """Correct a piece of a unit's gradient in place; the piece begins at ``start``."""
+        # The order is clip, decay, momentum, as in torch (clip_grad_norm_, then SGD).  The decay is
+        # not clipped, and enters velocity and residual together with its gradient.
         self._clip_(gradient)
         momentum, decay = self.correction.momentum, self.correction.weight_decay
         if decay:
@@ -144,14 +145,16 @@ class Corrector:
                 raise ConfigurationError(
                     "weight_decay needs the weights together with their gradient"
                 )
-            # in the scale of the gradients, which a GradScaler has multiplied
+            # the weights are multiplied by the scale of the gradients, which a GradScaler has
+            # multiplied
             gradient.add_(weights.reshape(-1), alpha=decay * self.scale)
         if not momentum:
             return
         here = slice(start, start + gradient.numel())
         before, after = self.velocities[unit][here], self._next[unit][here]
         if self.correction.nesterov:
-            # U = m (U + g); accumulate g + U: with U = m buf this is torch's g + m (m buf + g)
+            # this computes U = m (U + g) and accumulates g + U; with U = m buf, that is torch's g +
+            # m (m buf + g)
             torch.add(before, gradient, out=after).mul_(momentum)
             gradient.add_(after)
         else:
@@ -171,7 +174,7 @@ class Corrector:
             gradient.mul_(scale)
 
     def retain(self, delivered: Sequence[Vector]) -> None:
-        """Close the step: keep the new velocities, except those of delivered entries with masking."""
+        """Close the step: keep the new velocities, but with masking not those of delivered entries."""
         if self.correction.momentum:
             self.velocities, self._next = self._next, self.velocities
         if self.correction.momentum and self.correction.masking:

@@ -52,9 +52,9 @@ class Reducer:
 
     In every step, ``accumulate`` every gradient, ``exchange`` every unit, then ``commit`` or ``refuse``.
     ``xi_period`` is the number of steps between measurements of Assumption 1's xi (default: never),
-    ``consensus`` asks others that must agree to a step, and ``sink`` receives its numbers.  With
-    ``changing``, ranks may join and leave; see ``regroup``.  With ``on_host``, residuals that are read in
-    runs live in host memory.
+    ``consensus`` asks other ranks that must agree to a step, and ``sink`` receives the numbers of
+    each step.  With ``changing``, ranks may join and leave; see ``regroup``.  With ``on_host``,
+    residuals that are read in runs live in host memory.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Reducer:
         self.open()
 
     def open(self) -> None:
-        """Plan the open step from the current state, to which ``refuse`` returns."""
+        """Plan the open step from the current state, to which ``refuse`` would return."""
         self.reduced.clear()
         self._later.clear()
         self._committed.clear()
@@ -118,7 +118,7 @@ class Reducer:
         return self.comm.ledger.place(self.step)
 
     def channel(self, use: int | Use) -> Communicator:
-        """Return the channel of a unit, or of another kind of exchange."""
+        """Return the channel of a unit, or that of another kind of exchange."""
         return channel_of(self.comm, len(self.units), use)
 
     def move_to(self, comm: Communicator) -> None:
@@ -228,18 +228,18 @@ class Reducer:
             if not propagate_nonfinite:
                 raise proposal.refusal(broken)
             self.skip()
-            # NaN in all gradients: a second optimizer whose gradients stayed finite would otherwise apply
-            # mass that the restored residuals still hold
+            # NaN is returned in all gradients, because a second optimizer whose gradients stayed
+            # finite would otherwise apply mass that the restored residuals still hold
             return [DenseVector(torch.full_like(r.accumulated, torch.nan)) for r in self.residuals]
         if prepare is not None:
             prepare()
-        # measured before totals are divided, because xi is defined on sums
+        # xi is measured before totals are divided, because it is defined on sums
         probe = self.monitor.xi if self.monitor else None
         measured = probe.measure(self.step, totals, self.plan.quotas) if probe else None
         for unit, result in reduced.items():
             if self.comm.world_size > 1 and self.algorithm.average:
-                # safe in place: ``delivered`` shares no memory with the total, or is all that was
-                # accumulated
+                # this is safe in place, because ``delivered`` shares no memory with the total, or
+                # is all that was accumulated
                 result.total.divide_(self.comm.world_size)
             with self.comm.stage("mask"):
                 self.residuals[unit].retain(result.delivered)  # residual = accumulated - delivered
@@ -258,7 +258,7 @@ class Reducer:
         return totals
 
     def refuse(self) -> None:
-        """Undo everything uncommitted: restore the state, and zero the memory lent by gradients."""
+        """Undo all that is uncommitted: restore the state, and zero the memory lent by gradients."""
         # committed units have no open pieces, so this does not touch them
         for residual in self.residuals:
             residual.restore()
@@ -309,7 +309,7 @@ class Reducer:
             tell(self.step)
 
     def skip(self) -> None:
-        """Refuse everything uncommitted; go to the next step unless part of this one is committed."""
+        """Refuse all that is uncommitted; go to the next step unless part of this one is committed."""
         self.refuse()
         self.skipped += 1
         if not self._committed:

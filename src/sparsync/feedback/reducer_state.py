@@ -70,8 +70,9 @@ _FIELDS: Final = Fields(
 
 
 def reducer_state(reducer: Reducer) -> dict[str, Any]:
-    """Return everything that the next step depends on: plain tensors and numbers, by parameter name."""
-    # by parameter name, not by unit, so ``reshard`` can move tensors to other ranks and shards
+    """Return all that the next step depends on, as plain tensors and numbers, by parameter name."""
+    # the state is saved by parameter name rather than by unit, so that ``reshard`` can move tensors
+    # to other ranks and shards
     corrector = reducer.corrector
     moving = corrector.velocities if corrector and _momentum(reducer) else []
     return {
@@ -120,7 +121,7 @@ class ParsedState:
         counts = [saved["step"], saved["skipped"], float(saved["scale"]), self.shares]
         return {
             "its collectives": [*counts, *self.parts[units:]],
-            # None stands for zeros, so nothing was withheld, on any rank
+            # None stands for zeros, which means that no entry was withheld, on any rank
             "which residuals and velocities it has": [
                 values is not None for values in (*self.residuals, *self.velocities)
             ],
@@ -160,7 +161,7 @@ async def agree_state(
         parts: the ranks that hold the other shards or stages of this replica; they also call this.
 
     Raises:
-        PeerError: raised on all ranks: the states are from different steps or different saves.
+        PeerError: the states are from different steps or different saves; raised on all ranks.
     """
     await _agree(comm, parts, parsed.saved["step"], {**parsed.common(), **(facts or {})})
 
@@ -169,7 +170,7 @@ def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = Fals
     """Restore a state validated by ``parse_state``; the next step continues bit for bit.
 
     Args:
-        reducer: the one given to ``parse_state``.
+        reducer: the reducer that was given to ``parse_state``.
         parsed: the result of ``parse_state``.
         keep_scale: continue at the saved scale, e.g. when a GradScaler is restored as well; otherwise
             the saved residuals are rescaled to the reducer's scale.
@@ -189,7 +190,8 @@ def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = Fals
     reducer.set_scale(scale)
     reducer.plan.take(parsed.shares)
     reducer.open()
-    # last, because residuals, velocities and keys must all have the saved scale before
+    # this comes last, because residuals, velocities and keys must all have the saved scale before
+    # it
     if not keep_scale:
         rescale_(reducer, wanted)
 
@@ -220,7 +222,8 @@ async def _agree(
     try:
         await agree(comm, {f"the {what} of the saved state": step, **common})
     except CommunicationError as error:
-        # not raised yet, because the other parts of this replica wait for the outcome of this one
+        # the error is not raised yet, because the other parts of this replica wait for the outcome
+        # of this one
         failure = error
     divided = [] if parts is None else [parts]
     found = await worst(divided, int(failure is not None), str(failure or ""), "agreement")
@@ -234,8 +237,8 @@ async def _agree(
 
 
 def check_fields(state: object) -> None:
-    """Refuse a value that is no reducer's state: a field is missing, unknown, or of another type."""
-    # a file may hold anything, so nothing is read of it before its type is known
+    """Refuse a value that is not a reducer's state: a field is missing, unknown, or of another type."""
+    # a file may hold anything, so no part of it is read before its type is known
     check_saved(state, _FIELDS, _NAME, _CURE)
 
 
@@ -279,7 +282,7 @@ def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
 
 
 def _saved_parts(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:
-    """Return the states of all selectors and collectives; initial ones after a resharding."""
+    """Return the states of all selectors and collectives, or initial ones after a resharding."""
     saved = [state["selectors"], state["collectives"]]
     if saved == [None, None]:
         pairs = [reducer.algorithm.for_unit(unit) for unit in reducer.units]
@@ -292,7 +295,7 @@ def _saved_parts(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:
 
 
 def _saved_values(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | None:
-    """Assemble a unit's residual or velocity from its parameters; None if none was saved."""
+    """Assemble a unit's residual or velocity from its parameters; return None if none was saved."""
     found = [state[what].get(slot.name) for slot in unit.slots]
     if all(piece is None for piece in found):
         return None
@@ -348,8 +351,8 @@ def rescale_(reducer: Reducer, scale: float) -> None:
     """Adapt a reducer, between two steps, to gradients that are multiplied by ``scale``.
 
     If a residual or velocity would exceed the range of float32, it is not changed, and this rank's next
-    step overflows instead: all ranks refuse it, and their GradScaler returns to a lower scale.  At a
-    scale <= 1 there is no lower one: ConfigurationError is raised, and nothing is changed.
+    step overflows instead: all ranks refuse it, and their GradScaler returns to a lower scale.  At
+    a scale <= 1, there is no lower scale: ConfigurationError is raised, and nothing is changed.
 
     Cost: a pass over the residual, and another if it grows.
 
@@ -390,8 +393,8 @@ def rescale_(reducer: Reducer, scale: float) -> None:
         dtype = reducer.residuals[0].accumulated.dtype
         reducer.plan.take(_moved(reducer.plan.shares, factor, dtype))
     reducer.set_scale(scale)
-    # plan again: the keys from which entries are collected have changed, and a refusal must return
-    # to the new ones
+    # the step is planned again, because the keys from which entries are collected have changed, and
+    # a refusal must return to the new keys
     reducer.open()
 
 
@@ -407,7 +410,7 @@ def rescaled_key(key: int, factor: float, dtype: torch.dtype) -> int:
 
 
 def _overflowing(reducer: Reducer, factor: float) -> str:
-    """Name a residual or velocity that would overflow; empty if none does."""
+    """Name a residual or velocity that would overflow; return "" if none does."""
     # Inf in a residual would be selected, and refused, in every step from then on
     if factor < 1:
         return ""

@@ -19,10 +19,11 @@ from sparsync.sparse import DenseVector, SparseVector, Vector, host_memory, runs
 
 __all__ = ["Growth", "Residual"]
 
-# growth that is too much, in doublings, and the windows it is measured over
+# the growth that counts as too much, in doublings, and the number of windows over which it is
+# measured
 _OCTAVES, _MEMORY = 2.0, 8
 
-# returns elements [start, stop) of a gradient, in separate memory
+# such a function returns elements [start, stop) of a gradient, in separate memory
 Runs = Callable[[int, int], Tensor]
 
 
@@ -30,7 +31,7 @@ class _Piece(NamedTuple):
     """One run of elements that was accumulated in the open step."""
 
     start: int
-    # the old residual, in the gradient's memory; not written if the residual was zero
+    # the old residual, in the gradient's memory; it is not written if the residual was zero
     before: Tensor
 
 
@@ -49,7 +50,7 @@ class Residual:
         self, size: int, dtype: torch.dtype, device: torch.device, *, on_host: bool = False
     ) -> None:
         wide = torch.promote_types(dtype, torch.float32)
-        # [n] the residual, plus the gradients that the open step has accumulated so far
+        # `[n]`, the residual, plus the gradients that the open step has accumulated so far
         if on_host:
             self.accumulated = host_memory(size, wide, device)
         else:
@@ -61,13 +62,14 @@ class Residual:
         self._later: Runs | None = (
             None  # the gradients of the open step, if they are accumulated only at its commit
         )
-        # starts, indices and values of the collected entries; None: not requested, or too many
+        # starts, indices and values of the collected entries; None if not requested, or if there
+        # are too many
         self._found: list[tuple[int, Tensor, Tensor]] | None = []
         self._key, self._count = 1, 0  # the key that collected entries reach, and their number
 
     @property
     def value(self) -> Tensor | None:
-        """`[n]` the undelivered mass; None stands for zeros.  Valid only between steps."""
+        """`[n]`, the undelivered mass; None stands for zeros.  This is valid only between steps."""
         return None if self.empty else self.accumulated
 
     def accumulate(
@@ -95,7 +97,8 @@ class Residual:
         if found is None or key is None or self._found is None:
             self._found = None
             return
-        # copied: kernels return slices of buffers with room for ``limit``, which views would keep alive
+        # the tensors are copied, because kernels return slices of buffers with room for ``limit``,
+        # which views would keep alive
         self._key, self._count = key, self._count + found[1].numel()
         narrow = torch.int32 if len(self.accumulated) < 1 << 31 else torch.int64
         indices = found[0].to(narrow, copy=True).add_(start)
@@ -104,8 +107,8 @@ class Residual:
     def accumulate_later(self, gradient: Runs) -> DenseVector:
         """Return ``accumulated = residual + gradient`` as a vector computed in runs on every access.
 
-        The residual itself only changes in ``retain``, so refusing a step costs nothing.  Until then the
-        gradient must not change.
+        The residual itself changes only in ``retain``, so refusing a step costs nothing.  Until
+        then the gradient must not change.
         """
         self._later = gradient
         return _Accumulated(self)
@@ -123,7 +126,8 @@ class Residual:
         made = self._later(start, stop)
         if self.empty:
             return (made,)
-        # on the device of the gradients, because the residual may be in host memory
+        # the run is moved to the device of the gradients, because the residual may be in host
+        # memory
         residual = self.accumulated[start:stop].to(made.device)
         # a sum in place has the dtype of the gradient
         return (made, residual) if made.dtype == residual.dtype else (made.add_(residual),)
@@ -131,13 +135,14 @@ class Residual:
     def collected(self, key: int = 1, limit: int | None = None) -> SparseVector | None:
         """Return the collected entries that reach ``key``, with 32-bit indices if those suffice.
 
-        Returns None if there are more than ``limit``, or if there were too many to collect.
+        The result is None if there are more than ``limit``, or if there were too many to collect.
         """
         if not self._found:
             return None
         for tensor in (tensor for _, *pair in self._found for tensor in pair if tensor.is_cuda):
-            # Allocated on the stream of the backward pass, but read on this one: otherwise PyTorch's
-            # caching allocator could reuse the memory while it is being read.
+            # The memory was allocated on the stream of the backward pass, but is read on this one.
+            # Without this call, PyTorch's caching allocator could reuse the memory while it is
+            # being read.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if len(self._found) > 1:
             self._join()
@@ -159,8 +164,8 @@ class Residual:
             whole = isinstance(delivered, _Accumulated)
             for start, stop in () if whole else runs(len(self.accumulated), delivered.run(0, 0)):
                 here = self.accumulated[start:stop]
-                # in the residual's own memory, where it is on the device of the gradients: a copy back
-                # would be one more pass over all elements
+                # the result is in the residual's own memory if that is on the device of the
+                # gradients, because a copy back would be one more pass over all elements
                 made = self._later(start, stop)
                 if made.device == here.device:
                     if self.empty:
@@ -175,8 +180,9 @@ class Residual:
             self.empty = whole
             return
         self._close()
-        # By identity: a dense allreduce in place has put the total into this very buffer, so there is
-        # nothing left to subtract from.  By type: ``values`` of a vector held in messages decodes them.
+        # The check is by identity, because a dense allreduce in place has put the total into this
+        # very buffer, so no vector is left to subtract from.  It is also by type, because
+        # ``values`` of a vector held in messages decodes them.
         if type(delivered) is DenseVector and delivered.values is self.accumulated:
             self.empty = True  # everything was delivered; the buffer will be overwritten
             return
@@ -186,7 +192,7 @@ class Residual:
     def keep(self) -> None:
         """Close the open step with nothing delivered: ``residual = accumulated``.
 
-        Used by ``Reducer.regroup`` if the other ranks are at another step.
+        ``Reducer.regroup`` uses this if the other ranks are at another step.
         """
         # with pieces added, the buffer is no longer empty
         self.empty = self.empty and not self._pieces
@@ -194,8 +200,9 @@ class Residual:
 
     def restore(self) -> None:
         """Undo the open step, bit for bit, and zero the memory lent by gradients."""
-        # copied back, not subtracted: (residual + gradient) - gradient rounds, and gives NaN if the
-        # gradient is NaN or Inf, which is the very reason for refusing a step
+        # old values are copied back rather than subtracted: (residual + gradient) - gradient
+        # rounds, and gives NaN if the gradient is NaN or Inf, which is the very reason for refusing
+        # a step
         for piece in self._pieces:
             if not self.empty:
                 self.accumulated[piece.start : piece.start + piece.before.numel()] = piece.before
@@ -266,7 +273,7 @@ class _Accumulated(DenseVector):
         return self._residual.run(start, stop)
 
     def terms(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return the gradient's elements, and the residual's unless that is zero."""
+        """Return the gradient's elements, and those of the residual unless it is zero."""
         return self._residual.terms(start, stop)
 
 

@@ -17,9 +17,9 @@ class Warmup:
 
     Attributes:
         steps: the length of the warm-up.
-        densities: densities of equally long parts of the warm-up (DGC: ``DGC_RAMP``, one epoch each);
-            none: all of it is dense, as in RedSync, because at 64 ranks and 1.5625 % an allgather already
-            takes as many bytes as the dense exchange.
+        densities: densities of equally long parts of the warm-up (DGC: ``DGC_RAMP``, one epoch
+            each). If there are none, all of it is dense, as in RedSync, because at 64 ranks and
+            1.5625 % an allgather already takes as many bytes as the dense exchange.
 
     Example:
         >>> warmup = Warmup(10, DGC_RAMP)

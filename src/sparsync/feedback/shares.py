@@ -49,8 +49,9 @@ class Sharing:
 
     @staticmethod
     def among(units: Sequence[Unit]) -> Sharing | None:
-        """Let the sparse units share k; None unless there are several of them, with one dtype."""
-        # one dtype, because magnitudes are compared as integer keys, which depend on the dtype
+        """Let the sparse units share k; return None unless there are several of them, with one dtype."""
+        # all have one dtype, because magnitudes are compared as integer keys, which depend on the
+        # dtype
         members = [i for i, unit in enumerate(units) if not unit.dense]
         dtypes = {torch.promote_types(units[i].dtype, torch.float32) for i in members}
         return Sharing(units, members, dtypes.pop()) if len(members) > 1 == len(dtypes) else None
@@ -78,13 +79,14 @@ class Sharing:
         if state.key is not None:
             counted = collected or selected
         elif selected.nnz:
-            # no magnitude is known yet, so look an octave below this unit's smallest selected entry
+            # no magnitude is known yet, so the search starts an octave below this unit's smallest
+            # selected entry
             _, octave = kernels.key_range(self.dtype)
             key = int(kernels.magnitude_keys(selected.values).min()) - octave
             counted = reaching(accumulated, max(key, 1), _ROOM * selected.nnz + 64) or selected
         else:
             counted = selected
-        # only 128 bytes per unit leave the device; the entries stay there
+        # only 128 bytes per unit leave the device, while the entries stay there
         at = torch.tensor(edges(state.key, self.dtype), device=counted.values.device)
         self._histograms[unit] = kernels.count_from(counted.values, at).cpu()
 
@@ -96,7 +98,8 @@ class Sharing:
         ``state`` is that of the open step, ``entries`` the k of every unit by its density alone.
         """
         if len(self._histograms) < len(self.members):
-            # all ranks return here or none, because the plan decides it, so none waits in the allgather
+            # either all ranks return here or none does, because the plan decides this, so no rank
+            # waits in the allgather
             return state
         counts = torch.stack([self._histograms[unit] for unit in self.members])
         everyone = await channel.allgather(counts.to(torch.int32), "shares")
@@ -151,7 +154,8 @@ def next_shares(
         (45, 5)
     """
     least = [min(1, size) for size in sizes]
-    # pure Python on equal integers, so all ranks compute the same shares without another message
+    # this is pure Python on equal integers, so all ranks compute the same shares without another
+    # message
     wanted = max(k, sum(least)) * world_size
     totals = [sum(column) for column in zip(*counts, strict=True)]
     if totals[0] < wanted:
@@ -193,7 +197,7 @@ def _apportion(
         limits = zip(wishes, least, sizes, strict=True)
         return [min(max(int(wish * factor), a), b) for wish, a, b in limits]
 
-    # bisect for the largest factor whose sum does not exceed k, to the precision of a float64
+    # bisect to the precision of a float64 for the largest factor whose sum does not exceed k
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(scaled(middle)) <= k else (low, middle)

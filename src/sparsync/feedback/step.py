@@ -39,7 +39,8 @@ class UnitPlan(NamedTuple):
     k: int  # number of entries to select
     selector: Selector
     collective: Collective
-    # the magnitude key from which entries are collected while they are accumulated, and a limit on them
+    # the magnitude key from which entries are collected while they are accumulated, and a limit on
+    # their number
     wanted: tuple[int, int] | None  # for the selector alone: its ``collect_from``
     collect: tuple[int, int] | None  # as executed: for the selector, and to count for the shares
 
@@ -78,7 +79,7 @@ class Plan:
         return tuple(unit.k for unit in self.units)
 
     def open(self, step: int, parts: Iterable[tuple[Selector, Collective]]) -> None:
-        """Plan a step, once; the cost grows with the number of units, not of parameters."""
+        """Plan a step, only once; the cost grows with the number of units, not of parameters."""
         planned = self.warmup.density(step, self.density) if self.warmup else self.density
         quotas, sharing = self.shares.quotas, self._sharing
         self.regular = planned == self.density
@@ -101,7 +102,7 @@ class Plan:
             counted = shared if sharing and i in sharing.members else None
             collect = wanted or counted
             if wanted and counted:
-                # one pass serves both, with the lower key and the larger limit
+                # one pass serves both uses, with the lower key and the larger limit
                 collect = min(wanted[0], counted[0]), max(wanted[1], counted[1])
             self.units.append(UnitPlan(k, selector, collective, wanted, collect))
 
@@ -113,7 +114,8 @@ class Plan:
 
     async def agree(self, channel: Communicator) -> None:
         """Agree on the next step's shares of k, once all units have been counted."""
-        # held back until the commit, because a refused step is planned again with its old shares
+        # the shares are held back until the commit, because a refused step is planned again with
+        # its old shares
         if self._dividing:
             self._next = await self._dividing.agree(self.shares, channel, self._entries())
 
@@ -165,6 +167,6 @@ class Proposal:
         )
 
 
-# Returns the name of a parameter that is not finite on some rank, or None to apply the step.  If each
-# rank holds the whole model, ``Proposal.broken`` suffices.
+# A consensus returns the name of a parameter that is not finite on some rank, or None to apply the
+# step.  If each rank holds the whole model, ``Proposal.broken`` suffices.
 Consensus = Callable[[Proposal], str | None]

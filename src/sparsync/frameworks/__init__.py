@@ -1,1 +1,1 @@
-"""Accelerate, Lightning and the Hugging Face Trainer: one module each."""
+"""Adapters for Accelerate, Lightning and the Hugging Face Trainer, with one module for each."""

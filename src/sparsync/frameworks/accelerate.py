@@ -1,4 +1,4 @@
-"""Accelerate: ``sync = attach(accelerator, model)``, after ``accelerator.prepare``.
+"""Attach to Accelerate: ``sync = attach(accelerator, model)``, after ``accelerator.prepare``.
 
 ``accelerator.save_state`` and ``load_state`` then include every rank's sparsync state.
 """
@@ -40,7 +40,7 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
             ``sparsync.attach`` refuses something.
         PeerError: ranks disagree.
     """
-    # compared without DDP, because on a CPU Accelerate records models without it
+    # models are compared without DDP, because on a CPU Accelerate records models without it
     inner = accelerator.unwrap_model(model)
     prepared = [accelerator.unwrap_model(one) is inner for one in accelerator._models]
     if not any(prepared):
@@ -66,7 +66,7 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
 
 
 class _Loading:
-    """An ``Accelerator.load_state`` that also resumes the attached models, until the last is closed.
+    """An ``Accelerator.load_state`` that also resumes attached models, until the last one is closed.
 
     Accelerate's own hooks know the folder, but run before the weights are loaded.  A hook therefore
     records the folder, and the replaced method does the rest after the weights are loaded.

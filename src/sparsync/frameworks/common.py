@@ -39,7 +39,8 @@ def replace_method(owner: Any, name: str, method: Any) -> Callable[[], None]:
 
     If other code has replaced it again in the meantime, the function does nothing.
     """
-    # only looks at the object: a method of its class reappears once the replacement is deleted
+    # only the object is searched, because a method of its class reappears once the replacement is
+    # deleted
     former = vars(owner).get(name)
     setattr(owner, name, method)
 
@@ -67,7 +68,7 @@ def attach_wrapped(
     the framework's ``scaler``; ``how`` tells the user how to make the framework start several processes.
     """
     wrapped: Any = getattr(model, "_orig_mod", model)  # torch.compile keeps the module there
-    # with one process frameworks omit DDP, and ``attach`` would ask the user to wrap the model
+    # with one process, frameworks omit DDP, and ``attach`` would ask the user to wrap the model
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone and not isinstance(wrapped, DistributedDataParallel):
         raise ConfigurationError(
@@ -114,7 +115,8 @@ def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
         CheckpointError, ConfigurationError: see ``load_states``; the weights differ from the ones saved
             with the state.
     """
-    # checked first, because loading is collective and a rank without the folder would not join
+    # this is checked first, because loading is collective and a rank without the folder would not
+    # join
     present = folder.is_dir()
     run(agree(sync.reducer.comm, {f"whether there is a saved state in {folder}": present}))
     if present:

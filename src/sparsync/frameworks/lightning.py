@@ -1,7 +1,7 @@
 """Lightning: ``Trainer(strategy="ddp", callbacks=[SparsyncCallback()])``.
 
-It writes ``NAME.ckpt.sparsync`` with every rank's state next to every checkpoint ``NAME.ckpt``, and
-``trainer.fit(ckpt_path=...)`` reads it.
+The callback writes ``NAME.ckpt.sparsync`` with every rank's state next to every checkpoint
+``NAME.ckpt``, and ``trainer.fit(ckpt_path=...)`` reads that state.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class SparsyncCallback(Callback):
         self._shown = ExitStack()  # open while the shared weights are validated
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach to the wrapped module, after everything else was restored and before any gradient."""
+        """Attach to the wrapped module, after all states were restored and before any gradient."""
         self._follow(trainer)
-        # refuses a folder in which ranks cannot write now rather than at the first checkpoint
+        # this refuses a folder in which ranks cannot write now, rather than at the first checkpoint
         for checkpoints in trainer.checkpoint_callbacks:
             _folder(getattr(checkpoints, "dirpath", None) or trainer.default_root_dir)
         how = 'give Trainer(strategy="ddp", devices=2)'
@@ -105,7 +105,7 @@ class SparsyncCallback(Callback):
             self.sync.finish()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """End the engine thread and its process group; ``sync.stats()`` stays readable."""
+        """End the engine's thread and its process group; ``sync.stats()`` stays readable."""
         if stage == "fit" and self.sync is not None:
             self.sync.close()
 
@@ -118,7 +118,7 @@ class SparsyncCallback(Callback):
     def _follow(self, trainer: Any) -> None:
         """Save and remove every rank's state with each of the Trainer's checkpoints."""
         strategy = trainer.strategy
-        # one callback per strategy, because two would save and exchange everything twice
+        # there is one callback per strategy, because two would save and exchange everything twice
         former = getattr(strategy, _FOLLOWER, None)
         if former is self:
             return

@@ -1,6 +1,7 @@
 """Hugging Face Trainer: ``trainer.add_callback(SparsyncCallback(trainer))``.
 
-Every ``checkpoint-N`` then includes every rank's state, and ``resume_from_checkpoint=`` reads it.
+Every ``checkpoint-N`` then includes every rank's state, and ``resume_from_checkpoint=`` reads that
+state.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class SparsyncCallback(TrainerCallback):
         self.sync: Handle | None = None
         self._trainer, self._options, self._training = trainer, options, False
         self._model: Any = None
-        # the argument of ``trainer.train()`` while it runs: a path, or True for the last checkpoint
+        # this is the argument of ``trainer.train()`` while that runs: a path, or True for the last
+        # checkpoint
         self._checkpoint: Any = None
         train = trainer.train
         if hasattr(train, "sparsync_callback"):

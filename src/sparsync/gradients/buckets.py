@@ -1,4 +1,4 @@
-"""DDP's buckets: where their gradients lie in the units, computed once instead of in every step.
+"""DDP's buckets; the places of their gradients in the units are computed once, not in every step.
 
 Small parameters that are adjacent in a unit form one run.  DDP's order is roughly the reverse of a
 unit's. A bucket of small parameters only is permuted in place into the unit's order; a bucket that also
@@ -25,7 +25,7 @@ __all__ = ["Bucket", "BucketStep", "Places"]
 
 @final
 class Places:
-    """The places of one bucket's gradients in the units; with ``joined``, small ones in runs.
+    """The places of one bucket's gradients in the units; if ``joined``, small ones form runs.
 
     Raises:
         ConfigurationError: a parameter of the bucket belongs to no unit.
@@ -35,7 +35,8 @@ class Places:
         self, parameters: Sequence[Tensor], place: Mapping[Tensor, Place], *, joined: bool
     ) -> None:
         self.parameters = list(parameters)
-        # compared on every step, because DDP rebuilds its buckets; ``==`` would compare elements
+        # identities are compared on every step, because DDP rebuilds its buckets; ``==`` would
+        # compare elements
         self.identities = [id(parameter) for parameter in parameters]
         self.sizes = [parameter.numel() for parameter in parameters]
         self.strides: dict[int, tuple[int, ...]] = {}  # only for parameters that are not contiguous
@@ -47,8 +48,9 @@ class Places:
                     "requires_grad=False when attach was called; freeze or thaw before wrapping in DDP"
                 )
             places.append(place[parameter])
-            # DDP's reducer gives a gradient the strides of its parameter if these are dense and do not
-            # overlap, otherwise contiguous ones.  empty_like is always dense, which reveals the case
+            # DDP's reducer gives a gradient the strides of its parameter if these are dense and do
+            # not overlap, and otherwise contiguous ones.  empty_like is always dense, so a
+            # comparison reveals the case
             dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
             if dense and not parameter.is_contiguous():
                 self.strides[number] = parameter.stride()
@@ -65,7 +67,7 @@ class Bucket:
 
     Attributes:
         future: the future that DDP waits for.
-        buffer: DDP's memory; in COO for the gradient of an embedding with sparse=True.
+        buffer: DDP's memory, which is in COO for the gradient of an embedding with sparse=True.
         dense: ``buffer`` as a dense tensor.
     """
 
@@ -106,7 +108,7 @@ class Bucket:
         The residual stores its old values in this memory, to undo the step (``Residual.accumulate``).
         """
         places, end = self.places, 0
-        # one copy for all small parameters, already in the unit's order
+        # this makes one copy of all small parameters, in the unit's order
         small = torch.cat(self._logical(places.joined)) if places.joined else self.dense
         if len(places.joined) == len(self._pieces):
             # no large parameter has to stay in place, so the bucket itself can hold the runs, and the
@@ -183,8 +185,8 @@ class BucketStep(Step):
     def zero_(self) -> None:
         """Zero the gradients of a refused step.
 
-        Their memory holds old residuals, needed to undo the step, or gradients of this rank alone.  DDP
-        will copy it to ``parameter.grad``, and neither must be applied.
+        Their memory holds old residuals, needed to undo the step, or gradients of this rank alone.
+        Neither must be applied, but DDP will copy this memory to ``parameter.grad``.
         """
         for bucket in self.buckets:
             bucket.dense.zero_()

@@ -26,8 +26,8 @@ from sparsync.transports.driver import run
 
 __all__ = ["PartsConsensus"]
 
-# Outcomes of a part's step: all finite; NaN or Inf in a total; its exchange raised an error.  An error is
-# the worst, because that part has no total to apply
+# A part's step has one of three outcomes: all totals are finite, a total has NaN or Inf, or the
+# exchange raised an error.  An error is the worst, because that part has no total to apply
 _FINE, _BROKEN, _FAILED = 0, 1, 2
 
 
@@ -39,7 +39,8 @@ class PartsConsensus:
         parts: the ranks that hold the parts of this replica, including this one; constructing the
             consensus is collective over them.
         keys: a 64-bit number per parameter of this part, by name, in the same order on all its replicas,
-            and equal on all parts that hold the parameter.  None: usage of parameters is not tracked.
+            and equal on all parts that hold the parameter.  With None, the usage of parameters is
+            not tracked.
 
     Attributes:
         used: names of the parameters that have a gradient, once a step is committed.
@@ -69,11 +70,12 @@ class PartsConsensus:
         self.came = torch.ones(1, dtype=torch.bool)
 
     async def share_used(self, replicas: Communicator, used: Collection[str]) -> None:
-        """Exchange with the other replicas of this part which parameters each rank used."""
+        """Tell the other replicas of this part which parameters this rank used, and learn theirs."""
         mine = torch.tensor([name in used for name in self._names], dtype=torch.bool)
         everyone = torch.stack(await replicas.allgather(mine, "used"))
         self.came = everyone.any(1)
-        # these cover only this part; ``_ask`` sends the marks to the other parts along with the outcome
+        # these marks cover only this part; ``_ask`` sends them to the other parts along with the
+        # outcome
         self._marks.zero_()
         self._marks[self._places] = everyone.any(0)
 
@@ -83,7 +85,8 @@ class PartsConsensus:
         Raises:
             PeerError: the exchange of another part failed.
         """
-        # a message is always sent, even if all is fine here, because other parts may have failed
+        # a message is always sent, even if all totals are finite here, because other parts may have
+        # failed
         broken = proposal.broken()
         found = self._ask(proposal.step, _FINE if broken is None else _BROKEN, broken or "")
         if found.severity == _FAILED:
@@ -104,7 +107,7 @@ class PartsConsensus:
 
     def fail(self, step: int) -> None:
         """Tell the other parts that this part's exchange failed, so none of them commits or waits."""
-        # they may be gone as well, but the error to report is the one that led here
+        # the other parts may be gone as well, but the error to report is the one that led here
         with suppress(CommunicationError):
             self._ask(step, _FAILED, "")
 

@@ -67,8 +67,8 @@ def attach_ddp(model: Any, options: Options) -> GradientSync:
         raise
     pieces = nodes.pieces if nodes else None
     sync = GradientSync(model.module, steps, source, groups, options, pieces)
-    # DDP itself sends rank 0's weights when it is built; weights loaded after that may differ, and equal
-    # averages never make different replicas equal again
+    # DDP itself sends rank 0's weights when it is built.  Weights loaded after that may differ, and
+    # equal averages never make different replicas equal again
     try:
         for comm in sync.communicators:
             tensors = replicated_tensors(model.module, model.parameters_to_ignore)
@@ -124,7 +124,7 @@ def _check_not_nested(model: DistributedDataParallel) -> None:
 
 @final
 class BucketSource(Source):
-    """Brings the gradients of DDP's buckets.
+    """Brings the gradients of DDP's buckets to the steps.
 
     DDP knows only the parameters that it was built with, and exchanges once per forward pass.  Any other
     gradient would stay on its rank, and replicas would silently drift apart.  So the model is checked on
@@ -164,7 +164,8 @@ class BucketSource(Source):
         """Check all parameters on every forward pass, and every gradient; take DDP's buckets."""
         model = self._model()
         assert model is not None
-        # weakly: the model keeps the handle by the communication hook, and a parameter may outlive it
+        # the references are weak, because the model keeps the handle by the communication hook, and
+        # a parameter may outlive the handle
         handles: list[Any] = [model.register_forward_pre_hook(weakly(self._check_model))]
         check = weakly(self._check_gradient)
         for parameter in self._trained.values():
@@ -195,7 +196,7 @@ class BucketSource(Source):
             return  # DDP treats frozen or removed parameters as unused and does not wait for them
         present = {p for p in model.module.parameters() if p.requires_grad}
         gone = [name for name, parameter in self._trained.items() if parameter not in present]
-        # if all are gone, no backward pass goes through DDP, so nothing waits
+        # if all parameters are gone, no backward pass goes through DDP, so no rank waits
         if gone and len(gone) < len(self._trained):
             self._seen = []  # makes the next forward pass fail again
             raise ConfigurationError(
@@ -237,7 +238,7 @@ class BucketSource(Source):
         Variable._execution_engine.queue_callback(check)
 
     def _check_join(self) -> None:
-        """Refuse settings that ``join()`` makes wrong; on all ranks alike, done or not."""
+        """Refuse settings that ``join()`` makes wrong; all ranks do so alike, finished or not."""
         model, correction = self._model(), self._steps.reducer.correction
         if model is None or not model._join_config.enable:
             return
@@ -276,8 +277,8 @@ class BucketSource(Source):
             steps.launch(this, unit)
         if bucket.is_last():
             this.check_complete()
-            # a coroutine after those of all units; then a callable, which the engine starts only when
-            # every coroutine before it has ended
+            # a coroutine is submitted after those of all units, and then a callable, which the
+            # engine starts only when every coroutine before it has ended
             this.jobs.append(steps.engine.submit(self._share(this)))
             finished = steps.engine.submit(lambda: self._finish(this))
             if not call_after_backward(lambda: self._after(this, finished)):
@@ -333,7 +334,8 @@ class BucketSource(Source):
         self._exchanged = True
         try:
             if not self._steps.settle(this, finished):
-                # None, not zeros: with zeros an optimizer would still step, by momentum and weight decay
+                # gradients are None rather than zeros, because with zeros an optimizer would still
+                # step, by momentum and weight decay
                 for parameter in self._place:
                     parameter.grad = None
                 return
@@ -348,7 +350,7 @@ class BucketSource(Source):
 
 
 def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Write averages to parameters that no rank used in this step, but that got residuals delivered.
+    """Write averages to parameters that no rank used in this step, but that residuals reached.
 
     DDP does not touch the gradients of such parameters (``find_unused_parameters``, ``static_graph``).
     The delivered mass has already left the residuals, so it would be lost if it were dropped here.
@@ -359,5 +361,6 @@ def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
         if parameter.grad is None and bool(average.any()):
             parameter.grad = average.clone()
         elif parameter.grad is not None and not parameter.grad.is_sparse:
-            # DDP does not copy the bucket to a parameter that it considers unused; otherwise a no-op
+            # DDP does not copy the bucket to a parameter that it considers unused; otherwise, this
+            # changes nothing
             parameter.grad.copy_(average)

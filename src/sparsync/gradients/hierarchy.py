@@ -1,4 +1,4 @@
-"""Dense inside a node, sparse between nodes: each rank of a node exchanges a part of every unit.
+"""Exchange densely inside a node and sparsely between nodes, each rank with a part of every unit.
 
 ::
 
@@ -98,7 +98,8 @@ class NodeReducer:
 
     Attributes:
         reducer: exchanges this rank's part of every unit between nodes.
-        node: the ranks of this node; its ledger counts the bytes that a ring would send between them.
+        node: the communicator of this node's ranks; its ledger counts the bytes that a ring would
+            send.
         consensus: the joint decision of this node's ranks on every step.
         pieces: the part of every parameter that this rank exchanges.
 
@@ -158,10 +159,10 @@ class NodeReducer:
         await self.reducer.exchange(unit)
 
     async def follow(self, unit: int) -> None:
-        """Only sum over the node, in a step that failed on this rank but not on others of the node.
+        """Only sum over the node, because the step has failed on this rank but not on others of the node.
 
-        The others learn of the failure from the consensus.  Until then all ranks of the node must start
-        the same collectives.
+        The other ranks learn of the failure from the consensus.  Until then, all ranks of the node
+        must start the same collectives.
         """
         if not self._lost:  # otherwise that collective is broken for all of them
             await self._scattered(unit)
@@ -209,11 +210,11 @@ class NodeReducer:
         dtype = self.reducer.residuals[unit].accumulated.dtype
         average = torch.zeros(length, dtype=dtype, device=flat.device)
         total.write_to_(average[: total.size])
-        # The commit divides the total only after ``prepare``, so the copy is divided here.  This comes
-        # before the cast to 16 bits, in which the sum could overflow.
+        # The commit divides the total only after ``prepare``, so the copy is divided here.  The
+        # division comes before the cast to 16 bits, in which the sum could overflow.
         if self.reducer.algorithm.average:
             average.div_(self.reducer.comm.world_size)
-        # reuses the memory of this step's gradients, which the reduce-scatter has already read
+        # this reuses the memory of this step's gradients, which the reduce-scatter has already read
         _gather(self.node, flat, average.to(flat.dtype))
         return DenseVector(flat[: self.units[unit].size])
 
@@ -233,8 +234,8 @@ class Node:
     def __init__(self, options: Options, ranks: Sequence[int], groups: Groups) -> None:
         inner, self.peers = nodes_of(options, ranks, groups)
         timeout = options.transport.timeout
-        # Two groups of the same ranks: the collectives of a group must start in the same order on all
-        # ranks, which two threads sharing it could not guarantee
+        # there are two groups of the same ranks, because the collectives of a group must start in
+        # the same order on all ranks, which two threads that share a group could not guarantee
         self.comm = TorchCommunicator(groups.make(inner, backend=None), timeout=timeout)
         self.consensus = PartsConsensus(TorchCommunicator(groups.make(inner), timeout=timeout))
         options.agree_with(self.consensus.parts)
@@ -260,8 +261,8 @@ class Node:
         self.comm.ledger.reduced(_AVERAGE, tensor, self.comm.world_size)
 
         def averaged(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-            # DDP waits for this future.  If it held torch's error, backward() would raise that before
-            # ``check`` could raise one that names rank and phase
+            # DDP waits for this future.  With torch's error in it, backward() would raise that
+            # error before ``check`` could raise one that names rank and phase
             try:
                 return done.value()[0]
             except RuntimeError:
@@ -319,7 +320,7 @@ def _divide(units: Sequence[Unit], index: int, parts: int) -> tuple[list[Unit], 
 
 
 def _reduce_scatter(part: Tensor, whole: Tensor, **options: Any) -> Any:
-    """Call reduce-scatter by its current name, or by its name before torch 2.13."""
+    """Call reduce-scatter by its current name, or by its name in torch before 2.13."""
     present = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return present(part, whole, **options)
 

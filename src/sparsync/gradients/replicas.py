@@ -82,7 +82,7 @@ def _microbatches(schedule: Any) -> tuple[int, float] | None:
     """
     if schedule is None:
         return None
-    # torch (2.13) has no public way to ask a schedule for either number
+    # torch (2.13) has no public way to ask a schedule for these two numbers
     count, scales = (getattr(schedule, name, None) for name in ("_n_microbatches", "scale_grads"))
     if not isinstance(count, int) or not isinstance(scales, bool):
         raise ConfigurationError(
@@ -133,7 +133,7 @@ def _units(options: Options, model: nn.Module, shards: Sequence[Shard]) -> list[
 
 @final
 class ParameterSource(Source):
-    """Brings the gradients of single parameters of a model without DDP.
+    """Brings the gradients of single parameters to the steps, for a model without DDP.
 
     Args:
         model: the plain module.
@@ -174,8 +174,9 @@ class ParameterSource(Source):
         ]
         self._scheduled = schedule is not None
         passes, self._scale = schedule or (1, 1.0)
-        # FSDP2 adds micro-batches up in the whole gradient; a stage lets it reduce after the last one
-        # only (torch.distributed.pipelining.stage), so the hook of a shard is called once per step
+        # FSDP2 adds micro-batches up in the whole gradient.  A stage lets FSDP2 reduce only after
+        # the last one (torch.distributed.pipelining.stage), so the hook of a shard is called once
+        # per step
         self._passes = {p.parameter: 1 if fsdp.manages(p.parameter) else passes for p in shards}
         self._paused = False
         self._open: ReplicaStep | None = None
@@ -184,13 +185,15 @@ class ParameterSource(Source):
         """Check the model on every forward pass, and count gradients, until the handle is closed."""
         model = self._model()
         assert model is not None
-        # weakly: a parameter must not keep this source, which keeps the parameter
+        # the reference is weak, because a parameter must not keep this source, which keeps the
+        # parameter
         hook = weakly(self.on_gradient)
         handles = [p.register_post_accumulate_grad_hook(hook) for p in self._place]  # type: ignore[no-untyped-call]
         # a ModuleList or ModuleDict is never called itself, so its hooks would never run
         several = isinstance(model, nn.ModuleList | nn.ModuleDict)
         modules = list(model.children()) if several else [model]
-        # not weakly: through this hook the model keeps the handle alive, even if the user drops it
+        # this reference is strong: through this hook the model keeps the handle alive, even if the
+        # user drops the handle
         check = Hook(partial(self._check_model, sync))
         handles += [module.register_forward_pre_hook(check) for module in modules]
         for handle in handles:
@@ -221,7 +224,8 @@ class ParameterSource(Source):
 
     def on_gradient(self, parameter: Tensor) -> None:
         """Count a gradient; exchange the units whose turn has come."""
-        # not counted: it accumulates in ``parameter.grad``, from which a later pass takes the sum
+        # this gradient is not counted: it accumulates in ``parameter.grad``, from which a later
+        # pass takes the sum
         if not self._fsdp.admits(parameter) or self._paused:
             return
         this = self._present_step()
@@ -249,7 +253,7 @@ class ParameterSource(Source):
                 self._launch(this, self._scale)
 
     def _present_step(self) -> ReplicaStep | None:
-        """Return the open step, or open one; None: this rank takes no further steps."""
+        """Return the open step, or open one; return None if this rank takes no further steps."""
         # A step is one backward pass, recognised by autograd's number for it, which only torch._C
         # exposes; in a pipeline it is all backward passes until ``step()``.
         task = -1 if self._scheduled else torch._C._current_graph_task_id()
@@ -295,15 +299,16 @@ class ParameterSource(Source):
         gradients = [local_of(this.take(*pair)) for pair in zip(names, parameters, strict=True)]
         if scale != 1:
             torch._foreach_mul_(gradients, scale)
-        # kept for ``write``; for a large parameter the residual uses the same memory until the commit
+        # these are kept for ``write``; for a large parameter, the residual uses the same memory
+        # until the commit
         this.gradients[unit] = gradients
         for its in self._runs[unit]:
-            # copied, because ``reshape`` alone keeps the strides of a 1-D tensor that the user has put
-            # into .grad
+            # the copy is needed because ``reshape`` alone keeps the strides of a 1-D tensor that
+            # the user has put into .grad
             own = [gradients[number].reshape(-1).contiguous() for number in its.members]
             gradient = own[0] if len(own) == 1 else torch.cat(own)
             self._steps.accumulate(its, gradient, [parameters[number] for number in its.members])
-        # accumulated on autograd's stream; the engine's thread uses another
+        # gradients are accumulated on autograd's stream, but the engine's thread uses another one
         self._steps.wait_for_gpu()
         self._steps.launch(this, unit)
 
@@ -322,7 +327,8 @@ class ParameterSource(Source):
             reducer.corrector.measure(map(local_of, grads))
         while this.order:
             self._launch(this, 1.0)  # the schedule has scaled gradients still in ``parameter.grad``
-        # jobs must start in the same order on all ranks: units, then the rest in the order of these lines
+        # jobs must start in the same order on all ranks: units, and then the rest in the order of
+        # these lines
         if not self._compared:
             this.jobs.append(engine.submit(self._check_first_weights()))
         used = self._parts.share_used(reducer.channel("used"), this.came)
@@ -341,7 +347,7 @@ class ParameterSource(Source):
         steps.compare()
 
     async def _check_first_weights(self) -> None:
-        """Refuse replicas that began with different weights: DDP would have sent rank 0's."""
+        """Refuse replicas that began with different weights; DDP would have sent rank 0's weights."""
         self._compared, reducer = True, self._steps.reducer
         # a loaded handle continues from a later step
         if not reducer.step + reducer.skipped:
@@ -351,11 +357,11 @@ class ParameterSource(Source):
 
 @final
 class ReplicaStep(Step):
-    """One step; takes gradients out of ``parameter.grad``, so nothing scales or clips them meanwhile.
+    """One step; it takes gradients out of ``parameter.grad``, so no code scales or clips them meanwhile.
 
-    Units start in the same order on all ranks, the last first, because gradients mostly arrive in this
-    order: if they arrive in another order on one rank, it must not wait for a unit that its peers have
-    not started.
+    Units start in the same order on all ranks, the last unit first, because gradients mostly arrive
+    in this order.  If they arrive in another order on one rank, that rank must not wait for a unit
+    that its peers have not started.
 
     Attributes:
         task: the number of autograd's task in which the step was opened.
@@ -380,7 +386,8 @@ class ReplicaStep(Step):
     def take(self, name: str, parameter: Tensor) -> Tensor:
         """Take the gradient out of ``parameter.grad``, the sum of one or more backward passes.
 
-        A parameter without one counts as zeros: peers may have used it, and a residual may wait for it.
+        A parameter without a gradient counts as zeros: peers may have used it, and a residual may
+        wait for it.
         """
         if parameter.grad is None:
             gradient = torch.zeros_like(parameter.detach())

@@ -18,8 +18,8 @@ from sparsync.units import Slot
 __all__ = ["Place", "Run", "parts_of", "runs_of", "write_part"]
 
 _SMALL: Final = 1 << 15  # elements; copying this many takes no longer than Python's overhead
-# Longest run, in elements: its averages are written through a dense copy, which must be small compared
-# with the unit
+# The longest run, in elements: its averages are written through a dense copy, which must be small
+# compared with the unit
 _RUN: Final = 1 << 20
 
 Place = tuple[int, Slot]  # the number of a unit, and a parameter's slot in it
@@ -27,7 +27,7 @@ Place = tuple[int, Slot]  # the number of a unit, and a parameter's slot in it
 
 @dataclass(frozen=True)
 class Run:
-    """Parameters, by number, that fill a unit without gaps from element ``start`` on."""
+    """Parameters, given by number, that fill a unit without gaps from element ``start`` on."""
 
     unit: int
     start: int
@@ -41,7 +41,7 @@ class Run:
 
 
 def runs_of(places: Sequence[Place], *, joined: bool) -> list[Run]:
-    """Return the runs of parameters at these places, in the order of units; large ones stay alone.
+    """Return the runs of parameters at these places, in the order of units; large ones are not joined.
 
     Example:
         >>> places = [(0, Slot("b", 3, 2)), (0, Slot("a", 0, 3)), (0, Slot("d", 9, 1))]
@@ -57,7 +57,8 @@ def runs_of(places: Sequence[Place], *, joined: bool) -> list[Run]:
         unit, slot = places[number]
         if joined and runs and max(runs[-1].sizes[-1], slot.size) <= _SMALL:
             last = runs[-1]
-            # only without a gap: a bucket may lack some parameters of a unit
+            # runs are joined only without a gap, because a bucket may lack some parameters of a
+            # unit
             if (last.unit, end) == (unit, slot.start) and end - last.start < _RUN:
                 last.members.append(number)
                 last.sizes.append(slot.size)
@@ -74,7 +75,7 @@ def parts_of(average: Vector, runs: Sequence[Run]) -> Iterator[tuple[Run, Vector
         for run in runs:
             yield run, DenseVector(average.values[run.start : run.end])
     else:
-        # one search for all runs; every second part is the gap between two of them
+        # one search serves all runs; every second part is the gap between two of them
         cuts = [cut for run in runs for cut in (run.start, run.end)]
         yield from zip(runs, average.split(cuts)[::2], strict=True)
 

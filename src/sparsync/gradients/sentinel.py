@@ -62,7 +62,7 @@ class Sentinel:
             raise ConfigurationError(
                 f"Sentinel: policy is {self.policy!r}; choose one of raise, warn, heal"
             )
-        # a single string would pass as a collection, namely of letters
+        # a single string would pass as a collection of its letters
         named = isinstance(self.buffers, Collection) and not isinstance(self.buffers, str)
         if not named or not all(isinstance(name, str) for name in self.buffers):
             raise ConfigurationError(f"Sentinel: buffers is {self.buffers!r}; give a list of names")
@@ -94,8 +94,8 @@ class Sentinel:
                 f"{', '.join(buffers) or 'none'}"
             )
         chosen = {name: local_of(buffers[name]) for name in self.buffers if name not in ignored}
-        # Ordered by name and then by key: the optimizer's own order may differ between ranks, e.g. after
-        # a load, and digests are compared in the order of this dict
+        # The order is by name and then by key, because the optimizer's own order may differ between
+        # ranks, e.g. after a load, and digests are compared in the order of this dict.
         moments = {
             f"{kind} of {name}": local_of(value)
             for name, parameter in model.named_parameters()
@@ -123,7 +123,7 @@ async def check_replicas(
         place: the place named in the message, e.g. "step 65".
         parts: the other ranks of this replica, each of which compares with its own peers; if one of them
             finds a difference, all act on it.
-        rank: this rank's number in messages; None: its number in ``comm``.
+        rank: this rank's number in messages; None takes its number in ``comm``.
 
     Raises:
         PeerError: something differs and the policy is "raise", or "heal" without a majority.
@@ -151,12 +151,12 @@ async def check_replicas(
 async def _compare(
     sentinel: Sentinel, comm: Communicator, tensors: Mapping[str, Tensor], place: str, rank: int
 ) -> str:
-    """Return a text about these replicas; empty if they are equal."""
+    """Return a text about the differences between these replicas; empty if they are equal."""
     torn = await divergences(comm, tensors)
     if not torn:
         return ""
-    # All ranks found the same differences, so all get here.  ``comm`` numbers the replicas of one part,
-    # but users know global ranks.
+    # All ranks found the same differences, so all of them get here.  ``comm`` numbers the replicas
+    # of one part, but users know global ranks.
     called = [int(theirs) for theirs in await comm.allgather(torch.tensor([rank]), "sentinel")]
     found = _named(torn, called, place)
     if sentinel.policy == "raise":
@@ -177,7 +177,7 @@ async def _compare(
 
 
 def _named(torn: Sequence[Divergence], called: Sequence[int], place: str) -> str:
-    """Name the first tensors that differ, and the ranks; ``called`` has the rank numbers to print."""
+    """Name the first tensors that differ, and the ranks, by their numbers in ``called``."""
     more = len(torn) - _NAMED
     shown = "; ".join(
         str(replace(each, groups=tuple(tuple(called[r] for r in group) for group in each.groups)))

@@ -34,7 +34,7 @@ class Shard:
     Attributes:
         name: as in ``named_parameters``.
         parameter: a plain tensor, or a DTensor.
-        piece: the part of the parameter on this rank; None: all of it.
+        piece: the part of the parameter on this rank; None if this is all of it.
         kind: parameters of the same kind are split alike over other ranks.
     """
 
@@ -48,7 +48,8 @@ def shards_of(model: nn.Module, replicas: Collection[int]) -> list[Shard]:
     """Return the parameters that need gradients, in registration order.
 
     Raises:
-        ConfigurationError: parameters without storage, COO gradients, or a mesh that includes replicas.
+        ConfigurationError: parameters have no storage, or COO gradients, or a mesh includes
+            replicas.
     """
     if any(getattr(module, "sparse", False) is True for module in model.modules()):
         raise ConfigurationError(
@@ -77,7 +78,8 @@ def _shard(name: str, parameter: Tensor, replicas: Collection[int]) -> Shard:
     if not isinstance(parameter, DTensor):
         return Shard(name, parameter, None, "plain")
     mesh, placements = parameter.device_mesh, parameter.placements
-    # this rank is in both; any other rank in both is a replica over which FSDP2 already sums, as in HSDP
+    # this rank is in both; any other rank that is in both is a replica over which FSDP2 already
+    # sums, as in HSDP
     both = sorted(set(mesh.mesh.flatten().tolist()) & set(replicas))
     if len(both) > 1:
         raise ConfigurationError(
@@ -152,7 +154,7 @@ def _holders(shards: Sequence[Shard]) -> dict[str, frozenset[int]]:
 
 @final
 class Fsdp:
-    """Reports which gradients FSDP2 would all-reduce, by its own switches, and which parameters changed.
+    """Reports the gradients that FSDP2 would all-reduce, by its own switches, and changed parameters.
 
     With ``set_requires_gradient_sync(False)`` no hook is called at all.  With
     ``set_requires_all_reduce(False)`` the exchange is postponed, and the gradients of several backward
@@ -168,7 +170,8 @@ class Fsdp:
             if isinstance(module, FSDPModule)
             if (state := _get_module_state(module)) is not None  # fully_shard's, or replicate's
         }
-        # deduplicated by identity: fully_shard([a, b]) gives several modules one state
+        # groups are deduplicated by identity, because fully_shard([a, b]) gives several modules one
+        # state
         self._groups = [group for state in states.values() for group in _groups_of(state)]
         self._group_of: dict[Tensor, Any] = {
             kept.sharded_param: group for group in self._groups for kept in group.fsdp_params
@@ -205,7 +208,7 @@ class Fsdp:
         """
         shown: set[Tensor] = set()
         for kept in (kept for group in self._groups for kept in group.fsdp_params):
-            # a module exposes one or the other; requires_grad may be set on either
+            # a module exposes one or the other, and requires_grad may be set on either
             forms = [kept.sharded_param]
             if hasattr(kept, "_unsharded_param"):  # made by the first all-gather
                 forms.append(kept._unsharded_param)

@@ -45,7 +45,7 @@ _INSTEAD: Final = "give a mesh (nodes, ranks of a node), or omit hierarchy="
 
 
 def sites_of(seconds: PairTimes, ranks: Sequence[int], nbytes: int) -> list[list[int]]:
-    """Group ranks by the largest gap between the times of pairs; within a site all times are below it.
+    """Group ranks by the largest gap between the times of pairs; times within a site are below it.
 
     Args:
         seconds: the time of every pair, by positions in ``ranks``.
@@ -53,7 +53,7 @@ def sites_of(seconds: PairTimes, ranks: Sequence[int], nbytes: int) -> list[list
         nbytes: the length of the messages, for errors.
 
     Returns:
-        The ranks of each site, ascending, the site of the first rank first.
+        The ranks of each site, ascending; the site of the first rank comes first.
 
     Raises:
         ConfigurationError: links are alike, a rank is near two that are far from each other, or sites
@@ -99,7 +99,7 @@ def sites_of(seconds: PairTimes, ranks: Sequence[int], nbytes: int) -> list[list
 
 
 async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], int]:
-    """Time a round-trip to every other rank; this is collective.
+    """Time a round-trip to every other rank; this call is collective.
 
     Ranks take turns in pairs.  In the rounds of a collective, as timed by ``measure_links``, a message
     may wait for a receiver that a slow link keeps busy, which says nothing about the message's own link.
@@ -108,8 +108,8 @@ async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], 
     Returns:
         Half of the fastest round-trip of every pair, and the bytes of its messages; equal on all ranks.
 
-    Cost: ``P - 1`` turns of 4 round-trips for each of 5 sizes, or fewer after 5 seconds, but at least
-    one.
+    Cost: ``P - 1`` turns of 4 round-trips for each of 5 sizes, or fewer sizes if they would take
+    more than 5 seconds.
     """
     ranks, started = comm.world_size, comm.now
     nbytes, spent, took = _SMALLEST, 0.0, 0.0
@@ -130,7 +130,7 @@ async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], 
 
 
 def _peers(rank: int, ranks: int) -> Iterator[int]:
-    """Yield every other rank once, such that in each turn all ranks are paired up, or idle.
+    """Yield every other rank once, such that all ranks are paired up, or idle, in each turn.
 
     This is a round-robin tournament: the last of an even number stays fixed, the others rotate.
     """
@@ -147,7 +147,7 @@ def _peers(rank: int, ranks: int) -> Iterator[int]:
 
 async def _trip(comm: Communicator, peer: int, nbytes: int) -> float:
     """Return the seconds of the fastest of several round-trips to a rank."""
-    # random bytes: with zeros, a compressing tunnel would look fast
+    # the payload has random bytes, because a compressing tunnel would look fast with zeros
     payload, trips = torch.randint(0, 256, (nbytes,), dtype=torch.uint8), []
     for _ in range(_TRIPS + 1):
         start = comm.now

@@ -45,7 +45,7 @@ class Step(ABC):
     """One step under way, and the engine's jobs for it.
 
     Attributes:
-        failed: whether an exchange has failed; then nothing waits any more.
+        failed: whether an exchange has failed; no thread then waits any more.
         spans: begin and end of every unit's exchange, by the clock of the reducer's communicator.
         waited: begin and end of the training thread's wait.
     """
@@ -72,16 +72,16 @@ class Ranks(ABC):
 
     @abstractmethod
     def begin(self, *, again: bool) -> bool:
-        """Meet before the first gradient is accumulated; False: this rank has left.
+        """Meet before the first gradient is accumulated; return False if this rank has left.
 
-        ``again``: the step is repeated because it failed after its exchange had begun.
+        With ``again``, the step is repeated because it failed after its exchange had begun.
         """
 
     @abstractmethod
     def averages(self, this: Step) -> list[Vector] | None:
-        """Wait for all jobs of a step, and commit; None: the step was committed without this rank.
+        """Wait for all jobs of a step, and commit; return None if others committed without this rank.
 
-        Runs on the engine's thread, like ``finished``.
+        This runs on the engine's thread, like ``finished``.
         """
 
     @abstractmethod
@@ -110,7 +110,7 @@ class AllRanks(Ranks):
         return True
 
     def begin(self, *, again: bool) -> bool:
-        """Begin a step again only if all ranks do.
+        """Begin a step again only if all ranks do so.
 
         Otherwise messages of a rank still in the first attempt would be mistaken for those of the second.
         """
@@ -195,7 +195,7 @@ class GradientSteps:
 
     @property
     def measures(self) -> bool:
-        """Whether the norm of all gradients must be known before any of them is accumulated."""
+        """Whether the norm of all gradients must be known before any gradient is accumulated."""
         return self.reducer.corrector is not None and self.reducer.corrector.waits
 
     @property
@@ -207,7 +207,7 @@ class GradientSteps:
     # ---- of every step, in this order --------------------------------------------------------------
 
     def begin(self) -> bool:
-        """Rescale the residual to the gradients of this step; False: there is no step."""
+        """Rescale the residual to the gradients of this step; return False if there is no step."""
         reducer, ledger = self.reducer, self.reducer.comm.ledger
         if self.before is None:
             self.before = reducer.step, ledger.set_up()
@@ -238,7 +238,7 @@ class GradientSteps:
         this.jobs.append(self.engine.submit(self._exchange(this, unit)))
 
     async def _exchange(self, this: Step, unit: int) -> None:
-        """Exchange a unit; runs on the engine's thread, like ``finish``."""
+        """Exchange a unit; this runs on the engine's thread, like ``finish``."""
         if this.failed:  # the group is broken, so do not wait for the deadline of every unit
             if self.nodes is not None:
                 await self.nodes.follow(unit)
@@ -268,7 +268,7 @@ class GradientSteps:
             self._ranks.finished()
 
     def settle(self, this: Step, finished: Future[None]) -> bool:
-        """Wait for ``finish`` on the training thread; False: no gradient must be applied."""
+        """Wait for ``finish`` on the training thread; return False if no gradient must be applied."""
         try:
             return self._ranks.settled(self._wait(this, finished))
         finally:
@@ -294,7 +294,7 @@ class GradientSteps:
         return True
 
     def compare(self, *, alike: bool = False) -> None:
-        """Compare replicas if due; on the training thread, while the engine is idle.
+        """Compare replicas if due; this runs on the training thread, while the engine is idle.
 
         Parts that are ``alike``, such as the ranks of a node, hold the same parameters and are compared
         as well.

@@ -35,7 +35,7 @@ class Source(ABC):
 
     @abstractmethod
     def watch(self, sync: Handle) -> None:
-        """Set hooks on the model until ``sync`` is closed; one keeps ``sync`` alive with the model.
+        """Set hooks on the model until ``sync`` is closed; one hook keeps ``sync`` alive with the model.
 
         The source itself must not refer to it, because a cycle would delay freeing a dropped model.
         """
@@ -85,7 +85,7 @@ class GradientSync(Handle):
 
     @property
     def steps(self) -> int:
-        """Number of finished local steps; a rank that joins others continues from their number."""
+        """The number of finished local steps; a rank that joins others continues from their number."""
         return self.reducer.step
 
     def contribute(
@@ -126,7 +126,7 @@ class GradientSync(Handle):
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: the residuals of its "pieces" of the parameters, thresholds, ...
+        """Return this rank's state: residuals of its "pieces" of the parameters, thresholds and the like.
 
         After a failed ``backward()`` it is the state before that step.
         """
@@ -136,7 +136,7 @@ class GradientSync(Handle):
         return sealed("gradients", {"reducer": reducer_state(self.reducer), "pieces": pieces})
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check on this rank alone that a saved state fits; nothing is changed.
+        """Check on this rank alone that a saved state fits; change nothing.
 
         Raises:
             ConfigurationError: the state is from another set-up, or has other pieces of the parameters.
@@ -182,10 +182,11 @@ class GradientSync(Handle):
     def step(self) -> None:
         """Close the step of a pipeline: call it after ``schedule.step()``, before the optimizer.
 
-        Starts the remaining exchanges, waits for all, and puts averages into ``parameter.grad``.
+        This starts the remaining exchanges, waits for all, and puts averages into
+        ``parameter.grad``.
 
         Raises:
-            ConfigurationError: there is no pipeline; ``backward()`` has closed the step.
+            ConfigurationError: there is no pipeline, so ``backward()`` has already closed the step.
             NonFiniteGradientError: NaN or Inf on some rank of some stage; no rank applied anything.
             CommunicationError: a peer is gone, or took longer than the timeout.
         """

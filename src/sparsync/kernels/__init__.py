@@ -39,7 +39,7 @@ __all__ = [
     "undeal",
 ]
 
-# number of elements from which a slow CPU kernel warrants a warning (a pass takes 1 ms)
+# the number of elements from which a slow CPU kernel warrants a warning (a pass takes 1 ms)
 _LARGE: Final = 1 << 17
 
 P = ParamSpec("P")
@@ -54,7 +54,7 @@ def backend_of(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> Any:
         dtype: the only dtype of these tensors that compiled kernels take.
     """
     on_cpu, on_cuda = bool(tensors), bool(tensors)
-    # called dozens of times per step, so it only reads properties and builds no sets
+    # this is called dozens of times per step, so it only reads properties and builds no sets
     for tensor in tensors:
         if tensor.dtype is not dtype:
             return reference
@@ -71,8 +71,8 @@ def backend_of(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> Any:
 
 @functools.cache
 def _triton() -> Any:
-    """Return the Triton backend, imported for the first CUDA tensor; None without Triton."""
-    # imported lazily, because processes without a GPU do not need it
+    """Return the Triton backend, which the first CUDA tensor imports, or None without Triton."""
+    # the backend is imported lazily, because processes without a GPU do not need it
     backend = importlib.import_module("sparsync.kernels.triton")
     return backend if backend.installed() else None
 

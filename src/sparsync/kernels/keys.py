@@ -15,7 +15,7 @@ from sparsync.errors import ConfigurationError
 
 __all__ = ["check_pair", "key_range", "magnitude_keys"]
 
-# for each dtype: the integers of the same width, and the bits of its mantissa
+# for each dtype, the integers of the same width, and the number of bits of its mantissa
 _BITS = MappingProxyType(
     {
         torch.float32: (torch.int32, 23),
@@ -27,7 +27,7 @@ _BITS = MappingProxyType(
 
 
 def magnitude_keys(x: Tensor) -> Tensor:
-    """Return integers ordered as ``|x|``, same shape; 0 only for zero.
+    """Return integers in the order of ``|x|``, in the same shape; only zero gets 0.
 
     Example:
         >>> keys = magnitude_keys(torch.tensor([0.0, -2.0, 1.0, float("nan"), float("inf")]))

@@ -54,8 +54,8 @@ __all__ = [
     "unpack_and_undeal",
 ]
 
-# Version of the extension's functions, also stated in native/module.cpp.  An extension built from other
-# sources might take addresses for lengths.
+# This is the version of the extension's functions, which native/module.cpp states as well.  An
+# extension built from other sources might take addresses for lengths.
 _INTERFACE: Final = 10
 
 
@@ -74,11 +74,11 @@ def _load() -> Any:
 
 EXTENSION: Final[Any] = _load()  # the extension module; None if there is none
 
-# elements that justify starting another thread (50 us): a pass over them takes 200 us
+# elements that justify starting another thread, which takes 50 us; a pass over them takes 200 us
 _ELEMENTS_PER_THREAD: Final = 1 << 20
 # up to this size, ``find`` without a limit allocates for all elements instead of counting first
 _SMALL: Final = 1 << 14
-# from this size, ``top`` guesses a threshold from a sample instead of counting all keys
+# from this size on, ``top`` guesses a threshold from a sample instead of counting all keys
 _SAMPLED: Final = 1 << 17
 _STRIDE: Final = 256  # one element in this many is sampled,
 _SAMPLES: Final = 1 << 12  # or more, to get at least this many samples
@@ -98,7 +98,7 @@ def instruction_sets() -> tuple[str, ...]:
 
 @functools.cache
 def chosen() -> str:
-    """Return the instruction set in use; ``torch`` if this module is not.
+    """Return the instruction set in use, or ``torch`` if this module is not used.
 
     Raises:
         ConfigurationError: ``SPARSYNC_KERNELS`` names an instruction set that is not available.
@@ -162,7 +162,7 @@ def _low(key: int) -> int:
 
 
 def top(x: Tensor, k: int) -> Tensor:
-    """Cost: for large x, a pass and a selection among about k; six passes if the sample misleads."""
+    """Cost: for large x, a pass and a selection among about k, or six passes if the sample misleads."""
     n, address = x.numel(), _address("x", x)
     k = min(k, n)
     if k <= 0:
@@ -242,7 +242,7 @@ def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
 # ---- levels -----------------------------------------------------------------------------------------
 
 
-# bits, block (a multiple of 8), largest scale, thresholds, levels
+# bits, block (a multiple of 8), the largest scale, thresholds, levels
 Levels = tuple[int, int, float, Tensor, Tensor]
 
 
@@ -267,7 +267,8 @@ def decode_levels_(
 class Codes:
     """The scales and codes of ``size`` values, which are written and read in runs.
 
-    Everything is checked once, since a check takes as long as the codes of ten thousand values.
+    All arguments are checked once, because a check takes as long as the codes of ten thousand
+    values.
     """
 
     def __init__(self, scales: Tensor, codes: Tensor, size: int, levels: Levels) -> None:
@@ -285,7 +286,7 @@ class Codes:
         self.table = (*levels[:3], *tables)
 
     def write_(self, values: Tensor, start: int, more: Tensor | None = None) -> None:
-        """Quantise the elements from ``start`` on: ``values``, or their sum with ``more``."""
+        """Quantise ``values``, or their sum with ``more``, to the elements from ``start`` on."""
         n = values.numel()
         if more is not None and more.numel() != n:
             raise ConfigurationError(f"{more.numel()} values to be added to {n}")
@@ -303,7 +304,7 @@ class Codes:
         plus: Tensor | None = None,
         less: Sequence[Codes] = (),
     ) -> None:
-        """Decode the elements from ``start`` on, minus equal levels, divide, and with ``keep`` add."""
+        """Decode the elements from ``start`` on, subtract equal levels, divide, and with ``keep`` add."""
         n = into.numel()
         if plus is not None and plus.numel() != n:
             raise ConfigurationError(f"{plus.numel()} values to be added to {n}")
@@ -377,8 +378,8 @@ def deal_and_pack(
 ) -> tuple[list[Tensor], Tensor, tuple[Tensor, Tensor]] | None:
     """Deal entries to owners and pack a message of at most ``stride`` bytes for each except ``rank``.
 
-    Returns a message per owner (empty for the rank itself), the values as they will arrive, and the
-    rank's own entries; None if a share has more than ``limit`` entries.
+    This returns a message per owner (empty for the rank itself), the values as they will arrive,
+    and the rank's own entries; or None if a share has more than ``limit`` entries.
     """
     nnz = values.numel()
     messages, lengths = empty(world_size * stride, torch.uint8), empty(world_size, torch.int64)
@@ -416,8 +417,8 @@ def unpack_and_undeal(
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """Join the messages of all owners into a vector of ``size``; None if a message is malformed.
 
-    Returns the vector's ``k`` largest entries, and the part of them that ``rank`` delivered: from the
-    entries that it ``sent``, and from the difference between its message and its ``sums``.
+    This returns the vector's ``k`` largest entries, and the part of them that ``rank`` delivered:
+    from the entries that it ``sent``, and from the difference between its message and its ``sums``.
     """
     most = min(size, max(k, 0), sum(message.numel() for message in messages))
     rooms = [(empty(most, torch.int64), empty(most, torch.float32)) for _ in range(2)]

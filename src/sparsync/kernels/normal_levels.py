@@ -1,4 +1,4 @@
-"""Quantising to the levels of a normal distribution with 1 to 4 bits per value, or uniformly with 8.
+"""Quantise to the levels of a normal distribution with 1 to 4 bits per value, or uniformly with 8.
 
 ``quantise_plainly`` and ``decode_plainly_`` are the specification, in PyTorch on any device.  C++
 (``native/levels_body.h``, for blocks of a multiple of 8 values) and Triton (for 2^j >= 8) are bit-equal.
@@ -37,8 +37,8 @@ __all__ = [
 SCALE_BYTES: Final = 2
 _UNIFORM: Final = 8  # bits with equally spaced levels
 
-# in units of the root mean square; minimise the mean square error for a normal distribution (Max, 1960,
-# table I)
+# thresholds in units of the root mean square; they minimise the mean square error for a normal
+# distribution (Max, 1960, table I)
 _THRESHOLDS = MappingProxyType(
     {
         1: (),
@@ -82,7 +82,7 @@ def quantise(values: Tensor, bits: int, block: int, limit: float) -> Tensor:
     NaN.
 
     Args:
-        values: any number of float32 values.
+        values: float32 values, of any number.
         bits: one of ``BITS``.
         block: number of values that share a scale.
         limit: the largest scale, a bf16; decoded values are at most ``top_level(bits) * limit``.
@@ -100,8 +100,8 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
     blocks = packing.in_blocks(values, block)
     magnitudes = blocks.abs()
     peaks = magnitudes.amax(1, keepdim=True)
-    # dividing by a power of two near the largest value keeps squares from overflowing, and squares that
-    # matter from underflowing
+    # dividing by a power of two near the largest value keeps squares from overflowing, and keeps
+    # squares that matter from underflowing
     units = (peaks.view(torch.int32) & _EXPONENT).clamp(_SMALLEST, _LARGEST).view(torch.float32)
     scaled = magnitudes / units
     if bits == _UNIFORM:
@@ -112,7 +112,8 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
         lengths = torch.full_like(peaks, block)
         lengths[-1:] -= blocks.numel() - count
         squares = sums_of_halves(scaled * scaled) / lengths
-        # rounded once, from float64, because PyTorch's float32 square root may be off by one bit
+        # the root is rounded once, from float64, because PyTorch's float32 square root may be off
+        # by one bit
         spread = squares.double().sqrt().float()
         number = torch.zeros_like(blocks, dtype=torch.uint8)
         for threshold in thresholds:
@@ -157,10 +158,10 @@ def decode_plainly_(
 
 @final
 class Codes:
-    """The scales and codes of ``size`` values in memory of their own, written and read in runs.
+    """The scales and codes of ``size`` values in memory of their own, which is written and read in runs.
 
-    A run starts at a block, and ends at one or at the last value.  ``limit`` is the largest scale that is
-    written.
+    A run starts at a block, and ends at a block or at the last value.  ``limit`` is the largest
+    scale that is written.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class Codes:
         codes.copy_(raw[scales.numel() :])
 
     def decode_(self, into: Tensor, start: int, divisor: float = 1.0, *, keep: bool = True) -> None:
-        """Decode as ``decode_`` the elements from ``start`` on; ``into`` may be on another device."""
+        """Decode the elements from ``start`` on like ``decode_``; ``into`` may be on another device."""
         if self._native is not None and _backend(self.block, into) is native:
             self._native.decode_(into, start, divisor, keep=keep)
             return
@@ -211,7 +212,7 @@ class Codes:
         keep: bool,
         plus: Tensor | None,
     ) -> None:
-        """Write ``(self - sum of less) / divisor``, or with ``keep`` add ``plus`` and then that."""
+        """Write ``(self - sum of less) / divisor``; with ``keep``, add ``plus`` and then this instead."""
         if (known := _in_cpp((self, *less), into, plus)) is not None:
             known[0].decode_(into, start, divisor, keep=keep, plus=plus, less=known[1:])
             return
@@ -242,7 +243,7 @@ class Codes:
 
 
 def _in_cpp(messages: Sequence[Codes], *vectors: Tensor | None) -> list[native.Codes] | None:
-    """Return the messages in the form of C++; None if they differ, or C++ does not take everything."""
+    """Return the messages in the form of C++, or None if they differ or C++ does not take all of them."""
     known = [message._native for message in messages if message._native is not None]
     forms = {(message.bits, message.block) for message in messages}
     if len(forms) != 1 or len(known) != len(messages):
@@ -252,7 +253,7 @@ def _in_cpp(messages: Sequence[Codes], *vectors: Tensor | None) -> list[native.C
 
 
 def _backend(block: int, vector: Tensor) -> Any:
-    """Return the backend for such blocks of a vector; None for the specification."""
+    """Return the backend for such blocks of a vector, or None for the specification."""
     backend = backend_of(vector)
     if backend is reference or block % 8 or not vector.is_contiguous():
         return None

@@ -1,4 +1,4 @@
-"""Packing of sparse vectors into few bits: Elias-Fano indices; bf16, int8 or float32 values.
+"""Packing of sparse vectors into few bits, with Elias-Fano indices and bf16, int8 or float32 values.
 
 ``pack`` and ``unpack`` dispatch to C++ (``native/packing.cpp``) or Triton.  The other functions are the
 specification, in plain PyTorch on any device; both backends are bit-equal to it.
@@ -61,7 +61,7 @@ _LARGEST = MappingProxyType(  # values up to these stay finite through both conv
 
 
 def low_bits(nnz: int, size: int) -> int:
-    """Return ``floor(log2(size / nnz))``, in integers; 0 for no entries."""
+    """Return ``floor(log2(size / nnz))``, computed in integers; 0 for no entries."""
     return (size // nnz).bit_length() - 1 if nnz else 0
 
 
@@ -93,7 +93,7 @@ def pack(
 ) -> tuple[Tensor, Tensor]:
     """Return header, values and indices as one uint8 payload, and the values as the receiver sees them.
 
-    C++ requires one int64 index per value, strictly ascending below ``size``.
+    C++ requires one int64 index per value; indices ascend strictly below ``size``.
     """
     exact = to_float32(values, form)
     on = _functions(exact)
@@ -108,7 +108,7 @@ def pack(
 
 
 def unpack(body: Tensor, nnz: int, size: int, form: int, block: int) -> tuple[Tensor, Tensor]:
-    """Return the indices and float32 values of a message's ``body``, whose length was checked."""
+    """Return the indices and float32 values of a message's ``body``, whose length was already checked."""
     on, middle = _functions(body), value_bytes(nnz, form, block)
     if on is native:
         body = body.contiguous()
@@ -123,7 +123,7 @@ def unpack(body: Tensor, nnz: int, size: int, form: int, block: int) -> tuple[Te
 
 
 def _functions(tensor: Tensor) -> Any:
-    """Return the module that handles the tensor: native, Triton's, or this one."""
+    """Return the module that handles the tensor: native, Triton's, or this module."""
     backend = backend_of(tensor, dtype=tensor.dtype)
     return sys.modules[__name__] if backend is reference else backend
 
@@ -180,17 +180,18 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
 
 
 def _put_(words: Tensor, at: Tensor, bits: Tensor) -> None:
-    """Or ``bits`` (at most 32 each) into the stream at the bit positions ``at``, in place."""
+    """Combine ``bits`` (at most 32 each) with the stream by "or", in place, at bit positions ``at``."""
     shifted = bits << (at & 31)
     words.index_add_(0, at >> 5, shifted & _WORD)  # entries share no bits, so adding equals or-ing
     words.index_add_(0, (at >> 5) + 1, shifted >> 32)
 
 
 def unpack_indices(packed: Tensor, nnz: int, size: int) -> Tensor:
-    """Invert ``pack_indices``; WireFormatError unless every bit is as ``pack_indices`` writes it."""
+    """Invert ``pack_indices``; raise WireFormatError unless all bits are as that function writes them."""
     low = low_bits(nnz, size)
     order = torch.arange(nnz, device=packed.device)
-    # the padding is read as unary too, so a set bit in it is an extra index or one beyond the size
+    # the padding is read as unary as well, so a set bit in it is an extra index or one beyond the
+    # size
     unary = packed[nnz * low // 8 :, None] >> torch.arange(8, device=packed.device)
     ones = (unary & 1).flatten()[nnz * low % 8 :].nonzero().flatten()
     if ones.numel() != nnz:
@@ -218,7 +219,8 @@ def to_float32(values: Tensor, form: int) -> Tensor:
     if values.dtype == torch.float64 or (values.dtype == torch.float16 and form != FP32):
         largest = _LARGEST[values.dtype]
         values = torch.where(values.isinf(), values, values.clamp(-largest, largest))
-    # to torch a single value is contiguous whatever its stride, but ``view`` then refuses another width
+    # torch considers a single value contiguous whatever its stride, but ``view`` then refuses
+    # another width
     return values.to(torch.float32).contiguous().as_strided(values.shape, (1,))
 
 
@@ -226,8 +228,8 @@ def pack_values(values: Tensor, form: int, block: int) -> Tensor:
     """Pack float32 ``values`` into uint8; finite values stay finite, and nonfinite values nonfinite.
 
     BF16 rounds to nearest, ties to even, but never up to Inf; every NaN becomes a quiet NaN.
-    INT8 writes the scales of all blocks, ``max |x| / 127`` over the block's finite values, then a
-    code per value: ``x / scale`` rounded (ties to even), or -128 for NaN and Inf.
+    INT8 writes the scales of all blocks, ``max |x| / 127`` over the block's finite values.  Then it
+    writes a code per value: ``x / scale`` rounded (ties to even), or -128 for NaN and Inf.
     """
     if form == BF16:
         return _to_bf16(values).view(torch.uint8)
@@ -249,7 +251,7 @@ def _to_bf16(values: Tensor) -> Tensor:
     """Round to bf16 in integers, as int16, because torch's own conversion gives varying NaN bits."""
     bits = values.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
-    # to nearest, ties to even: add 0x7FFF, and one more if the future last bit is odd
+    # rounds to nearest, ties to even: add 0x7FFF, and one more if the future last bit is odd
     rounded = (magnitude + (0x7FFF + ((magnitude >> 16) & 1))) >> 16
     rounded = torch.where(magnitude < _INF, rounded.clamp(max=_LARGEST_BF16), rounded)
     rounded = torch.where(magnitude > _INF, _NAN_BF16, rounded)

@@ -25,7 +25,8 @@ __all__ = [
     "undeal",
 ]
 
-# elements that ``accumulate_`` copies at a time: one launch on a GPU, one cache-sized piece on a CPU
+# the number of elements that ``accumulate_`` copies at a time: one launch on a GPU, one cache-sized
+# piece on a CPU
 _BLOCK = 1 << 20
 _LOW_32 = 0xFFFFFFFF
 
@@ -126,7 +127,7 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Sum ascending ``(indices, values)`` streams as a left fold in the order given; drop zero sums.
 
-    The fold is ``((s0 + s1) + s2) + ...`` per index, on every device: no atomics.
+    The fold is ``((s0 + s1) + s2) + ...`` per index, on every device, without atomics.
 
     Args:
         streams: at least one; within each, indices are ascending and unique.
@@ -134,8 +135,8 @@ def merge(
         within: ascending indices; entries elsewhere are left out.
 
     Raises:
-        ConfigurationError: no streams; in C++ also if the indices of a stream, or ``within``, do not
-            ascend within ``[0, size)``.
+        ConfigurationError: there are no streams; in C++ also if the indices of a stream, or
+            ``within``, do not ascend within ``[0, size)``.
 
     Example:
         >>> a = torch.tensor([0, 2]), torch.tensor([1.0, 4.0])
@@ -154,7 +155,8 @@ def merge(
         streams = [(i[which], v[which]) for which, (i, v) in zip(kept, streams, strict=True)]
     union = torch.unique(torch.cat([indices for indices, _ in streams]))
     total = torch.zeros(union.numel(), dtype=streams[0][1].dtype, device=union.device)
-    # one stream after the other: indices are unique within a stream, so the order of additions is fixed
+    # one stream is added after the other; indices are unique within a stream, so the order of
+    # additions is fixed
     for indices, values in streams:
         at = torch.searchsorted(union, indices)
         total[at] = total[at] + values
@@ -205,8 +207,8 @@ class Dealt(NamedTuple):
     """Elements grouped by owner, ascending within each.
 
     Attributes:
-        order: `[nnz]` their positions among the dealt elements.
-        local: `[nnz]` their indices within their owners.
+        order: `[nnz]`, their positions among the dealt elements.
+        local: `[nnz]`, their indices within their owners.
         counts: number of elements of each owner.
     """
 

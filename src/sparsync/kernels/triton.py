@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The hot loops and packing on a CUDA device, for float32, in Triton where torch's operations cost more.
 
-``reference.py`` and ``packing.py`` describe the functions; these are bit-equal to them.  If the length
-of a result depends on the data, the host waits once, to read that length, and once per message for the
-check of unpacked indices; nothing else waits for the device.  Arguments are contiguous and on one device.
+``reference.py`` and ``packing.py`` describe the functions; these are bit-equal to them.  If the
+length of a result depends on the data, the host waits once to read that length; it also waits once
+per message for the check of unpacked indices.  No other operation waits for the device.  Arguments
+are contiguous and on one device.
 
 Functions under ``jit`` are device code.  A kernel runs as a number of programs, each on one block of
 ``BLOCK`` elements; ``at`` are the positions of its elements (64 bits: vectors may have more than 2^31
@@ -57,7 +58,7 @@ _SHIFTS: Final = (24, 16, 8, 0)
 # programs per count: enough to fill a large GPU (an H100 has 132 multiprocessors), and few enough that
 # their additions to one histogram do not contend
 _COUNTING_PROGRAMS: Final = 512
-# elements per program: four 16-byte loads of float32 in flight for each of its 128 threads
+# elements per program; each of its 128 threads has four 16-byte loads of float32 in flight
 BLOCK: Final = 2048
 
 
@@ -77,7 +78,7 @@ if installed():
 
 
 def _blocks_of(n: int) -> int:
-    """Return the number of programs that cover n elements; with 0, nothing is launched."""
+    """Return the number of programs that cover n elements; if it is 0, no kernel is launched."""
     return -(-n // BLOCK)
 
 
@@ -85,7 +86,8 @@ def _launch(
     kernel: Any, programs: int, first: Tensor, *arguments: object, **constants: int
 ) -> None:
     """Run a kernel on the device of its first argument, after earlier launches there."""
-    # without fused multiply-adds: products and sums are rounded apart, as in the specification
+    # there are no fused multiply-adds: products and sums are rounded separately, as in the
+    # specification
     with torch.cuda.device(first.device if first.is_cuda else -1):
         kernel[programs,](first, *arguments, **constants, enable_fp_fusion=False)
 
@@ -100,7 +102,7 @@ def _cover(kernel: Any, n: int, first: Tensor, *arguments: object, **constants: 
     _launch(kernel, _blocks_of(n), first, *arguments, BLOCK=BLOCK, **constants)
 
 
-# ==== on the host =====================================================================================
+# ---- on the host -----------------------------------------------------------------------------------
 
 
 def accumulate_(
@@ -156,7 +158,8 @@ def _kth(bits: Tensor, k: int) -> Tensor:
     programs = min(blocks, _COUNTING_PROGRAMS)
     rounds = -(-blocks // programs)
     histograms = bits.new_zeros(len(_SHIFTS), _RADIX, dtype=torch.int64)
-    # the higher digits of the k-th largest key, and its rank among the keys that have them
+    # the state is the higher digits of the k-th largest key, and its rank among the keys that have
+    # them
     state = bits.new_zeros(2, dtype=torch.int64)
     state[1:].fill_(k)
     for shift, histogram in zip(_SHIFTS, histograms, strict=True):
@@ -169,10 +172,10 @@ def _kth(bits: Tensor, k: int) -> Tensor:
 def merge(
     streams: Sequence[tuple[Tensor, Tensor]], size: int, within: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Add each stream to a dense vector, in a launch of its own.
+    """Add each stream to a dense vector, in a separate launch.
 
-    Within a stream no index occurs twice, and launches run in order, so nothing is added atomically, and
-    every sum is a left fold.
+    No index occurs twice within a stream, and launches run in order.  So no addition needs to be
+    atomic, and every sum is a left fold.
 
     Cost: three passes over the ``size`` elements of the region, 4 bytes of memory for each of them; one
     host synchronisation.
@@ -268,7 +271,7 @@ def unpack_values(packed: Tensor, nnz: int, form: int, block: int) -> Tensor:
     return values
 
 
-# ==== on the device ===================================================================================
+# ---- on the device ---------------------------------------------------------------------------------
 
 
 # ---- helpers --------------------------------------------------------------------------------------
@@ -293,7 +296,7 @@ def _keys(bits):
 def _swap_accumulate(
     residual_ptr, gradient_ptr, counts_ptr, n, key, BLOCK: tl.constexpr, COUNT: tl.constexpr
 ):
-    """``residual, gradient = residual + gradient, residual``; count per block from ``key`` on."""
+    """Compute ``residual, gradient = residual + gradient, residual``; count per block from ``key`` on."""
     at = _positions(BLOCK)
     inside = at < n
     before = tl.load(residual_ptr + at, mask=inside, other=0.0)
@@ -307,7 +310,7 @@ def _swap_accumulate(
 
 @jit
 def _count_above(bits_ptr, counts_ptr, n, key, BLOCK: tl.constexpr):
-    """Count per block the elements that reach ``key`` (at least 1, so that padding never does)."""
+    """Count, per block, the elements that reach ``key`` (at least 1, so that padding never does)."""
     at = _positions(BLOCK)
     reaching = _keys(tl.load(bits_ptr + at, mask=at < n, other=0)) >= key
     tl.store(counts_ptr + tl.program_id(0), tl.sum(reaching.to(tl.int32), axis=0))
@@ -341,8 +344,8 @@ def _count_digits(
 ):
     """Count the digits above ``SHIFT`` of the keys whose higher digits are ``state[0]``.
 
-    Each program strides over the vector, so that few programs add to the histogram. Keys that are not
-    candidates are counted as digit 0, whose count ``_choose_digit`` never reads.
+    Each program strides over the vector, so that only a few programs add to the histogram. Keys
+    that are not candidates are counted as digit 0, whose count ``_choose_digit`` never reads.
     """
     at = _positions(BLOCK)
     chosen = tl.load(state_ptr)
@@ -373,7 +376,7 @@ def _choose_digit(state_ptr, histogram_ptr, RADIX: tl.constexpr):
 
 @jit
 def _count_top(bits_ptr, state_ptr, counts_ptr, n, BLOCK: tl.constexpr):
-    """Count per block the keys above the k-th largest, ``state[0]``, and those that tie with it."""
+    """Count, per block, the keys above the k-th largest, ``state[0]``, and those that tie with it."""
     at = _positions(BLOCK)
     keys = _keys(tl.load(bits_ptr + at, mask=at < n, other=0))
     kth = tl.load(state_ptr)
@@ -386,7 +389,7 @@ def _count_top(bits_ptr, state_ptr, counts_ptr, n, BLOCK: tl.constexpr):
 def _compact_top(bits_ptr, state_ptr, ends_ptr, positions_ptr, count_ptr, n, BLOCK: tl.constexpr):
     """Write the positions of the top k, ascending, and their number.
 
-    Of the ties the first ``state[1]`` are taken, or none if the k-th largest is zero.
+    Of the ties, the first ``state[1]`` are taken, or none if the k-th largest is zero.
     """
     at = _positions(BLOCK)
     keys = _keys(tl.load(bits_ptr + at, mask=at < n, other=0))
@@ -409,7 +412,7 @@ def _compact_top(bits_ptr, state_ptr, ends_ptr, positions_ptr, count_ptr, n, BLO
 
 @jit
 def _scatter(dense_ptr, indices_ptr, values_ptr, n, BLOCK: tl.constexpr, SIGN: tl.constexpr):
-    """``dense[i] = v``, ``+= v`` or ``-= v`` (``SIGN`` 0, 1 or -1); no index occurs twice."""
+    """Set ``dense[i]`` to v, add v, or subtract v (``SIGN`` 0, 1 or -1); no index occurs twice."""
     at = _positions(BLOCK)
     inside = at < n
     targets = dense_ptr + tl.load(indices_ptr + at, mask=inside, other=0)
@@ -426,7 +429,7 @@ def _scatter(dense_ptr, indices_ptr, values_ptr, n, BLOCK: tl.constexpr, SIGN: t
 
 @jit
 def _encode_indices(indices_ptr, words_ptr, n, low, unary, BLOCK: tl.constexpr):
-    """Or the low bits and the unary bit of each index into zeroed words of 32 bits.
+    """Set the low bits and the unary bit of each index, by "or", in zeroed words of 32 bits.
 
     The unary part begins at the bit ``unary``.
     """
@@ -481,7 +484,7 @@ def _decode_indices(packed_ptr, ends_ptr, indices_ptr, first, end, n, low, BLOCK
 
 @jit
 def _encode_bf16(bits_ptr, packed_ptr, n, BLOCK: tl.constexpr):
-    """Round to nearest, ties to even, by integers; never up to Inf, and to one NaN."""
+    """Round to nearest, ties to even, by integer arithmetic; never round up to Inf, and use one NaN."""
     at = _positions(BLOCK)
     bits = tl.load(bits_ptr + at, mask=at < n, other=0)
     magnitude = bits & 0x7FFFFFFF
@@ -512,7 +515,7 @@ def _encode_int8(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Scale each row of ``row`` values (``row <= WIDTH``) by its largest, and round."""
+    """Scale each row of ``row`` values (``row <= WIDTH``) by its largest value, and round."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     at = rows[:, None] * row + columns[None, :]
@@ -521,13 +524,14 @@ def _encode_int8(
     magnitude = tl.abs(values)
     finite = magnitude < float("inf")
     peaks = tl.max(tl.where(finite, magnitude, 0.0), axis=1)
-    # divided in float64 and rounded to float32, which equals the quotient rounded once: not every
-    # version of Triton divides denormal float32 exactly
+    # the quotient is computed in float64 and rounded to float32, which equals rounding once: not
+    # every version of Triton divides denormal float32 exactly
     scales = tl.minimum((peaks.to(tl.float64) / levels).to(tl.float32), largest)
     tl.store(scales_ptr + rows, scales, mask=rows * row < n)
     divisors = tl.where(scales == 0.0, 1.0, scales)[:, None]
     scaled = (tl.where(finite, values, 0.0).to(tl.float64) / divisors).to(tl.float32)
-    # 1.5 * 2^23: a float32 that large has no fraction, so the sum is rounded, ties to even
+    # the constant is 1.5 * 2^23: a float32 that large has no fraction, so the sum is rounded, ties
+    # to even
     rounded = (scaled + 12582912.0) - 12582912.0
     codes = tl.minimum(tl.maximum(rounded, -levels), levels)
     codes = tl.where(finite, codes, not_finite).to(tl.int8)

@@ -42,7 +42,7 @@ def decode_levels_(
     _cover(_decode_levels, n, *arguments, BITS=bits, KEEP=keep)
 
 
-# ==== on the device ===================================================================================
+# ---- on the device ---------------------------------------------------------------------------------
 
 
 @jit
@@ -55,7 +55,7 @@ def _sum_of_halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constex
 
 @jit
 def _quotient(a, b):
-    """Divide float32 with a single rounding, which some versions of Triton do not for denormals."""
+    """Divide float32 with a single rounding; some versions of Triton do not do so for denormals."""
     return (a.to(tl.float64) / b.to(tl.float64)).to(tl.float32)
 
 

@@ -10,7 +10,7 @@ from sparsync.tables import Table
 
 __all__ = ["SELECTORS", "Blockwise", "Everything", "Exact", "ExactState", "Sampled", "Selector"]
 
-# a factory per selector, for the contract tests and for ``sparsync bench selectors``
+# a factory per selector, for the contract tests and for ``sparsync bench --selectors``
 SELECTORS: Final[Table[Callable[[], Selector]]] = Table(
     "selectors",
     {"everything": Everything, "exact": Exact, "blockwise": Blockwise, "sampled": Sampled},

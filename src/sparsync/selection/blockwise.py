@@ -1,4 +1,4 @@
-"""Blockwise: the same number of entries from every block of consecutive elements."""
+"""Blockwise: select the same number of entries from every block of consecutive elements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Blockwise(Selector):
     exceed k by one per block; a collective with a cap of 1 then takes the largest k.
 
     Args:
-        entries: entries per block; None: ``ceil(k block / n)``.  If k is 0, nothing is selected.
+        entries: entries per block; by default ``ceil(k block / n)``.  If k is 0, no entry is
+            selected.
         block: elements per block (SparCML's bucket; 512 in its sections 8.3 and 8.4).
 
     Cost: a partial sort of every block, all at once.   State: none.
@@ -59,7 +60,8 @@ class Blockwise(Selector):
         entries = self.entries or min(-(-k * block // size), block)
         whole = size - size % block
         keys = kernels.magnitude_keys(accumulated)
-        # all whole blocks are rows of one matrix, so one call sorts them; the rest is a separate row
+        # all whole blocks are rows of one matrix, so one call sorts them; the remaining elements
+        # are a separate row
         masks = [_largest(keys[:whole].view(-1, block), entries).flatten()]
         if whole < size:
             part = max(entries * (size - whole) // block, 1)

@@ -37,9 +37,9 @@ class Sampled(Selector):
     Args:
         fraction: fraction of the n elements to sample, with replacement (the paper: 0.001 to 0.01).
         enough: fraction of k that must reach the threshold (Ok-Topk, section 5.4, uses 3/4).
-        least: the sample has at least this many of the k largest on average (not in the paper: with 16,
-            the number of entries is within a quarter of k two times in three).  If that requires all n,
-            the selection is exact.
+        least: the number of the k largest entries that the sample has on average, at least (not in
+            the paper; with 16, the number of selected entries is within a quarter of k two times in
+            three).  If that requires all n, the selection is exact.
         seed: seed of the samples, which are the same on every device.
 
     Cost: a sort of ``max(fraction, least / k) * n`` elements, one or two passes over all n, a top-k of
@@ -90,7 +90,7 @@ class Sampled(Selector):
         count = math.ceil(max(self.fraction, self.least / k) * size)
         if count >= size:
             return
-        # drawn on the CPU, so every device samples the same positions
+        # numbers are drawn on the CPU, so that every device samples the same positions
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, calls))
         positions = torch.randint(size, (count,), generator=generator).to(accumulated.device)
         sample = kernels.magnitude_keys(accumulated[positions]).sort(descending=True).values

@@ -28,8 +28,9 @@ __all__ = [
     "smallest_key",
 ]
 
-# Times k.  Error feedback piles entries up just below the threshold: 1.4 k reach 99 % of it, 2 k about
-# 95 %, 5.3 k 90 %.  A stale threshold is therefore never right, and no fixed margin suits all steps.
+# The number of entries to collect, in units of k.  Error feedback piles entries up just below the
+# threshold: 1.4 k reach 99 % of it, 2 k about 95 %, 5.3 k 90 %.  A stale threshold is therefore
+# never right, and no fixed margin suits all steps.
 _AIM = 2.0
 _NARROWEST, _WIDEST = 1 / 256, 2.0  # limits of the gap, in octaves
 
@@ -37,11 +38,11 @@ _NARROWEST, _WIDEST = 1 / 256, 2.0  # limits of the gap, in octaves
 class Selector(Stateful):
     """Chooses entries of the accumulated gradient; its memory (thresholds, counters) is ``state``."""
 
-    # whether the threshold of one step is used on the next, unless another rule intervened
+    # whether the threshold of one step is used on the next, unless another rule intervenes
     reuses: bool = False
 
     def for_layers(self, sizes: Sequence[int]) -> Selector:
-        """Return the selector for a unit of layers of these sizes: itself, unless layers matter."""
+        """Return the selector for a unit of layers of these sizes: this one, unless layers matter."""
         return self
 
     def method(self, size_bytes: int) -> str:
@@ -57,9 +58,10 @@ class Selector(Stateful):
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
         """Return which entries to collect in the accumulating pass, where collecting is almost free.
 
-        Called before the step's gradients are accumulated.  Returns the smallest magnitude, as a key
-        (``kernels.magnitude_keys`` of ``dtype``), and the maximal number of entries: if more entries
-        reach the magnitude, none are collected.  None: collect nothing.
+        This is called before the step's gradients are accumulated.  It returns the smallest
+        magnitude, as a key (``kernels.magnitude_keys`` of ``dtype``), and the maximal number of
+        entries: if more entries reach the magnitude, none are collected.  With None, no entries are
+        collected.
         """
         return None
 
@@ -170,7 +172,7 @@ class Exact(Selector):
 
 
 def _aim(k: int) -> float:
-    """Return how many entries to collect: for small k, chance moves the threshold more."""
+    """Return how many entries to collect; for small k, chance moves the threshold more."""
     return _AIM * k + 8 * math.sqrt(k)
 
 
@@ -178,7 +180,7 @@ def _factor(collected: int | None, k: int) -> float:
     """Return the factor for the gap, 1/2 to 2; ``collected`` is None if there were too many."""
     if collected is None:
         return 0.5
-    # assumes that the number in excess of k grows with the square of the gap
+    # this assumes that the number in excess of k grows with the square of the gap
     excess = max(collected - k, 0) / (_aim(k) - k)
     return float(min(max(excess, 0.25) ** -0.5, 2.0) if excess < 1 else max(excess**-0.5, 0.5))
 
@@ -190,13 +192,13 @@ def largest(accumulated: Tensor, k: int) -> SparseVector:
 
 
 def reaching(accumulated: Tensor, key: int, limit: int | None = None) -> SparseVector | None:
-    """Select all entries of at least a magnitude; None if there are more than ``limit``."""
+    """Select all entries of at least a magnitude; return None if there are more than ``limit``."""
     found = kernels.find(accumulated, key, limit)
     return None if found is None else SparseVector(*found, accumulated.numel())
 
 
 def smallest_key(selected: SparseVector) -> int | None:
-    """Return the smallest magnitude, as a key; None if there are no entries."""
+    """Return the smallest magnitude, as a key, or None if there are no entries."""
     return int(kernels.magnitude_keys(selected.values).min()) if selected.nnz else None
 
 
@@ -207,6 +209,7 @@ def room(k: int) -> int:
 
 def mixed_seed(seed: int, step: int) -> int:
     """Return the seed for a step's random numbers."""
-    # not ``seed + step``: seeds 0 and 1 would draw the same sequence, one step apart
+    # this is not ``seed + step``, because seeds 0 and 1 would draw the same sequence, one step
+    # apart
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

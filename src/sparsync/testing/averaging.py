@@ -22,7 +22,7 @@ def check_averager(
     preserves_mean: bool = True,
     late: Callable[[int, int], float] | None = None,
 ) -> float:
-    """Check an averager: ``conclude`` leaves all models equal, and their mean is preserved.
+    """Check that an averager's ``conclude`` leaves all models equal, and that their mean is preserved.
 
     With a single rank, the model is never changed.
 
@@ -33,8 +33,8 @@ def check_averager(
         preserves_mean: whether every step preserves the mean of the models.
         late: ``late(step, rank)`` returns the seconds of virtual time that a rank takes for a step.
             Ranks then do not wait for each other between steps, and schemes that do not wait average old
-            models: pass ``preserves_mean=False``.  None: ranks begin and end averages together, so no
-            model is stale.
+            models: pass ``preserves_mean=False``.  With None, ranks begin and end averages
+            together, so no model is stale.
 
     Returns:
         The largest drift of the mean at any step, relative to the largest magnitude in the models.
@@ -49,7 +49,8 @@ def _drift(
     preserves_mean: bool,
     late: Callable[[int, int], float] | None,
 ) -> float:
-    # float64, because the check to 1e-12 is about the scheme, not about rounding in float32
+    # vectors are float64, because the check to 1e-12 is about the scheme, not about rounding in
+    # float32
     shape = (steps, world_size, 5)
     before, after = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
 

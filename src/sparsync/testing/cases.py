@@ -28,16 +28,17 @@ __all__ = [
     "within",
 ]
 
-# one rank, powers of two, and others, because logarithmic collectives have different rounds for each
+# these are one rank, powers of two, and others, because logarithmic collectives have different
+# rounds for each
 WORLD_SIZES = (1, 2, 3, 4, 7)
 STEPS = 3  # per case: one opens a period, one reuses its thresholds, and one more
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of input: ``make(rank, world_size, step)`` is a rank's accumulated gradient at a step.
+    """One kind of input; ``make(rank, world_size, step)`` is a rank's accumulated gradient at a step.
 
-    ``exact`` means that float sums of it are exact in any order.
+    ``exact`` means that float sums of such inputs are exact in any order.
     """
 
     name: str
@@ -53,7 +54,8 @@ _SIZE = 499  # a prime: no world size divides it
 
 def noise(rank: int, world_size: int, step: int, size: int = _SIZE) -> Tensor:
     """Return independent normal entries per rank and step."""
-    # seeded, so the digests of ``exercise_*`` are equal on every transport and machine
+    # the generator is seeded, so the digests of ``exercise_*`` are equal on every transport and
+    # machine
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(size, generator=generator)
 
@@ -133,6 +135,6 @@ def same(a: Vector, b: Vector) -> bool:
 
 
 def digest(vector: Vector) -> str:
-    """Return 16 hex digits that differ when any bit of any element does."""
+    """Return 16 hex digits that differ if any bit of any element differs."""
     raw = bytes_of(vector.to_dense()).numpy().tobytes()
     return hashlib.sha256(raw).hexdigest()[:16]

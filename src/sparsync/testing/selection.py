@@ -48,7 +48,8 @@ def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
             if step == 0 and exact:
                 expected = min(case.k, int((accumulated != 0).sum()))
                 assert selected.nnz == expected, f"{where}: {selected.nnz} entries, not {expected}"
-            # the second continues from the first's state, as after a checkpoint within a period
+            # the second selector continues from the first's state, as after a checkpoint within a
+            # period
             second.load_state_dict(first.state_dict() if step == 0 else second.state_dict())
             if step == 1:
                 again = second.select(accumulated, case.k, step)

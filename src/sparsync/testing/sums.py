@@ -31,9 +31,9 @@ def check_collective(
 ) -> None:
     """Check a collective on the simulator, for every case and world size.
 
-    Its ``order`` determines whether sums are checked bit for bit, its ``result`` whether it gets whole
-    vectors.  With ``rounding``, no rank delivers the part that its codec rounds away, and sums are only
-    checked up to that part.
+    The collective's ``order`` determines whether sums are checked bit for bit, and its ``result``
+    whether it gets whole vectors.  With ``rounding``, no rank delivers the part that its codec
+    rounds away, and sums are checked only up to that part.
 
     Example:
         >>> from sparsync.collectives import Allgather
@@ -126,7 +126,7 @@ async def exercise_algorithm(comm: Communicator, algorithm: Algorithm) -> list[s
             where = f"{algorithm.name}, P = {comm.world_size}, case '{case.name}', step {step}"
             gradient = case.make(comm.rank, comm.world_size, step)
             digests.append(await _check_step(comm, reducer, gradient, where))
-    # the smaller density gives k = 1, where a NaN must still survive every cap
+    # the smaller density gives k = 1, with which a NaN must still survive every cap
     for density in (0.1, 0.001):
         await _check_refusal(comm, algorithm, density)
     return digests
@@ -138,7 +138,7 @@ def _reducer(comm: Communicator, algorithm: Algorithm, case: Case, density: floa
 
 
 async def _check_step(comm: Communicator, reducer: Reducer, gradient: Tensor, where: str) -> str:
-    """Check ``sum(accumulated) == total + sum(residual)`` over one step."""
+    """Check that ``sum(accumulated) == total + sum(residual)`` over one step."""
     kept = reducer.residuals[0]
     before = torch.zeros_like(gradient) if kept.value is None else kept.value.clone()
     buffer = gradient.clone()
@@ -157,7 +157,7 @@ async def _check_step(comm: Communicator, reducer: Reducer, gradient: Tensor, wh
     right = total + residuals.double().sum(0) + losses.double().sum(0)
     # a codec may deliver more than the entry (a mean), and the residual's rounding is relative to that
     scale = accumulated.abs().maximum(residuals.abs()).sum(0) + losses.double().abs().sum(0)
-    # one more rounding than in the law, because the average was divided by P
+    # there is one more rounding than in the law, because the average was divided by P
     assert within(left - right, scale, world_size + 1), f"{where}: mass appeared or was lost"
     return digest(average)
 

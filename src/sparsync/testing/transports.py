@@ -32,8 +32,8 @@ def check_communicator(
     """Check every call of a transport whose ranks are all in this process.
 
     ``connect`` makes the communicators of a group with the given number of ranks; each is driven by a
-    thread and closed at the end.  None: check the simulator.  For a transport between processes, run
-    ``exercise_communicator`` on every rank.
+    thread and closed at the end.  With None, the simulator is checked.  For a transport between
+    processes, run ``exercise_communicator`` on every rank.
 
     Raises:
         AssertionError: a call returned a wrong result.
@@ -108,7 +108,7 @@ async def exercise_communicator(comm: Communicator) -> None:
             assert block.tolist() == [r] * lengths[r], f"allgatherv, ring {ring}: block {r}"
     await _check_alltoallv(comm)
     await _check_order(comm)
-    # descending, so a rank's number in the group differs from its position in rank order
+    # ranks descend, so that a rank's number in the group differs from its position in rank order
     members = [r for r in range(world_size) if r % 2 == rank % 2][::-1]
     shared = await Subgroup(comm, members).allgather(torch.tensor([rank]), "check")
     assert [int(t) for t in shared] == members, "a group inside is in the order given"
@@ -138,7 +138,7 @@ async def _check_order(comm: Communicator) -> None:
         return
     raw = Raw("control")
     dest, source = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    # posts all receives before any send, because none may depend on the completion of another
+    # all receives are posted before any send, because none may depend on the completion of another
     receiving = [comm.irecv(source, 1, "check", raw) for _ in range(5)]
     sending = [
         comm.isend(torch.tensor([i], dtype=torch.uint8), dest, "check", raw) for i in range(5)

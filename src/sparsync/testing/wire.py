@@ -52,7 +52,8 @@ def check_codec(
             _check(codec, vector, f"{codec!r}, case '{case.name}', {dtype}", contractive)
     for dtype in _DTYPES:
         _check_extremes(codec, dtype, spreading)
-        # entries far apart, and many at the end: the length must not depend on where they are
+        # entries are far apart, with many at the end, because the length must not depend on their
+        # places
         indices = torch.cat([torch.tensor([0, 70_000, 140_001]), torch.arange(299_000, 299_997)])
         values = torch.ones(len(indices), dtype=dtype)
         far = SparseVector(indices, values, 300_000)

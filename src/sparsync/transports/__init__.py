@@ -1,1 +1,1 @@
-"""Transports carry bytes: the ``Communicator`` seam, its drivers, and its adapters."""
+"""Transports carry bytes; here are the ``Communicator`` seam, drivers of algorithms, and adapters."""

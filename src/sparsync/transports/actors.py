@@ -22,7 +22,7 @@ Reply = Callable[[Any], None]  # ends a rank's wait for its actor with a value; 
 
 
 class Actor(ABC):
-    """A state machine run by a host: one call at a time, none of which may block."""
+    """A state machine that a host runs, one call at a time; no call may block."""
 
     host: Host
     due: float | None = None  # when to call ``tick``, on the host's clock; None: not at all

@@ -1,4 +1,4 @@
-"""Agreement between ranks: on facts before data moves, on equal tensors, and repair of unequal ones."""
+"""Agreement between ranks: on facts before data moves, and on tensors, which a majority can repair."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
     """The worst of all ranks' outcomes, equal on all ranks.
 
     Attributes:
-        severity: 0 if all are fine.
+        severity: 0 if all ranks are fine.
         rank: the rank with this outcome; its global position if the parts of a replica are adjacent.
         words: its explanation, in printable characters only.
         marks: marks set by any rank.
@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
 async def worst(
     comms: Sequence[Communicator], severity: int, words: str, phase: str, marks: Tensor = _NO_MARKS
 ) -> Outcome:
-    """Return the worst of all ranks' outcomes; among equals, the first.
+    """Return the worst of all ranks' outcomes; of equally bad ones, that of the lowest rank.
 
     Args:
         comms: the replicas of this part of a model and, if it is split, the parts of this replica.
@@ -95,7 +95,7 @@ async def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T],
     Args:
         comms: as in ``worst``.
         action: may raise anything; must not communicate.
-        what: describes the action, to follow "could not".
+        what: the action in words that follow "could not".
 
     Raises:
         SparsyncError: the action's own error on a rank where it failed; on the others a
@@ -144,7 +144,7 @@ async def agree(
 
     Args:
         comm: the group.
-        facts: must be the same everywhere.
+        facts: must be the same on all ranks.
         numbers: 64-bit integers that may differ; sent in the same message.
 
     Raises:
@@ -159,7 +159,8 @@ async def agree(
     differs = digests != digests[comm.rank]
     if not bool(differs.any()):
         return told[:, len(mine) :].tolist()
-    # if one rank sees a mismatch, all do, at the same fact, so all take part in the exchange of texts
+    # if one rank sees a mismatch, all ranks see it, at the same fact, so all take part in the
+    # exchange of texts
     at = int(differs.any(dim=0).nonzero()[0])
     name, value = list(facts.items())[at]
     raise await _disagreement(comm, name, value, differs[:, at].nonzero().flatten().tolist())
@@ -189,8 +190,8 @@ async def tell(comm: Communicator, text: str, nbytes: int, phase: str) -> list[s
     raw = text.encode()[:nbytes].ljust(nbytes, b"\0")
     mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     everyone = await comm.allgather(mine, phase)
-    # The cut may have split a character.  A peer's text ends up in this rank's terminal and logs, which
-    # would obey control characters
+    # The cut may have split a character.  Control characters are removed, because a peer's text
+    # ends up in this rank's terminal and logs, which would obey them
     texts = [bytes(raw.tolist()).rstrip(b"\0").decode(errors="ignore") for raw in everyone]
     return ["".join(c if c.isprintable() else "?" for c in text) for text in texts]
 
@@ -198,7 +199,8 @@ async def tell(comm: Communicator, text: str, nbytes: int, phase: str) -> list[s
 async def texts_of(comm: Communicator, text: str, phase: str) -> list[str]:
     """Return the texts of all ranks, of any length.
 
-    Cost: an allgather of 8 bytes and, unless all are empty, another, of the longest text's bytes.
+    Cost: an allgather of 8 bytes; unless all texts are empty, another with the size of the longest
+    text.
     """
     lengths = await comm.allgather(torch.tensor([len(text.encode())]), phase)
     longest = int(max(lengths))
@@ -226,7 +228,7 @@ class Divergence:
 
     @property
     def majority(self) -> tuple[int, ...]:
-        """The ranks that agree, if they are more than half of all; otherwise empty."""
+        """The ranks that agree, if they are more than half of all ranks; otherwise this is empty."""
         largest = self.groups[0]
         return largest if 2 * len(largest) > sum(map(len, self.groups)) else ()
 
@@ -284,7 +286,7 @@ async def check_equal_parameters(
     Cost: that of ``digest``, and two allgathers, the second with 8 bytes per tensor.
     """
     digests = {f"parameter {name}": digest(tensor) for name, tensor in parameters}
-    # names first: ``agree`` needs equally many facts on every rank, in the same order
+    # names come first, because ``agree`` needs equally many facts on every rank, in the same order
     names = f"{len(digests)} with digest {_number(chr(10).join(digests)) % 2**64:016x}"
     await agree(comm, {"the names of the parameters": names})
     await agree(comm, digests)
@@ -296,12 +298,12 @@ async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list
     Raises:
         PeerError: the ranks compare tensors with different names, or in a different order.
 
-    Cost: that of ``digest`` for every tensor; an allgather of 16 bytes, and if something differs,
-    another of 8 bytes per tensor.
+    Cost: that of ``digest`` for every tensor; an allgather of 16 bytes; if a tensor differs,
+    another allgather of 8 bytes per tensor.
     """
     mine = torch.tensor([_number(digest(tensor)) for tensor in tensors.values()], dtype=torch.int64)
-    # first a single digest of all digests, so a check costs 16 bytes regardless of the model's size,
-    # unless something differs
+    # the first comparison is of a single digest of all digests, so a check that finds no difference
+    # costs 16 bytes whatever the model's size
     names = _number("\n".join(tensors))
     sums = torch.tensor([names, _number(str(mine.tolist()))])
     everyone = await comm.allgather(sums, "sentinel")
@@ -321,7 +323,7 @@ async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list
 async def heal_(
     comm: Communicator, tensors: Mapping[str, Tensor], torn: Sequence[Divergence]
 ) -> None:
-    """Overwrite tensors that differ, in place, with the majority's; this is collective.
+    """Overwrite differing tensors in place with those of the majority; this is collective.
 
     Every divergence in ``torn`` must have a majority.
 

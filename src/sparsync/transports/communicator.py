@@ -86,7 +86,8 @@ class Communicator(ABC):
         device: where payloads must be (CUDA tensors are copied to it).
         ledger: counts the traffic of all channels.
         tag: the channel of this handle's messages; see ``channel``.
-        companions: threads, actors and memories attached to this group by others; ``close`` ends them.
+        companions: threads, actors and memories that other modules attached to this group;
+            ``close`` ends them.
         aborted: set by ``abort``; shared by all channels.
         pads: whether ``alltoallv`` pads every message to its sender's capacity.
         tags: number of channels supported by the transport.
@@ -132,7 +133,7 @@ class Communicator(ABC):
         return twin
 
     def abort(self) -> None:
-        """Make the waits of other threads end soon, with an error; only ``close`` is legal afterwards.
+        """Make other threads' waits end soon, with an error; only ``close`` may be called afterwards.
 
         No other method may be called while another thread is in a call.  Messages already submitted are
         still sent.
@@ -147,7 +148,7 @@ class Communicator(ABC):
             )
 
     def close(self) -> None:
-        """End the companions, and release the transport's own sockets.  May be called twice."""
+        """End the companions, and release the transport's own sockets; a second call does nothing."""
         while self.companions:
             self.companions.popitem()[1].close()
 
@@ -169,7 +170,7 @@ class Communicator(ABC):
 
     @property
     def now(self) -> float:
-        """Seconds on this rank's clock: the machine's, or the simulator's."""
+        """Seconds on the clock of this rank: the machine's clock, or the simulator's."""
         return time.perf_counter()
 
     @contextmanager
@@ -187,7 +188,7 @@ class Communicator(ABC):
             self.ledger.spent(name, max(self.now - start - elsewhere, 0.0))
 
     def work(self, nbytes: int, *, dense: bool = False) -> Operation:
-        """Account for summing a message of ``nbytes``: virtual time in the simulator, else a no-op."""
+        """Account for summing a message of ``nbytes``; this takes virtual time in the simulator only."""
         return Finished()
 
     # ---- point to point ------------------------------------------------------------------------
@@ -213,9 +214,9 @@ class Communicator(ABC):
 
     # ---- collectives, from point-to-point; a transport may override them with a native call -----
     #
-    # Logarithmic ones run on a circulant graph: with skips s_0 = P, s_{i+1} = ceil(s_i / 2) down to
-    # 1 there are ceil(log2 P) rounds, and every block crosses each rank's port once.  For P a power
-    # of two these are the rounds and volumes of recursive doubling and halving.
+    # Logarithmic collectives run on a circulant graph: with skips s_0 = P, s_{i+1} = ceil(s_i / 2)
+    # down to 1 there are ceil(log2 P) rounds, and every block crosses each rank's port once.  For P
+    # a power of two these are the rounds and volumes of recursive doubling and halving.
     #
     # References: Bruck et al., IEEE TPDS 1997 (allgather); Träff, "Optimal, Non-pipelined
     # Reduce-scatter and Allreduce Algorithms", 2024 (the circulant reduce-scatter).
@@ -261,15 +262,16 @@ class Communicator(ABC):
     ) -> None:
         """Allreduce `[P, width]`, in place."""
         world_size = self.world_size
-        # Reduce-scatter.  Block r is summed along a tree determined by P and r, not by the order of
-        # arrival.  Only rank r has the sum, and the allgather copies it, so all ranks get the same bits
+        # This is the reduce-scatter.  Block r is summed along a tree determined by P and r, not by
+        # the order of arrival.  Only rank r has the sum, and the allgather copies it, so all ranks
+        # get the same bits
         for skip, count in rounds(world_size):
             theirs = await self._swap(blocks, self.rank + skip, count, skip, phase)
             for i, block in enumerate(theirs):
                 mine = blocks[(self.rank + i) % world_size]
                 combine(mine, block, out=mine)
             await self.work(theirs.numel() * theirs.element_size(), dense=True)
-        # allgather: the same graph in reverse, from the narrowest round to the widest
+        # the allgather uses the same graph in reverse, from the narrowest round to the widest
         for skip, count in reversed(list(rounds(world_size))):
             theirs = await self._swap(blocks, self.rank, count, -skip, phase)
             for i, block in enumerate(theirs):
@@ -347,8 +349,8 @@ class Communicator(ABC):
         """
         world_size, rank = self.world_size, self.rank
         receiving, sending = {}, []
-        # rotated, as in Ok-Topk, Figure 2b: if all ranks sent to rank 0 first, then to rank 1, one port
-        # would be flooded in each turn while the others idle (2a)
+        # destinations are rotated, as in Ok-Topk, Figure 2b: if all ranks sent to rank 0 first,
+        # then to rank 1, one port would be flooded in each turn while the others idle (2a)
         for shift in range(1, world_size):
             source, dest = (rank - shift) % world_size, (rank + shift) % world_size
             receiving[source] = self.irecv(source, capacities[source], phase, framing)

@@ -50,12 +50,13 @@ class Operation(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until done (real transports); raise a ``CommunicationError`` if that fails."""
+        """Block until it is done (real transports); raise a ``CommunicationError`` if it fails."""
 
     def poll(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` (0: not at all); return whether it is done; raise like ``wait``.
+        """Wait at most ``seconds``, which may be 0; return whether it is done; raise like ``wait``.
 
-        A transport that cannot check without waiting returns False for 0 and otherwise waits to the end.
+        A transport that cannot check without waiting returns False for 0 seconds, and otherwise
+        waits to the end.
         """
         if not self.done and seconds > 0:
             self.wait()
@@ -152,7 +153,7 @@ class Flight:
         self._move(member, member[0].resume)
 
     def advance(self, seconds: float = 0.0) -> None:
-        """Wait for the oldest, at most about ``seconds``; advance every member as far as possible."""
+        """Wait for the oldest, at most about ``seconds``; advance all members as far as possible."""
         for member in list(self._members):  # copied, because members that end are removed
             step = member[0].advance
             # Only the first wait of the oldest may block.  The younger ones are polled: a wait for one of
@@ -210,8 +211,8 @@ async def together(programs: Sequence[Coroutine[Operation, None, T]]) -> list[T]
             await flight.turn()
     finally:
         flight.close()
-        # if one failed at its start, later ones were never started, and Python warns of coroutines that
-        # are never awaited
+        # if one program failed at its start, later ones never started, and Python warns of
+        # coroutines that are never awaited
         for program in programs:
             program.close()
     return [results[i] for i in range(len(programs))]
@@ -255,8 +256,8 @@ class Engine:
     def __init__(self, name: str, comms: Sequence[Abortable] = ()) -> None:
         self._jobs: _Jobs = SimpleQueue()
         over = threading.Event()
-        # a function, not a method, because its thread would keep the engine alive, so it could never be
-        # dropped
+        # the target is a function, not a method, because the thread would keep a method's engine
+        # alive, so the engine could never be dropped
         self._thread = threading.Thread(
             target=_work, args=(self._jobs, over), name=f"sparsync-{name}", daemon=True
         )
@@ -274,7 +275,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine's thread runs, and is not this one: it may use the communicators."""
+        """Whether the engine's thread runs and is not this one, so that it may use the communicators."""
         return self._thread.is_alive() and threading.current_thread() is not self._thread
 
     def submit(self, job: Callable[[], T] | Coroutine[Operation, None, T]) -> Future[T]:

@@ -1,4 +1,4 @@
-"""Changing groups over gloo: every change creates a new group, outside of ``torch.distributed``."""
+"""Changing groups over gloo: every change creates a new group outside of ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class GlooCommunicator(Communicator):
     """One rank of a changing group over gloo, like ``ZmqCommunicator(changing=True)`` over ZeroMQ.
 
     Nothing is encrypted, and peers are trusted: a message longer than its receive ends the process.
-    Collectives are those of ``Communicator``, because gloo's own continue in threads after a rank is
-    gone.
+    Collectives are those of ``Communicator``, because gloo's own ones go on in their threads after
+    a rank is gone.
 
     Args:
-        host: address of this rank, on whose interface it listens.
-        store: served by this process, for groups in which it is rank 0.
+        host: address of this rank; it listens on the interface with this address.
+        store: the store that this process serves, for groups in which it is rank 0.
         timeout: seconds that any wait may take.
 
     Attributes:
@@ -58,13 +58,13 @@ class GlooCommunicator(Communicator):
         self.group = _Group(partial(self._meet, 0, 0, [self.endpoint]))
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
-        """Become a rank of another group; waits in the former one end with an error.
+        """Become a rank of another group; waits in the former group end with an error.
 
         The new group meets in the store of its rank 0 when its first message is sent or received.
         Channels must be created again.
         """
-        # connections are closed before the new group meets, which makes peers still waiting in the former
-        # one come as well
+        # connections are closed before the new group meets, so that peers still waiting in the
+        # former group come as well
         self.give_up()
         self.rank, self.world_size = rank, len(endpoints)
         self.group = _Group(partial(self._meet, rank, job, endpoints))
@@ -93,8 +93,8 @@ class GlooCommunicator(Communicator):
             store = TCPStore(host.strip("[]"), int(port), None, False, seconds, False)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads, options._devices = seconds, 1, [self._gloo_device]
-        # the job is part of the prefix: with the keys of an earlier group, ranks would connect to old
-        # addresses
+        # the job is part of the prefix, because with the keys of an earlier group, ranks would
+        # connect to old addresses
         made = ProcessGroupGloo(
             PrefixStore(f"sparsync/{job}", store), rank, len(endpoints), options
         )
@@ -104,8 +104,9 @@ class GlooCommunicator(Communicator):
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send the payload, prefixed by its length if the receiver does not know it."""
         payload = payload.contiguous()
-        # Sent as one message with its length, because two would need another call on either side.  gloo
-        # fills only the start of a receive buffer that is too long, and does not report how much
+        # The payload is sent as one message with its length, because two messages would need
+        # another call on either side.  gloo fills only the start of a receive buffer that is too
+        # long, and does not report how much
         if framing.variable:
             payload = torch.cat([torch.tensor([payload.numel()]).view(torch.uint8), payload])
         if payload.numel() == 0:
@@ -141,7 +142,7 @@ class _Group:
         """Return the group; create it on first use.
 
         Raises:
-            RuntimeError: not all ranks have come, or the group is closed.
+            RuntimeError: some ranks have not arrived, or the group is closed.
         """
         if self._over:
             raise RuntimeError("this rank has given the step up")

@@ -28,8 +28,8 @@ class Subgroup(Communicator):
             )
         super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
         self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
-        # shares the parent's channel and event: messages of both are in one order, and an abort of either
-        # ends the waits of both
+        # the parent's channel and event are shared, so messages of both are in one order, and an
+        # abort of either ends the waits of both
         self.tag, self.aborted = parent.tag, parent.aborted
 
     def abort(self) -> None:
@@ -38,8 +38,8 @@ class Subgroup(Communicator):
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send through the parent."""
-        # looked up by tag on every call, because ``Subgroup.channel`` copies this handle but not
-        # ``parent``
+        # the channel is looked up by tag on every call, because ``Subgroup.channel`` copies this
+        # handle but not ``parent``
         return self.parent.channel(self.tag).start_send(payload, self.ranks[dest], phase, framing)
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
@@ -59,7 +59,7 @@ class Subgroup(Communicator):
 
 @final
 class SoloCommunicator(Communicator):
-    """The communicator of a single process without ``torch.distributed``: no peer, no message."""
+    """The communicator of a single process without ``torch.distributed``; it has no peer."""
 
     def __init__(self) -> None:
         super().__init__(rank=0, world_size=1, device=torch.device("cpu"))

@@ -55,7 +55,7 @@ class Interface:
 
     @property
     def loopback(self) -> bool:
-        """Whether it is a loopback interface, which no other machine can reach."""
+        """Whether this is a loopback interface, which no other machine can reach."""
         return bool(self.addresses) and is_loopback(self.addresses[0])
 
     def __str__(self) -> str:
@@ -135,15 +135,15 @@ def described(present: Sequence[Interface]) -> str:
 
 
 def selected(value: str, present: Sequence[Interface]) -> list[Interface]:
-    """Return the interfaces that a value of the variable selects, in its order.
+    """Return the interfaces that a value of the variable selects, in the order of its parts.
 
     Args:
         value: the value of the variable, not empty.
         present: the machine's interfaces.
 
     Raises:
-        ConfigurationError: it selects nothing, or a part of it matches nothing; the message names the
-            variable and the existing interfaces.
+        ConfigurationError: the value selects no interface, or a part of it matches none; the
+            message names the variable and the existing interfaces.
 
     Example:
         >>> cards = [Interface("lo", ("127.0.0.1",)), Interface("eth0", ("10.0.0.1", "fd00::1"))]
@@ -188,7 +188,7 @@ def _numbered(prefix: str, name: str) -> re.Match[str] | None:
 
 
 def address_to(host: str) -> str | None:
-    """Return this machine's address on the route to a host; None if there is no such host or route."""
+    """Return this machine's address on the route to a host, or None without such a host or route."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -213,7 +213,7 @@ def usual_address(present: Sequence[Interface]) -> str | None:
 
 @contextmanager
 def listening_on(names: str | None) -> Iterator[None]:
-    """Let gloo's new groups listen on these interfaces; None: on gloo's own choice.
+    """Let gloo's new groups listen on these interfaces, or on gloo's own choice if None.
 
     gloo reads the variable when a group is made, and ``new_group`` has no argument for it (2.13).
     """

@@ -40,7 +40,8 @@ Launcher = Literal["torchrun", "mpi", "slurm"]
 # The innermost launcher comes first, because torchrun started by srun has the variables of both
 _LAUNCHERS: tuple[tuple[Launcher, str, str, str], ...] = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    # Open MPI; MVAPICH2; MPICH, Intel MPI and srun --mpi=pmi2; srun --mpi=pmix
+    # these are the variables of Open MPI; of MVAPICH2; of MPICH, Intel MPI and srun --mpi=pmi2; and
+    # of srun --mpi=pmix
     ("mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpi", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
     ("mpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -190,10 +191,11 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
 def destroy_process_group() -> None:
     """Leave ``torch.distributed`` at the end of a program.
 
-    gloo's threads release the tensors of the last call a moment after it has returned, and need the
-    interpreter for that.  If it is about to exit, the process aborts ("terminate called without an
-    active exception").  The threads end with the last reference to their group, so this function collects
-    references left in cycles; do not keep any yourself.
+    gloo's threads release the tensors of the last call a moment after that call has returned, and
+    need the interpreter for it.  If the interpreter is about to exit, the process aborts
+    ("terminate called without an active exception").  The threads end with the last reference to
+    their group, so this function collects references left in cycles; keep no such references
+    yourself.
     """
     dist.destroy_process_group()
     gc.collect()

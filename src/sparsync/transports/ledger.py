@@ -100,8 +100,8 @@ class Several(Framing):
         blocks, at = [], 0
         for capacity in self.capacities:
             length = self.framing.length(buffer[at:]) if self.variable else capacity
-            # The sender states the length, and slicing would silently truncate; a wrong length must not
-            # shift all later messages
+            # the length is checked, because slicing would silently truncate a message that is too
+            # long, and a wrong length must not shift all later messages
             if length > min(capacity, buffer.numel() - at):
                 raise WireFormatError(
                     f"a message claims {length} bytes where at most "
@@ -141,7 +141,7 @@ def place(step: int, local_step: int | None = None) -> str:
 
     Args:
         step: the ledger's step; if an optimizer takes local steps, the number of an exchange.
-        local_step: the last local step before that exchange; None: every step is an exchange.
+        local_step: the last local step before that exchange; None if every step is an exchange.
 
     Example:
         >>> place(65), place(32, 65)
@@ -155,7 +155,8 @@ class Ledger:
 
     Attributes:
         step: the open step; if an optimizer takes local steps, the number of an exchange.
-        local_step: the last local step before the current exchange; None: every step is an exchange.
+        local_step: the last local step before the current exchange; None if every step is an
+            exchange.
 
     Example:
         >>> ledger = Ledger()
@@ -174,7 +175,8 @@ class Ledger:
         # thread at a time communicates
         self._lock = threading.Lock()
         self.last_step = Traffic()
-        # bytes of the worst finished step: the papers bound a rank's traffic in every step, not the mean
+        # the bytes of the worst finished step, because the papers bound a rank's traffic in every
+        # step, not the mean
         self.sent_max = 0
         self.received_max = 0
         self.outside = Traffic()  # outside of any step

@@ -1,4 +1,4 @@
-"""The ``Communicator`` over MPI, by mpi4py: messages directly to and from tensors, native allreduce."""
+"""The ``Communicator`` over MPI by mpi4py: messages directly between tensors, native allreduce."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _NAP: Final = (
 )
 _LONGEST_NAP: Final = 0.0005  # seconds; MPI moves large messages only while it is called
 _LINGER: Final = 1.0  # seconds that ``close`` gives messages in flight
-# dtypes that MPI itself reduces.  For floats only sums, because its max and min may lose a NaN
+# dtypes that MPI itself reduces; of floats it computes only sums, because its max and min may lose
+# a NaN
 _INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS: Final = (torch.float32, torch.float64)
 
@@ -88,8 +89,8 @@ class MpiCommunicator(Communicator):
         self.spin, self.mpi = spin, mpi
         self.pending: dict[int, _Request] = {}  # MPI accesses their buffers until they end
         self.tags = 1 + int(comm.Get_attr(mpi.TAG_UB))
-        # A duplicate, whose messages never match the caller's; COMM_NULL once freed.  Idup instead of
-        # Dup, which waits without a deadline for ranks that never come
+        # This duplicate, whose messages never match the caller's, is COMM_NULL once freed.  Idup is
+        # used because Dup would wait without a deadline for ranks that never come
         self.comm, request = comm.Idup()
         _Request(self, "wait for all ranks to connect", lambda: request).wait()
         # errors are raised, so they can name rank and phase; MPI's default handler would end the job
@@ -97,7 +98,7 @@ class MpiCommunicator(Communicator):
 
     @classmethod
     def of(cls, comm: Any) -> MpiCommunicator:
-        """Return the communicator that wraps one of mpi4py's: created once, and kept until that is freed.
+        """Return the communicator that wraps one of mpi4py's; it is kept until mpi4py's is freed.
 
         The first call is collective.
 
@@ -144,8 +145,8 @@ class MpiCommunicator(Communicator):
             everyone.Free()
 
     def host(self, actor: Actor) -> Host:
-        """Run an actor over ZeroMQ, where it can sleep until a message from any sender arrives."""
-        # imported here, because most groups run no actor and do not need pyzmq
+        """Run an actor over ZeroMQ, which lets it sleep until a message arrives from any sender."""
+        # this is imported here, because most groups run no actor and do not need pyzmq
         from sparsync.transports.zmq import host_over
 
         return host_over(actor, self, self)
@@ -193,12 +194,12 @@ class MpiCommunicator(Communicator):
     ) -> Tensor:
         """Use the native call for integers, and for sums of float32 and float64.
 
-        Booked as 2 n (P - 1) / P sent and received.  Native float sums are equal on all ranks, and equal
-        to other transports' up to rounding.  Max and min of floats, in which MPI may lose a NaN, and
-        dtypes that MPI lacks are reduced point to point.
+        The traffic is booked as 2 n (P - 1) / P sent and received.  Native float sums are equal on
+        all ranks, and up to rounding equal to those of other transports.  Max and min of floats, in
+        which MPI may lose a NaN, and dtypes that MPI lacks are reduced point to point.
         """
-        # the only native collective, because only allreduce is certain to be faster than point-to-point
-        # messages, taking 0.4 to 0.9 of the time (``docs/mpi.md``)
+        # allreduce is the only native collective, because only for it are point-to-point messages
+        # certain to be slower: the native call takes 0.4 to 0.9 of their time (``docs/mpi.md``)
         native = tensor.dtype in _INTEGERS or (op == "sum" and tensor.dtype in _FLOATS)
         if not native or self.world_size == 1 or tensor.numel() == 0:
             return await super().allreduce(tensor, phase, op, in_place=in_place)
@@ -226,12 +227,12 @@ class MpiCommunicator(Communicator):
 
     def rest(self, waited: float, left: float) -> None:
         """Let other ranks run between checks; MPI itself would spin, starving ranks that share cores."""
-        # naps grow with the wait, by an eighth of it, so a wait is at most an eighth late
+        # a nap takes an eighth of the time waited so far, so a wait ends at most an eighth late
         nap = 0.0 if waited < self.spin else min(waited * _NAP, _LONGEST_NAP, left)
         time.sleep(max(nap, 0.0))
 
     def close(self) -> None:
-        """Drop the receives, give sent messages a second to leave, and free the duplicate.
+        """Drop the receives, give sent messages a second to leave, and free the duplicated communicator.
 
         MPI itself keeps running.
         """
@@ -268,8 +269,8 @@ class _Request(Operation):
 
     Args:
         start: calls MPI; the request that it returns keeps the buffers alive.
-        finish: takes the status and returns the result; None: there is no result.
-        receiving: whether it may be cancelled.
+        finish: takes the status and returns the result; None if there is no result.
+        receiving: the request is a receive, so it may be cancelled.
         late: start at the first wait.  Collectives of one MPI communicator must start in the same order
             on all ranks; of several channels in flight, only the oldest is waited for, which is the same
             one on all ranks.

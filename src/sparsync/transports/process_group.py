@@ -58,7 +58,7 @@ def connect_group(
     """Connect the ranks of a process group; this is collective.
 
     Args:
-        group: its members are the ranks; None for the default group.
+        group: the process group whose members are the ranks; None for the default group.
         transport: "torch" (gloo), "zmq" (a separate mesh), "mpi" (for ranks started by mpiexec), or
             "auto": zmq, over which sparse exchanges took 5 to 10 % less time and fewer bytes than over
             gloo, whose messages are padded (``benchmarks/lab_exchange.md``).
@@ -67,7 +67,8 @@ def connect_group(
         sockets: for zmq: ``interface``, ``port_range``, ``advertise`` and ``curve_keys``.
 
     Raises:
-        ConfigurationError: an unknown transport, or settings of sockets for one that has none.
+        ConfigurationError: the transport is unknown, or has no sockets although settings of sockets
+            are given.
         DeadlineError: names the ranks that did not arrive in time.
     """
     check_transport(transport, sockets)
@@ -79,7 +80,7 @@ def connect_group(
         from sparsync.transports.mpi import MpiCommunicator  # most jobs have no MPI
 
         return MpiCommunicator.over(over_torch, timeout=timeout)
-    # imported here, because groups over gloo and MPI do not need pyzmq
+    # this is imported here, because groups over gloo and MPI do not need pyzmq
     from sparsync.transports.zmq import ZmqCommunicator
 
     return ZmqCommunicator(
@@ -109,10 +110,10 @@ def check_transport(transport: str, sockets: Mapping[str, object]) -> None:
 
 @final
 class TorchCommunicator(Communicator):
-    """One rank of a process group; None for the default group.
+    """One rank of a process group, or of the default group if that is None.
 
-    CUDA tensors are staged through host memory if the backend is gloo.  NCCL has no channels, and both
-    sides of a message must know its length, so it only serves the native collectives.
+    CUDA tensors are staged through host memory if the backend is gloo.  NCCL has no channels and
+    needs both sides of a message to know its length, so it serves only the native collectives.
     """
 
     pads = True
@@ -140,7 +141,7 @@ class TorchCommunicator(Communicator):
 
     def host(self, actor: Actor) -> Host:
         """Run an actor over ZeroMQ; the ranks meet in the group's store, which names missing ranks."""
-        # imported here, because most groups run no actor and do not need pyzmq
+        # this is imported here, because most groups run no actor and do not need pyzmq
         from sparsync.transports.zmq import host_over
 
         return host_over(actor, self, store_of(self.group))
@@ -196,7 +197,7 @@ class TorchCommunicator(Communicator):
     async def allreduce(
         self, tensor: Tensor, phase: str, op: ReduceOp = "sum", *, in_place: bool = False
     ) -> Tensor:
-        """Use the native allreduce; booked as 2 n (P - 1) / P sent and received."""
+        """Use the native allreduce; its traffic is booked as 2 n (P - 1) / P sent and received."""
         if self.world_size == 1 or tensor.numel() == 0:
             return tensor if in_place else tensor.clone()
         result = tensor.to(self.device, copy=not in_place)
@@ -222,7 +223,8 @@ class TorchCommunicator(Communicator):
         others = [r for r in range(self.world_size) if r != rank]
         if not others:
             return list(payloads)
-        # zeroed, because padding is sent as well, and must not reveal what this memory held before
+        # the rows are zeroed, because padding is sent as well, and must not reveal what this memory
+        # held before
         rows = torch.zeros(len(others), own, dtype=torch.uint8, device=self.device)
         parts, padding, known = Parts(), 0, dict[int, Parts]()
         for row, dest in zip(rows, others, strict=True):
@@ -264,7 +266,7 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
 
     Args:
         comm: of this rank.
-        where: the operation in progress, and its peer.
+        where: the operation in progress and its peer, in words.
         among_all: the peers are all other ranks.
     """
     started = time.monotonic()
@@ -283,8 +285,8 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
             gone = comm.roll.missing()
             alive = f"{gone}."
         else:
-            # this rank only reports: when it ends, other ranks' collectives fail, and they ask who has
-            # reported
+            # this rank only reports here; when it ends, other ranks' collectives fail, and those
+            # ranks ask who has reported
             comm.roll.missing(patience=0.0)
         # gloo does not say that its deadline has passed, so the clock must tell
         if seconds > 0.95 * comm.patience:
@@ -296,7 +298,7 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
 
 
 def break_off(gloo: Any, world_size: int) -> None:
-    """Close a gloo group's connections, so waits of other threads, and of peers, end with an error.
+    """Close a gloo group's connections, so that waits of other threads and of peers end with an error.
 
     gloo closes a connection when a wait on it times out; up to torch 2.7 there is no other way.
     """
@@ -308,7 +310,7 @@ def break_off(gloo: Any, world_size: int) -> None:
 
 @final
 class _Call(Operation):
-    """A native request: one in flight, or a collective that starts at the first wait for it.
+    """A native request, which is in flight, or a collective that starts at the first wait for it.
 
     A group's collectives must start in the same order on all ranks.  Of several channels in flight, only
     the oldest is waited for, which is the same one on all ranks.
@@ -319,7 +321,8 @@ class _Call(Operation):
         start: returns the request, or None if there is nothing to wait for.
         finish: returns the result once the request is done.
         among_all: as in ``_named``.
-        started: the request is in flight, so ``start`` may be called at any time to inspect it.
+        started: the request is already in flight, so ``start`` may be called at any time to inspect
+            it.
     """
 
     def __init__(
@@ -354,7 +357,7 @@ class _Call(Operation):
 
 @final
 class RollCall:
-    """Finds out which ranks are missing after a native collective has failed, as gloo does not say.
+    """Finds out which ranks are missing after a native collective has failed; gloo does not say which.
 
     Ranks whose exchange has failed report this in the group's store; dead or stuck ranks do not.  A live
     rank may report late, so the named ranks include the one to blame, and possibly others.
@@ -368,7 +371,7 @@ class RollCall:
         missing = set(range(self._world_size))
 
         def ask() -> None:
-            # errors mean that the store is lost, or the group was destroyed
+            # an error means that the store is lost, or that the group was destroyed
             with suppress(RuntimeError, KeyError, ValueError):
                 store = PrefixStore("sparsync/failed", store_of(self._group))
                 store.set(str(self._rank), "failed")
@@ -377,8 +380,8 @@ class RollCall:
                     missing.difference_update([r for r in missing if store.check([str(r)])])
                     time.sleep(_LOOK)
 
-        # on a separate thread that can be abandoned: the store's host may be stuck as well, and calls to
-        # it would wait for the store's timeout
+        # this runs on a separate thread that can be abandoned: the store's host may be stuck as
+        # well, and a call would wait for the store's timeout
         thread = threading.Thread(target=ask, name="sparsync-roll-call", daemon=True)
         thread.start()
         thread.join(2 * _PATIENCE)

@@ -90,8 +90,8 @@ def meet(
             try:
                 store.wait([key], timedelta(seconds=left))
             except RuntimeError as error:
-                # blame the ranks that never came, if any; otherwise those that came, gave up and withdrew
-                # their cards
+                # blame the ranks that never came, if there are any, and otherwise those that came,
+                # gave up and withdrew their cards
                 later = range(peer, len(keys))
                 missing = [p for p in later if not _has(store, f"{keys[p]} arrived")]
                 missing = missing or [p for p in later if not _has(store, keys[p])]
@@ -111,8 +111,8 @@ def meet(
         try:
             wait(keys)
         except DeadlineError:
-            # The count is restored, so a second attempt joins the same meeting.  A complaint is not
-            # withdrawn, for ranks that arrive later
+            # The count is restored, so a second attempt joins the same meeting.  A complaint stays,
+            # so that ranks that arrive later read it
             with suppress(RuntimeError):
                 if _WRONG not in card:
                     store.delete_key(keys[rank])
@@ -196,14 +196,16 @@ def _has(store: Store, key: str) -> bool:
 def choose_interface(interface: str | None, meeting: Store | str) -> str:
     """Return the interface to bind.
 
-    It is the given one; or the address of one configured for gloo (``GLOO_SOCKET_IFNAME``), if there are
-    several, of the one on the route to the host below, or of the first; or the address on the
-    route to the host of the store, of the default process group's store, or of rank 0.
+    A given interface is used as it is.  Otherwise, if ``GLOO_SOCKET_IFNAME`` configures interfaces
+    for gloo, the result is the address of one of them: that on the route to the host below, if
+    there are several, or the first.  Otherwise, it is this machine's address on the route to that
+    host: the host of the store, of the default process group's store, or of rank 0.
 
     Args:
-        interface: as given on this rank; None: it must be found.
+        interface: as given on this rank; None if it must be found.
         meeting: where the ranks meet: a store, or, over a communicator, the name of rank 0's host.
-            Finding that is collective (``host_of_rank_0``), even for ranks that do not need it.
+            Finding this name is collective (``host_of_rank_0``), even for ranks that do not need
+            it.
     """
     # a port on all interfaces would be exposed to networks unrelated to the job
     if interface in ("*", "0.0.0.0", "::", ""):
@@ -242,13 +244,15 @@ def _address_of(value: str, host: str | None) -> str:
 
 @dataclass(frozen=True)
 class GlooPlace:
-    """Where gloo listens on this machine.
+    """The place where gloo listens on this machine.
 
     Attributes:
         at: the interface and address, for messages.
         near: whether it is loopback, which no other machine reaches.
-        names: the interface names that the variable must hold for gloo; None: its current value.
-        far: if the variable is not set, an interface that other machines can reach, or an empty text.
+        names: the interface names that the variable must hold for gloo; None if it may keep its
+            value.
+        far: an interface that other machines can reach, if the variable is not set; otherwise
+            empty.
         present: the machine's interfaces, for messages.
     """
 
@@ -288,7 +292,8 @@ class GlooPlace:
     def listening(self, *, several: bool) -> AbstractContextManager[None]:
         """Return a context in which gloo listens there; with ``several`` machines, not on loopback.
 
-        A hosts file may map the machine's own name to 127.0.1.1 (Debian's does), which is then avoided.
+        A hosts file such as Debian's may map the machine's own name to 127.0.1.1; that address is
+        then avoided.
         """
         return listening_on(self.far if several and self.near and self.far else self.names)
 

@@ -1,4 +1,4 @@
-"""The life of an update: the outer step, its settings, and the handle that ``attach`` returns for AdamW.
+"""The life of an update: the outer step, its settings, and the handle of ``attach`` for AdamW.
 
 In the order in which an update passes through the modules: ``stepping`` hooks the optimizer's step;
 ``gradient_noise`` lengthens the steps of Adam and AdamW, and ``step_length`` those of other optimizers;

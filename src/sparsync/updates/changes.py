@@ -46,7 +46,8 @@ class Changes:
     def __init__(self, parameters: Collection[Tensor]) -> None:
         self._parameters = list(parameters)
         found = sorted(self._parameters, key=torch.numel, reverse=True)
-        # limited to one dtype and device, so the samples can be concatenated without further copies
+        # the list is limited to one dtype and device, so that the samples can be concatenated
+        # without further copies
         self._largest = [
             p for p in found if (p.dtype, p.device) == (found[0].dtype, found[0].device)
         ]
@@ -71,7 +72,7 @@ class Changes:
         return not torch.allclose(now, before, rtol=0, atol=0, equal_nan=True)
 
     def replaced(self) -> bool:
-        """Return whether all parameters were written to, and hold weights that no step could produce."""
+        """Return whether all parameters were written to, with weights that no step could produce."""
         # The usual case needs no look at elements: loading a checkpoint writes all parameters, so one
         # that was not written to rules it out
         pairs = zip(self._parameters, self._versions, strict=False)
@@ -88,7 +89,7 @@ class Changes:
 
 
 def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> bool:
-    """Return whether ranks begin from weights loaded after ``attach``; all replicas must have the same.
+    """Return whether ranks begin from weights loaded after ``attach``, which must be equal on replicas.
 
     Args:
         comms: the replicas of this part of the model and, if it is split, the parts of this replica.
@@ -96,7 +97,8 @@ def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> 
         own: this rank's weights.
 
     Raises:
-        PeerError: raised on all ranks: they have loaded different weights, or only some have loaded any.
+        PeerError: ranks have loaded different weights, or only some have loaded any; raised on all
+            ranks.
 
     Cost: an allgather of 8 bytes, the cost of ``worst`` if a replica is split over ranks, and that of
     ``digest`` if ``loaded``.

@@ -18,8 +18,8 @@ from sparsync.updates.fragments import Exchange
 __all__ = ["Contributions", "Weight", "contributions_kind", "shown_of"]
 
 _KINDS: Final = ("nothing", "numbers", "tokens", "samples")
-# A factor is the inverse of a weight, and a weight is at most the number of ranks (if only one has seen
-# anything), so a smaller factor in a saved state is damage
+# A factor is the inverse of a weight, and a weight is at most the number of ranks (if only one has
+# seen any data), so a smaller factor in a saved state is damage
 _LEAST_SHOWN: Final = 1e-9
 
 
@@ -62,15 +62,15 @@ class Contributions:
     State: ``state_dict()``, of this rank.
 
     Attributes:
-        weighs: whether ranks count; None: not known yet.
-        ranks: see ``Weight``; from the last exchange in which any rank had seen something.
+        weighs: whether ranks count; None if not known yet.
+        ranks: as in ``Weight``, from the last exchange in which any rank had seen data.
         shown: by fragment, the factor on the residual in this rank's own weights.
     """
 
     def __init__(self, *, weighs: bool | None = False) -> None:
         self.weighs, self.ranks = weighs, 0.0
-        # one total, and a mark per fragment: fragments are exchanged at different times, so each counts
-        # from its own last exchange
+        # there is one total, and a mark per fragment: fragments are exchanged at different times,
+        # so each counts from its own last exchange
         self._kind, self._total = 0, 0.0
         self._sent: list[float] = []  # by fragment, the total at its last exchange
         self.shown: list[float] = []
@@ -160,7 +160,7 @@ class Contributions:
         return await self.weigh([self.take(part) for part in range(len(self._sent))], reducer)
 
     def applied(self, exchange: Exchange) -> bool:
-        """Record an exchange that is applied; return whether any rank had seen something."""
+        """Record an exchange that is applied; return whether any rank had seen data."""
         self.shown[exchange.part] = shown_of(exchange.weight)
         self.ranks = exchange.ranks or self.ranks
         return exchange.ranks > 0
@@ -188,7 +188,7 @@ def contributions_kind(fragments: int, state: Any) -> Kind:
     return Fields(
         {
             "weighs": Common(Either((Exactly(None), bool))),
-            # not ``Common``, because a rank that has not counted yet has kind 0
+            # this is not ``Common``, because a rank that has not counted yet has kind 0
             "kind": Number(0, len(_KINDS) - 1, whole=True),
             "total": Number(0),
             "sent": Each((counted,) * fragments),
@@ -210,7 +210,7 @@ def _weight(everyones: Sequence[float], own: float) -> Weight:
         >>> _weight([1.0, 3.0], 3.0), _weight([0.0, 0.0], 0.0)
         (Weight(weight=1.5, ranks=1.6), Weight(weight=0.0, ranks=0.0))
     """
-    # fsum rounds only once, so the order of ranks does not matter
+    # fsum rounds only once, so that the order of ranks does not matter
     whole, squares = math.fsum(everyones), math.fsum(n * n for n in everyones)
     if not whole:
         return Weight(0.0, 0.0)

@@ -19,7 +19,7 @@ _ENTRIES: Final = 64  # per chunk of 64 x 64, as in SparseLoCo: 1.6 %, within th
 
 
 def sparseloco() -> Algorithm:
-    """SparseLoCo's exchange: chunk-wise top-k, quantised, allgathered.
+    """SparseLoCo exchanges chunk-wise top-k, which is quantised and allgathered.
 
     The paper's quantiser uses 2 bits without randomness.  ``SparseQsgd`` at 2 bits is contractive only if
     values are shrunk to 2 / 9, so 4 bits are used here.  With Elias-Fano indices an entry then takes 12.5
@@ -41,12 +41,13 @@ def _chunkwise() -> Algorithm:
 
 OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        # The default of ``attach``.  With the noise of second moments corrected, one bit costs no more
-        # loss than 32 from about a million elements.  Neither does a period of 2, except in the first
-        # steps, where weights move fastest and the rounding error is as large as the moves; these are
-        # exchanged one by one.  Smaller models lose up to 9 % of loss by both (a vision transformer of
-        # 152,074 elements), and there ``OuterStep.for_size`` sends more (benchmarks/schedules.md).
-        # A delay would hide the exchange, but cost 1.5 to 5 % of loss in trials (docs/design-notes.md).
+        # This is the default of ``attach``.  With the noise of second moments corrected, one bit
+        # costs no more loss than 32 bits from about a million elements on.  Neither does a period
+        # of 2, except in the first steps, where weights move fastest and the rounding error is as
+        # large as the moves; these are exchanged one by one.  Smaller models lose up to 9 % of loss
+        # by both (a vision transformer of 152,074 elements), and there ``OuterStep.for_size`` sends
+        # more (benchmarks/schedules.md). A delay would hide the exchange, but cost 1.5 to 5 % of
+        # loss in trials (docs/design-notes.md).
         "updates": {
             "algorithm": None,
             "density": 1.0,
@@ -57,9 +58,10 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         # the block learning rate is 1; nesterov=True gives NBM instead of CBM; the period is our choice
         "bmuf": {"algorithm": "dense", "density": 1.0, "period": 8, "momentum": None},
-        # Algorithm 1 with Top_k; the experiments use H = 1, 4, 8; the density is our choice
+        # these settings are Algorithm 1 with Top_k; the experiments use H = 1, 4, 8; the density is
+        # our choice
         "qsparse-local": {"algorithm": "allgather", "density": 0.01, "period": 8},
-        # section 3: H = 500, Nesterov momentum with outer rate 0.7 and momentum 0.9
+        # section 3 has H = 500, and Nesterov momentum with outer rate 0.7 and momentum 0.9
         "diloco": {
             "algorithm": "dense",
             "density": 1.0,
@@ -68,7 +70,8 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "momentum": 0.9,
             "nesterov": True,
         },
-        # sections 2.2 to 2.4: fragments in 4 bits, applied one step later; DiLoCo's outer step
+        # sections 2.2 to 2.4 send fragments in 4 bits, which are applied one step later, with
+        # DiLoCo's outer step
         "streaming-diloco": {
             "algorithm": resolve("quantised", bits=4),
             "density": 1.0,
@@ -79,7 +82,8 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "momentum": 0.9,
             "nesterov": True,
         },
-        # meant for torch.optim.Muon as the inner optimizer; 2 bits, error feedback
+        # this is meant for torch.optim.Muon as the inner optimizer, and has 2 bits with error
+        # feedback
         "muloco": {
             "algorithm": "quantised",
             "density": 1.0,
@@ -88,17 +92,19 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "momentum": 0.9,
             "nesterov": True,
         },
-        # Algorithm 1; the experiments use H = 15 to 250; 0.95 is the paper's beta for outer momentum
+        # these settings are Algorithm 1; the experiments use H = 15 to 250; 0.95 is the paper's
+        # beta for outer momentum
         "sparseloco": {
             "algorithm": sparseloco(),
             "density": _ENTRIES / _CHUNK,
             "period": 30,
             "residual_decay": 0.95,
         },
-        # Section 3, for SGD without momentum as the inner optimizer: the residual is the momentum, and
-        # 0.999 is its beta.  A chunk is 64 consecutive elements of a unit; the paper uses 64 x 64 blocks
-        # of a matrix.  Of 64 chunks together 32 coefficients are sent, as pairs of 32 + 32 bits.  The
-        # momentum accumulates steps, i.e. gradients times learning rates, and includes weight decay
+        # These settings are those of section 3, for SGD without momentum as the inner optimizer:
+        # the residual is the momentum, and 0.999 is its beta.  A chunk is 64 consecutive elements
+        # of a unit; the paper uses 64 x 64 blocks of a matrix.  Of 64 chunks together 32
+        # coefficients are sent, as pairs of 32 + 32 bits.  The momentum accumulates steps, i.e.
+        # gradients times learning rates, and includes weight decay
         "demo": {
             "algorithm": _chunkwise(),
             "density": 32 / _CHUNK,

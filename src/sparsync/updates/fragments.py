@@ -44,7 +44,7 @@ class Layout:
 
     Attributes:
         end: where the parameters end in the vector, and the rest begins.
-        fragments: with their places in the vector, and their units.
+        fragments: the fragments, with their places in the vector and their units.
         units: the units of all fragments.
     """
 
@@ -71,9 +71,10 @@ class Layout:
             start += size
         self.fragments: list[Fragment] = []
         self.units: list[Unit] = []
-        # Computed from the sizes of whole parameters, not of shards, so all parts of a replica split
-        # alike and exchange the same fragments at the same time.  A parameter belongs to the fragment
-        # that contains its middle.  Everything is doubled to get integers, which are equal on all ranks.
+        # Ends are computed from the sizes of whole parameters, not of shards, so that all parts of
+        # a replica split alike and exchange the same fragments at the same time.  A parameter
+        # belongs to the fragment that contains its middle.  Everything is doubled to get integers,
+        # which are equal on all ranks.
         ends = list(itertools.accumulate(p.numel() for p in parameters.values()))
         total = 2 * max(ends[-1] if ends else 0, 1)
         middles = [2 * e - p.numel() for e, p in zip(ends, parameters.values(), strict=True)]
@@ -133,7 +134,7 @@ class Layout:
         self._placed = sorted(placed, key=lambda pair: pair[0].vector)
 
     def units_at(self, place: slice) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the units in a part of the vector: number, elements, and where these lie in the part."""
+        """Yield the units in a part of the vector: number, elements, and their place in the part."""
         first = bisect_right(self._placed, place.start, key=lambda pair: pair[0].vector) - 1
         for piece, unit in self._placed[max(first, 0) :]:
             low, high = max(piece.vector, place.start), min(piece.vector + piece.size, place.stop)
@@ -171,7 +172,7 @@ class Exchange:
     """The exchange of a fragment, in flight.
 
     Attributes:
-        lands: the local step after which it is applied.
+        lands: the local step after which the exchange is applied.
         late: whether local steps continue in the meantime.
         weights: for a late exchange, first this rank's weights at its start, later the change to add to
             this rank's weights.
@@ -182,9 +183,9 @@ class Exchange:
             exchange; None until it is needed.
         done: whether the exchange has ended.
         refused: whether the sum contained NaN or Inf.
-        last: whether it delivers everything left.
-        seen: this rank's count for it; see ``Contributions`` and ``Weight``.
-        carried: an awaitable of its end, to be awaited once.
+        last: whether it delivers all that is left.
+        seen: this rank's count for the exchange; see ``Contributions`` and ``Weight``.
+        carried: an awaitable of the exchange's end, to be awaited once.
     """
 
     part: int
@@ -204,7 +205,7 @@ class Exchange:
     ranks: float = 1.0
 
     def replace(self) -> None:
-        """Let the new shared weights replace this rank's, whose local steps began from other weights."""
+        """Let the new shared weights replace this rank's weights, which began from other weights."""
         self.late, self.weights = False, None
 
     def carry(self, carried: Awaitable[None] | None) -> Awaitable[None] | None:
@@ -238,8 +239,8 @@ class Exchange:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields that a loaded exchange needs to be applied."""
-        # states are taken when all exchanges have settled, so nothing is carried any more; scratch memory
-        # is not worth saving
+        # States are taken when all exchanges have settled, so none is carried by the engine any more.
+        # Scratch memory is not worth saving.
         passing = ("carried", "scratch", "last")
         kept = {name: value for name, value in vars(self).items() if name not in passing}
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
@@ -268,9 +269,10 @@ class Scratch:
 
 
 def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
-    """Replace every ``chunk`` elements, and a shorter rest, by their orthonormal DCT-II, or invert it.
+    """Replace every ``chunk`` elements, and a shorter rest, by their orthonormal DCT-II, or undo that.
 
-    Norms and sums over ranks are preserved.  Cost: 2 n chunk operations; none if ``chunk`` is None.
+    Norms and sums over ranks are preserved.  If ``chunk`` is None, nothing changes.  Cost: 2 n
+    chunk operations.
 
     Example:
         >>> rotate_(torch.ones(6), 4).abs().gt(1e-6).tolist()
@@ -280,8 +282,8 @@ def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
     for part, size in ((flat[:whole], chunk), (flat[whole:], flat.numel() - whole)):
         if size and part.numel():
             # basis[i, j] = sqrt(2 / N) cos(pi / N * i * (j + 1/2)), with the first row over sqrt(2),
-            # which makes the inverse equal to the transpose.  Computed in float64, so the cosines of
-            # different machines round to the same numbers.
+            # which makes the inverse equal to the transpose.  It is computed in float64, so that
+            # the cosines of different machines round to the same numbers.
             at = torch.arange(size, dtype=torch.float64, device=flat.device)
             basis = torch.cos(math.pi / size * at[:, None] * (at + 0.5)).mul_(math.sqrt(2 / size))
             basis[0] /= math.sqrt(2)
@@ -293,8 +295,8 @@ def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
 class Weights:
     """Weights as a vector that is read and written in parts.
 
-    This class wraps a tensor, which is copied before the first write.  ``ModelWeights`` overrides all of
-    it.
+    This class wraps a tensor, which is copied before the first write.  ``ModelWeights`` overrides
+    all of its methods.
 
     Attributes:
         cure: additional advice in the error after NaN or Inf was exchanged twice.

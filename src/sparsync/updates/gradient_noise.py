@@ -30,7 +30,8 @@ __all__ = [
 
 _SIDE: Final = 8  # each gradient is projected to 8 x 8 sums, so 64 numbers are exchanged
 _RUN: Final = 1 << 18  # elements; a few runs fit into a cache, and their memory is reused
-# elements; joining this many costs no more than Python's overhead per tensor
+# a number of elements; joining tensors of up to this size costs no more than Python's overhead per
+# tensor
 _SMALL: Final = 1 << 13
 _JOINED: Final = 64  # how many small tensors are joined at a time
 _PAIRS: Final = 25  # pairs of measurements until ``agreement`` is known
@@ -54,9 +55,9 @@ class GradientNoise:
     These numbers are sums p of the gradient's elements with random signs, for which ``E |p|^2 = |g|^2``
     regardless of the distribution of the elements.  (Sampling elements would not do: a few of them hold
     most of the squares.)  A rank's own squares are also taken from its sums, so chance affects both sides
-    of the quotient alike.  Squares are remembered for as long as Adam's v remembers them.  Initially v
-    consists of a few gradients that all ranks had in common, and steps lengthened before v has forgotten
-    these are too long.
+    of the quotient alike.  Squares are remembered for as long as Adam's v remembers them.  At
+    first, v consists of a few gradients that all ranks had in common; steps that are lengthened
+    before v has forgotten these are too long.
 
     A single rank cannot measure this.  Its first moment reveals which part of the gradient *lasts*, but
     not a part that all ranks share although its sign changes from step to step; such a part exists along
@@ -102,7 +103,7 @@ class GradientNoise:
         # sums of squares: the lasting part common to all ranks, the lasting part particular to single
         # ranks, and all differences between ranks
         self._lasting, self._pairs = torch.zeros(3, dtype=torch.float64), 0
-        # by parameter: squares of the average, and the mean of the single ranks' squares
+        # for each parameter, the squares of the average, and the mean of the single ranks' squares
         self._squares = torch.zeros(2, len(self._parameters), dtype=torch.float64)
         self._measured, self._step, self.shares = 0, 0, dict[Tensor, float]()
 
@@ -113,16 +114,17 @@ class GradientNoise:
         Parameters that a GradScaler has ``skipped`` are left out: their gradients contain Inf on this
         rank, or are still scaled.
         """
-        # by local steps, not by exchanges, because v decays by beta2 in every local step
+        # v decays by beta2 in every local step, so local steps count here rather than exchanges
         self._squares.mul_(self._memory ** (step - self._step))
         self._step = step
         left_out = set(skipped)
         draw = torch.Generator()  # on the CPU, so the signs do not depend on the device
         self.values.zero_()
         for at, (row, parameter) in enumerate(zip(self.values, self._parameters, strict=True)):
-            # One seed per parameter.  Tensor-parallel ranks hold shards of different sizes between
-            # parameters that are whole on all of them; these need the same signs everywhere, because
-            # their copies must make equal steps.  // 2: pairs of measurements share their signs.
+            # Each parameter has its own seed.  Tensor-parallel ranks hold shards of different sizes
+            # between parameters that are whole on all of them; these need the same signs
+            # everywhere, because their copies must make equal steps.  With // 2, pairs of
+            # measurements share their signs.
             draw.manual_seed(self._measured // 2 * len(self._parameters) + at)
             gradient = None
             if parameter not in left_out:
@@ -146,10 +148,12 @@ class GradientNoise:
         sums, of_ranks, products = values[:, :-2], values[:, -2], values[:, -1]
         of_average = sums.square().sum(1)
         if self._measured % 2:
-            # not for steps: they have memory, so their lasting part may be the noise of one batch
+            # this does not apply to steps: they have memory, so their lasting part may be the noise
+            # of one batch
             common, known = (sums * self._common).sum(1), (of_ranks > 0) & ~self._by_steps
             found = torch.stack([common, products - common, of_ranks - of_average])
-            # relative to each parameter's squares, so all parameters weigh the same, as in Adam's steps
+            # differences are relative to each parameter's squares, so all parameters weigh the
+            # same, as in Adam's steps
             self._lasting.mul_(_FORGETS).add_((found / of_ranks.clamp(min=1e-300))[:, known].sum(1))
             self._pairs += int(known.any())
         self._common = sums.clone()
@@ -163,7 +167,7 @@ class GradientNoise:
 
     @property
     def agreement(self) -> float | None:
-        """The fraction of lasting gradients that is common to all ranks, in [0, 1]; None: not yet known.
+        """The fraction of lasting gradients that is common to all ranks, in [0, 1]; None if unknown yet.
 
         It is 1 if ranks draw from the same data, however noisy, and 0 if they pull in directions that
         cancel out.
@@ -256,7 +260,7 @@ def corrects(optimizer: torch.optim.Optimizer) -> bool:
 def noise_of(
     optimizers: Iterable[torch.optim.Optimizer], trained: Mapping[str, Tensor]
 ) -> GradientNoise | None:
-    """Return a noise measurement; None if neither ``correct`` nor ``lengthen`` fits an optimizer."""
+    """Return a noise measurement, or None if neither ``correct`` nor ``lengthen`` fits the optimizer."""
     several = list(optimizers)
     memory = {
         parameter: group["betas"][1]
@@ -267,7 +271,7 @@ def noise_of(
     }
     steps = {parameter for one in several for parameter, *_ in of_own_length(one)}
     memory.update(dict.fromkeys(steps, _STEPS_KEPT))
-    # in the order of the model, because ranks may give optimizers their parameters in other orders
+    # the order is the model's, because ranks may give optimizers their parameters in other orders
     found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
     return GradientNoise(found, [one for one in found if one in steps]) if found else None
 
@@ -275,7 +279,7 @@ def noise_of(
 def with_moments(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """Yield the parameters that Adam or AdamW has stepped without ``amsgrad``, with state and group."""
+    """Yield parameters that Adam or AdamW has stepped without ``amsgrad``, with their state and group."""
     for group in optimizer.param_groups if corrects(optimizer) else ():
         for parameter in group["params"] if not group["amsgrad"] else ():
             if state := optimizer.state.get(parameter):
@@ -284,7 +288,7 @@ def with_moments(
 
 @torch.no_grad()
 def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ranks: float) -> None:
-    """Lengthen the last step to its length with the second moment of averaged gradients.
+    """Lengthen the last step as if it had used the second moment of averaged gradients.
 
     Averaged over P ``ranks``, the gradients of a parameter have k times the squares of a single rank's
     (``shares``, see ``GradientNoise``).  Dense training divides by the root of ``k v``, but a rank
@@ -305,7 +309,7 @@ def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ra
     jobs: list[_Job] = []
     for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
         (beta1, beta2), share = group["betas"], max(shares[parameter], 1 / ranks)
-        # the bias corrections, as factors: v / (1 - beta2^t) and lr m / (1 - beta1^t)
+        # these are the bias corrections as factors: v / (1 - beta2^t) and lr m / (1 - beta1^t)
         own = 1 / (1 - beta2**step)
         rate = -float(group["lr"]) / (1 - beta1**step)
         moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
@@ -329,7 +333,7 @@ def common_rate(optimizers: Iterable[torch.optim.Optimizer]) -> float:
 def drop_broken(
     optimizers: Iterable[torch.optim.Optimizer], on_any_part: Callable[[bool], bool]
 ) -> None:
-    """Drop optimizer states that are not finite; if any part of a replica has one, all drop all."""
+    """Drop optimizer states that are not finite; if one part of a replica has any, all parts drop all."""
     states = [state for one in optimizers for state in one.state.values()]
     tensors = [[v for v in s.values() if isinstance(v, Tensor)] for s in states]
     broken = [not all(map(is_finite, values)) for values in tensors]
@@ -381,8 +385,9 @@ def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Mo
     if dense and backend_of(*tensors) is native:
         native.lengthen_(first, second, weights, numbers)
     elif dense:
-        # In runs: on a CPU, temporaries of the size of a large tensor would be fresh memory, and clearing
-        # its pages takes longer than the arithmetic.  On a device, they might not fit.
+        # The pass works in runs.  On a CPU, temporaries of the size of a large tensor would be
+        # fresh memory, and clearing its pages takes longer than the arithmetic.  On a device, they
+        # might not fit.
         most = _RUN if weights.is_cpu else run_length(weights)
         parts = (torch.split(tensor.view(-1), most) for tensor in tensors)
         for one, other, run in zip(*parts, strict=True):
@@ -398,7 +403,8 @@ def _lengthen_plainly(
     first: Tensor, second: Tensor, weights: Tensor, numbers: native.Moments
 ) -> None:
     lengthened, own, eps, rate = numbers
-    # m lr (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)), in float32 if moments have 16 bits
+    # this computes m lr (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)), in float32 if moments have
+    # 16 bits
     dtype = torch.promote_types(second.dtype, torch.float32)
     square = second.to(dtype)
     missing = _sqrt(square * lengthened).add_(eps).reciprocal_()

@@ -1,9 +1,9 @@
 """Where the memory of exchanged updates is: on the accelerator, or in host memory.
 
-Beside the model, a rank keeps the shared weights and the residual, a float per parameter each, and an
-outer momentum if there is one.  An exchange reads and writes each of them once, in runs, so on the host
-they cost two copies over the bus per exchange and no device memory that grows with the model, except for
-messages of a few bits per element.
+Besides the model, a rank keeps the shared weights and the residual, each of a float per parameter,
+and an outer momentum if there is one.  An exchange reads and writes each of them once, in runs, so
+on the host they cost two copies over the bus per exchange and no device memory that grows with the
+model, except for messages of a few bits per element.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def offloaded(
     """Decide what is kept in host memory; see ``Compression(offload=)``.
 
     Raises:
-        ConfigurationError: host memory was asked for, and the algorithm selects entries, for which it
-            reads the whole residual.
+        ConfigurationError: host memory was asked for, but the algorithm reads the whole residual to
+            select entries.
     """
     device = weights.device
     by_runs = not settings.dct and all(
@@ -68,7 +68,8 @@ def offloaded(
     if asked:
         return Offload(residual=True, shared=True)
     free, size = free_bytes(device), layout.end
-    # what training itself still takes: gradients, and the optimizers' states after their first step
+    # the memory that training itself still takes: gradients, and the optimizers' states after their
+    # first step
     expected = size * weights.itemsize
     expected += size * _STATE * (not any(one.state for one in optimizers))
     lacks = free is not None and free < size * _WORD + expected

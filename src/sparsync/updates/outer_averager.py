@@ -33,7 +33,7 @@ _SETTINGS: Final = tuple(field.name for field in fields(OuterStep))
 
 @final
 class OuterAverager(Averager):
-    """Averages models by an outer step; its settings are those of ``OuterStep``, given by name.
+    """Averages models by an outer step, with the settings of ``OuterStep`` given by name.
 
     ``attach`` runs the same engine with hooks, on a separate thread.
 
@@ -43,7 +43,8 @@ class OuterAverager(Averager):
 
     Attributes:
         settings: the settings of the outer step.
-        optimizers: their broken moments are dropped; a step by signs uses their learning rate.
+        optimizers: the optimizers whose broken moments are dropped, and whose learning rate a step
+            by signs uses.
 
     Cost: as ``OuterStep``.
     State: that of ``OuterEngine``, once it runs.
@@ -63,7 +64,7 @@ class OuterAverager(Averager):
     References: as ``OuterStep``.
     """
 
-    # for tables of schemes, which list settings and their defaults
+    # needed by the tables of schemes, which list settings and their defaults
     __signature__ = inspect.Signature(
         [
             inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
@@ -79,7 +80,8 @@ class OuterAverager(Averager):
         self.settings = OuterStep(**own)
         self._engine: OuterEngine | None = None
         self._loaded: Mapping[str, Any] | None = None
-        # created once: the engine holds a weak reference, and ``hold`` gives it the vector of each step
+        # this object is created only once, because the engine holds a weak reference; ``hold``
+        # gives it the vector of each step
         self._weights = Weights()
         # the exchange detects NaN on all ranks
         super().__init__(model, nonfinite="spread", **given)
@@ -91,7 +93,7 @@ class OuterAverager(Averager):
 
     @property
     def engine(self) -> OuterEngine:
-        """The engine; with a model, the first access creates it, which is collective.
+        """The engine; if there is a model, the first access creates it, which is collective.
 
         Raises:
             ConfigurationError: there is no model, and ``begin`` was not awaited.
@@ -123,13 +125,13 @@ class OuterAverager(Averager):
         return self.settings.first_period if self._engine is None else self._engine.period
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return 1 if there are steps between exchanges, during which ranks train alone."""
+        """Return 1 if there are local steps between exchanges, because ranks train alone in them."""
         return world_size if self.global_period == 1 else 1
 
     # ---- the algorithm -----------------------------------------------------------------------------
 
     def parts(self, vector: Tensor) -> Mapping[str, Tensor]:
-        """Return the parameters in a vector by name: the model's, or a single one."""
+        """Return the parameters in a vector by name: those of the model, or a single one."""
         return {"model": vector} if self._binding is None else self._binding.trained
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
@@ -166,7 +168,7 @@ class OuterAverager(Averager):
         self._weights.hold(torch.zeros(0))
 
     def is_due(self, step: int) -> bool:
-        """Return whether anything is sent or applied after local step ``step``."""
+        """Return whether a fragment is sent or applied after local step ``step``."""
         return self._engine is None or self._engine.is_due(step)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
@@ -176,7 +178,7 @@ class OuterAverager(Averager):
             return self._weights.vector
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the shared weights plus everything undelivered, which is left out if it has NaN."""
+        """Return the shared weights plus all undelivered changes, which are left out if they have NaN."""
         with self._holding(vector):
             await self.engine.deliver(step)
             return self._weights.vector
@@ -209,7 +211,7 @@ class OuterAverager(Averager):
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: those of every averager, of the exchanges, and residual norms."""
         here = {"period": self.engine.period, "drift": self.engine.drift}
-        # without a model, e.g. in a simulation, it does not count steps itself
+        # without a model, e.g. in a simulation, the averager does not count steps itself
         own = {} if self._binding is None else super().stats()
         return {**reducer_stats(self.reducer, self.steps), **here, **own}
 
@@ -246,7 +248,7 @@ class OuterAverager(Averager):
         return kinds_of(self.settings, content, layout, memory)
 
     def restore(self, content: Mapping[str, Any]) -> None:
-        """Adopt a saved state; the engine's part of it when the first step begins."""
+        """Adopt a saved state; the engine adopts its part when the first step begins."""
         # the engine needs a communicator to start; until then the state is kept as it was given
         self.steps = int(content["steps"])
         memory = {name: vector.clone() for name, vector in content["memory"].items()}

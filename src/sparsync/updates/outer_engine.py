@@ -67,13 +67,14 @@ class OuterEngine(Stateful):
         layout: the layout of the vector of weights, made by ``settings.plan``.
         reducer: the reducer of the layout's units.
         weights: this rank's weights, to be read and written; the caller must keep a reference to them.
-        optimizers: their broken moments are dropped; a step by signs uses their learning rate.
-        carry: starts an exchange, after earlier ones, and returns an awaitable of its end; None: the
-            exchange runs when its result is needed.
-        reduce: exchanges the moves of units and returns their averages, whose memory may be overwritten;
-            None: all ranks refuse them.  By default the reducer does this.
+        optimizers: the optimizers whose broken moments are dropped, and whose learning rate a step
+            by signs uses.
+        carry: starts an exchange after earlier ones, and returns an awaitable of its end; if None,
+            the exchange runs when its result is needed.
+        reduce: exchanges the moves of units and returns their averages, whose memory may be
+            overwritten, or None if all ranks refuse the moves.  By default, the reducer does this.
         on_any_part: returns whether a condition holds on any part of this replica.
-        weighs: whether ranks weigh their updates; None: the first exchange determines it.
+        weighs: whether ranks weigh their updates; if None, the first exchange determines this.
         ledgers: additional ledgers whose errors name the local step.
         on_host: ``memory`` and the vectors of late exchanges live in host memory; runs are copied to the
             weights' device and back.
@@ -129,7 +130,8 @@ class OuterEngine(Stateful):
 
     def go_on_with(self, weights: Weights, carry: Carry) -> None:
         """Switch to other weights, e.g. to a copy when a rank leaves and its program keeps the model."""
-        # weak, because an exchange in flight keeps this engine alive and must not keep a dropped model
+        # the reference is weak, because an exchange in flight keeps this engine alive and must not
+        # keep a dropped model
         self._kept, self._carry = weakref.ref(weights), carry
 
     @property
@@ -158,7 +160,7 @@ class OuterEngine(Stateful):
 
     def write(self, weights: Weights, values: Tensor) -> None:
         """Replace weights by values that are where the memory is."""
-        # at once where nothing is copied: inside a node each call gathers
+        # all at once where nothing is copied, because each call gathers inside a node
         most = values.numel() if values.device == self._weights_like.device else None
         for place in self._runs(slice(0, values.numel()), most):
             weights.write(place, values[place])
@@ -168,7 +170,7 @@ class OuterEngine(Stateful):
         return (len(self.layout.fragments) or 1) - 1 in self._due(step)
 
     def is_due(self, step: int) -> bool:
-        """Return whether anything is sent or applied after local step ``step``."""
+        """Return whether a fragment is sent or applied after local step ``step``."""
         return bool(self._due(step)) or any(one.lands <= step for one in self._under_way)
 
     def _due(self, step: int) -> list[int]:
@@ -225,9 +227,9 @@ class OuterEngine(Stateful):
     def catch_up(
         self, memory: Mapping[str, Tensor], applied: Iterable[tuple[Sequence[Tensor], float]] = ()
     ) -> None:
-        """Adopt another rank's memory, and apply averages to it with their momentum, as the others did.
+        """Adopt another rank's memory, and apply averages to it with their momentum, as other ranks did.
 
-        Only for a single fragment.
+        This works only for a single fragment.
         """
         self.memory, units = dict(memory), self.layout.fragments[0].units
         for averages, momentum in applied:
@@ -245,7 +247,8 @@ class OuterEngine(Stateful):
         while self._under_way and (refused or self._under_way[0].lands <= step):
             exchange = self._under_way.pop(0)
             await self._settle(exchange)
-            # a refusal also ends all later exchanges: they started from weights that will be undone
+            # a refusal also ends all later exchanges, because they started from weights that will
+            # be undone
             refused |= exchange.refused
             if not exchange.refused:
                 self.state, span = OuterState(), self.layout.fragments[exchange.part].span
@@ -295,14 +298,14 @@ class OuterEngine(Stateful):
             self._weights.write(place, self._base(place))
 
     async def deliver(self, step: int | None = None) -> None:
-        """Finish the exchanges in flight, then deliver everything left, uncompressed.
+        """Finish the exchanges in flight, then deliver all that is left, uncompressed.
 
         Args:
-            step: number of this rank's finished local steps; None: ``steps``.
+            step: number of this rank's finished local steps; by default ``steps``.
 
         Raises:
-            PeerError: ranks have finished different numbers of local steps, and nothing more was
-                exchanged.  Or another part of this replica failed, and this part's changes were
+            PeerError: ranks have finished different numbers of local steps, and no more was
+                exchanged; or another part of this replica failed, and this part's changes were
                 delivered.
         """
         await self.land()
@@ -352,15 +355,15 @@ class OuterEngine(Stateful):
     async def _meet(self, step: int) -> bool:
         """Refuse to finish if local step counts differ; return whether all weights are finite.
 
-        The question goes out on every channel on which a rank might be waiting in an exchange instead, so
-        that rank gets its error at once.
+        The question goes out on every channel, because a rank might be waiting in an exchange on
+        any of them; that rank then gets its error at once.
         """
         self._note(step)
         reducer = self.reducer
         uses: list[int | Use] = [part.units[0] for part in self.layout.fragments if part.units]
         if self.contributions.weighs is not False:
             uses.append("contributions")
-        # the sign encodes whether there is NaN or Inf, to save another message
+        # the sign encodes whether there is NaN or Inf, which saves another message
         done = torch.tensor([step if self._weights.finite() else -1 - step])
         try:
             asked = [reducer.channel(use).allgather(done, "finish") for use in uses]
@@ -437,7 +440,7 @@ class OuterEngine(Stateful):
         part, reducer = exchange.part, self.reducer
         fragment = self.layout.fragments[part]
         self._note(exchange.lands - self.settings.delay if exchange.late else exchange.lands)
-        # measured before weighing, because the drift is a distance of real steps
+        # the distance is measured before weighing, because the drift is a distance of real steps
         distance = None
         if self.settings.rule is not None:
             moved = self._began(fragment.span).sub_(self._weights.read(fragment.span))
@@ -496,7 +499,7 @@ class OuterEngine(Stateful):
             if reducer.accumulates_later(unit) and not self.settings.dct:
                 reducer.accumulate_later(unit, its.run)
             else:
-                # a copy, where the residual is in host memory: there all of the unit is exchanged
+                # copied if the residual is in host memory, where the whole unit is exchanged
                 whole[unit] = its.whole().to(reducer.residuals[unit].accumulated.device)
                 reducer.accumulate(unit, 0, whole[unit])
         try:
@@ -581,8 +584,8 @@ class OuterEngine(Stateful):
     def _began(self, place: slice) -> Tensor:
         """Return the base as the model stores it.
 
-        A 16-bit model starts from rounded weights.  Rounding is not a move; without this, it would be
-        added to the residual at every exchange.
+        A 16-bit model starts from rounded weights.  Rounding is not a move, and must not be added
+        to the residual at every exchange.
         """
         return self.layout.rounded(place, self._base(place))
 
@@ -605,7 +608,7 @@ class OuterEngine(Stateful):
 
         Buffers and moments are averaged without momentum or rate.
         """
-        # torch.optim.SGD on shared weights, with the average as its gradient:
+        # as in torch.optim.SGD on the shared weights, with the average as their gradient:
         #   v = momentum v + g;  g = g + momentum v (Nesterov) or v;  shared -= outer_lr g
         gradient = average[: max(self.layout.end - place.start, 0)]
         if momentum:

@@ -62,28 +62,29 @@ class OuterStep:
 
     Args:
         algorithm: a preset's name or an ``Algorithm``; sums are divided by world_size, even
-            if it has ``average=False``.  None: "quantised" in blocks of 512, with as many bits as suit
-            the size of the model (``default_bits``).
+            if it has ``average=False``.  None means "quantised" in blocks of 512, with as many bits
+            as suit the size of the model (``default_bits``).
         density: k / n of the index-value pairs sent in an exchange.
-        period: local steps between exchanges, H.  None: 1 for sparse algorithms; for algorithms that send
-            every element, the period at which the bytes per step equal those of pairs at this density;
-            with ``algorithm=None``, 2, or 1 for models below a million elements.
-            An ``AdaptivePeriod`` follows the measured drift.
+        period: local steps between exchanges, H.  None means 1 for sparse algorithms; for
+            algorithms that send every element, the period at which the bytes per step equal those
+            of pairs at this density; and with ``algorithm=None`` 2, or 1 for models below a million
+            elements.  An ``AdaptivePeriod`` follows the measured drift.
         fragments: number of runs of parameters, of about equal size, exchanged in turn within a period.
         delay: local steps from the start of an exchange until it is applied; less than the period.
         warmup_steps: over these first steps the period doubles from 1 to H in equal parts, because local
             steps cost most while weights move fast.
         residual: "apart": all ranks continue from equal weights, as in the papers; or "weights".
         outer_lr: the outer learning rate, > 0; 1 means averaging.
-        momentum: of the outer optimizer, in [0, 1); None: 1 - 1 / world_size, as in BMUF.
+        momentum: the outer optimizer's, in [0, 1); None means 1 - 1 / world_size, as in BMUF.
         nesterov: use Nesterov's outer momentum, as in ``torch.optim.SGD``.
         residual_decay: factor on the residual at every exchange, in [0, 1].
-        noise_correction: lengthen Adam's steps to their length with the second moment of averaged
-            gradients (``gradient_noise.correct``), and lengthen steps whose length does not depend on the
-            gradient's, so their average is as long as one (``step_length.lengthen``).  Only for
-            ``attach``, which knows the optimizer.
+        noise_correction: lengthen Adam's steps, as if they used the second moment of averaged
+            gradients (``gradient_noise.correct``), and lengthen steps whose length does
+            not depend on the gradient's, so their average is as long as one
+            (``step_length.lengthen``).  Only for ``attach``, which knows the optimizer.
         dct: exchange and keep the changes as cosine coefficients of runs of this many elements
-            (``rotate_``); None: untransformed.  Ranks must compute bit-identical transforms.
+            (``rotate_``); None does not transform them.  Ranks must compute bit-identical
+            transforms.
         sign: step in the direction of the signs of the average, by ``outer_lr`` times the optimizer's
             learning rate, which all ranks and groups must share (without optimizer: rate 1).
 
@@ -121,7 +122,7 @@ class OuterStep:
     sign: bool = False
 
     def __post_init__(self) -> None:
-        # every argument is checked here, on each rank by itself: nothing has been sent yet
+        # each rank checks every argument here by itself, before anything is sent
         check_number_fields(self)
         period, given = self.period, vars(self)
         first = period.least if isinstance(period, AdaptivePeriod) else period
@@ -207,7 +208,7 @@ class OuterStep:
             return self
         period = self.period
         if period is None:
-            # local steps between exchanges are needed for a delay, and for fragments to take turns
+            # a delay needs local steps between exchanges, and so do fragments, which take turns
             every_step = elements < LARGE and self.fragments == 1 and not self.delay
             period = 1 if every_step else _PERIOD
         return replace(self, algorithm=_in_bits(default_bits(elements)), period=period)
@@ -218,7 +219,7 @@ class OuterStep:
         unit_bytes: int | None = None,
         warmup_steps: int = 0,
     ) -> OuterStep:
-        """Return these settings, updated with any given to ``attach`` in other arguments."""
+        """Return these settings, updated with those given to ``attach`` in other arguments."""
         algorithm = replace(
             self.chosen,
             compress=compress or self.chosen.compress,

@@ -64,7 +64,8 @@ class AdaptivePeriod:
 
     def next(self, period: int, *, far: bool, near: bool) -> int:
         """Return the next period, given whether the drift was above the limit, or below half of it."""
-        # ``far`` is tested first: some parts may be far and others near, and the largest drift decides
+        # ``far`` is tested first, because some parts may be far and others near, and the largest
+        # drift decides
         if far:
             return max(period // 2, self.least)
         return min(2 * period, self.most) if near else period
@@ -75,14 +76,15 @@ def followed(
 ) -> int:
     """Return the period that follows an exchange with this drift, equal on all parts of a replica."""
     far, near = drift > rule.drift, drift < rule.drift / 2
-    # far if any part is, near if all are.  Each call of ``on_any_part`` sends a message, so it is the
-    # first operand of ``or``: no part may skip a message that others send.
+    # The drift is far if any part is far, and near if all parts are near.  Each call of
+    # ``on_any_part`` sends a message, so it is the first operand of ``or``: no part may skip a
+    # message that others send.
     far, near = on_any_part(far) or far, not (on_any_part(not near) or not near)
     return rule.next(period, far=far, near=near)
 
 
 def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
-    """Return the warm-up steps after which there is an exchange; the period starts at 1 and doubles."""
+    """Return the warm-up steps with an exchange after them; the period starts at 1 and doubles."""
     doublings, last, ends = math.ceil(math.log2(period)), -1, []
     for step in range(steps):
         # the warm-up is split into equal parts with periods 1, 2, 4, ...
@@ -95,16 +97,18 @@ def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
 
 def share_of(moved: Tensor, shared: Tensor, end: int) -> float:
     """Return ``|moved|^2 / |shared|^2`` of a rank, over the parameters, which end at ``end``."""
-    # parameters only: buffers and moments have other magnitudes, and are averaged anyway
+    # only parameters count, because buffers and moments have other magnitudes, and are averaged
+    # anyway
     far, whole = (float(torch.linalg.vector_norm(vector[:end])) for vector in (moved, shared))
     share = far / max(whole, sys.float_info.min) if far else 0.0
     return share * share  # Inf if the weights are near zero, which exceeds any limit
 
 
 async def drift_of(square: float, reducer: Reducer) -> float:
-    """Return the root mean square over ranks, the same on all of them."""
-    # Gathered, then summed by each rank in rank order: the period derived from it must be equal on all
-    # ranks, and a native allreduce promises equal sums only up to rounding
+    """Return the root mean square over ranks, which is equal on all of them."""
+    # The values are gathered, and each rank sums them in rank order: the period that follows from
+    # the sum must be equal on all ranks, and a native allreduce promises equal sums only up to
+    # rounding
     mine = torch.tensor([square], dtype=torch.float64)
     try:
         everyone = await reducer.channel("drift").allgather(mine, "drift")

@@ -54,7 +54,8 @@ def own_state(
     """Return copies of this rank's parts of these parameters, of buffers, and of optimizer states."""
     tensors = {name: local_of(t).clone() for name, t in _tensors(module, names).items()}
     moments = {
-        # {} for a parameter without a gradient so far: every name is saved, so a missing one is noticed
+        # the state is {} for a parameter without a gradient so far, because every name is saved to
+        # let a missing one be noticed
         name: {key: _copy(value) for key, value in one.state.get(parameter, {}).items()}
         for one in optimizers
         for name, parameter in _named(module, one)
@@ -123,10 +124,10 @@ def _weights_kind(module: nn.Module, names: Collection[str], finite: Collection[
 def _kept_after_a_step(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Mapping[str, Any] | None]:
-    """Return an optimizer's state of each parameter, now or after a step; None if that is unknown.
+    """Return an optimizer's state of each parameter, now or after a step, or None if it is unknown.
 
-    For torch's own optimizers it is found by a step on tensors without memory, which costs nothing.
-    Other optimizers may do anything in a step, even exchange messages.
+    For torch's own optimizers, a step on tensors without memory finds the state at no cost. Other
+    optimizers may do anything in a step, even exchange messages.
     """
     kept: dict[Tensor, Mapping[str, Any]] = {}
     if type(optimizer).__module__.startswith("torch.optim"):
@@ -139,7 +140,8 @@ def _kept_after_a_step(
 
 def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
     """Step a copy of the optimizer with parameters on the meta device; return the state it builds."""
-    # not by deepcopy, which would copy moments, nor by the constructor, which a subclass may change
+    # the double is made neither by deepcopy, which would copy moments, nor by the constructor,
+    # which a subclass may change
     double, real = object.__new__(type(optimizer)), dict[Tensor, Tensor]()
     double.__dict__ = dict(optimizer.__dict__)
     double.state, double.param_groups = defaultdict(dict), []
@@ -159,7 +161,8 @@ def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mappi
     # ASGD and Adafactor raise when they read a number from a tensor without memory; by then their state
     # exists
     with suppress(Exception):
-        # the function inside torch's wrapper (``profile_hook_step``), because no hook may see this step
+        # this calls the function inside torch's wrapper (``profile_hook_step``), because no hook
+        # may see this step
         getattr(step, "__wrapped__", step)(double)
     return {real[twin]: kept for twin, kept in double.state.items()}
 
@@ -182,7 +185,7 @@ def _moment_kind(key: str, value: Any, finite: bool) -> Kind:
 
 
 def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
-    """Describe the settings of a group: all of the optimizer's, and optionally a scheduler's.
+    """Describe the settings of a group: all of the optimizer's, and optionally those of a scheduler.
 
     Switches that torch added after the state was saved may be missing; they keep their live values.
     """
@@ -201,7 +204,7 @@ def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> K
 
 
 def _number_kind(least: float, value: Any = 0.0) -> Kind:
-    """Describe a number or a tensor of one number: a rate may be either, in this run or the saved one."""
+    """Describe a number or a tensor of one number; a rate may be either, in this run or the saved one."""
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     tensors = [Values(shape, dtype, least) for dtype in (torch.float64, torch.float32)]
     # Inf is refused as damage unless it is the live setting, e.g. a clip that is off
@@ -224,7 +227,7 @@ def _setting_kind(name: str, value: Any) -> Kind:
 @torch.no_grad()
 def load_weights(module: nn.Module, names: Collection[str], state: Mapping[str, Any]) -> None:
     """Load the weights of a state from ``own_state``, unless it was resharded and has none."""
-    # copied in place, because optimizers and hooks hold these tensors
+    # the tensors are copied in place, because optimizers and hooks hold them
     for name, tensor in _tensors(module, names).items() if state["parameters"] is not None else ():
         local_of(tensor).copy_(state["parameters"][name])
 
@@ -234,8 +237,8 @@ def load_optimizers(
 ) -> None:
     """Load the optimizer states of a state from ``own_state``."""
     for one, groups in zip(optimizers, state["groups"], strict=True):
-        # converted to torch's own form, with numbered parameters, and loaded by ``load_state_dict``, to
-        # run its hooks and casts
+        # the state is converted to torch's own form, with numbered parameters, and loaded by
+        # ``load_state_dict``, so that the optimizer's hooks and casts run
         fresh = one.state_dict()
         fresh["state"] = {
             at: {key: _like(value, parameter) for key, value in state["moments"][name].items()}

@@ -47,7 +47,7 @@ def outer_kinds(
     velocity: Kind = Values((layout.end,), like[1]) if like and planned else Plain()
     vectors: dict[str, Kind] = {"shared": Common(vector)}
     moving: dict[str, Kind] = {"momentum": Common(velocity)} if momentum else {}
-    # a state saved before the first step may already have some vectors, so all are optional
+    # a state saved before the first step may lack some vectors, so all of them are optional
     if state.get("reducer") is None:
         vectors, moving = {}, {**vectors, **moving}
     sent = state.get("sent")

@@ -35,7 +35,7 @@ _OWN_LENGTH: Final[Mapping[str, bool]] = MappingProxyType(
         "NAdam": False,
         "RAdam": False,
         "RMSprop": False,
-        # from the package pytorch-optimizer, and any others of the same name
+        # these are classes of the package pytorch-optimizer; other classes of the same name count as well
         "AdEMAMix": True,
         "ADOPT": False,
         "Lamb": False,
@@ -55,7 +55,7 @@ def of_own_length(
     for group in optimizer.param_groups if name is not None else ():
         if name in ("Adam", "AdamW") and not group.get("amsgrad"):
             continue
-        # the names of this setting in torch, pytorch-optimizer and others
+        # these are the names of this setting in torch, pytorch-optimizer and others
         told = map(group.get, ("decoupled_weight_decay", "weight_decouple", "decouple"))
         apart = next((bool(one) for one in told if one is not None), _OWN_LENGTH[name or ""])
         for parameter in group["params"]:
@@ -101,7 +101,8 @@ def lengthen(
         # step = (1 - decay) (w' - w) + decay w'
         if decays and (decay := rates[0] * rates[1]):
             step.mul_(1 - decay).add_(weights, alpha=decay)
-        # shares are measured and may fall below 1 / P by chance, the least possible: that of pure noise
+        # shares are measured, and by chance may fall below 1 / P, the share of pure noise and the
+        # least possible one
         share = max(shares.get(parameter, 1.0), 1 / ranks)
         if share < 1:
             weights.add_(step, alpha=share**-0.5 - 1)

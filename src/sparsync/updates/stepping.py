@@ -28,8 +28,8 @@ _CALL: Final = Optimizer.profile_hook_step(lambda *_: None).__code__
 def follow(optimizer: Optimizer, before: Hook, after: Hook) -> list[Any]:
     """Call ``before(optimizer)`` and ``after(optimizer, skipped)`` around every call of ``step``.
 
-    A step is ``skipped`` if a GradScaler has found Inf.  It then calls a fused optimizer, which does
-    nothing; other optimizers it does not call at all.
+    A step is ``skipped`` if a GradScaler has found Inf.  The scaler still calls a fused optimizer,
+    which then does nothing; it does not call other optimizers at all.
 
     Returns:
         Handles with ``remove()``.
@@ -61,9 +61,11 @@ class _After:
 def _nested(optimizer: Optimizer) -> bool:
     """Return whether a hook is called within another step of its optimizer.
 
-    This happens if the ``step`` of a subclass calls the base class: torch wraps both methods.
+    This happens if the ``step`` of a subclass calls that of the base class, because torch wraps
+    both.
     """
-    # found on the stack, not by counting calls: an exception may end a step before its second hook
+    # the stack is searched rather than calls counted, because an exception may end a step before
+    # its second hook
     frame, calls = sys._getframe(), 0
     while frame.f_back is not None:
         frame = frame.f_back

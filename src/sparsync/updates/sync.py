@@ -84,7 +84,8 @@ from sparsync.updates.weights import ModelWeights, trained_of
 
 _ADVISED = 30  # steps whose mean duration is considered reliable
 _NEGLIGIBLE = 0.1  # an allreduce below this fraction of a step is not worth avoiding
-# least common fraction of lasting gradients; below it, the parts particular to single ranks are larger
+# the least common fraction of lasting gradients; below it, the parts that are particular to single
+# ranks are larger
 _AGREEING = 0.5
 _PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _EVERYTHING = slice(0, None)
@@ -128,7 +129,7 @@ def make_outer(
 
 
 def said_of_size(algorithm: str | Algorithm | OuterStep | None, outer: OuterStep) -> str:
-    """Return a phrase about bits that ``make_outer`` has chosen because the model is small, or ""."""
+    """Return a phrase on the bits that ``make_outer`` chose because the model is small, or ""."""
     by_size = algorithm in (None, "updates") or getattr(algorithm, "algorithm", "") is None
     bits: Any = dict(outer.chosen.options).get("bits", 1)
     if not by_size or (bits == 1 and outer.first_period > 1):
@@ -221,7 +222,7 @@ def attach_updates(
     except BaseException:
         groups.close()
         raise
-    # from here on the handle owns thread and groups, so an error on this rank must close the handle
+    # the handle owns thread and groups from here on, so an error on this rank must close the handle
     try:
         # ranks of a node must start equal as well: they average gradients, not weights
         named = [(name, local_of(parameter)) for name, parameter in trained.items()]
@@ -276,7 +277,7 @@ class UpdateSync(Handle):
         self._seen: list[int] = []  # the parameters that trained when the model was last checked
         # this rank's own weights, set aside while the model holds the shared ones
         self._own: Tensor | None = None
-        # reentrant: a signal handler may call ``shared`` during a swap
+        # the lock is reentrant, because a signal handler may call ``shared`` during a swap
         self._swap = threading.RLock()
         self._skipped = set[Tensor]()  # parameters whose current step a GradScaler skips
         self._changes = Changes(weights.trained.values())
@@ -284,7 +285,7 @@ class UpdateSync(Handle):
         self._busy = self._waited = 0.0  # seconds of exchanges; seconds the training thread waited
         self._advises, self._started = advises, time.perf_counter()
         self._warned = False  # whether the user was warned that ranks hardly agree
-        # a replica of several ranks would have to agree on one count before being weighed
+        # a replica of several ranks would have to agree on one count before it is weighed
         parts = 1 if consensus is None else consensus.parts.world_size
         self._countable = weights.node is None and parts == 1
         me = weakref.ref(self)
@@ -356,8 +357,9 @@ class UpdateSync(Handle):
 
         module = self._plain()
         assert module is not None
-        # A strong reference: through this hook the model keeps the handle alive, as a DDP model does
-        # through its communication hook.  Prepended, to see the weights before other hooks change them.
+        # The reference is strong: through this hook the model keeps the handle alive, as a DDP
+        # model does through its communication hook.  The hook is prepended, so that it sees the
+        # weights before other hooks change them.
         before = Hook(self._forward)
         handles: list[Any] = [(ddp or module).register_forward_pre_hook(before, prepend=True)]
         self._weights.average_over(self.reducer.comm.world_size)
@@ -373,7 +375,8 @@ class UpdateSync(Handle):
         """Return a bucket unchanged, or averaged over the node."""
         node, buffer = self._weights.node, bucket.buffer()
         if node is not None:
-            # queued for the end of the backward pass, which raises an error of the node
+            # the check is queued for the end of the backward pass, which raises an error of the
+            # node
             if bucket.is_last():
                 call_after_backward(node.check)
             return node.average_(buffer)
@@ -391,7 +394,8 @@ class UpdateSync(Handle):
             "checkpoint; load it by sparsync.load or sync.load_state_dict(), as all ranks do, or close() "
             "the handle on all ranks, load, and attach again",
         )
-        # after the checks, and before the optimizer writes: the step is computed as a difference
+        # this comes after the checks and before the optimizer writes, because the step is computed
+        # as a difference
         if (noise := self._weights.noise) is not None:
             remember(optimizer, noise.steps)
 
@@ -484,12 +488,12 @@ class UpdateSync(Handle):
         """Weigh this rank's updates by the number of samples in its steps since the last exchange.
 
         Call it on all ranks before every ``optimizer.step()``, starting with the first, and pass one
-        number >= 0: tokens, samples, or other units over which the loss is a mean.  A rank that has seen
-        nothing may skip the call.  If no rank ever calls it, all weigh the same.
+        number >= 0: tokens, samples, or other units over which the loss is a mean.  A rank that has
+        seen no data may skip the call.  If no rank ever calls it, all weigh the same.
 
         Raises:
-            ConfigurationError: not exactly one valid number, the first call comes after an exchange, or
-                this replica is split over ranks.
+            ConfigurationError: the call has not exactly one valid number, the first call comes
+                after an exchange, or this replica is split over ranks.
 
         Cost: one round of 16 bytes before every exchange.
 
@@ -586,7 +590,7 @@ class UpdateSync(Handle):
             )
 
     def _advise(self) -> None:
-        """Tell the user if plain DDP would be about as fast, because it loses no accuracy."""
+        """Tell the user if plain DDP would be about as fast, because DDP loses no accuracy."""
         seconds = (time.perf_counter() - self._started) / _ADVISED
         waited, dense = self._waited / _ADVISED, self._dense_seconds()
         if dense < max(_NEGLIGIBLE * seconds, waited) and dist.get_rank() == 0:
@@ -600,8 +604,8 @@ class UpdateSync(Handle):
         """Estimate the seconds of an allreduce of all gradients from two small allreduces."""
         run(self.outer.settle())
         size, channel = self.outer.layout.end, self.reducer.channel("weights").apart()
-        # alpha from one element, beta from the difference; the minimum of three each, because other load
-        # on the machine only adds time
+        # alpha is the time of one element, and beta follows from the difference; both are the least
+        # of three times, because other load on the machine only adds time
         best = []
         for count in (1, min(size, _PROBE)):
             spent = []
@@ -621,9 +625,10 @@ class UpdateSync(Handle):
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Put the shared weights into the model, to evaluate or save them; then restore this rank's."""
-        # restored even if the block raises: training on from the shared weights would lose this rank's
+        # the rank's own weights are restored even if the block raises, because training on from the
+        # shared weights would lose them
         with self._swap:
-            # the model's weights, because an engine that runs apart has its own copy
+            # these are the model's weights, because an engine that runs apart has its own copy
             outside, before = self._own, self.outer.read(self._weights)
             self._weights.reshard()
             self.outer.write(self._weights, self.outer.memory["shared"])
@@ -646,7 +651,7 @@ class UpdateSync(Handle):
         )
 
     def finish(self) -> None:
-        """Exchange everything left and make replicas equal.  All ranks call it; training may continue."""
+        """Exchange all that is left and make replicas equal; all ranks call this, and may train on."""
         self._check_own("finish()")
         run(self.outer.settle())  # exchanges in flight are booked on the steps that began them
         with self.reducer.comm.ledger.outside_steps():
@@ -710,7 +715,7 @@ class UpdateSync(Handle):
                 self._weights.trained,
                 outer.optimizers,
                 exchanged=self._weights.exchanged(left_out),
-                # a resharded state has no thresholds and boundaries; they start afresh
+                # a resharded state has no thresholds and boundaries, which start afresh
                 resharded=isinstance(saved, Mapping) and saved.get("selectors", ()) is None,
                 finite=content.get("broken") is not True,
             ),
@@ -725,7 +730,8 @@ class UpdateSync(Handle):
         """Check on this rank alone that a saved state fits; change nothing.
 
         Raises:
-            ConfigurationError: names the first field that does not fit.
+            ConfigurationError: the state does not fit; the message names the first field that does
+                not.
         """
         content = opened(state, "updates")
         # The settings are checked first, so a state saved with other settings is refused for that reason,
@@ -765,7 +771,8 @@ class UpdateSync(Handle):
         """Load the states of optimizers and scaler; if one fails on any rank, all are rolled back."""
         module, scaler = self._plain(), self._scaler if state["scaler"] else None
         assert module is not None
-        # references suffice: a load replaces these objects; and restoring by a second load might raise
+        # references suffice, because a load replaces these objects, and restoring them by a second
+        # load might raise
         former = [(one, one.state, one.param_groups) for one in self.outer.optimizers]
         scale = None if scaler is None else scaler.state_dict()
 
@@ -822,7 +829,7 @@ class _Carried(Operation):
 
 
 def _left_out(state: Mapping[str, Any]) -> list[str]:
-    """Return the buffers that were left out when a state was saved; none if the field is missing."""
+    """Return the buffers that were left out when a state was saved; empty if the field is missing."""
     saved = state.get("left_out")
     return [n for n, out in saved.items() if out is True] if isinstance(saved, Mapping) else []
 

@@ -59,9 +59,9 @@ class ModelWeights(Weights):
     The vector is float64 if any of them is, otherwise float32.  Inside a node, a rank reads only its own
     runs of the vector; writing is collective in the node, and gathers the runs of all its ranks.
 
-    Buffers that initially contain NaN or Inf are presumed constant.  They are read as zeros and never
-    written, but keep their place in the vector, so whether a saved state fits does not depend on their
-    values.
+    Buffers that initially contain NaN or Inf are presumed constant.  They are read as zeros and
+    never written.  But they keep their place in the vector, so that their values do not decide
+    whether a saved state fits.
 
     Attributes:
         left_out: the names of these buffers.
@@ -108,7 +108,8 @@ class ModelWeights(Weights):
             return local_of(parameter)
         if name == _SAMPLES and self.noise is not None:
             return self.noise.values
-        # looked up every time, because a module may replace a buffer with another tensor
+        # the buffer is looked up every time, because a module may replace a buffer with another
+        # tensor
         return local_of(self._module.get_buffer(name))
 
     @property
@@ -128,7 +129,7 @@ class ModelWeights(Weights):
         return self._like.itemsize
 
     def exchanged(self, left_out: Collection[str] | None = None) -> list[str]:
-        """Return the names of all exchanged tensors, assuming these buffers to be left out, if given."""
+        """Return the names of all exchanged tensors; ``left_out`` may replace this model's own set."""
         left_out = self.left_out if left_out is None else left_out
         return [*self.trained, *(name for name in self.buffers if name not in left_out)]
 
@@ -148,7 +149,7 @@ class ModelWeights(Weights):
                 owner.reshard()  # type: ignore[operator]
 
     def _within(self, place: slice) -> Iterator[tuple[str, Tensor, slice, slice]]:
-        """Yield the tensors in a part: name, tensor, elements of it, and where these lie in the part."""
+        """Yield the tensors in a part: name, tensor, its elements, and their place in the part."""
         start, stop = place.start or 0, self._ends[-1] if place.stop is None else place.stop
         for number in range(bisect_right(self._ends, start), len(self._ends)):
             begin = self._ends[number - 1] if number else 0
@@ -178,7 +179,7 @@ class ModelWeights(Weights):
 
     @torch.no_grad()
     def write(self, place: slice, values: Tensor, *, add: bool = False) -> None:
-        """Replace a part, in place, or add to it; inside a node this is collective."""
+        """Replace a part in place, or add to it; inside a node, this is collective."""
         # row r holds rank r's runs of all tensors; values are first moved to the device of the weights
         values = values.to(self._like.device)
         rows = values[None] if self.node is None else self.node.gathered(values)
@@ -225,7 +226,7 @@ class ModelWeights(Weights):
     def strayed(self) -> str:
         """Return the name of a buffer left out for its NaN or Inf that is finite now, or "".
 
-        Each buffer is reported once.  Cost: a pass over those that were written to.
+        Each buffer is reported once.  Cost: a pass over the buffers that were written to.
         """
         now = dict(self._module.named_buffers()) if self._marks else {}
         for name, mark in list(self._marks.items()):
@@ -239,8 +240,8 @@ class ModelWeights(Weights):
     def landed(self, span: slice, shared: Tensor) -> None:
         """Receive the averages of the gradient samples, which are at the end of the vector.
 
-        They are read from the ``shared`` vector.  A rank's own vector gets a late exchange by addition,
-        which rounds differently on each rank, and the shares must be equal on all.
+        They are read from the ``shared`` vector, because shares must be equal on all ranks.  A
+        rank's own vector gets a late exchange by addition, which rounds differently on each rank.
         """
         if self.noise is not None and any(name == _SAMPLES for name, *_ in self._within(span)):
             values = self.noise.values

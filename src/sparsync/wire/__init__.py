@@ -1,4 +1,4 @@
-"""Wire formats: one codec per file; every message starts with the same self-describing header."""
+"""Wire formats, one codec per file; every message starts with the same self-describing header."""
 
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ __all__ = [
     "Whole",
 ]
 
-# a row per codec and per form of values: the contracts check every row
+# there is a row per codec and per form of values, and the contracts check every row
 CODECS: Final[Table[Codec[Any]]] = Table(
     "codecs",
     {

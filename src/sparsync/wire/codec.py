@@ -65,7 +65,7 @@ class Header(NamedTuple):
         return HEADER_BYTES if self.size is None else LONG_HEADER_BYTES
 
     def pack(self) -> bytes:
-        """Return the bytes, little-endian: magic, format, dtype, option, count; size and detail.
+        """Return the header's little-endian bytes: magic, format, dtype, option, count, size and detail.
 
         Example:
             >>> list(Header(1, torch.float32, 258).pack())
@@ -84,7 +84,8 @@ class Header(NamedTuple):
     @staticmethod
     def read(buffer: Tensor, nbytes: int = HEADER_BYTES) -> Header:
         """Read the header at the start of ``buffer``, with a size if 16 bytes are asked for and exist."""
-        # slices an array rather than the tensor, and copies once: a rank reads dozens of headers per step
+        # this slices an array rather than the tensor, and copies once, because a rank reads dozens
+        # of headers per step
         host = buffer if buffer.is_cpu else buffer[:nbytes].cpu()
         raw = host.numpy()[:nbytes].tobytes()
         if len(raw) < HEADER_BYTES:
@@ -112,17 +113,17 @@ class Encoded(Generic[V]):
 
 
 class Codec(ABC, Generic[V]):
-    """Turns vectors into bytes and back.  Stateless.
+    """Turns vectors into bytes and back, without any state.
 
     ``V`` is the kind of vectors: ``SparseVector``, ``DenseVector``, or ``Vector`` for both.  Messages are
     self-describing, through their headers, and never get shorter with more entries.  Their length
-    follows from the header alone, never from values or positions: pad to the longest case.
+    follows from the header alone, never from values or positions, so pad to the longest case.
 
     ``docs/extending.md`` writes a codec; ``sparsync.testing.check_codec`` checks one.
     """
 
     format: ClassVar[int]  # the codec's number in the header; 128 to 255 are for other packages
-    # no value is ever rounded; a codec that rounds only takes floating-point values
+    # whether no value is ever rounded; a codec that rounds takes only floating-point values
     exact: bool = False
     is_dense: ClassVar[bool] = False  # a message has one entry per element
     options: ClassVar[tuple[int, ...]] = (0,)  # legal values of the header's option
@@ -161,11 +162,11 @@ class Codec(ABC, Generic[V]):
         return (header.detail > 0) == (self.detail > 0)
 
     def seeded(self, rank: int, step: int) -> Codec[V]:
-        """Return the codec for a message source and step: itself, unless it draws random numbers."""
+        """Return the codec for a message source and step: this one, unless it draws random numbers."""
         return self
 
     def for_layers(self, sizes: Sequence[int]) -> Codec[V]:
-        """Return the codec for vectors of layers of these sizes: itself, unless layers matter."""
+        """Return the codec for vectors of layers of these sizes: this one, unless layers matter."""
         return self
 
     def is_exact(self, dtype: torch.dtype) -> bool:
@@ -231,7 +232,7 @@ class Codec(ABC, Generic[V]):
         return torch.cat([header.to(pieces[0].device), *map(bytes_of, pieces)])
 
     def read_header(self, buffer: Tensor) -> Header:
-        """Read the header of a message; WireFormatError unless this codec writes such headers."""
+        """Read the header of a message; raise WireFormatError unless this codec writes such headers."""
         header = Header.read(buffer, self.header_bytes)
         name = type(self).__name__
         if header.format != self.format:
@@ -287,7 +288,7 @@ class Opened(ABC):
     def decode_to(
         self, into: Tensor, divisor: float = 1.0, *, add: bool = False, start: int = 0
     ) -> None:
-        """Decode the elements from ``start`` on, divide, and write to ``into``, or add to it."""
+        """Decode the elements from ``start`` on, divide them, and write them to ``into`` or add them."""
 
     @abstractmethod
     def is_finite(self) -> bool:
@@ -296,7 +297,8 @@ class Opened(ABC):
 
 def decode_as(codec: Codec[V], message: Tensor, size: int, dtype: torch.dtype) -> V:
     """Decode another rank's message, and refuse values of another dtype than this rank's own."""
-    # a codec decodes what the header claims; sums of two dtypes would fail elsewhere, or round elsewhere
+    # a codec decodes to the dtype that the header claims, and sums of two dtypes would fail or
+    # round elsewhere
     vector = codec.decode(message, size)
     if vector.values.dtype != dtype:
         raise WireFormatError(

@@ -22,7 +22,7 @@ INDEX_BYTES = 4
 
 @final
 class Coo(Codec[SparseVector]):
-    """Header, then all indices (u32, ascending), then all values: the papers' format.
+    """Writes a header, all indices (u32, ascending), and then all values, as in the papers.
 
     Cost: 8 + 8 nnz bytes for float32.   State: none.
     Differs from the paper: indices are relative to the region, so a vector may have more elements than
@@ -59,10 +59,11 @@ class Coo(Codec[SparseVector]):
 
 @final
 class Whole(Codec[DenseVector]):
-    """Header, then all values (SparCML's dense form: the count equals the size).
+    """Writes a header and then all values (SparCML's dense form: the count equals the size).
 
     Args:
-        dtype: values are rounded to it; finite values stay finite.  None: values are sent unchanged.
+        dtype: the dtype to which values are rounded; finite values stay finite.  With None, values
+            are sent unchanged.
 
     Cost: 8 + 4 n bytes for float32, 8 + 2 n for bfloat16.   State: none.
     Differs from the paper: the header names the form, which in the paper follows from the count.
@@ -88,13 +89,13 @@ class Whole(Codec[DenseVector]):
         return self.dtype in (None, dtype)
 
     def encode(self, vector: DenseVector) -> Encoded[DenseVector]:
-        """Encode; ``decoded`` has the values themselves, or rounded values in their dtype."""
+        """Encode a vector; ``decoded`` has the values themselves, or rounded values in their dtype."""
         start, values = self.start(vector), vector.values
         sent = values if self.dtype is None else _rounded(values, self.dtype)
         return Encoded(self.message(start, sent), DenseVector(sent.to(values.dtype)))
 
     def decode(self, payload: Tensor, size: int) -> DenseVector:
-        """Decode and check the count; values have the dtype in which they were sent."""
+        """Decode a message and check the count; values have the dtype in which they were sent."""
         header, body = self.body(payload, size)
         self._check_count(header, size)
         return DenseVector(body.clone().view(header.dtype))  # a copy is aligned
@@ -121,7 +122,7 @@ class Whole(Codec[DenseVector]):
         payload[at : at + sent.numel()] = sent
 
     def writer(self, payload: Tensor) -> Writer:
-        """Return ``write_`` for one blank message; it adds what it is given."""
+        """Return ``write_`` for one blank message; the writer adds the tensors that it is given."""
 
         def write(start: int, values: Tensor, more: Tensor | None = None) -> None:
             self.write_(payload, start, values if more is None else values + more)
@@ -138,7 +139,7 @@ class Whole(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Decode a message of ``size`` elements, or its run from ``start`` on; divide; write to ``into``.
+        """Decode a message of ``size`` elements, or a run from ``start`` on, divided, into ``into``.
 
         ``add`` adds to ``into`` instead.
         """
@@ -170,7 +171,7 @@ class _OpenedWhole(Opened):
     def decode_to(
         self, into: Tensor, divisor: float = 1.0, *, add: bool = False, start: int = 0
     ) -> None:
-        """Decode the elements from ``start`` on, divide, and write to ``into``, or add to it."""
+        """Decode the elements from ``start`` on, divide them, and write them to ``into`` or add them."""
         written(self._values(start, start + into.numel()), into, divisor, add=add)
 
     def is_finite(self) -> bool:
@@ -191,8 +192,8 @@ class StreamCodec(Codec[Vector]):
         dense: codec for dense vectors (default: ``Whole()``).
         factor: a vector stays sparse up to ``factor * delta`` entries, where delta is the number of
             entries at which the dense message is no longer than the sparse one (coo: ``N i / (c + i)``).
-            Below 1 in practice, because sparse sums take longer (measured in ``benchmarks/streams.md``).
-            None: always sparse.
+            In practice, it is below 1, because sparse sums take longer (measured in
+            ``benchmarks/streams.md``). With None, all vectors stay sparse.
 
     Cost: as the codec for the vector's form.   State: none.
     Differs from the paper: the switch compares the bytes of the two codecs in use.
@@ -218,7 +219,8 @@ class StreamCodec(Codec[Vector]):
                 "sparse, in [0, 1], or None"
             )
         self.sparse, self.dense, self.factor = sparse or Coo(), dense or Whole(), factor
-        # a limit takes a bisection and is needed for every region of every step; seeded copies share it
+        # limits are cached, because each takes a bisection and is needed for every region of every
+        # step; seeded copies share the cache
         self._limits: dict[tuple[int, torch.dtype], int] = {}
 
     def __repr__(self) -> str:
@@ -231,11 +233,12 @@ class StreamCodec(Codec[Vector]):
         return twin
 
     def limit(self, size: int, dtype: torch.dtype) -> int | None:
-        """Return the number of entries up to which a vector of ``size`` elements is sparse; None: any."""
+        """Return the number of entries up to which a vector of ``size`` elements is sparse, or None."""
         if self.factor is None:
             return None
         if (size, dtype) not in self._limits:
-            # a dense message of few bits may be shorter than an empty sparse one: then the limit is 0
+            # a dense message of few bits may be shorter than an empty sparse one, and then the
+            # limit is 0
             dense, limit = self.dense.nbytes(size, size, dtype), 0
             if dense >= self.sparse.nbytes(0, size, dtype):
                 limit = int(self.factor * self.sparse.entries_within(dense, size, dtype))
@@ -281,7 +284,7 @@ def pack_words(indices: Tensor) -> Tensor:
 
 
 def unpack_words(raw: Tensor, size: int) -> Tensor:
-    """Read u32 indices as int64; WireFormatError unless they ascend strictly within ``[0, size)``."""
+    """Read u32 indices as int64; raise WireFormatError unless they ascend strictly in ``[0, size)``."""
     indices = view_as(raw, torch.uint32).to(torch.int64)
     if indices.numel() and (int(indices[-1]) >= size or bool((indices.diff() <= 0).any())):
         raise unordered(size)
@@ -289,7 +292,7 @@ def unpack_words(raw: Tensor, size: int) -> Tensor:
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round; finite values are clamped to the largest number that both dtypes can represent."""
+    """Round values; finite ones are clamped to the largest number that both dtypes can represent."""
     limit = min(torch.finfo(dtype).max, torch.finfo(values.dtype).max)
     largest = torch.tensor(limit).to(dtype)
     if float(largest) > limit:  # 65,504 in float16 would round to 65,536 in bfloat16

@@ -33,18 +33,18 @@ __all__ = ["LloydMax", "OpenedLevels", "difference_to", "sum_to"]
 @final
 @dataclass(eq=False)
 class LloydMax(Codec[DenseVector]):
-    """A scale per block and a level of few bits per element: see ``docs/wire-format.md``.
+    """Writes a scale per block and a level of few bits per element; see ``docs/wire-format.md``.
 
     An element is divided by its block's root mean square and rounded to the nearest level.  The levels
     minimise the mean square error for a normal distribution: 36, 12, 3.5 or 1 % of the squares with 1, 2,
     3 or 4 bits.  With 8 bits, levels are equally spaced up to the block's largest element.
 
     The scale is ``<q, x> / <q, q>`` of the levels q, so the decoded vector is the projection of x onto q.
-    No vector grows by being sent, and the error may be kept in the residual.  The scale is rounded to
-    bf16, because fp16 has too small a range for gradients.  The rounded scale is at most twice the exact
-    one, so the error still never exceeds the vector; rounding adds less than 4e-6 of the squares.  A
-    block whose scale is below 2^-134 is decoded as zeros.  A block with elements near the maximum of
-    their dtype gets a smaller scale, so nothing overflows.
+    A vector never grows by being sent, and the error may be kept in the residual.  The scale is
+    rounded to bf16, because fp16 has too small a range for gradients.  The rounded scale is at most
+    twice the exact one, so the error still never exceeds the vector; rounding adds less than 4e-6
+    of the squares.  A block whose scale is below 2^-134 is decoded as zeros.  A block with elements
+    near the maximum of their dtype gets a smaller scale, so nothing overflows.
 
     Finite elements stay finite; a NaN or Inf makes its whole block NaN.
 
@@ -99,7 +99,7 @@ class LloydMax(Codec[DenseVector]):
         self.writer(payload)(start, values)
 
     def writer(self, payload: Tensor) -> Writer:
-        """Return ``write_`` for one blank message, which it reads only once; it adds what it is given."""
+        """Return ``write_`` for a blank message, which it reads only once; it adds the tensors given."""
         header = self.read_header(payload)
         codes = _codes_of(header, payload[header.nbytes :], _largest_scale(header.dtype, self.bits))
 
@@ -119,7 +119,7 @@ class LloydMax(Codec[DenseVector]):
         return payload
 
     def decode(self, payload: Tensor, size: int) -> DenseVector:
-        """Decode, with the bits and the block that the message states."""
+        """Decode a message with the bits and the block that the message states."""
         opened = self.open(payload, size)
         values = torch.empty(size, dtype=opened.dtype, device=payload.device)
         opened.decode_to(values)
@@ -135,7 +135,7 @@ class LloydMax(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Decode a message of ``size`` elements, or its run from ``start`` on; divide; write to ``into``.
+        """Decode a message of ``size`` elements, or a run from ``start`` on, divided, into ``into``.
 
         ``add`` adds to ``into`` instead.  This takes one pass if both are float32.
         """
@@ -156,7 +156,7 @@ class LloydMax(Codec[DenseVector]):
 
 @final
 class OpenedLevels(Opened):
-    """A checked message of levels; runs of it are decoded without being checked again."""
+    """A checked message of levels, runs of which are decoded without another check."""
 
     def __init__(self, header: Header, raw: Tensor) -> None:
         self.header, self.dtype = header, header.dtype
@@ -171,7 +171,7 @@ class OpenedLevels(Opened):
     def decode_to(
         self, into: Tensor, divisor: float = 1.0, *, add: bool = False, start: int = 0
     ) -> None:
-        """Decode the elements from ``start`` on, divide, and write to ``into``, or add to it.
+        """Decode the elements from ``start`` on, divide them, and write them to ``into`` or add them.
 
         This takes one pass if both are float32.
         """
@@ -211,10 +211,10 @@ def difference_to(
     add: bool,
     plus: Tensor | None = None,
 ) -> None:
-    """Write a message minus the sum of ``less`` from element ``start`` on, divided.
+    """Write a message minus the sum of ``less``, divided by ``divisor``, from element ``start`` on.
 
-    ``add`` adds ``plus`` and then that to ``into`` instead.  With messages of float32 with equal bits and
-    blocks, this takes one pass.
+    ``add`` adds ``plus`` and then this difference to ``into`` instead.  With messages of float32
+    with equal bits and blocks, this takes one pass.
     """
     levels = [m for m in (message, *less) if isinstance(m, OpenedLevels)]
     all_levels = len(levels) == 1 + len(less) and all(m.dtype == torch.float32 for m in levels)
@@ -257,7 +257,7 @@ def sum_to(
 
 
 def _codes_of(header: Header, raw: Tensor, limit: float = 0.0) -> Codes:
-    """Return the scales and codes of a message, given what follows its header."""
+    """Return the scales and codes of a message, given the bytes that follow its header."""
     middle = normal_levels.SCALE_BYTES * -(-header.entries // header.detail)
     sizes = header.entries, header.option, header.detail
     return Codes(raw[:middle], raw[middle:], *sizes, limit)

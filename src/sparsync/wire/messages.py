@@ -25,7 +25,7 @@ __all__ = ["encode_regions", "join_messages", "sum_messages"]
 def encode_regions(
     codec: Codec[SparseVector], vector: SparseVector, boundaries: Sequence[int], own: int
 ) -> tuple[list[Tensor], SparseVector]:
-    """Return a message per region, empty for ``own``, and the own region's entries, not rounded.
+    """Return a message per region, empty for ``own``, and the own region's entries, unrounded.
 
     Example:
         >>> v = SparseVector.from_dense(torch.ones(4))
@@ -33,8 +33,8 @@ def encode_regions(
         >>> [m.numel() for m in messages], mine.size
         ([0, 32], 1)
     """
-    # C++ does not return the rounded values, which the caller would need for the residual, so it is only
-    # used for exact codecs
+    # C++ does not return the rounded values, which the caller would need for the residual, so only
+    # exact codecs use it
     layout = _layout(codec, [vector])
     if layout is None or not codec.is_exact(torch.float32):
         parts = vector.split(boundaries)
@@ -66,7 +66,7 @@ def sum_messages(
             else (share.indices.contiguous(), share.values.contiguous())
             for share in shares
         ]
-        # None means a malformed message: the composition below finds it again and raises the error
+        # None means a malformed message, which the composition below finds again to raise the error
         summed = native.fold_messages(given, layout, like.size)
         if summed is not None:
             return SparseVector(*summed, like.size)
@@ -103,7 +103,7 @@ def join_messages(
 def _layout(
     codec: Codec[SparseVector], vectors: Sequence[SparseVector], messages: Sequence[Tensor] = ()
 ) -> native.Layout | None:
-    """Return the codec's message layout for C++; None if C++ does not take the codec or the tensors."""
+    """Return the codec's message layout for C++, or None if C++ does not take the codec or tensors."""
     if not isinstance(codec, Coo | Packed) or not in_cpp(vectors, messages):
         return None
     header = codec.header(0, 0, torch.float32)

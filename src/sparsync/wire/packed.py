@@ -48,15 +48,16 @@ _EXACT = MappingProxyType(
 @final
 @dataclass(eq=False)
 class Packed(Codec[SparseVector]):
-    """Header, rounded values, Elias-Fano indices: see ``docs/wire-format.md``.
+    """Writes a header, rounded values and Elias-Fano indices; see ``docs/wire-format.md``.
 
-    ``decoded`` has the values that the receiver sees, in the given dtype, including entries rounded to
-    zero: the caller keeps the difference in the residual.
+    ``decoded`` has the values that the receiver sees, in the given dtype, including entries rounded
+    to zero; the caller keeps the difference in the residual.
 
     Args:
-        values: "bf16": the nearest bfloat16, ties to even, but finite values stay finite; "int8":
-            multiples of ``max |x| / 127`` over ``block`` consecutive entries, where a NaN or Inf entry
-            arrives as NaN and does not affect its block's scale; "fp32": float32.
+        values: "bf16" sends the nearest bfloat16, ties to even, but finite values stay finite;
+            "int8" sends multiples of ``max |x| / 127`` over ``block`` consecutive entries, where a
+            NaN or Inf entry arrives as NaN and does not affect its block's scale; "fp32" sends
+            float32.
         block: entries that share a scale under int8, 1 to 65535.
 
     Cost: 16 bytes; nnz (l + 1) + ceil(size / 2^l) bits of indices, l = floor(log2(size / nnz)); 16, 8
@@ -93,14 +94,14 @@ class Packed(Codec[SparseVector]):
         return dtype in _EXACT[self.values]
 
     def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
-        """Encode; ``decoded`` has the same indices and rounded values."""
+        """Encode a vector; ``decoded`` has the same indices and rounded values."""
         start, size = self.start(vector), vector.size
         style = size, self.option, self.block
         payload, rounded = packing.pack(start, vector.indices, vector.values, *style)
         return Encoded(payload, SparseVector(vector.indices, rounded, size))
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode, and check every bit except those of values, which are all legal."""
+        """Decode a message, and check all bits except those of values, which are all legal."""
         header, body = self.body(payload, size)
         indices, values = packing.unpack(body, header.entries, size, header.option, header.detail)
         return SparseVector(indices, values.to(header.dtype), size)
@@ -134,8 +135,8 @@ def encode_dealt(
 ) -> Parcels:
     """Deal a vector's entries to their owners, and encode a message for every owner except ``rank``.
 
-    Each of P owners has ``ceil(size / P)`` elements.  A message has at most ``limit`` entries, the ones
-    of largest magnitude.
+    Each of P owners has ``ceil(size / P)`` elements.  A message has at most ``limit`` entries,
+    which are those of largest magnitude.
 
     Example:
         >>> from sparsync.wire import Coo
@@ -177,7 +178,7 @@ def encode_dealt(
 def decode_sum(
     codec: Codec[SparseVector], messages: Sequence[Tensor], rank: int, own: SparseVector, k: int
 ) -> SparseVector:
-    """Sum the messages of all ranks and the own share, and keep the k largest sums.
+    """Sum the messages of all ranks and this rank's own share, and keep the k largest sums.
 
     The sum is a left fold in rank order, with the own share in place of ``rank``'s message.  Its bits
     depend neither on the order of arrival nor on the rank that owns the region.

@@ -1,4 +1,4 @@
-"""QSGD: values of few bits, rounded stochastically, in blocks that share a scale."""
+"""QSGD rounds values stochastically to few bits, in blocks that share a scale."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(eq=False)
 class _Quantised(Codec[V]):
-    """The part that is common to the dense and the sparse QSGD codec."""
+    """The common part of the dense and the sparse QSGD codec."""
 
     options = tuple(bits + flags for bits in _BITS for flags in (0, 16, 32, 48))
     header_bytes = LONG_HEADER_BYTES
@@ -97,8 +97,8 @@ class _Quantised(Codec[V]):
         divisors = torch.where(scales == 0, 1.0, scales)[:, None]
         exact = magnitudes / divisors * self.levels
         lower = exact.floor()
-        # stochastic rounding (QSGD, section 3): up with a probability equal to the fraction.  Draws are
-        # multiples of 2^-24 in [0, 1), so a value on a level stays there
+        # stochastic rounding (QSGD, section 3) goes up with a probability equal to the fraction.
+        # Draws are multiples of 2^-24 in [0, 1), so a value on a level stays there
         up = self._draws(single, blocks.numel()).view_as(blocks) < exact - lower
         codes = torch.where(blocks < 0, -(lower + up), lower + up)
         codes = torch.where(finite, codes, float(-self.levels - 1)).to(torch.int8)
@@ -107,7 +107,7 @@ class _Quantised(Codec[V]):
         return raw, self._values(raw, values.numel()).to(values.dtype)
 
     def unpack(self, header: Header, raw: Tensor) -> Tensor:
-        """Return the values of the scales and codes in ``raw``, with the parameters in the header."""
+        """Return the values of the scales and codes in ``raw``, with the header's parameters."""
         option = header.option
         scale: Literal["l2", "max"] = "max" if option & _MAX_SCALED else "l2"
         shrink = bool(option & _SHRUNK)
@@ -136,7 +136,7 @@ class _Quantised(Codec[V]):
         return squares[:, 0].sqrt().clamp(max=largest).to(torch.float32)
 
     def _draws(self, values: Tensor, count: int) -> Tensor:
-        """Draw ``count`` numbers in [0, 1), on the CPU so they are the same on every machine."""
+        """Draw ``count`` numbers in [0, 1) on the CPU, so that they are the same on every machine."""
         # The content is part of the seed, because values that a rank quantises late in a step may depend
         # on its earlier draws in that step.  Reusing those draws would bias the later values.
         content = int(values.view(torch.int32).sum(dtype=torch.int64))
@@ -151,7 +151,7 @@ class _Quantised(Codec[V]):
 @final
 @dataclass(eq=False)
 class Qsgd(_Quantised[DenseVector]):
-    """Stochastically quantised dense vectors: see ``docs/wire-format.md``.
+    """Writes stochastically quantised dense vectors; see ``docs/wire-format.md``.
 
     In a block of scale S, x becomes ``sign(x) S j / s``, where j is ``s |x| / S`` rounded up with a
     probability equal to its fraction, otherwise down; s = ``2^(bits - 1) - 1``.
@@ -186,7 +186,7 @@ class Qsgd(_Quantised[DenseVector]):
     is_dense = True
 
     def encode(self, vector: DenseVector) -> Encoded[DenseVector]:
-        """Encode; the same values, seed, rank and step give the same bytes."""
+        """Encode a vector; the same values, seed, rank and step give the same bytes."""
         start = self.start(vector)
         raw, decoded = self.round(vector.values)
         return Encoded(self.message(start, raw), DenseVector(decoded))
@@ -199,7 +199,7 @@ class Qsgd(_Quantised[DenseVector]):
 @final
 @dataclass(eq=False)
 class SparseQsgd(_Quantised[SparseVector]):
-    """Sparse vectors: values as in ``Qsgd``, Elias-Fano indices as in ``Packed``.
+    """Writes sparse vectors, with values as in ``Qsgd`` and Elias-Fano indices as in ``Packed``.
 
     Blocks consist of consecutive entries.  Entries that round to zero are still sent.
 
@@ -219,7 +219,7 @@ class SparseQsgd(_Quantised[SparseVector]):
     format = 5
 
     def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
-        """Encode; ``decoded`` has the same indices and rounded values."""
+        """Encode a vector; ``decoded`` has the same indices and rounded values."""
         start, indices, size = self.start(vector), vector.indices, vector.size
         raw, rounded = self.round(vector.values)
         payload = self.message(start, raw, packing.pack_indices(indices.contiguous(), size))

@@ -91,7 +91,7 @@ MODELS: Mapping[str, PaperModel] = {
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Count learnable parameters; a tied one counts once.
+    """Count learnable parameters; a tied parameter counts once.
 
     Example:
         >>> parameter_count(nn.Linear(3, 2))

@@ -1,8 +1,9 @@
 """Image classifiers: AlexNet, VGG-16 and residual networks.
 
-Images `[batch, 3, height, width]`, ``float32``, to logits `[batch, classes]`: 32 x 32 for CIFAR-10, 224 x
-224 for ImageNet, whose networks pool other sizes to the input size of their last layers. ``width``
-is the number of channels of the first stage, to which all others are proportional.
+They map images `[batch, 3, height, width]`, ``float32``, to logits `[batch, classes]`.  Images have
+32 x 32 pixels for CIFAR-10 and 224 x 224 for ImageNet, whose networks pool other sizes to the input
+size of their last layers. ``width`` is the number of channels of the first stage, to which all
+others are proportional.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# stages of VGG: channels in multiples of the width, number of convolutions
+# the stages of VGG: channels in multiples of the width, and the number of convolutions
 _STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
 
 
 class ImageClassifier(nn.Module):
-    """Features of an image, then one fully connected layer that gives the logits of the classes."""
+    """A network for the features of an image, and a fully connected layer for the logits of classes."""
 
     def __init__(self, features: nn.Module, head: nn.Linear) -> None:
         super().__init__()
@@ -34,8 +35,9 @@ class ImageClassifier(nn.Module):
 def he_(module: nn.Module) -> None:
     """Initialise the weights in place, for ReLUs.
 
-    Convolutions: normal, variance 2 / (outputs to which an input contributes) (He et al. 2015).
-    Fully connected layers: normal, 0.01. Their biases: 0. Norms: 1 and 0 (torch's own).
+    Convolutions are normal with variance 2 / (outputs to which an input contributes) (He et al.
+    2015). Fully connected layers are normal with deviation 0.01, and their biases 0. Norms are 1
+    and 0, as in torch.
 
     References: He et al., `Delving Deep into Rectifiers <https://arxiv.org/abs/1502.01852>`_, 2015;
     Goyal et al., `Accurate, Large Minibatch SGD <https://arxiv.org/abs/1706.02677>`_, 2017.
@@ -54,11 +56,11 @@ def alexnet(
 ) -> ImageClassifier:
     """Build the AlexNet of RedSync (Table 1, "233 MB"): 61,100,840 parameters are 233 MiB.
 
-    Images of 63 x 63 pixels or more.
+    Images must have 63 x 63 pixels or more.
 
-    Free choices: one column, without response normalisation (Krizhevsky 2014), as usual in PyTorch,
-    which RedSync used. The stated size would also fit the two columns of 2012 (60,965,224
-    parameters).
+    Free choices: the network has one column, without response normalisation (Krizhevsky 2014), as
+    is usual in PyTorch, which RedSync used. The stated size would also fit the two columns of 2012
+    (60,965,224 parameters).
 
 
     References: Krizhevsky, `One Weird Trick for Parallelizing Convolutional Neural Networks
@@ -93,8 +95,8 @@ def alexnet(
 def vgg16_cifar10(*, width: int = 64, classes: int = 10) -> ImageClassifier:
     """Build the VGG-16 of Ok-Topk (Table 2) and RedSync (Table 1): 14,728,266 parameters.
 
-    Free choices: convolutions have biases and are batch-normalised; one fully connected layer. Only
-    this gives both papers' figures.
+    Free choices: convolutions have biases and are batch-normalised, and there is one fully
+    connected layer. Only these choices give both papers' numbers.
 
     References: Simonyan & Zisserman, `Very Deep Convolutional Networks for Large-Scale Image
     Recognition <https://arxiv.org/abs/1409.1556>`_, 2014.
@@ -108,7 +110,7 @@ def vgg16_imagenet(
 ) -> ImageClassifier:
     """Build the VGG-16 of RedSync (Table 1, "528 MB"): 138,357,544 parameters are 528 MiB.
 
-    Free choices: no batch normalisation, as published.
+    Free choices: there is no batch normalisation, as published.
 
     References: see ``vgg16_cifar10``.
     """
@@ -142,7 +144,7 @@ def _convolutions(width: int, *, normalised: bool) -> list[nn.Module]:
 
 
 class _Residual(nn.Module):
-    """``relu(body(x) + shortcut(x))``: two 3x3 convolutions, or a bottleneck of three."""
+    """A block ``relu(body(x) + shortcut(x))`` of two 3x3 convolutions, or with a bottleneck of three."""
 
     def __init__(self, before: int, width: int, *, stride: int, bottleneck: bool) -> None:
         super().__init__()
@@ -182,15 +184,15 @@ def _stages(width: int, depths: Sequence[int], *, bottleneck: bool = False) -> n
 
 
 def resnet20_cifar10(*, width: int = 16, classes: int = 10) -> ImageClassifier:
-    """Build the ResNet-20 of SparCML's Figure 1: 272,474 parameters; see ``resnet44_cifar10``."""
+    """Build the ResNet-20 of SparCML's Figure 1, with 272,474 parameters; see ``resnet44_cifar10``."""
     return _cifar(3, width, classes)
 
 
 def resnet44_cifar10(*, width: int = 16, classes: int = 10) -> ImageClassifier:
     """Build the ResNet-44 of RedSync (Table 1, "2.65 MB"): 661,338 parameters.
 
-    Free choices: projections where the width changes (option B of He et al., section 4.1): with
-    shortcuts without parameters (option A) it is 2.63 MB.
+    Free choices: shortcuts are projections where the width changes (option B of He et al., section
+    4.1); with shortcuts without parameters (option A), the size would be 2.63 MB.
 
     References: He et al., `Deep Residual Learning for Image Recognition
     <https://arxiv.org/abs/1512.03385>`_, 2015, section 4.2.
@@ -206,12 +208,13 @@ def resnet110_cifar10(*, width: int = 16, classes: int = 10) -> ImageClassifier:
 def resnet50(*, width: int = 64, classes: int = 1001) -> ImageClassifier:
     """Build the ResNet-50 of WAGMA (section 5.2): 25,559,081 parameters.
 
-    Also of RedSync (Table 1: "103 MB"; 102.2, or 102.4 with the statistics of batch normalisation)
-    and SparCML (section 8.4: "approximately 25 million").
+    It is also the ResNet-50 of RedSync (Table 1: "103 MB"; here 102.2, or 102.4 with the statistics
+    of batch normalisation) and SparCML (section 8.4: "approximately 25 million").
 
-    Free choices: 1,001 classes, that is 1,000 and "background" (class 0 or the last, never a target),
-    as is usual in TensorFlow: this alone gives WAGMA's count. ``classes=1000``: 25,557,032. In a
-    bottleneck that halves the images, the 3x3 convolution has the stride.
+    Free choices: there are 1,001 classes, that is 1,000 and "background" (class 0 or the last,
+    never a target), as is usual in TensorFlow; only this gives WAGMA's count. With ``classes=1000``
+    there are 25,557,032 parameters. In a bottleneck that halves the images, the 3x3 convolution has
+    the stride.
 
     References: see ``resnet44_cifar10``.
     """
@@ -221,10 +224,10 @@ def resnet50(*, width: int = 64, classes: int = 1001) -> ImageClassifier:
 def resnet18x4(*, width: int = 256, classes: int = 1000) -> ImageClassifier:
     """Build the 4xResNet18 of SparCML (section 8.4): 180,645,096 parameters.
 
-    All widths of ResNet-18 times 4, including the first convolution's. "More than 2M" of the
-    parameters are in the last layer: 2,048 features and 1,000 classes.
+    All widths are four times those of ResNet-18, including that of the first convolution. "More
+    than 2M" of the parameters are in the last layer: 2,048 features and 1,000 classes.
 
-    Free choices: ImageNet-1K (Table 3; the text says 11K once).
+    Free choices: the classes are those of ImageNet-1K (Table 3; the text says 11K once).
 
     References: Zagoruyko & Komodakis, `Wide Residual Networks <https://arxiv.org/abs/1605.07146>`_,
     2016.

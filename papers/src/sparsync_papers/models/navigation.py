@@ -1,4 +1,4 @@
-"""The policy of WAGMA-SGD's reinforcement learning (section 5.4): DD-PPO's, for Habitat."""
+"""The policy of WAGMA-SGD's reinforcement learning (section 5.4), which is DD-PPO's for Habitat."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError, require
 
-# blocks, and multiples of the width, of a ResNet-18's stages
+# the stages of a ResNet-18: multiples of the width, and numbers of blocks
 _STAGES = ((2, 1), (2, 2), (2, 4), (2, 8))
 _SIDE = 256  # pixels; halved first, then divided by 32: 4 x 4 remain
 _FEATURES = 2048  # outputs of the encoder, before its fully connected layer
@@ -103,9 +103,9 @@ class NavigationPolicy(nn.Module):
         Args:
             images: `[steps, batch, 1, 256, 256]`, ``float32``, depth.
             goals: `[steps, batch, 3]`, ``float32``: distance, and cosine and sine of the angle.
-            last: `[steps, batch]`, ``int64``: the last action plus one; 0: an episode begins, and
-                the LSTM state is reset.
-            state: state of the two LSTM layers from the previous call; None: zeros.
+            last: `[steps, batch]`, ``int64``: the last action plus one, or 0 if an episode begins,
+                which resets the LSTM state.
+            state: state of the two LSTM layers from the previous call; None for zeros.
 
         Raises:
             ConfigurationError: images have another size.

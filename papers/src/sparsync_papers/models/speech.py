@@ -1,4 +1,4 @@
-"""Recognise speech like Deep Speech 2: convolutions, LSTM layers, a letter for every 20 ms."""
+"""Recognise speech like Deep Speech 2: by convolutions, LSTM layers, and a letter for every 20 ms."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from sparsync_papers.models.images import he_
 
 
 class SpeechLstm(nn.Module):
-    """Two convolutions, LSTM layers with batch normalisation between, lookahead, letters.
+    """Two convolutions, LSTM layers with batch normalisation between them, a lookahead, and letters.
 
-    The speech recogniser of Ok-Topk (Table 2, "LSTM"): 27,569,568 parameters.  Spectrograms
-    `[batch, 1, 161, frames]`, ``float32``, to logits `[batch, (frames + 1) // 2, 29]`.
+    This is the speech recogniser of Ok-Topk (Table 2, "LSTM") with 27,569,568 parameters.  It maps
+    spectrograms `[batch, 1, 161, frames]`, ``float32``, to logits `[batch, (frames + 1) // 2, 29]`.
 
-    Free choices: the structure of Deep Speech 2 in one direction; the LSTM's layers have torch's two
-    biases; a lookahead of 20 positions, with a weight per position and feature; no bias in the last
-    layer. This gives the count. Initial weights: ``he_`` for convolutions and the last layer,
-    torch's own uniform ones for the LSTM and the lookahead.
+    Free choices: the structure is that of Deep Speech 2 in one direction; the LSTM's layers have
+    torch's two biases; the lookahead covers 20 positions, with a weight per position and feature;
+    the last layer has no bias. These choices give the count. Initial weights are those of ``he_``
+    for convolutions and the last layer, and torch's own uniform ones for the LSTM and the
+    lookahead.
 
-    Differs from the paper: padding after the end of an utterance is treated as silence, not masked;
-    it affects at most the last 27 positions, and the statistics of batch normalisation.
+    Differs from the paper: padding after the end of an utterance is treated as silence instead of
+    being masked, which affects at most the last 27 positions, and the statistics of batch
+    normalisation.
 
     Raises:
         ConfigurationError: ``bins`` is less than 41.

@@ -15,18 +15,20 @@ _EPSILON = 1e-12  # epsilon of BERT's layer normalisation (Devlin et al., publis
 class LstmLanguageModel(nn.Module):
     """Predicts the next word; embedding and output layer are not tied.
 
-    The LSTM of RedSync (section 6.2 and Table 1): 66,034,000 parameters with the 10,000 words of the Penn
-    Treebank ("264 MB"), 135,891,278 with the 33,278 of WikiText-2 ("543 MB").  Tokens `[batch,
-    positions]`, ``int64``, to logits `[batch, positions, vocabulary]`.
+    This is the LSTM of RedSync (section 6.2 and Table 1).  It has 66,034,000 parameters with the
+    10,000 words of the Penn Treebank ("264 MB"), and 135,891,278 with the 33,278 words of
+    WikiText-2 ("543 MB").  It maps tokens `[batch, positions]`, ``int64``, to logits `[batch,
+    positions, vocabulary]`.
 
-    Free choices: torch's two biases per gate; embeddings as wide as the layers, which both sizes of
-    Table 1 require. Initial weights: uniform within 0.1 for the embedding and the output layer,
-    whose bias is 0; torch's own for the LSTM, uniform within 1 / sqrt(``width``) = 0.026.
+    Free choices: each gate has torch's two biases, and embeddings are as wide as the layers, which
+    both sizes of Table 1 require. Initial weights are uniform within 0.1 for the embedding and the
+    output layer, whose bias is 0; the LSTM has torch's own, uniform within 1 / sqrt(``width``) =
+    0.026.
 
     Differs from the paper: every window starts from a state of zeros.
 
-    ``dropout`` is applied before, between and after the layers (Zaremba et al., the large network;
-    RedSync names none).
+    ``dropout`` is applied before, between and after the layers (as in the large network of Zaremba
+    et al.; RedSync names no dropout).
 
     References: Press & Wolf, `Using the Output Embedding to Improve Language Models
     <https://arxiv.org/abs/1608.05859>`_, 2016; Zaremba et al., `Recurrent Neural Network
@@ -56,15 +58,17 @@ class LstmLanguageModel(nn.Module):
 class EncoderDecoder(nn.Module):
     """An encoder whose final state is the decoder's initial state.
 
-    The "encoder-decoder network consisting of two LSTM cells each" of SparCML (section 8.3).  Pairs of
-    tokens `[batch, positions]`, ``int64``, to logits `[batch, target positions, target_vocabulary]`.
+    This is the "encoder-decoder network consisting of two LSTM cells each" of SparCML (section
+    8.3).  It maps pairs of tokens `[batch, positions]`, ``int64``, to logits `[batch, target
+    positions, target_vocabulary]`.
 
-    19,821,440 parameters for ATIS, with CNTK's 944 words and padding, 127 labels and a start; 88,048,944
-    for Hansards, with 30,000 words of each language (its size is not published).
+    It has 19,821,440 parameters for ATIS, with CNTK's 944 words and padding, 127 labels and a
+    start; and 88,048,944 for Hansards, with 30,000 words of each language (its size is not
+    published).
 
-    Free choices: 768 wide, which gives ATIS 19.8 M parameters and 79 MB ("approximately 20M", "80
-    MB"); no attention.  SparCML names CNTK's defaults otherwise.  Initial weights: torch's own (normal
-    for embeddings, uniform within 1 / sqrt(``width``) for the rest).
+    Free choices: a width of 768, which gives ATIS 19.8 M parameters and 79 MB ("approximately 20M",
+    "80 MB"), and no attention.  Otherwise, SparCML names CNTK's defaults.  Initial weights are
+    torch's own (normal for embeddings, uniform within 1 / sqrt(``width``) for the rest).
 
     References: Sutskever et al., `Sequence to Sequence Learning with Neural Networks
     <https://arxiv.org/abs/1409.3215>`_, 2014.
@@ -90,7 +94,7 @@ class EncoderDecoder(nn.Module):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Return logits `[batch, target positions, target_vocabulary]` of each target's next token.
 
-        ``padding`` at the end of the source is ignored; the target is the output so far, after a
+        ``padding`` at the end of the source is ignored.  The target is the output so far, after a
         start token.
         """
         lengths = (source != self.padding).sum(1).clamp(min=1).cpu()
@@ -106,13 +110,14 @@ class EncoderDecoder(nn.Module):
 class Transformer(nn.Module):
     """An encoder of one sentence and a decoder of another, with one table of embeddings.
 
-    The "standard-sized" one of WAGMA (section 5.3): 61,362,176 parameters.  Pairs of tokens `[batch,
-    positions]`, ``int64``, to logits `[batch, target positions, vocabulary]`.
+    This is the "standard-sized" Transformer of WAGMA (section 5.3), with 61,362,176 parameters.  It
+    maps pairs of tokens `[batch, positions]`, ``int64``, to logits `[batch, target positions,
+    vocabulary]`.
 
-    Free choices: one vocabulary of 33,708 subwords, one table for both languages and the output; no
-    biases in attention; the input of every part is normalised, and the output once at the end
-    (TensorFlow's reference model). This gives the count. Initial weights: Glorot's uniform,
-    embeddings normal with variance 1 / ``width``.
+    Free choices: both languages share a vocabulary of 33,708 subwords, and one table with the
+    output; attention has no biases; the input of every part is normalised, and the output once at
+    the end (as in TensorFlow's reference model). These choices give the count. Initial weights are
+    Glorot's uniform ones; embeddings are normal with variance 1 / ``width``.
 
     Raises:
         ConfigurationError: ``width`` is odd.
@@ -160,8 +165,8 @@ class Transformer(nn.Module):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Return the logits `[batch, target positions, vocabulary]` of each target's next token.
 
-        The source's ``padding`` is masked; the target is the translation so far, after a start
-        token, padded only at the end.
+        The source's ``padding`` is masked.  The target is the translation so far, after a start
+        token, and is padded only at the end.
         """
         padding = source == self.padding
         later = nn.Transformer.generate_square_subsequent_mask(target.shape[1], target.device)
@@ -191,16 +196,18 @@ def _sinusoids(positions: int, width: int, device: torch.device) -> Tensor:
 
 
 class Bert(nn.Module):
-    """Embeddings, blocks, a head for masked words, and one for "is this the next sentence?".
+    """Embeddings, blocks, a head for masked words, and a head for "is this the next sentence?".
 
-    The BERT of Ok-Topk (Table 2), BERT-base for pre-training: 133,547,324 parameters.  Tokens and
-    segments `[batch, positions]`, ``int64``, to the logits of the masked words `[batch, positions,
-    vocabulary]` and of the next sentence `[batch, 2]`; both losses are added.
+    This is the BERT of Ok-Topk (Table 2), i.e. BERT-base for pre-training, with 133,547,324
+    parameters.  It maps tokens and segments `[batch, positions]`, ``int64``, to the logits of the
+    masked words `[batch, positions, vocabulary]` and of the next sentence `[batch, 2]`; both losses
+    are added.
 
-    Free choices: the uncased vocabulary, and an output layer of its own: tied to the embedding, as
-    BERT was published, the count would be 110,106,428. Initial weights: normal with 0.02, biases 0
-    (as usual in PyTorch; BERT's own are cut at 0.04, which takes half a minute to draw). PyTorch's
-    block has one more dropout, between its two linear layers.
+    Free choices: the vocabulary is the uncased one, and the output layer is separate; tied to the
+    embedding, as BERT was published, the count would be 110,106,428. Initial weights are normal
+    with deviation 0.02, and biases 0, as is usual in PyTorch (BERT's own are cut at 0.04, which
+    takes half a minute to draw). PyTorch's block has one more dropout, between its two linear
+    layers.
 
     References: Devlin et al., `BERT <https://arxiv.org/abs/1810.04805>`_, 2018.
     """

@@ -25,7 +25,7 @@ Cell = str | int | float | bool | None
 Row = Mapping[str, Cell]
 Points = Sequence[tuple[float | str, float]]
 
-# networks that the papers name, with assumed numbers because the papers give none
+# networks that the papers name; their numbers are assumed, because the papers give none
 ARIES = Links(alpha=1.5e-6, beta=1e-10)  # assumed: a supercomputer's MPI, 10 GB/s
 GIGE = Links(alpha=50e-6, beta=8e-9)  # assumed: 1 Gbit/s
 
@@ -49,7 +49,7 @@ class Settings:
     advance: Callable[[int | None], None] = _nothing
 
     def pick(self, whole: T, quick: T) -> T:
-        """Return the first, or the second in a quick run.
+        """Return the first argument, or the second in a quick run.
 
         Example:
             >>> Settings(quick=True).pick((8, 16, 32), (4,))
@@ -71,7 +71,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A number from a paper's text (numbers shown only in plots are not used), and this run's number."""
+    """A number from a paper's text and this run's number; numbers shown only in plots are not used."""
 
     what: str  # the quantity
     says: str  # in the paper's words or numbers
@@ -98,7 +98,7 @@ class Panel:
     title: str  # above it
     x: str  # label of the axis; for bars, the meaning of the groups
     y: str  # label of the axis, with the unit
-    # by name: points ``(x, y)`` of a curve, or ``(group, height)`` of bars
+    # the values by name: points ``(x, y)`` of a curve, or ``(group, height)`` of bars
     series: Mapping[str, Points]
     kind: Literal["curves", "bars", "stacks"] = "curves"  # of plot
     log: Literal["", "x", "y", "xy"] = ""  # axes that are logarithmic: "", "x", "y" or "xy"

@@ -1,4 +1,4 @@
-"""List the artifacts of all modules, and what cannot be reproduced."""
+"""List the artifacts of all modules, and the tables and figures that cannot be reproduced."""
 
 from __future__ import annotations
 

@@ -113,7 +113,8 @@ def find(name: str, artifacts: tuple[Artifact, ...] = ARTIFACTS) -> Artifact:
     """Return an artifact by its name, in any spelling.
 
     Raises:
-        ConfigurationError: there is none; the message lists names with similar spelling.
+        ConfigurationError: there is no such artifact; the message lists names with similar
+            spelling.
 
     Example:
         >>> find("Ok-Topk_Table1").paper

@@ -67,7 +67,7 @@ def _curves(axis: Axes, panel: Panel) -> dict[str, Any]:
 
 
 def _bars(axis: Axes, panel: Panel) -> dict[str, Any]:
-    """Draw bars; return how the legend is placed: below, since bars leave no room inside."""
+    """Draw bars; return that the legend is placed below, because bars leave no room inside."""
     groups = list(dict.fromkeys(x for points in panel.series.values() for x, _ in points))
     bottom = dict.fromkeys(groups, 0.0)
     stacked = panel.kind == "stacks"

@@ -1,4 +1,4 @@
-"""Ok-Topk, Figure 7 and section 5.3: the gain of balancing, in virtual time."""
+"""Measure Ok-Topk's gain from balancing in virtual time (Figure 7 and section 5.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ok-Topk, Figures 9, 11 and 13: small models trained here, over the simulated time of the large ones."""
+"""Ok-Topk, Figures 9, 11 and 13: train small models over the simulated time of the large ones."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def figure_13(settings: Settings) -> Outcome:
 def seconds_to(
     points: Sequence[tuple[float, float]], target: float, *, rising: bool
 ) -> float | None:
-    """Return when a curve first reaches a value; None: never.
+    """Return the time at which a curve first reaches a value, or None if it never does.
 
     Example:
         >>> seconds_to([(1.0, 0.2), (2.0, 0.9)], 0.8, rising=True)

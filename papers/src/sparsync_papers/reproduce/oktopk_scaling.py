@@ -1,4 +1,4 @@
-"""Ok-Topk, Figures 8, 10 and 12: weak scaling, simulated with costs fitted to the text at P = 32."""
+"""Simulate Ok-Topk's weak scaling (Figures 8, 10 and 12) with costs fitted to the text at P = 32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sparsync_papers.reproduce import (
 )
 
 FITTED_RANKS = 32
-# assumed here: the first three constants, the shares of the models, and gTopk's selections
+# the first three constants, the shares of the models, and gTopk's selections are assumed here
 _ALPHA = 50e-6  # s per message: two copies between GPU and host, and a call from Python
 _THRESHOLD = 12 * 4 / 550e9  # s per element: 12 passes at 3/4 of a P100's 732 GB/s
 _BUCKETS = 8  # number of buckets of DenseOvlp
@@ -40,13 +40,13 @@ _FOUND = 0.75  # share of k until which Gaussian-k's threshold is scaled (sectio
 
 @dataclass(frozen=True)
 class Model:
-    """A row of Table 2, with what section 5 says about its training."""
+    """A row of Table 2, with the facts that section 5 states about its training."""
 
     name: str  # of the model
     size: int  # parameters n
     density: float  # k / n (captions of Figures 8, 10, 12)
     threshold_period: int  # tau' in steps (section 5.2)
-    # share of the entries that all ranks select (assumed, from the fill-in of section 5.2)
+    # the share of entries that all ranks select (assumed, from the fill-in of section 5.2)
     shared: float
     ranks: tuple[int, ...]  # world sizes of the figure
 
@@ -69,27 +69,27 @@ class Scheme:
     name: str  # name in the paper
     form: str  # its row of ``PRESETS``
     make: Callable[[int], Algorithm]  # makes the algorithm, given tau'
-    # no selection; by a threshold, with a sort every tau' steps; by a sort on every step
+    # the selection: none; by a threshold, with a sort every tau' steps; or by a sort on every step
     selects: Literal["nothing", "threshold", "reused", "sort"]
     overlap: bool = False  # exchange in buckets, hidden by the backward pass
     found: float = 1.0  # the share of k that it selects
 
     def cost(self, model: Model, ranks: int) -> Cost:
-        """Return messages and bytes of the closed form, mean of tau' steps."""
+        """Return messages and bytes of the closed form, as the mean of tau' steps."""
         job = Job(model.size, round(self.found * model.k), ranks)
         if self.name != OKTOPK.name:
             cost = resolve(self.form).make_collective().cost(job)
             assert cost is not None
             return cost
-        # two phases of k entries: P - 1 messages, 4 at a time, and two allgathers; exact steps send
-        # all sums
+        # there are two phases of k entries: P - 1 messages, 4 at a time, and two allgathers; exact
+        # steps send all sums
         messages = math.ceil((ranks - 1) / _WINDOW) + 2 * math.ceil(math.log2(ranks))
         entries = 2 * job.k + job.summed / model.threshold_period
         return Cost(messages, ENTRY_BYTES * entries * job.share)
 
 
 def _as_published(period: int) -> Algorithm:
-    """Return Ok-Topk's phases; exactly k entries, as its thresholds find (BERT: 1.4 % off)."""
+    """Return Ok-Topk's phases, with exactly k entries, as its thresholds find (BERT: 1.4 % off)."""
     return oktopk(
         threshold_period=period,
         boundaries="average",
@@ -127,11 +127,12 @@ SCHEMES = (
 
 @dataclass(frozen=True)
 class Effective:
-    """Seconds per message, byte and element; host staging, packing and summing are included."""
+    """Seconds per message, byte and element, which include host staging, packing and summing."""
 
     alpha: float  # per message
     beta: float  # per byte of sparse messages
-    # per byte of dense ones: copies of all n elements to the host and back, and sums
+    # seconds per byte of dense messages, including copies of all n elements to the host and back,
+    # and sums
     beta_dense: float
     threshold: float  # per element, to select by a threshold
     sort: float  # per element, to select by PyTorch's ``topk``
@@ -143,7 +144,7 @@ class Effective:
         return self.computation[_MODELS.index(model)]
 
     def select(self, scheme: Scheme, model: Model) -> float:
-        """Return the selection's seconds per element, mean of tau' steps."""
+        """Return the seconds per element of the selection, as the mean of tau' steps."""
         return {
             "nothing": 0.0,
             "threshold": self.threshold,
@@ -175,7 +176,7 @@ class Effective:
 
 @dataclass(frozen=True)
 class Statement:
-    """A statement about P = 32 that the fit uses: the ratio of two steps, or one in seconds."""
+    """A statement about P = 32 that the fit uses: the ratio of two steps, or the seconds of one."""
 
     model: Model  # the model
     scheme: Scheme  # the scheme whose step it states
@@ -206,7 +207,7 @@ def _effective(alpha: float, x: Sequence[float]) -> Effective:
 
 
 def fit(alpha: float = _ALPHA) -> Effective:
-    """Solve for both betas, the sort and three computations; alpha and threshold are stated.
+    """Solve for both betas, the sort and three computations; alpha and the threshold are given.
 
     The closed forms are linear in the six numbers if messages bound DenseOvlp.
 
@@ -228,7 +229,7 @@ def fit(alpha: float = _ALPHA) -> Effective:
             for s in STATEMENTS
         ]
 
-    # messages bound DenseOvlp where they take this long: one line through both points
+    # messages bound DenseOvlp where they take this long: one line goes through both points
     bound = torch.tensor([0.0, 1e-6, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     units = torch.tensor([1e-9, 1e-9, 1e-9, 1.0, 1.0, 1.0], dtype=torch.float64)
     start = torch.tensor(off(bound.tolist()), dtype=torch.float64)
@@ -259,7 +260,7 @@ _DIFFERS = (
 
 @dataclass(frozen=True)
 class Parts:
-    """The paper's parts of a step, in seconds; hidden communication does not count."""
+    """The paper's parts of a step in seconds; hidden communication does not count."""
 
     sparsification: float
     communication: float
@@ -291,7 +292,7 @@ def simulate_step(
     entries: int = _ENTRIES,
     seed: int = 0,
 ) -> Parts:
-    """Simulate a step, mean of tau'.
+    """Simulate a step; the result is the mean of tau' steps.
 
     Example:
         >>> parts = simulate_step(fit(), OKTOPK, VGG, 4, entries=16)
@@ -299,7 +300,8 @@ def simulate_step(
         True
     """
     reused = scheme.name == OKTOPK.name
-    # with regions, too few entries per pair overload the busiest rank; a gather has no regions
+    # with regions, too few entries per pair of ranks overload the busiest rank; a gather has no
+    # regions
     pairs = {"oktopk": ranks, "budgeted": ranks, "topkdsa": ranks / 32, "halving": 32}
     fewest = entries * pairs.get(scheme.form, 2.0)
     per_element = costs.select(scheme, model)
@@ -440,13 +442,13 @@ def _compare_vgg(times: Times, ranks: Sequence[int]) -> list[Comparison]:
 
 
 def _compare_bert(times: Times, ranks: Sequence[int]) -> list[Comparison]:
-    """Compare with section 5.4.3: P = 32 is fitted, more ranks are predicted."""
+    """Compare with section 5.4.3; P = 32 is fitted, and more ranks are predicted."""
     few, many = ranks[0], ranks[-1]
     where = "section 5.4.3"
     found = []
     nearer = (
         "DenseOvlp, fitted to 3.19 x at P = 32, grows as its volume does, whatever alpha is; the paper's "
-        # 47 hours of 400,000 steps at 76.3 %, times 3.29, over 150 hours
+        # the 47 hours are 400,000 steps at 76.3 %, times 3.29, over 150 hours
         "by 35 % or more: contention, or a ring's 2 P messages per bucket; the text does not say"
     )
     for scheme in (OKTOPK, *OURS):
@@ -472,7 +474,7 @@ def _compare_bert(times: Times, ranks: Sequence[int]) -> list[Comparison]:
 
 
 def on_aries(costs: Effective) -> Effective:
-    """Return the costs of the bare network, without copies to the host and sums there."""
+    """Return the costs of the bare network, without copies to the host and without sums there."""
     return replace(costs, alpha=ARIES.alpha, beta=ARIES.beta, beta_dense=ARIES.beta)
 
 
@@ -483,7 +485,7 @@ def _over_others(scheme: Scheme, times: Times, ranks: int) -> tuple[float, float
 
 
 def _range(at: str, says: str, where: str, times: Times, ranks: int) -> Comparison:
-    """Compare by how much Ok-Topk beats the best and the worst other scheme."""
+    """Compare the gain of Ok-Topk over the best and the worst other scheme."""
     low, high = _over_others(OKTOPK, times, ranks)
     slowest = max(_OTHERS, key=lambda s: times[s.name, ranks].seconds)
     what, ours = f"{OKTOPK.name}: over all others at {at}", f"{low:.2f} to {high:.2f} x"

@@ -1,4 +1,4 @@
-"""Ok-Topk, Figures 4 to 6 and section 5.2, in training: thresholds, xi, and the fill-in of TopkDSA."""
+"""Measure thresholds, xi and TopkDSA's fill-in during training (Ok-Topk, Figures 4 to 6, section 5.2)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Seen:
     accumulated: Tensor  # `[n]`, the vector it selects from
     k: int  # entries to select
     local: SparseVector  # entries that the reused threshold selects
-    # entries that Gaussian-k's own threshold selects; the smallest is the threshold
+    # the entries that Gaussian-k's own threshold selects; the smallest of them is the threshold
     gaussian: SparseVector
     total: int  # entries of the global selection
     key: int | None  # key of the reused threshold
@@ -69,7 +69,7 @@ def _watch(
         seed=settings.seed,
     )
     k = training.units[0].entries(density)
-    # a copy of the reducer's selector with its own state: it makes the same choice
+    # this is a copy of the reducer's selector with its own state, which makes the same choice
     selector = Reused(_PERIOD, cap=None) if published else algorithm.make_selector()
     unscaled = GaussianK(enough=0.0)  # the first threshold that any entry reaches
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""Ok-Topk, Table 1: words and messages of six allreduces, counted by the ledger."""
+"""Count words and messages of the six allreduces in Ok-Topk's Table 1, by the ledger."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TOLERANCE = 0.04  # share of the words: headers
 _HEADERS = "headers, which the table omits"
 
 
-# where an algorithm may exceed its row by more than headers
+# the algorithms that may exceed their row by more than headers, with the reason
 _OTHERWISE = {
     "topkdsa": "headers and entries unevenly spread over the regions",
     "gaussiank": "selects more or fewer than k: its threshold is an estimate",

@@ -42,12 +42,12 @@ class Recipe:
     clip: float | None = None  # largest norm of the averaged gradient; None: any
 
     def score(self, evaluation: Evaluation) -> float:
-        """Return the accuracy of a classifier, the loss of other models."""
+        """Return the accuracy of a classifier, or the loss of any other model."""
         return evaluation.accuracy if self.workload.classifies else evaluation.loss
 
 
 def digits_recipe(batch_size: int = 16, hidden: int = 256) -> Recipe:
-    """Return a small VGG on images of digits: 50,730 parameters, two milliseconds on half a core."""
+    """Return a small VGG for digits with 50,730 parameters, which takes 2 ms on half a core."""
 
     def make(seed: int) -> nn.Module:
         return SmallVgg(channels=((8, 16), (32, 32)), hidden=hidden, seed=seed)
@@ -86,8 +86,8 @@ class SimulatedTraining:
 
     Attributes:
         model: its state after the last step.
-        losses: per step, mean over ranks.
-        bytes_sent: per step, of the rank that sent most.
+        losses: loss of each step, as the mean over ranks.
+        bytes_sent: bytes of each step, from the rank that sent most.
     """
 
     def __init__(
@@ -140,13 +140,13 @@ class SimulatedTraining:
         return gradients
 
     def accumulated(self, gradients: Sequence[Sequence[Tensor]], unit: int = 0) -> list[Tensor]:
-        """Return the vector each rank selects from in one unit: its residual plus its gradient."""
+        """Return the vector from which each rank selects in one unit: its residual plus its gradient."""
         kept = [reducer.residuals[unit].value for reducer in self.reducers]
         mine = [units[unit] for units in gradients]
         return [g.clone() if r is None else r + g for r, g in zip(kept, mine, strict=True)]
 
     def apply(self, gradients: Sequence[list[Tensor]]) -> list[Vector]:
-        """Exchange, which overwrites the gradients with their average, and step; return the averages."""
+        """Exchange, which overwrites gradients with their average, and step; return the averages."""
 
         async def program(comm: SimCommunicator) -> list[Vector]:
             reducer = self.reducers[comm.rank]
@@ -193,7 +193,7 @@ class Way:
 
     algorithm: Algorithm
     density: float = 1.0  # k / n of every unit
-    # parameters that are exchanged sparsely; None: the algorithm's own choice
+    # the parameters that are exchanged sparsely; None for the algorithm's own choice
     compress: Choice | None = None
 
 

@@ -1,4 +1,4 @@
-"""RedSync, Figures 7 to 10, by its own cost model: speedups, shares of a step."""
+"""Predict speedups and the shares of a step by RedSync's own cost model (Figures 7 to 10)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Training:
         return self.make()
 
     def seconds(self, platform: Platform) -> float:
-        """Return the seconds of computation: forward, and twice as long backward."""
+        """Return the seconds of computation: those of forward, and twice as long for backward."""
         return 3e9 * self.gflops * self.batch / (_EFFICIENCY * platform.flops)
 
     def step(self, platform: Platform, ranks: int, scheme: str) -> float:
@@ -111,7 +111,7 @@ SMALL = (
 )
 
 
-# model, GPUs, and speedup of RGC and quantised RGC over SGD in the text; None: not stated
+# the model, GPUs, and speedup of RGC and quantised RGC over SGD in the text; None if not stated
 _FIGURE_7 = (
     ("VGG-16", 128, 1.42, 1.71),
     ("AlexNet", 16, None, 1.68),

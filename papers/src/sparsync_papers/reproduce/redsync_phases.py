@@ -1,7 +1,8 @@
-"""Simulate and predict the stages of a RedSync step: select, mask, pack, communicate, unpack.
+"""Simulate and predict how long a RedSync step selects, masks, packs, communicates and unpacks.
 
-The real collectives exchange real messages of the models' layers on the simulator; its clock charges the
-network and, with the constants of ``Machine`` and ``Kernels``, the GPU's work before and after.
+The real collectives exchange real messages of the models' layers on the simulator.  Its clock
+charges the network and, with the constants of ``Machine`` and ``Kernels``, the GPU's work before
+and after.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _WORD_BYTES = 4
 
 
 class Kernels(NamedTuple):
-    """A stage's work on one layer: kernels started, and passes of its bytes through memory."""
+    """A stage's work on one layer: kernels started, and passes of the layer's bytes through memory."""
 
     launches: float
     passes: float
@@ -50,13 +51,13 @@ class Machine:
     """A node of Piz Daint."""
 
     alpha: float = 1.5e-6  # seconds per message (assumed: MPI on Aries)
-    # seconds per byte: 1.5 GB/s between GPU memories (section 6.1, Figure 5)
+    # seconds per byte, from 1.5 GB/s between GPU memories (section 6.1, Figure 5)
     beta: float = 1 / 1.5e9
     launch: float = 10e-6  # seconds per kernel (assumed: launched one by one from Python)
     # seconds per byte and pass: three quarters of a P100's 732 GB/s (its data sheet)
     memory: float = 1 / 550e9
-    # passes per byte of a message that is added at its indices: every 4 bytes read and write a sector of
-    # 32
+    # passes per byte of a message that is added at its indices, because every 4 bytes read and
+    # write a sector of 32
     scattered: float = 16.0
 
     def seconds(self, kernels: Kernels, elements: int) -> float:
@@ -65,7 +66,7 @@ class Machine:
         return self.launch * kernels.launches + passed
 
 
-# Algorithm 4: U = m U + G; V += U; mask = 1; mask[selected] = 0; V *= mask; U *= mask
+# Algorithm 4 computes U = m U + G; V += U; mask = 1; mask[selected] = 0; V *= mask; U *= mask
 MOMENTUM_MASK = Kernels(6, 3 + 3 + 1 + 0 + 3 + 3)
 MASK = Kernels(4, 3 + 1 + 0 + 3)  # the same without momentum
 PACK = Kernels(2, 0)  # the values; then count, indices and values in one message
@@ -96,7 +97,7 @@ SCHEMES = (
     RGC,
     QUANTISED_RGC,
     Scheme("RGC, one kernel per message", Allgather(), lambda layers, ranks: ranks),
-    # one kernel per message of either phase; then the total, layer by layer
+    # there is one kernel per message of either phase, and then the total, layer by layer
     Scheme("budgeted", Budgeted(), lambda layers, ranks: 2 * ranks + layers),
 )
 
@@ -115,7 +116,7 @@ def resnet50(classes: int = 1000) -> Model:
 
 
 def lstm() -> Model:
-    """Return the 2-layer language model of section 6.2: weights not tied, SGD without momentum."""
+    """Return the 2-layer language model of section 6.2: its weights are not tied, SGD has no momentum."""
     return model_of("LSTM 2 x 1500", "lstm_ptb", MASK)
 
 
@@ -124,8 +125,9 @@ def phases(
 ) -> dict[str, float]:
     """Return the virtual seconds of every stage of one step, the mean over ranks.
 
-    Nothing overlaps. Layers below 128 KB are sent dense, in one allreduce; the others in one message per
-    model; if the scheme quantises, the output layer is sent apart and plain (section 5.2.3).
+    No stages overlap. Layers below 128 KB are sent dense, in one allreduce, and the others in one
+    message per model. If the scheme quantises, the output layer is sent separately and plain
+    (section 5.2.3).
     """
     groups, small = _groups(model, scheme)
 
@@ -140,7 +142,7 @@ def phases(
                 await comm.compute(sum(machine.seconds(PACK, n) for n in group))
             widths = [-(-n // shrink) for n in group]
             mine = _selected(widths, generator)
-            # plus the time that the collective itself counts as unpacking
+            # this also has the time that the collective itself counts as unpacking
             with comm.stage("communicate"):
                 collective = exchanging.collective.for_layers(widths)
                 await collective.reduce(comm, mine, mine.nnz, step=0)
@@ -158,10 +160,10 @@ def phases(
 def predicted_phases(
     model: Model, scheme: Scheme, ranks: int, machine: Machine = Machine()
 ) -> dict[str, float]:
-    """Return the same in closed form, layer by layer: Equation 1, or Equation 2 for dense layers.
+    """Return the same phases in closed form by layer: Equation 1, or Equation 2 for dense layers.
 
-    Headers are ignored, and so are deviations of messages from the mean size. For "RGC" and "quantised
-    RGC".
+    Headers are ignored, and so are deviations of messages from the mean size. The schemes are "RGC"
+    and "quantised RGC".
     """
     groups, small = _groups(model, scheme)
     found = dict.fromkeys(STAGES, 0.0)

@@ -1,4 +1,4 @@
-"""RedSync, Figure 3: the time to select 0.1 % of a residual, over its size."""
+"""Measure the time to select 0.1 % of a residual, over its size (RedSync, Figure 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RedSync, Figure 6 and Tables 1 and 2: RGC and quantised RGC against SGD, on models of this size."""
+"""Compare RGC and quantised RGC with SGD on small models (RedSync, Figure 6 and Tables 1 and 2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Show an outcome on the console, and write it: CSV of the rows, PNG of the panels, JSON of all."""
+"""Show an outcome on the console, and write it: rows as CSV, panels as PNG, and all of it as JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Finished:
     seed: int  # seed of the run
     quick: bool  # whether the run was scaled down
     error: str = ""  # the reason for a failure, "" if none
-    # the panels as PNG; None if there are none or none was requested
+    # the panels as PNG; None if there are no panels or no picture was requested
     picture: bytes | None = None
 
     @property
@@ -41,13 +41,13 @@ class Finished:
 
     @property
     def evidence(self) -> dict[str, Cell]:
-        """Seeds and steps that the answers rest on; no seeds: a formula; no steps: nothing is trained."""
+        """The seeds and steps behind the answers: no seeds for a formula, no steps without training."""
         used = {} if self.outcome is None else self.outcome.settings
         return {"seeds": used.get("seeds", 1), "steps": used.get("steps")}
 
 
 def _notes(finished: Finished, outcome: Outcome) -> list[str]:
-    """Return the conclusion, settings and differences, a sentence or two each."""
+    """Return the conclusion, settings and differences, each in a sentence or two."""
     used = ", ".join(f"{name} {format_cell(v)}" for name, v in outcome.settings.items())
     quick = "Quick: scaled down to run in seconds: no statement about the paper."
     return [
@@ -77,7 +77,7 @@ def _rows(outcome: Outcome) -> tuple[list[str], Lines]:
 
 
 def _compared(finished: Finished, outcome: Outcome) -> Lines:
-    """Return the comparisons: quantity, the paper's figure, this run's, conclusion, seeds and steps."""
+    """Return rows of a quantity, the paper's number, this run's, a conclusion, seeds and steps."""
     evidence = ", ".join(format_cell(number) for number in finished.evidence.values())
     return [
         (
@@ -92,7 +92,7 @@ def _compared(finished: Finished, outcome: Outcome) -> Lines:
 
 
 def shown(finished: Finished) -> Group:
-    """Return a run for the console: the comparison first, then rows, then settings."""
+    """Return a run for the console: first the comparison, then rows, then settings."""
     outcome, heading = finished.outcome, Text(finished.heading, style="bold")
     if outcome is None:
         return Group(heading, Text(f"failed: {finished.error}", style="bold"))
@@ -107,7 +107,7 @@ def shown(finished: Finished) -> Group:
 
 
 def catalogue(artifacts: Sequence[Artifact], unavailable: Sequence[Unavailable]) -> Group:
-    """List the artifacts, and what cannot be reproduced with the reason."""
+    """List the artifacts, and the figures that cannot be reproduced with the reason."""
     there = [(a.name, a.paper, a.title, f"{a.minutes:g}") for a in artifacts]
     missing = [(item.what, item.paper, item.reason) for item in unavailable]
     return Group(
@@ -150,7 +150,7 @@ def write_files(finished: Finished, folder: Path) -> list[Path]:
 
 
 def page(finished: Sequence[Finished], unavailable: Sequence[Unavailable]) -> str:
-    """Write all outcomes as Markdown: the table of all comparisons first, then every artifact."""
+    """Write all outcomes as Markdown: first the table of all comparisons, then every artifact."""
     done = [(run, run.outcome) for run in finished if run.outcome is not None]
     same = [c.same for _, outcome in done for c in outcome.comparisons]
     failed = [(r.artifact.name, f"failed: {r.error}", "", "", "", "") for r in finished if r.error]

@@ -24,7 +24,7 @@ _ENTRIES = (1, 8, 32, 128)  # entries of each rank, out of N
 
 
 def gradients(steps: Sequence[int], ranks: int, *, batch_size: int = 8) -> Iterator[list[Tensor]]:
-    """Train the demo's transformer on one rank; yield a gradient per rank after each of ``steps``."""
+    """Train the demo's transformer on one rank; after each of ``steps``, yield a gradient per rank."""
     text, model = ByteText.of_standard_library(), ByteTransformer(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 

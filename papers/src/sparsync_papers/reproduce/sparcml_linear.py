@@ -1,4 +1,4 @@
-"""SparCML, Table 2 and section 8.2: linear models on naturally sparse data, SGD and SCD."""
+"""Train linear models on naturally sparse data by SGD and SCD (SparCML, Table 2 and section 8.2)."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def scd(settings: Settings) -> Outcome:
 
 
 def _compare(what: str, says: str, where: str, sparse: LinearResult) -> Comparison:
-    """Compare: the sparse exchange must be faster, and by more in its communication."""
+    """Compare: the sparse exchange must be faster, by a larger factor in its communication."""
     whole, alone = sparse.speedup or 0.0, sparse.speedup_communication or 0.0
     return Comparison(
         what,

@@ -1,4 +1,4 @@
-"""SparCML, Figure 3: reduction time over the number of nodes and over density, in virtual time."""
+"""Measure reduction time in virtual time, over the nodes and over density (SparCML, Figure 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SparCML, Figures 4 to 6: quantised top-k SGD against dense, on models that train here in a minute."""
+"""SparCML, Figures 4 to 6: compare quantised top-k SGD with dense on models that train in a minute."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _VARIES = 0.2  # standard deviation over mean that counts as "high variance"
 
 
 def _seconds_by_length(workload: LinesWorkload, settings: Settings) -> dict[int, float]:
-    """Return the seconds of a batch of each bucket, forward and backward: the best of a few."""
+    """Return the seconds of forward and backward for a batch of each bucket, the best of a few runs."""
     model, lines = workload.make_model(settings.seed), workload.parts[0]
     found = {}
     for length in settings.track(sorted(set(lines.padded_lengths.tolist()))):

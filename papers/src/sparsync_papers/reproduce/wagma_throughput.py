@@ -1,4 +1,4 @@
-"""WAGMA, Figures 4, 7 and 10 and the control of section 5.2: throughput in virtual time."""
+"""Measure throughput in virtual time (WAGMA, Figures 4, 7 and 10, and the control of section 5.2)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from sparsync.transports.sim import Links, SimCommunicator, simulate
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Row, Settings, Table, artifact
 from sparsync_papers.workloads.length_buckets import LinesWorkload
 
-# Section 5.2, 64 ranks, nobody delayed, steps per second. AD-PSGD hides its communication, so its step is
-# computation; local SGD's step also takes one allreduce of 2 n (P - 1) / P elements.
+# Section 5.2 states these steps per second for 64 ranks without delays. AD-PSGD hides its
+# communication, so its step is computation; local SGD's step also takes one allreduce of 2 n (P -
+# 1) / P elements.
 _LOCAL_RATE, _ADPSGD_RATE = 1.52, 1.61
 _RESNET, _TRANSFORMER, _NAVIGATION = 25_559_081, 61_362_176, 8_476_421  # parameters (5.2 to 5.4)
 COMPUTE = 1 / _ADPSGD_RATE  # seconds of ResNet-50's step
 BETA = (1 / _LOCAL_RATE - COMPUTE) / (2 * 4 * _RESNET * 63 / 64)  # seconds per byte
 ALPHA = 2e-6  # seconds per message, for a hop of such a network (assumed)
-# seconds of a mean batch (assumed): 2,700 of at most 8,192 tokens at 10,000 per second
+# the assumed seconds of a mean batch, which has 2,700 of at most 8,192 tokens, at 10,000 per second
 TRANSFORMER_COMPUTE = 0.27
 LATE = Delay("random", 2, 0.32)  # section 5.2
 TAIL = Delay("heavytail", 1.7, 43.5)  # section 5.4
@@ -56,7 +57,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A scheme with its options; "P" and "tau" stand for the setting's.
+    """A scheme with its options, in which "P" and "tau" stand for the values of the setting.
 
     Example:
         >>> wagma = Scheme("wagma", {"group_size": "P"}).make(SETTINGS["fig4"], 16)
@@ -89,7 +90,7 @@ def _delayed(compute: float, step: int, rank: int, world_size: int, seed: int) -
 
 
 def translated(lines: LinesWorkload, step: int, rank: int, world_size: int, seed: int) -> float:
-    """Return the seconds of a translator's batch, proportional to the length of its bucket's lines."""
+    """Return the seconds of a translator's batch, in proportion to the length of its bucket's lines."""
     return TRANSFORMER_COMPUTE * lines.relative_cost(seed=seed, step=step, rank=rank)
 
 
@@ -203,7 +204,7 @@ _DIFFERS = (
 
 
 async def _wait_for_all(comm: SimCommunicator) -> None:
-    """Wait like ``comm.barrier``, with fewer simulated operations: all ranks are heard in log2 P hops."""
+    """Wait like ``comm.barrier`` with fewer simulated operations: all ranks are heard in log2 P hops."""
     for hop in range((comm.world_size - 1).bit_length()):
         await exchange(comm, Exponential(), torch.zeros(1, dtype=torch.uint8), hop, "barrier")
 
@@ -213,8 +214,9 @@ def step_seconds(
 ) -> float:
     """Return the virtual seconds of a step, the mean over steps and ranks.
 
-    The mean over ranks, because ranks of an asynchronous scheme are at different steps when the first one
-    ends: in a longer run this difference would matter less. In other schemes all end together.
+    It is a mean over ranks because ranks of an asynchronous scheme are at different steps when the
+    first one ends. In a longer run, this difference would matter less; in other schemes, all ranks
+    end together.
     """
     every = int(_number(scheme.barrier, setting, ranks))
 
@@ -232,7 +234,7 @@ def step_seconds(
 
 
 def ideal_seconds(setting: Setting, ranks: int, *, steps: int, seed: int = 0) -> float:
-    """Return a step's mean computation: nobody waits, nothing is sent."""
+    """Return the mean computation of a step, as if no rank waited and no message were sent."""
     return fmean(
         setting.work(step, rank, ranks, seed) for step in range(steps) for rank in range(ranks)
     )
@@ -248,7 +250,7 @@ def _steps(scheme: Scheme, setting: Setting, ranks: int, *, quick: bool) -> int:
 
 
 def estimated_seconds(scheme: Scheme, setting: Setting, ranks: int, settings: Settings) -> float:
-    """Return the seconds of a step, estimated if all ranks wait for each other on every step."""
+    """Return the seconds of a step, estimated as if all ranks waited for each other on every step."""
     steps, seed = _steps(scheme, setting, ranks, quick=settings.quick), settings.seed
     if not scheme.all_wait:
         return step_seconds(setting, scheme, ranks, steps=steps, seed=seed)

@@ -1,6 +1,7 @@
-"""WAGMA, Figures 5, 8 and 11, and its ablations: training over virtual time, small.
+"""Train small models over virtual time (WAGMA, Figures 5, 8 and 11, and its ablations).
 
-Each rank has its own model, late ranks a stale one: steps and messages are real, time is virtual.
+Each rank has its own model, and late ranks a stale one.  Steps and messages are real; time is
+virtual.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SHORT = "so short a training run tolerates slower mixing; the paper's long ones
 _STALE = "most updates of a short run are recent, and averaging with stale models undoes some"
 _AVOIDS = "here a rank waits only for its neighbours, so delays of distant ranks overlap"
 
-# rank -> its model, and a function that does local step t on it
+# a function from a rank to its model, and to a function that does local step t on this model
 MakeReplica = Callable[[int], tuple[nn.Module, Callable[[int], None]]]
 _Curve = list[tuple[float, float]]
 
@@ -96,7 +97,8 @@ def _read(model: nn.Module) -> Tensor:
 
 
 def _write_(model: nn.Module, vector: Tensor) -> None:
-    # copy it, because parameters become views of it and the averager may keep the vector for others
+    # the vector is copied, because parameters become views of it and the averager may keep it for
+    # others
     vector_to_parameters(vector.clone(), model.parameters())
 
 
@@ -201,7 +203,7 @@ def _outcome(
 
 
 def _perceptron_recipe() -> Recipe:
-    """Return a model that 64 ranks can train: 256 images per step in all."""
+    """Return a model that 64 ranks can train, with 256 images per step in all."""
 
     def make_model(seed: int) -> nn.Module:
         return seeded(_perceptron, seed)
@@ -337,7 +339,7 @@ _ABLATED_STEPS = 120  # of each model; likewise
 def _ablated(
     settings: Settings, section: str, ranks: int, steps: int, seeds: Sequence[int]
 ) -> dict[str, list[_Timed]]:
-    """Train WAGMA and its ablations of a section, all with the same seeds."""
+    """Train WAGMA and its ablations of a section, all of them with the same seeds."""
     if section == "section 5.2":
         recipe, setting = _perceptron_recipe(), SETTINGS["half"]
     else:
@@ -466,7 +468,8 @@ def figure_11(settings: Settings) -> Outcome:
         name: [_play(ROWS[name], seed, ranks, iterations) for seed in seeds]
         for name in settings.track(names)
     }
-    # compare at WAGMA's end; faster schemes have done more of their own run by then
+    # values are compared at the end of WAGMA's run; by then, faster schemes have done more of their
+    # own
     end = fmean(curve[-1][0] for curve in curves[_WAGMA])
     rows = Table()
     at, last, means = {}, {}, {}

@@ -2,10 +2,11 @@
 
 The library compares seconds per step (``sparsync.cost``), which its own measurements on any machine
 can check.  How many steps a method needs depends on the model, the data and the length of the run;
-here a fit to curves of models of 0.1 to 8.4 M parameters gives it, which does not hold for other models.
+here a fit to curves of models of 0.1 to 8.4 M parameters gives it, and does not hold for other models.
 
-    ========== =========================================================================
-    ``steps`` the steps of a method over those of dense: the fit, and its error ``methods`` seconds per
-    step of whole methods, and the first to reach a loss ``command`` ``sparsync time-to-loss`` ==========
-    =========================================================================
+    =================  =======================================================================
+    ``steps_to_loss``  the steps of a method over those of dense: the fit, and its error
+    ``methods``        the seconds per step of whole methods, and the first to reach a loss
+    ``command``        ``sparsync time-to-loss``
+    =================  =======================================================================
 """

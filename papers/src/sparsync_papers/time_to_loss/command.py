@@ -1,4 +1,4 @@
-"""The command ``sparsync time-to-loss``: the training method that is soonest at a loss, by the study."""
+"""The command ``sparsync time-to-loss``: find the training method that is first at a loss."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def command(
 ) -> None:
     """Predict which training method first reaches the loss that dense has after a number of steps.
 
-    Dense, averages, local steps, sparse and low-rank gradients: seconds per step times the steps in
-    measured curves of small models in short runs. This is a study, not a promise; nothing is run.
+    The methods are dense, averages, local steps, sparse and low-rank gradients. The prediction is
+    the seconds per step times the steps in measured curves of small models in short runs. This is a
+    study, not a promise; no training is run.
     """
     here = machine_of(machine, network, rtt)
     alone = json == Path("-")
@@ -89,7 +90,7 @@ def command(
 
 
 def as_json(made: LossPlan) -> dict[str, Any]:
-    """Return plain numbers and words; and for every method whether measured runs reach the loss."""
+    """Return plain numbers and words, and whether measured runs reach the loss with each method."""
     rows = [{**asdict(one), "named": one.named, "reached": one.steps.reached} for one in made.table]
     return {
         "choice": made.choice,

@@ -1,22 +1,24 @@
-"""Predict the time to a loss of whole training methods; find the fastest and explain why.
+"""Predict how long training methods take to reach a loss, find the fastest, and explain the choice.
 
     seconds to the loss = steps of dense x ratio x seconds per step, and dense steps at the start
     seconds per step    = computation + work + (exchange - hidden) / period
 
 The ratio is ``steps.steps_ratio``'s.  The exchange time is that of the method's messages:
 
-- PyTorch's allreduce (dense, its hooks, and DiLoCo's): gloo's ring, in segments of at most 1 MiB, at
-  least two per rank and way; each waits for the latency, after the receiver has asked for it.
-- Averages of few bits: two rounds, in each of which a rank sends to all others at once.
-- Sparse gradients: the fastest collective of ``planner.plan``.
+- PyTorch's allreduce (of dense, its hooks, and DiLoCo) is gloo's ring, in segments of at most 1
+  MiB, at least two per rank and direction; each segment waits for the latency, after the receiver
+  has asked for it.
+- Averages of few bits take two rounds, in each of which a rank sends to all others at once.
+- Sparse gradients take the fastest collective of ``planner.plan``.
 
 TCP halves the window of a silent connection every 0.2 s plus a round trip, down to 10 packets, and
 afterwards doubles it per round trip. Packets that do not fit into a link's queue are lost, and sent again
-in windows that grow by a packet per round trip. DDP's buckets of 25 MiB are summed two at a time, which
-hides the latencies of one. Hidden time: for dense, all but the last bucket, during the rest of the
-backward pass; for delayed averages, the computation of the steps of the delay.
+in windows that grow by a packet per round trip. DDP's buckets of 25 MiB are summed two at a time,
+which hides the latencies of one of them. For dense, all but the last bucket are hidden by the rest
+of the backward pass; delayed averages are hidden by the computation of the steps of the delay.
 
-Pure arithmetic: a ``Machine`` and sizes in, a ``LossPlan`` out, the same on every rank.
+The prediction is pure arithmetic from a ``Machine`` and sizes to a ``LossPlan``, the same on every
+rank.
 """
 
 from __future__ import annotations
@@ -53,15 +55,16 @@ _PACKET = 1_448  # bytes of payload of a packet
 _WINDOW = 14_600  # bytes that TCP sends before the first acknowledgement
 _QUEUE = 0.1  # seconds that a packet may wait for a link, at least a round trip; typical of a modem
 # round trips per square root of packets, in which connections that share a link regain what they lost: a
-# window grows by a packet per round trip, so n packets take about sqrt(2 n) of them.  Set by hand to
-# nine exchanges in the lab: 4 ranks, 0.4 to 1.8 MB, 10 and 30 Mbit/s, 20 to 80 ms
+# window grows by a packet per round trip, so n packets take about sqrt(2 n) of them.  This was set
+# by hand to match nine exchanges in the lab: 4 ranks, 0.4 to 1.8 MB, 10 and 30 Mbit/s, 20 to 80 ms
 _REGROWTH = 0.25
 _PAUSE = 0.2  # seconds, plus a round trip: Linux's least time until it halves a silent window
 _BUCKETS_AT_ONCE = 2  # buckets that gloo sums concurrently
-# elements after compression per matrix rank and square root of n: two byte-level GPTs of 4 layers
+# elements after compression per matrix rank and square root of n, in two byte-level GPTs of 4
+# layers
 _LOW_RANK = 10.6
-# passes over the model, in the time of a dense sum: of PowerSGD's products, of sparse gradients besides
-# their selection (by hand, from the lab)
+# passes over the model, each as long as a dense sum: those of PowerSGD's products, and those of
+# sparse gradients besides their selection (set by hand, from the lab)
 _LOW_RANK_PASSES, _SPARSE_PASSES = 30, 6
 _ALIKE = 1.1  # ratio of times below which the simpler method is chosen
 _SPARSELOCO = 12.5 / 8 / 64  # bytes per element: one in 64 takes 12.5 bits
@@ -73,12 +76,12 @@ class Method:
 
     Attributes:
         name: the name in ``benchmarks/frontier.md``.
-        recipe: determines the number of steps.
-        optimizers: those the method was measured with.
-        use: how a user selects it.
-        bits: bits per element when averages are exchanged; 32: gloo's allreduce.
-        block: elements that share a scale, if they have few bits.
-        fragments: parts of the model, exchanged in turn within a period.
+        recipe: the recipe that determines the number of steps.
+        optimizers: the optimizers with which the method was measured.
+        use: how a user selects the method.
+        bits: bits per element when averages are exchanged; 32 for gloo's allreduce.
+        block: number of elements that share a scale, if they have few bits.
+        fragments: number of parts of the model that are exchanged in turn within a period.
         delay: steps after which an exchange must have ended.
         start: dense steps before gradients are compressed.
     """
@@ -177,9 +180,9 @@ class Outlook:
 
 @dataclass(frozen=True)
 class LossPlan:
-    """The method that first reaches the loss that dense has after a number of steps, and why.
+    """The method that first reaches the loss of dense after a number of steps, and the reason.
 
-    It is the simplest of those that would take at most 1.1 times as long as the fastest.
+    It is the simplest of the methods that would take at most 1.1 times as long as the fastest.
     """
 
     choice: str
@@ -208,20 +211,20 @@ def plan_loss(
     density: float | None = None,
     methods: Sequence[str] | None = None,
 ) -> LossPlan:
-    """Choose the method that first reaches a loss, or the simplest of those within 10 % of it.
+    """Choose the method that first reaches a loss, or the simplest method within 10 % of its time.
 
     Only methods that reach the loss even at the upper end of their likely steps compete.
 
     Args:
         size: trained elements, n.
         world_size: ranks, P.
-        machine: its links and ranks.
+        machine: the machine's links and ranks.
         candidates: collectives for sparse gradients.
         optimizer: the optimizer of the training.
         steps: steps that dense needs to reach the loss, in a run planned for it.
         compute: seconds of a step without any exchange.
-        density: k / n of sparse gradients; None: 0.01, at which curves were measured.
-        methods: names of the methods to compare; None: all.
+        density: k / n of sparse gradients; by default 0.01, at which curves were measured.
+        methods: names of the methods to compare; None for all.
 
     Raises:
         ConfigurationError: a number is out of range, or the optimizer is unknown.
@@ -276,7 +279,7 @@ def plan_loss(
 
 
 class _Exchange(NamedTuple):
-    """Seconds on the links, seconds of a rank's work, and the bytes that it sends."""
+    """The seconds of an exchange on the links and of a rank's work, and the bytes that it sends."""
 
     wire: float
     work: float
@@ -313,7 +316,7 @@ def _exchange(
     family = method.recipe.family
     if family == "low-rank":
         sent = WORD_BYTES * min(_LOW_RANK * method.recipe.matrix_rank * math.sqrt(size), size)
-        # left and right factors, and parameters that are not matrices
+        # the three parts are left factors, right factors, and parameters that are not matrices
         wire = 3 * allreduced(sent / 3, world_size, machine, idle)
         return _Exchange(wire, _LOW_RANK_PASSES * whole, 2 * share * sent)
     if method.recipe.selects:
@@ -336,7 +339,7 @@ def _exchange(
 def rounds(
     count: int, nbytes: float, world_size: int, machine: Machine, idle: float = 0.0
 ) -> float:
-    """Return the seconds of rounds in which every rank sends ``nbytes`` to every other at once.
+    """Return the seconds of rounds in which each rank sends ``nbytes`` to all others at once.
 
     The first round follows a pause of ``idle`` seconds.
 
@@ -354,7 +357,7 @@ def allreduced(
 ) -> float:
     """Return the seconds of gloo's ring over vectors of ``nbytes``, after a pause of ``idle`` seconds.
 
-    They are summed in buckets of ``bucket`` bytes, two at a time.
+    The vectors are summed in buckets of ``bucket`` bytes, two at a time.
 
     Example:
         >>> round(allreduced(1e6, 4, Machine(alpha=0.0, beta=8e-8)), 9)
@@ -371,9 +374,9 @@ def allreduced(
 
 
 def _slow_start(nbytes: float, connections: int, machine: Machine, idle: float) -> float:
-    """Return the seconds that TCP's first windows after a pause are late.
+    """Return the seconds by which TCP's first windows after a pause are late.
 
-    A connection has been silent for the pause, and for the round trip before.
+    A connection has been silent for the pause, and for the round trip before it.
     """
     trip, seconds, sent = 2 * machine.alpha, 0.0, 0.0
     # after 64 halvings a window has its smallest size
@@ -388,7 +391,7 @@ def _slow_start(nbytes: float, connections: int, machine: Machine, idle: float) 
 
 
 def _losses(nbytes: float, connections: int, machine: Machine) -> float:
-    """Return the seconds that connections on a shared link are late after it has dropped packets.
+    """Return the seconds by which connections on a shared link are late after dropped packets.
 
     The link drops packets that do not fit into its queue; the connection with the most losses ends last.
     """

@@ -1,6 +1,6 @@
 """How many more steps a method needs to reach a loss than dense training: a fit to measured curves.
 
-    ratio = exp(sum of coefficient x feature)        1: as many as dense of the same optimizer
+    ratio = exp(sum of coefficient x feature)        1 for as many as dense of the same optimizer
 
 The numbers are those that ``python benchmarks/steps.py`` fits to the curves of
 ``benchmarks/frontier/results.jsonl`` and writes here; ``benchmarks/steps.md`` has the data, and the
@@ -33,7 +33,7 @@ __all__ = [
 Family = Literal["dense", "low-rank", "sparse gradients", "local", "updates", "outer momentum"]
 Optimizer = Literal["sgd", "adamw", "muon"]
 
-# the largest ratio that a run as long as dense's can show at the middle of dense's run
+# the largest ratio that a run as long as that of dense can show at the middle of the run of dense
 FARTHEST: Final = 2.0
 _SHORTEST, _LONGEST = 60, 3000  # steps of the measured runs of dense
 _USUAL_RANKS, _USUAL_STEPS, _USUAL_RANK = 4, 300, 4
@@ -69,9 +69,9 @@ class Recipe:
     """The part of a method that decides how many steps it needs.
 
     Attributes:
-        family: "local": local steps whose changes are averaged; "updates": the same, with steps as long
-            as those of averaged gradients; "outer momentum": the same, and the average passes through an
-            outer momentum.
+        family: "local" has local steps whose changes are averaged; "updates" has steps as long as
+            those of averaged gradients in addition; with "outer momentum", the average also passes
+            through an outer momentum.
         period: local steps between exchanges, H.
         delayed: an exchange is applied a step or more after it began.
         selects: only a part of the entries is exchanged.
@@ -87,7 +87,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Steps over those of dense; 8 of 10 measurements of other tasks were between ``low`` and ``high``.
+    """Steps over those of dense; of 10 measurements on other tasks, 8 were in ``low`` to ``high``.
 
     Example:
         >>> Ratio(1.1, 0.8, 1.4).reached, Ratio(4.0, 3.0, 5.0).reached
@@ -110,7 +110,7 @@ class Ratio:
 
 
 def features(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> dict[str, float]:
-    """Return the terms of the ratio's logarithm by name; none for dense.
+    """Return the terms of the ratio's logarithm by name; dense has no terms.
 
     Args:
         recipe: the recipe of the method.
@@ -146,7 +146,7 @@ def features(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> 
 
 
 def steps_ratio(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> Ratio:
-    """Predict how many times the steps of dense a method needs; arguments as for ``features``.
+    """Predict how many times the steps of dense a method needs, from the arguments of ``features``.
 
     Raises:
         ConfigurationError: a number is out of range.

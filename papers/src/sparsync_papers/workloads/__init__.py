@@ -1,1 +1,1 @@
-"""The papers' training tasks: each class is a workload of ``sparsync train``, by an entry point."""
+"""The papers' training tasks: each class is a workload of ``sparsync train``, through an entry point."""

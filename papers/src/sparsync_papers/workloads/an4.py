@@ -1,6 +1,7 @@
 """AN4, in which people spell names and addresses, and the LSTM that recognises their letters.
 
-The layout is that of CMU: ``etc/an4_train.fileids`` and ``.transcription``, sound below ``wav``.
+The layout is that of CMU: ``etc/an4_train.fileids`` and ``.transcription``, and sounds below
+``wav``.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _utterances(names: Path) -> list[Utterance]:
 
 
 def spelled(text: str, place: Path) -> Tensor:
-    """Return the numbers of a text's letters, upper case.
+    """Return the numbers of a text's letters, in upper case.
 
     Raises:
         ConfigurationError: the text has another character, or is empty.
@@ -142,7 +143,7 @@ def read_sound(path: Path) -> Tensor:
 
 
 def _roughness(samples: np.ndarray) -> float:
-    """Measure jumps: in the wrong byte order sound is noise, and CMU distributes AN4 in both orders."""
+    """Measure jumps: sound in the wrong byte order is noise, and CMU distributes AN4 in both orders."""
     return float(np.abs(np.diff(samples.astype(np.float64))).sum())
 
 
@@ -150,7 +151,7 @@ def spectrogram(samples: Tensor, *, window: int = 320, stride: int = 160) -> Ten
     """Return log(1 + magnitude), with mean 0 and deviation 1 over an utterance, `[bins, frames]`.
 
     Args:
-        samples: of sound, `[samples]`.
+        samples: the sound, `[samples]`.
         window: samples of a frame: 20 ms, which have 161 frequencies.
         stride: samples between frames: 10 ms.
 
@@ -182,7 +183,7 @@ def edit_distance(hypothesis: Words, reference: Words) -> int:
 
 
 def errors(hypotheses: Sequence[Words], references: Sequence[Words]) -> tuple[int, int]:
-    """Return the number of edits, and of elements in the references: words or characters.
+    """Return the number of edits, and the number of words or characters in the references.
 
     Example:
         >>> heard, said = "the cat sat", "a cat sat down"
@@ -196,7 +197,7 @@ def errors(hypotheses: Sequence[Words], references: Sequence[Words]) -> tuple[in
 @final
 @dataclass(frozen=True)
 class Ctc(Objective):
-    """Connectionist temporal classification: nats per utterance; WER and CER of the likeliest letters.
+    """Connectionist temporal classification in nats per utterance; WER and CER of the likeliest letters.
 
     Targets are letters `[batch, longest]`, their number, and the frames of each utterance. An utterance
     that is too short for its letters counts as 0 nats.
@@ -282,7 +283,7 @@ class LstmAn4(FolderWorkload[Spoken]):
         return Ctc()
 
     def find(self) -> tuple[Path, Path]:
-        """Return the lists of the training and of the held-out utterances."""
+        """Return the lists of the training utterances and of the held-out ones."""
         names = ["etc/an4_train.fileids", "an4/etc/an4_train.fileids"]
         first = existing(self.data, names, what="the utterances of AN4", advice=_ADVICE)
         what = "the held-out utterances of AN4"

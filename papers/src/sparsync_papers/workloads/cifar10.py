@@ -1,4 +1,4 @@
-"""CIFAR-10 and its classifiers: 60,000 colour images of 32 x 32 pixels, ten classes.
+"""CIFAR-10, which has 60,000 colour images of 32 x 32 pixels in ten classes, and its classifiers.
 
 The python format is a pickle. A pickle can name any function to be called, so this module refuses every
 name except those that an array of bytes needs.
@@ -121,7 +121,7 @@ class Vgg16Cifar10(CifarWorkload):
 
 @final
 class Resnet20Cifar10(CifarWorkload):
-    """SparCML, Figure 1; settings of He et al. 2016, section 4.2, batch as for ResNet-110."""
+    """SparCML, Figure 1, with the settings of He et al. 2016, section 4.2, and ResNet-110's batch."""
 
     name = "resnet20-cifar10"
     build = staticmethod(resnet20_cifar10)
@@ -130,7 +130,7 @@ class Resnet20Cifar10(CifarWorkload):
 
 @final
 class Resnet44Cifar10(CifarWorkload):
-    """RedSync, Table 1: 4 ranks with 64 images each; the rest of He et al. 2016, section 4.2."""
+    """RedSync, Table 1: 4 ranks with 64 images each; otherwise as in He et al. 2016, section 4.2."""
 
     name = "resnet44-cifar10"
     build = staticmethod(resnet44_cifar10)
@@ -139,7 +139,7 @@ class Resnet44Cifar10(CifarWorkload):
 
 @final
 class Resnet110Cifar10(CifarWorkload):
-    """SparCML, Table 3: 256 images on 8 ranks; the rest of He et al. 2016, section 4.2."""
+    """SparCML, Table 3: 256 images on 8 ranks; otherwise as in He et al. 2016, section 4.2."""
 
     name = "resnet110-cifar10"
     build = staticmethod(resnet110_cifar10)
@@ -147,7 +147,7 @@ class Resnet110Cifar10(CifarWorkload):
 
 
 def read_binary(path: Path) -> tuple[Tensor, Tensor]:
-    """Read records: one byte for the class, and 3,072 for the pixels in red, green, blue."""
+    """Read records of one byte for the class and 3,072 for the pixels in red, green, blue."""
     content = np.fromfile(path, dtype=np.uint8)
     if not len(content) or len(content) % (1 + _PIXELS):
         raise ConfigurationError(
@@ -187,8 +187,8 @@ def _checked(path: Path, pixels: np.ndarray, labels: np.ndarray) -> tuple[Tensor
     return images, torch.from_numpy(labels.astype(np.int64))
 
 
-# the names that an array of bytes needs in a pickle, with both names of numpy's module; for old protocols
-# Python 3 writes bytes by ``codecs.encode``, always in latin1
+# these are the names that an array of bytes needs in a pickle, with both names of numpy's module;
+# for old protocols, Python 3 writes bytes by ``codecs.encode``, always in latin1
 _REBUILD = np.empty(0).__reduce__()[0]
 _ALLOWED = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""BERT on documents of Wikipedia: pairs of passages, some of their tokens masked.
+"""BERT on documents of Wikipedia: pairs of passages in which some tokens are masked.
 
 A text file has a sentence per line and one document per block of lines; empty lines separate blocks.
 """
@@ -84,16 +84,16 @@ def _pieces(word: str, vocabulary: Vocabulary) -> list[str]:
 
 @final
 class MaskedPairs(Samples):
-    """Two passages, up to ``context`` tokens together; in half of the pairs the second follows the first.
+    """Two passages of up to ``context`` tokens together; in half of the pairs, one follows the other.
 
     15 % of a sample's tokens must be predicted: of these, 80 % are masked, 10 % replaced by random ones,
     and 10 % kept (BERT, section 3.1). Each sample begins in another document, at a random place.
 
     Args:
         path: the file of documents, which are read on demand.
-        vocabulary: with ``PAD``, ``CLASS``, ``SEPARATOR`` and ``MASK``.
+        vocabulary: a vocabulary with ``PAD``, ``CLASS``, ``SEPARATOR`` and ``MASK``.
         context: tokens of a sample, 8 or more.
-        share: share of the tokens to predict.
+        share: the share of tokens that must be predicted.
 
     Raises:
         ConfigurationError: there are fewer than two documents, or the file cannot be read.
@@ -236,7 +236,7 @@ class MaskedWords(Objective):
 @final
 @dataclass(frozen=True)
 class BertWikipedia(FolderWorkload[MaskedPairs]):
-    """Ok-Topk, section 5: Adam, decoupled weight decay 0.01; with ``--lr-schedule linear``."""
+    """Ok-Topk (section 5) has Adam with decoupled weight decay 0.01; use ``--lr-schedule linear``."""
 
     width: int = 768  # numbers per position, a multiple of 64: the width of a head
     layers: int = 12  # blocks

@@ -1,4 +1,4 @@
-"""Workloads that read a folder: files by name, and numbered samples distributed over ranks."""
+"""Workloads that read a folder: they find files by name, and distribute numbered samples over ranks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Samples(ABC):
 
         Args:
             chosen: numbers of samples, `[batch]`.
-            generator: draws random choices in training (crops, masks); None: evaluation, in which the
-                same samples always give the same batch.
+            generator: draws random choices in training (crops, masks); None in evaluation, in which
+                the same samples always give the same batch.
         """
 
     def chosen(self, draw: Draw) -> Tensor:
@@ -70,7 +70,7 @@ class FolderWorkload(Workload, Generic[S]):
         """Return the files that ``load`` reads, without reading them.
 
         Raises:
-            ConfigurationError: one is missing.
+            ConfigurationError: a file is missing.
         """
 
     @abstractmethod
@@ -109,7 +109,8 @@ def existing(folder: Path, names: Sequence[str], *, what: str, advice: str) -> P
     """Return the first of some files or folders that exists.
 
     Raises:
-        ConfigurationError: none exists; the message names ``what`` and gives the ``advice``.
+        ConfigurationError: none of them exists; the message names ``what`` and gives the
+            ``advice``.
     """
     for name in names:
         if (folder / name).exists():
@@ -119,10 +120,10 @@ def existing(folder: Path, names: Sequence[str], *, what: str, advice: str) -> P
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Read a text file in UTF-8, line by line; lines come without their ends.
+    """Read a text file in UTF-8; return its lines without line ends.
 
     Raises:
-        ConfigurationError: it cannot be read, or is not text.
+        ConfigurationError: the file cannot be read, or is not text.
     """
     try:
         with path.open(encoding="utf-8", newline="\n") as lines:
@@ -144,7 +145,7 @@ def padded(rows: Sequence[Tensor], value: float) -> Tensor:
 def normalised(
     pixels: Tensor, mean: tuple[float, float, float], deviation: tuple[float, float, float]
 ) -> Tensor:
-    """Return ``float32`` images `[n, 3, height, width]` of ``uint8`` ones: in [0, 1], then whitened."""
+    """Return ``float32`` images `[n, 3, height, width]` of ``uint8`` ones, in [0, 1] and whitened."""
     shift, scale = (torch.tensor(values).view(3, 1, 1) for values in (mean, deviation))
     return (pixels.float() / 255 - shift) / scale
 

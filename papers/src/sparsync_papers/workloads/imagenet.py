@@ -1,4 +1,4 @@
-"""Folders of images, one per class, as in ImageNet, and its classifiers; Pillow decodes images."""
+"""Folders of images, one per class, as in ImageNet, and classifiers; Pillow decodes the images."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 @final
 class ImageFolders(Samples):
-    """Images, decoded when they are asked for.
+    """Images in folders, which are decoded when they are asked for.
 
     In training, a random part of an image is scaled, and half of the images are mirrored; in evaluation,
     the centre is scaled.
@@ -112,7 +112,7 @@ def random_box(
     slant: float = 4 / 3,  # largest ratio of the sides, either way
     attempts: int = 10,  # attempts to find a box that fits; else the whole centre
 ) -> Box:
-    """Draw a part of an image: its share of the area, its aspect ratio, its place.
+    """Draw a part of an image: its share of the area, its aspect ratio, and its place.
 
     References: Szegedy et al., `Going Deeper with Convolutions <https://arxiv.org/abs/1409.4842>`_,
     2014, section 6.
@@ -191,9 +191,9 @@ class ImagenetWorkload(FolderWorkload[ImageFolders]):
 
 @final
 class Resnet50Imagenet(ImagenetWorkload):
-    """WAGMA, section 5.2: 64 ranks with 64 images each; lr of Goyal et al. 2017 for 256 images.
+    """WAGMA, section 5.2: 64 ranks with 64 images each; the lr of Goyal et al. 2017 for 256 images.
 
-    One more class than folders, "background", gives the paper's number of parameters.
+    With one more class than folders, "background", it has the paper's number of parameters.
     """
 
     name = "resnet50-imagenet"
@@ -216,7 +216,7 @@ class _WithHiddenLayers(ImagenetWorkload):
 
 @final
 class AlexnetImagenet(_WithHiddenLayers):
-    """RedSync, Table 1: 6 ranks with 32 images each; the rest of Krizhevsky et al. 2012, section 5."""
+    """RedSync, Table 1: 6 ranks with 32 images each; otherwise Krizhevsky et al. 2012, section 5."""
 
     name = "alexnet-imagenet"
     build = staticmethod(alexnet)
@@ -224,7 +224,7 @@ class AlexnetImagenet(_WithHiddenLayers):
 
 @final
 class Vgg16Imagenet(_WithHiddenLayers):
-    """RedSync, Table 1: 6 ranks with 32 images each; the rest of Simonyan & Zisserman, section 3.1."""
+    """RedSync, Table 1: 6 ranks with 32 images each; otherwise Simonyan & Zisserman, section 3.1."""
 
     name = "vgg16-imagenet"
     build = staticmethod(vgg16_imagenet)

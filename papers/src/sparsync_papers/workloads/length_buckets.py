@@ -1,4 +1,4 @@
-"""Lines in length buckets, so that the cost of a step differs between ranks and steps."""
+"""Lines in length buckets, so that the cost of a step differs between ranks and between steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bucket_lengths(lengths: Tensor, width: int) -> Tensor:
 def draw_from_bucket(
     padded_lengths: Tensor, generator: np.random.Generator, count: int
 ) -> tuple[Tensor, int]:
-    """Draw a bucket in proportion to its size, then samples of it: all samples are equally likely.
+    """Draw a bucket in proportion to its size, then samples of it; all samples are equally likely.
 
     Returns:
         Numbers of samples, `[count]`, and the bucket's padded length.
@@ -40,14 +40,15 @@ def draw_from_bucket(
 
 @final
 class LineBuckets:
-    r"""The lines of a text, sorted by length; a bucket holds those of similar lengths.
+    r"""The lines of a text, sorted by length; a bucket holds lines of similar lengths.
 
-    A line is predicted completely: its tokens begin with the previous newline, its targets end with its
-    own.
+    A line is predicted completely: its tokens begin with the previous newline, and its targets end
+    with its own newline.
 
     Args:
         text: `[bytes]` with ``torch.uint8``.
-        longest: bytes of a line, its newline included; empty and longer ones are left out.
+        longest: bytes of the longest line, including its newline; empty and longer lines are left
+            out.
         width: bucket b holds the lengths from ``b * width + 1`` to ``(b + 1) * width``.
 
     Attributes:
@@ -99,19 +100,20 @@ class LineBuckets:
 @final
 @dataclass(frozen=True)
 class LinesWorkload(Workload):
-    """The byte transformer on lines of Python's own source: WAGMA's section 5.3 at this size.
+    """The byte transformer on lines of Python's own source, like WAGMA's section 5.3 but small.
 
-    Every local batch holds equally many lines of one bucket, which each rank draws for each step: the
-    time of a step varies with that bucket's length. A batch's loss is the mean over its bytes.
+    Every local batch holds equally many lines of one bucket, which each rank draws for each step,
+    so that the time of a step varies with the length of that bucket. A batch's loss is the mean
+    over its bytes.
     """
 
-    # bytes of the longest line with its newline; 1 line in 800 is longer than 96
+    # the bytes of the longest line with its newline; 1 line in 800 is longer than 96
     context: int = 96
     width: int = 160  # width of the residual stream, a multiple of the width of a head, 32
     layers: int = 4  # blocks
     bucket_width: int = 16  # bytes between the lengths of neighbouring buckets
-    # tokens of a local batch with padding (the paper's); larger batches are cut so that one of the
-    # longest bucket fits
+    # the tokens of a local batch with padding (the paper's number); larger batches are cut so that
+    # a batch of the longest bucket fits
     max_tokens: int = 8192
 
     name: ClassVar[str] = "lines"
@@ -133,7 +135,7 @@ class LinesWorkload(Workload):
 
     @cached_property
     def parts(self) -> tuple[LineBuckets, LineBuckets]:
-        """The lines to train on and those held out, read when they are first asked for."""
+        """The lines to train on and the held-out lines, which are read when they are first asked for."""
         text = ByteText.of_standard_library(context=self.context)
         return self.buckets(text.training), self.buckets(text.held_out)
 
@@ -146,12 +148,12 @@ class LinesWorkload(Workload):
         return BytesWorkload(self.context, self.width, self.layers).make_model(seed)
 
     def batch(self, draw: Draw) -> tuple[Tensor, Tensor]:
-        """See ``Workload``: each rank draws from the whole text, for any number of ranks."""
+        """Return a batch; each rank draws from the whole text, for any number of ranks."""
         count = min(draw.batch_size, self.max_tokens // self.context)
         return self.parts[0].padded(*self.parts[0].draw(draw.generator(), count))
 
     def held_out(self) -> tuple[Tensor, Tensor]:
-        """See ``Workload``: lines of all lengths, with their frequency in the held-out files."""
+        """Return held-out lines of all lengths, with their frequency in the held-out files."""
         last = len(self.parts[1].lengths) - 1
         chosen = torch.arange(1024) * last // 1023
         return self.parts[1].padded(chosen, self.context)
@@ -159,7 +161,8 @@ class LinesWorkload(Workload):
     def relative_cost(self, *, seed: int, step: int, rank: int) -> float:
         """Return the tokens of a rank's padded batch relative to their mean.
 
-        A simulator multiplies a step's computation time by it.  Depends on its arguments alone.
+        A simulator multiplies a step's computation time by this number, which depends on the
+        arguments alone.
         """
         training = self.parts[0]
         _, length = training.draw(np.random.default_rng([seed, step, rank]), 1)

@@ -1,4 +1,4 @@
-"""Pairs of sentences, a line each of two files: the Transformer on WMT17, LSTMs on ATIS and Hansards."""
+"""Pairs of sentences, line by line: the Transformer on WMT17, LSTMs on ATIS and Hansards."""
 
 from __future__ import annotations
 
@@ -63,10 +63,12 @@ class SentencePairs(Samples):
         files: Pair,  # files of the sources and of the targets; words are split at white space
         vocabularies: Vocabularies,  # vocabularies of the sources and of the targets
         *,
-        # most tokens of a sentence with its end; longer pairs are dropped. None: any
+        # the most tokens of a sentence with its end; pairs with longer sentences are dropped; None
+        # for any number
         longest: int | None,
         bucket_width: int = 8,  # tokens between the lengths of neighbouring buckets
-        # tokens of a batch with padding; larger batches are cut so that one of the longest bucket fits
+        # the tokens of a batch with padding; larger batches are cut so that a batch of the longest
+        # bucket fits
         max_tokens: int = 8192,
     ) -> None:
         self.longest, self.max_tokens = longest, max_tokens
@@ -150,10 +152,11 @@ Words = Sequence[Hashable]
 def ngrams(
     candidates: Sequence[Words], references: Sequence[Words], *, longest: int = 4
 ) -> Counter[str]:
-    """Compare translations with a reference each; return the sums from which ``bleu`` is computed.
+    """Compare each translation with a reference; return the sums from which ``bleu`` is computed.
 
-    "c" and "r" are words of the candidates and of the references; "found 2" the candidates' pairs of
-    words, and "right 2" those that the reference has as well; likewise up to ``longest``.
+    "c" and "r" count the words of the candidates and of the references.  "found 2" counts the
+    candidates' pairs of words, and "right 2" the pairs that the reference has as well; likewise up
+    to ``longest``.
 
     Example:
         >>> seven = "the the the the the the the".split()  # the paper's example 2: 2 of 7
@@ -172,7 +175,7 @@ def ngrams(
 def bleu(sums: Counter[str], *, longest: int = 4) -> float:
     """Return corpus BLEU: the geometric mean of the precisions, times the brevity penalty.
 
-    In [0, 1], not smoothed; NaN if there are no words.
+    It is in [0, 1] and not smoothed; it is NaN if there are no words.
 
     References: Papineni et al., `BLEU: a Method for Automatic Evaluation of Machine Translation
     <https://aclanthology.org/P02-1040>`_, 2002.
@@ -260,7 +263,7 @@ def joined(pieces: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class PairsWorkload(FolderWorkload[SentencePairs]):
-    """Pairs of sentences in length buckets: steps cost unequal times (WAGMA, section 5.3)."""
+    """Pairs of sentences in length buckets, so steps cost unequal times (WAGMA, section 5.3)."""
 
     width: int = 768  # numbers per position, or hidden units
     layers: int = 2  # layers of the encoder, and of the decoder
@@ -334,9 +337,9 @@ class PairsWorkload(FolderWorkload[SentencePairs]):
 @final
 @dataclass(frozen=True)
 class TransformerWmt17(PairsWorkload):
-    """WAGMA, section 5.3: English to German, batches of at most 8,192 tokens; else Vaswani et al. 2017.
+    """WAGMA, section 5.3: English to German, 8,192 tokens at most; otherwise Vaswani et al. 2017.
 
-    The learning rate is the peak of their schedule, which has 4,000 steps of warm-up.
+    The learning rate is the peak of the schedule of Vaswani et al., with 4,000 steps of warm-up.
     """
 
     width: int = 512

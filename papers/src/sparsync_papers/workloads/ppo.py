@@ -1,8 +1,8 @@
-"""PPO on tasks whose episodes may end early, so ranks collect for unequal times (WAGMA, section 5.4).
+"""PPO on tasks whose episodes may end early, so that ranks collect for unequal times (WAGMA, 5.4).
 
 The paper's task, navigation in Habitat, is not available here: it needs its own simulator and licensed
-scenes. A classic-control task of Gymnasium has the property that matters for averaging: an episode ends
-when the agent fails, so the time a rank collects is not known in advance.
+scenes. A classic-control task of Gymnasium has the property that matters for averaging: an episode
+ends when the agent fails, so the time for which a rank collects is not known in advance.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Experience:
 def advantages_of(rewards: Tensor, values: Tensor, *, discount: float, trace: float) -> Tensor:
     """Estimate the advantages of one episode's actions (GAE; Schulman et al. 2017, equation 11).
 
-    Rewards `[steps]`; values `[steps + 1]`: the last one is of the state after the last action, 0 if the
-    episode ended there but not if it was cut.
+    Rewards are `[steps]`, and values `[steps + 1]`.  The last value is that of the state after the
+    last action; it is 0 if the episode ended there, but not if the episode was cut.
 
     Example:
         >>> advantages_of(torch.ones(2), torch.tensor([0.0, 2.0, 0.0]), discount=0.5, trace=0.5)
@@ -87,7 +87,7 @@ def clipped_loss(new: Tensor, old: Tensor, advantages: Tensor, *, clip: float) -
 @final
 @dataclass(frozen=True)
 class Ppo:
-    """A task and how it is learned; draws depend on (seed, iteration, rank) and nothing else."""
+    """A task and how it is learned; draws depend only on (seed, iteration, rank)."""
 
     # a Gymnasium task with discrete actions, whose observation is a vector
     environment: str = "CartPole-v1"
@@ -142,7 +142,7 @@ class Ppo:
 
     @torch.no_grad()
     def collect(self, model: nn.Module, *, seed: int, iteration: int, rank: int) -> Experience:
-        """Play whole episodes; takes time in proportion to their lengths."""
+        """Play whole episodes; this takes time in proportion to their lengths."""
         environment, generator = self.make_environment(), _generator(seed, iteration, rank, 0)
         played = [self._play(model, environment, generator) for _ in range(self.episodes)]
         parts = zip(*(tensors for _, tensors in played), strict=True)
@@ -158,7 +158,7 @@ class Ppo:
         iteration: int,
         rank: int,
     ) -> None:
-        """Learn from the collected experience; changes ``model`` and ``optimizer``."""
+        """Learn from the collected experience; this changes ``model`` and ``optimizer``."""
         generator = _generator(seed, iteration, rank, 1)
         for _ in range(self.epochs):
             order = torch.randperm(experience.steps, generator=generator)
@@ -170,7 +170,7 @@ class Ppo:
     def _play(
         self, model: nn.Module, environment: Any, generator: torch.Generator
     ) -> tuple[float, tuple[Tensor, ...]]:
-        """Play one episode; return its return, and the tensors of an ``Experience``."""
+        """Play one episode; return the sum of its rewards, and the tensors of an ``Experience``."""
         seed = int(torch.randint(2**31, (), generator=generator))
         state, ended, cut = environment.reset(seed=seed)[0], False, False
         states, taken, rewards = [torch.as_tensor(state, dtype=torch.float32)], [], []
@@ -192,7 +192,7 @@ class Ppo:
         return sum(rewards), tensors
 
     def _loss(self, model: nn.Module, experience: Experience, chosen: Tensor) -> Tensor:
-        """Return the loss of some steps; advantages are relative to those of all."""
+        """Return the loss of some steps; their advantages are relative to those of all steps."""
         logits, values = model(experience.observations[chosen])
         new = _log_probabilities(logits, experience.actions[chosen])
         every, eps = (
@@ -209,6 +209,6 @@ def _log_probabilities(logits: Tensor, actions: Tensor) -> Tensor:
 
 
 def _generator(seed: int, iteration: int, rank: int, use: int) -> torch.Generator:
-    """Make the generator of one iteration on one rank: to collect (use 0) or to update (1)."""
+    """Make the generator of one iteration on one rank, to collect (use 0) or to update (1)."""
     mixed = np.random.SeedSequence([seed, iteration, rank, use]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(mixed[0] >> np.uint64(1)))

@@ -31,7 +31,7 @@ class Vocabulary:
     """Words and their numbers.
 
     Args:
-        words: distinct; a word's place is its number.
+        words: distinct words; a word's place is its number.
         unknown: the word that stands for all others.
 
     Raises:
@@ -71,7 +71,7 @@ class Vocabulary:
     def of_words(
         cls, words: Iterable[str], *, special: Sequence[str] = (UNKNOWN,), most: int | None = None
     ) -> Vocabulary:
-        """Build from special words, then the others by frequency and alphabet; ``most`` in all."""
+        """Build a vocabulary of at most ``most`` words: special ones, then by frequency and alphabet."""
         counts = Counter(words)
         for word in special:
             counts.pop(word, None)
@@ -153,7 +153,7 @@ class WordsWorkload(FolderWorkload[Windows]):
 
     @final
     def make_model(self, seed: int) -> nn.Module:
-        """See ``Workload``; the vocabulary is that of the training text."""
+        """Make the model as in ``Workload``; its vocabulary is that of the training text."""
         words = len(self.parts[0].vocabulary)
         sizes = {"vocabulary": words, "width": self.width, "layers": self.layers}
         return seeded(LstmLanguageModel, seed, **sizes)

@@ -67,7 +67,7 @@ __all__ = ["BenchSettings", "bench", "command"]
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Settings of a bench: every collective at every size and density; fields with a help are options."""
+    """Settings of a bench of collectives at all sizes and densities; fields with a help are options."""
 
     collectives: tuple[str, ...] = ("dense", "allgather", "oktopk")  # names, or with options
     ranks: Annotated[Ranks, ranks_option(8)] = 8
@@ -178,7 +178,7 @@ def command(
     plot: Plot = None,
     **fields: Any,
 ) -> None:
-    """Measure collectives: time, volume against its bound, and correctness, on every step.
+    """Measure collectives on every step: their time, their volume against its bound, and correctness.
 
     Each step feeds a fresh gradient to a whole reducer with error feedback: selection, exchange and
     commit. "sim" charges communication alone; the row dense is gloo's native allreduce, or MPI's over
@@ -252,7 +252,7 @@ def _refuse_ignored(kind: str, own: dict[str, Any], given: dict[str, Any]) -> No
 
 
 def bench(settings: BenchSettings) -> list[Row] | None:
-    """Measure everything; None on the other ranks of a launcher.
+    """Measure all rows; return None on the other ranks of a launcher.
 
     Example:
         >>> settings = BenchSettings(("oktopk",), ranks=4, sizes=(4000,), steps=2, warmup=0)

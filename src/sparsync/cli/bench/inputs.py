@@ -1,4 +1,4 @@
-"""Gradients for benches and claim tests: deterministic in (seed, step, rank).
+"""Gradients for benches and claim tests, which are deterministic in (seed, step, rank).
 
 The inputs differ in their supports, because the volume of a sparse collective depends on where the large
 entries of the ranks are, and whether they coincide.
@@ -28,7 +28,7 @@ _DOMINANCE = 100.0  # factor on the dominating rank's entries
 
 @dataclass(frozen=True)
 class Draw:
-    """Identifies a gradient: elements n, ranks P, the rank, and the 0-based step."""
+    """The coordinates of a gradient: elements n, ranks P, the rank, and the 0-based step."""
 
     size: int
     world_size: int
@@ -42,7 +42,7 @@ class Draw:
         return torch.randn(size, generator=generator)
 
     def within(self, owner: int) -> Tensor:
-        """Draw normal numbers in the even region ``owner`` (modulo P), zeros elsewhere."""
+        """Draw normal numbers in the even region ``owner`` (modulo P), and zeros elsewhere."""
         boundaries = even_boundaries(self.size, self.world_size)
         start, stop = boundaries[owner % self.world_size :][:2]
         values = torch.zeros(self.size)
@@ -74,7 +74,7 @@ def input_named(kind: str) -> Input:
     """Return an input by its name.
 
     Raises:
-        ConfigurationError: unknown name (lists the known ones).
+        ConfigurationError: the name is unknown; the message lists the known ones.
     """
     if kind not in INPUTS:
         raise ConfigurationError(f"unknown input {kind!r}; choose one of {', '.join(INPUTS)}")

@@ -76,9 +76,10 @@ def bench_kernels(
     Args:
         device: "cpu" or "cuda".
         size: number of elements n; the default is VGG-16's.
-        density: k / n; twice k are candidates.
+        density: k / n; twice as many elements are candidates.
         streams: number of ranks P whose entries are merged, in a region of n / P.
-        repetitions: the fastest counts; one more at first warms up (and compiles).
+        repetitions: number of timed calls, of which the fastest counts; one more call before them
+            warms up and compiles.
         seed: seed of the vectors.
 
     Raises:
@@ -178,7 +179,7 @@ def _same(mine: Any, expected: Any) -> bool:
 
 
 class Comparison(NamedTuple):
-    """A function in the device's kernels and in torch's operations."""
+    """A function whose speed is compared between the device's kernels and torch's operations."""
 
     name: str
     make: Callable[[], tuple[Any, ...]]  # fresh arguments, which either function may overwrite
@@ -190,7 +191,7 @@ class Comparison(NamedTuple):
 def comparisons(
     residual: Tensor, gradient: Tensor, density: float, streams: int
 ) -> list[Comparison]:
-    """Return all comparisons, on `[n]` float32 vectors, which are not modified; see ``bench_kernels``."""
+    """Return all comparisons on `[n]` float32 vectors, which stay unchanged; see ``bench_kernels``."""
     spec, size = specification, residual.numel()
     k = max(round(density * size), 1)
     accumulated = residual + gradient

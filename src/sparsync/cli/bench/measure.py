@@ -1,4 +1,4 @@
-"""Measurement of a row: the number of steps, their verification, and the rows of virtual ranks."""
+"""How a row is measured: the number of steps, their verification, and the rows of virtual ranks."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ VERIFY = ("auto", "every", "ends", "digest")
 def verified_in_full(mode: str, size: int, ranks: int) -> tuple[bool, bool]:
     """Return whether every step is verified in full, and whether the first and the last one are.
 
-    Modes: "every" step; its "ends", the first and the last; "digest": none; "auto": "every" while that is
-    cheap, up to 16 M elements over all ranks (0.4 s of work on one core), otherwise "ends". The totals'
-    digests are compared between ranks on every step.
+    The mode "every" verifies every step, "ends" the first and the last, and "digest" none.  "auto"
+    is "every" while that is cheap, up to 16 M elements over all ranks (0.4 s of work on one core),
+    and otherwise "ends". The totals' digests are compared between ranks on every step.
 
     Example:
         >>> verified_in_full("auto", 1_000_000, 8), verified_in_full("auto", 14_728_266, 8)
@@ -76,7 +76,7 @@ class Pace:
         """Return whether the warm-up is over, given the seconds of its steps so far."""
         if self.warmup is not None:
             return len(durations) >= self.warmup
-        # after this, error feedback and thresholds have settled, or long steps have used up their time
+        # by then, error feedback and thresholds have settled, or long steps have used up their time
         return len(durations) >= 5 or sum(durations) >= 5.0
 
     def timed(self, durations: Sequence[float]) -> int:
@@ -102,7 +102,7 @@ class Outcome:
     received: int
     verdict: Verdict
     in_full: bool = True  # verified by the sum and the law; else only by the equality of the totals
-    # most bytes on any link of a lab in one direction, as the kernel counted
+    # the most bytes on any link of a lab in one direction, as counted by the kernel
     kernel: int | None = None
     # processor seconds of the exchange over all threads, the mean over ranks
     processor: float | None = None
@@ -131,9 +131,9 @@ def measure(
     verified: tuple[bool, bool],
     advance: Callable[[int | None], None],
 ) -> Measured:
-    """Measure a row: a warm-up, then timed steps, alternately as a whole and with the exchange alone.
+    """Measure a row: a warm-up, then steps timed alternately as a whole and with the exchange alone.
 
-    Under the virtual clock one step gives both times.
+    Under the virtual clock, every step gives both times.
 
     Args:
         step: runs one step on all ranks, given whether to verify it in full, and whether to time its
@@ -169,8 +169,8 @@ def measure(
 class SimulatedRanks:
     """P virtual ranks, whose reducers persist from step to step.
 
-    Every step runs on a fresh network: its clock, which charges only communication, starts at 0, and its
-    ledgers hold only this step.
+    Every step runs on a fresh network, whose clock starts at 0 and charges only communication, and
+    whose ledgers hold only this step.
 
     Example:
         >>> ranks = SimulatedRanks(Case("oktopk", ranks=4, size=1000, density=0.01))
@@ -198,7 +198,7 @@ class SimulatedRanks:
         return replace(simulation, results=[rank.evidence() for rank in kept])
 
     def outcome(self, in_full: bool, alone: bool) -> Outcome:
-        """Run the next step of all ranks, and judge it; its exchange is timed alone in any case."""
+        """Run the next step of all ranks, and judge it; the exchange is always timed alone as well."""
         simulation, k = self.step(keep=in_full), self.case.k
         if in_full:
             verdict = judge(k, simulation.results)

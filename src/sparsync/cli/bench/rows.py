@@ -1,4 +1,4 @@
-"""The rows of ``sparsync bench``: measurements, claims and bounds; and their tables.
+"""The rows of ``sparsync bench``, with measurements, claims and bounds, and the tables of rows.
 
 Tables start with ratios, which are comparable between machines.
 """
@@ -31,7 +31,7 @@ _BITS_PER_BYTE = 8
 
 @dataclass(frozen=True)
 class Row:
-    """The measurements of one collective; the fields are keys of the JSON.  None: does not apply.
+    """The measurements of one collective; fields are keys of the JSON, and None where they do not apply.
 
     Maxima and minima are over all ranks and all steps, including the warm-up; times are over timed steps,
     each of the slowest rank. Words have 4 bytes.
@@ -63,7 +63,7 @@ class Row:
     seconds_stages: dict[
         str, float
     ]  # mean seconds per step of rank 0, by stage of ``ledger.STAGES``
-    # seconds of max(sent, received) of the median step on the link, less its burst
+    # the time that max(sent, received) of the median step takes on the link, less its burst
     wire_seconds: float | None
     bytes_sent_max: int
     bytes_received_max: int
@@ -85,7 +85,7 @@ class Row:
 def summarize(
     case: Case, measured: Measured, rate: int | None = None, links: str | None = None
 ) -> Row:
-    """Summarise all steps of a case in a row; ``rate``: bits per second of the lab's ``links``."""
+    """Summarise all steps of a case in a row; ``rate`` is in bits per second, of the lab's ``links``."""
     outcomes, whole, alone = measured.outcomes, measured.whole, measured.alone
     seconds = torch.tensor([o.seconds for o in whole], dtype=torch.float64)
     quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
@@ -135,7 +135,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float | None]:
-    """Return a row's times relative to others of the same run, as keys of the JSON; None: none.
+    """Return a row's times relative to others of the same run, as keys of the JSON.
 
     The speed-ups are over the row "dense" of the same size and density; the exchange is relative to the
     time of its bytes on the link, the rest to ``residual.add_(gradient)``.
@@ -165,7 +165,7 @@ def bound_words_per_k(case: Case) -> float | None:
     """Return the claimed words per requested entry: max(sent, received) of any rank on any step.
 
     For "oktopk-paper" this is the paper's claim, which ignores the exact steps and the drift of reused
-    thresholds. None: there is no claim.
+    thresholds. The result is None if there is no claim.
     """
     job = Job(case.size, case.k, case.ranks)
     collective = algorithm_of(case.collective).make_collective()
@@ -191,7 +191,7 @@ def tables(rows: Sequence[Row]) -> Group:
 
 
 def _times(row: Row, rows: Sequence[Row]) -> dict[str, str]:
-    """Show times relative to dense, to the wire and to an addition; then in milliseconds."""
+    """Show times relative to dense, to the wire and to an addition, and then in milliseconds."""
     over = {name: format_ratio(ratio) for name, ratio in ratios(row, rows).items()}
     real, between = row.transport != "sim", row.seconds_75 - row.seconds_25
     return {

@@ -46,9 +46,10 @@ DEFAULT_SIZES: Final = "64KB,256KB,1MB,4MB,16MB,64MB,256MB,512MB"  # the sizes o
 SELECTOR_INPUTS: Final = ("uniform", "normal", "residual")
 _UNITS = MappingProxyType({"KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30})
 _ITEM = 4  # bytes of a float32
-# rounds of error feedback that make a residual, whose entries accumulate below the threshold
+# rounds of error feedback that make a residual, in which entries accumulate below the threshold
 _ROUNDS = 20
-# standard deviation of the gradient, relative to the distance between the k-th and 2k-th magnitude
+# the standard deviation of the gradient, relative to the distance between the k-th and 2k-th
+# magnitude
 _DRIFT = 0.25
 _PERIOD = 5  # calls that share a threshold (RedSync, 5.2.2: "empirically set to 5")
 _SETTLED = 10  # calls until the fused selector knows how many candidates to collect
@@ -60,7 +61,8 @@ class SelectorSettings:
 
     sizes: tuple[int, ...]  # sizes of the residual in bytes; float32
     density: float = 0.001  # k / n (RedSync: 0.1 %)
-    # "uniform" on [0, 1) as in the figure; "normal"; "residual": as after rounds of error feedback
+    # the kind of input: "uniform" on [0, 1) as in the figure, "normal", or "residual", as after
+    # rounds of error feedback
     input: str = "uniform"
     device: str = "cpu"
     seed: Seed = 0  # seed of the residual and of the gradients
@@ -108,7 +110,7 @@ def format_size(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class SelectorRow:
-    """One selector at one size; the fields are the keys of the JSON.  None: selects nothing."""
+    """One selector at one size; the fields are keys of the JSON.  None if it selects no entries."""
 
     selector: str
     nbytes: int  # bytes of the residual
@@ -117,7 +119,7 @@ class SelectorRow:
     entries_over_k: float | None  # entries selected by the last call, over k
     recall: float | None  # share of the k largest entries that were selected
     correct: bool  # whether the k largest were selected, if they are promised
-    # seconds of one call, median of the samples; on the CPU, processor time of its single thread
+    # seconds of one call, the median of the samples; on the CPU, processor time of the only thread
     seconds: float
     samples: int
     size: int
@@ -161,7 +163,7 @@ def _judge(x: Tensor, k: int, values: Tensor) -> tuple[float, float]:
 
 
 def bench_selectors(settings: SelectorSettings) -> list[SelectorRow]:
-    """Time every selector at every size, from the smallest; torch.topk comes first, a read last.
+    """Time every selector at every size, from the smallest; torch.topk comes first, a plain read last.
 
     Between two calls a small gradient is added to the residual, or subtracted, so that thresholds move;
     this also leaves the residual in the caches as an accumulation would. On the CPU all selectors run on

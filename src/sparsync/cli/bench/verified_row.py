@@ -74,7 +74,8 @@ class _Watched(Collective):
 
         Args:
             keep: keep copies of the vectors, because the reducer may overwrite its buffers.
-            fence: called before the exchange, which starts when ``fence`` returns; None: at once.
+            fence: called before the exchange, which starts when ``fence`` returns; None to start at
+                once.
         """
         self.keep, self.fence = keep, fence
 
@@ -184,8 +185,9 @@ class Verdict(NamedTuple):
 def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
     """Judge a step by the evidence of all ranks, in O(n) memory.
 
-    Totals must be equal on all ranks, and equal to the sum of all delivered vectors within the law's
-    tolerance: because collectives add in different orders and round at different places.
+    Totals must be equal on all ranks, and equal to the sum of all delivered vectors.  The latter
+    holds within the law's tolerance, because collectives add in different orders and round at
+    different places.
 
     Example:
         >>> one, zeros = DenseVector(torch.tensor([1.0, 0.0])), torch.zeros(2)
@@ -202,7 +204,7 @@ def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
             accumulated, magnitude, residual, delivered = torch.zeros(4, len(dense)).double()
             selected, differs = torch.zeros_like(dense), torch.zeros_like(dense, dtype=torch.bool)
         accumulated += mine.accumulated
-        # a codec may deliver more than the entry (a mean), and roundings are relative to that
+        # a codec may deliver more than the entry (a mean), and rounding errors are relative to that
         magnitude += mine.accumulated.abs().maximum(given.abs()) + lost.abs()
         residual += mine.residual + lost
         delivered += given - lost
@@ -219,7 +221,7 @@ def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
 
 
 def compare(k: int, selected: int, total: Vector, digests: Set[int]) -> Verdict:
-    """Judge a step by one total and the digests of all, without the law.
+    """Judge a step by one rank's total and the digests of all ranks' totals, without the law.
 
     ``selected`` is the largest number of entries that any rank selected; the sum has at least as many,
     unless some cancel to 0.

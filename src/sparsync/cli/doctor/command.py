@@ -105,7 +105,7 @@ class Examination:
 
 @takes(DoctorSettings)
 def command(*, json: Json = None, **fields: Any) -> None:
-    """Measure the links and the ranks of a job, and check its software; a few seconds.
+    """Measure the links and the ranks of a job, and check its software; this takes a few seconds.
 
     Starts local ranks, or joins those of torchrun, mpiexec or srun.  The page names no host and no
     address, so it can go into a bug report; sparsync plan --machine reads the file of --json.

@@ -13,15 +13,17 @@ from sparsync.cost.wording import format_bytes, format_seconds
 __all__ = ["bytes_in_flight", "check_far", "round_trip", "window"]
 
 _FAR: Final = 0.01  # seconds of a round trip; every pause costs a few round trips
-# The part of a window that may be in flight: the kernel charges 2.3 KB for a packet of 1.5 KB, so a
-# window that is 0.63 full may be the limit.
+# The part of a window that may be in flight without a warning.  The kernel charges 2.3 KB for a
+# packet of 1.5 KB, so a window that is 0.63 full may already be the limit.
 _FULL: Final = 0.5
-# New window over bytes in flight: twice for the kernel's packet charge, twice for a higher rate.
+# The suggested window over the bytes in flight: a factor of 2 for the kernel's packet charge, and
+# another 2 for a higher rate.
 _SPARE: Final = 4
 _MIB: Final = 1 << 20
 _SHRINKING: Final = ("reno", "cubic")
-# Bytes that are sent at once if windows are kept through a pause, and the seconds that a link's queue
-# holds. Bytes that do not fit into the queue are lost, which costs more than a slow start.
+# The bytes that are sent at once if windows are kept through a pause, and the seconds of data that
+# a link's queue holds. Bytes that do not fit into the queue are lost, which costs more than a slow
+# start.
 _BURST, _QUEUE = 1_000_000, 0.1
 _TIMEOUT: Final = 0.2  # seconds over a round trip, after which TCP forgets the rate
 
@@ -57,9 +59,9 @@ def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
 def round_trip(found: Calibration) -> float:
     """Return the seconds of an empty message and its answer between the most distant ranks.
 
-    This is twice the latency fitted to all links, or the sum of a pair's two latencies if that is more.
-    If only some links are far, their share of a round varies; a single pair's latencies may be too small
-    because of its clocks.
+    This is twice the latency fitted to all links, or the sum of a pair's two latencies if that sum
+    is larger. If only some links are far, their share of a round varies; a single pair's latencies
+    may be too small because of its clocks.
 
     Example:
         >>> from sparsync.cost.links import Link
@@ -81,7 +83,7 @@ def bytes_in_flight(found: Calibration) -> float:
 
 
 def window(facts: Facts) -> float | None:
-    """Return the bytes that this rank's kernel allows in flight per TCP connection; None: unknown.
+    """Return the bytes that this rank's kernel allows in flight per TCP connection, if known.
 
     Part of the receive buffer is not available as window, depending on ``tcp_adv_win_scale``.
 

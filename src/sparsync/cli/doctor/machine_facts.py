@@ -53,13 +53,14 @@ class Facts:
     # kernel settings that affect far links, if the kernel has them
     tcp: dict[str, tuple[int, ...]]
     congestion: str  # TCP's congestion control, e.g. "cubic"; empty: unknown
-    # bytes that are free now: of the machine, and of the GPU that this rank would take; None: unknown
+    # bytes that are free now in the machine, and in the GPU that this rank would take; None if
+    # unknown
     memory: int | None
     device_memory: int | None
 
 
 def local_facts(transport: str, *, hosts: bool = False) -> Facts:
-    """Return the facts about this process; ``hosts``: include the host name."""
+    """Return the facts about this process, including the host name if ``hosts`` is set."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on all systems
     library = load_mpi().Get_library_version().splitlines()[0] if transport == "mpi" else None
     return Facts(
@@ -133,7 +134,8 @@ def _backends() -> dict[str, str]:
 def tcp_settings(folder: Path = Path("/proc/sys/net/ipv4")) -> dict[str, tuple[int, ...]]:
     """Return some kernel settings as numbers, by name; unknown ones are left out.
 
-    They belong to the process's network stack: a container's may differ from its host's.
+    The settings belong to the process's network stack, and those of a container may differ from its
+    host's.
     """
     found = {}
     for name in _TCP:
@@ -151,7 +153,7 @@ def _text(file: Path) -> str:
 
 
 def free_bytes(meminfo: str) -> int | None:
-    """Return the bytes that programs can still take without swapping; None: not Linux."""
+    """Return the bytes that programs can still take without swapping, or None except on Linux."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
     return 1024 * int(found[1]) if found else None
 
@@ -174,7 +176,7 @@ def _on_loopback(environ: Mapping[str, str]) -> bool:
     """Return whether gloo will listen where no other host can reach it."""
     interface = environ.get("GLOO_SOCKET_IFNAME")
     if interface:
-        # attach refuses what selects no interface, and names those that exist
+        # attach refuses a value that selects no interface, and names the interfaces that exist
         with suppress(ConfigurationError):
             return all(one.loopback for one in selected(interface, own_interfaces()))
         return False

@@ -1,4 +1,4 @@
-"""Whether a model fits into the memory of a job's ranks: ``sparsync doctor --model-size``."""
+"""Check whether a model fits into the ranks' memory, for ``sparsync doctor --model-size``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _DENSITY: Final = 0.01
 
 
 def check_memory(everyone: Sequence[Facts], size: int, optimizer: Optimizer) -> Check:
-    """Check whether training fits with ``attach``, without it, or not at all; without activations.
+    """Check whether training fits with ``attach``, without it, or not at all, not counting activations.
 
-    The free memory of a machine is divided among its ranks, and the rank with least counts.
+    The free memory of a machine is divided among its ranks, and the rank with the least memory
+    decides.
 
     Args:
         everyone: the facts of all ranks.
         size: trained parameters of the model, in float32.
-        optimizer: its kind.
+        optimizer: the kind of the optimizer.
     """
     training, *ways = footprints(size, int(_DENSITY * size), optimizer)
     devices = [facts.device_memory for facts in everyone]
@@ -39,7 +40,8 @@ def check_memory(everyone: Sequence[Facts], size: int, optimizer: Optimizer) -> 
     apart = device is not None
     free = f"{format_bytes(device)} and {format_bytes(host)}" if device else format_bytes(host)
     plain = f"a rank has {free} left, without activations"
-    # the default comes first, then what ``attach`` chooses where the default does not fit
+    # the default comes first, and then the settings that ``attach`` chooses where the default does
+    # not fit
     for at, way in enumerate(ways[:2]):
         if _fits(training, way, device, host):
             what = f"{model}: {_text(training, way, apart)}; {plain}"
@@ -71,7 +73,7 @@ def _fits(training: Footprint, way: Footprint, device: int | None, host: int) ->
 
 
 def _text(training: Footprint, way: Footprint, apart: bool) -> str:
-    """Return the bytes of a rank, with those of the accelerator apart from the host's."""
+    """Return a rank's bytes as text, with the accelerator's separate from the host's."""
     device, host = training.device + way.device, training.host + way.host
     if not apart:
         return format_bytes(device + host)

@@ -1,1 +1,1 @@
-"""The command ``sparsync lab``: any script, unchanged, with every rank behind a slow link."""
+"""The command ``sparsync lab``: run any script unchanged, with every rank behind a slow link."""

@@ -1,4 +1,4 @@
-"""End all processes in a lab's namespaces; as a program, once the process that made them is gone.
+"""End all processes in a lab's namespaces; as a program, do so once the lab's process is gone.
 
 ``python -I -S guard.py FILE...`` waits for the end of its standard input. The files are the namespaces;
 while they are open, no other namespace gets their numbers. A process is found by its namespace, because a
@@ -23,13 +23,13 @@ Identity = tuple[int, int]
 
 
 def identity(file: int | str) -> Identity:
-    """Return the device and inode of a namespace, given by an open file or a path."""
+    """Return the device and inode of a namespace, which is given by an open file or a path."""
     status = os.fstat(file) if isinstance(file, int) else Path(file).stat()
     return status.st_dev, status.st_ino
 
 
 def inside(namespaces: Iterable[Identity]) -> list[int]:
-    """Return the numbers of the processes that live in one of the namespaces."""
+    """Return the process ids of all processes that live in one of the namespaces."""
     wanted, found = set(namespaces), list[int]()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -47,7 +47,7 @@ def signal_all(namespaces: Iterable[Identity], number: int) -> None:
 
 
 def end_all(namespaces: Iterable[Identity], seconds: float) -> None:
-    """Ask all processes inside to end, and kill those that are left after ``seconds``."""
+    """Ask all processes inside to end, and kill those that are still there after ``seconds``."""
     known = list(namespaces)
     signal_all(known, signal.SIGTERM)
     deadline = time.monotonic() + seconds

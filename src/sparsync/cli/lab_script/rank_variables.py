@@ -40,7 +40,7 @@ def rank_variables(
         # by torch's default each rank would use all cores, and ranks would wait for each other
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
         "PYTHONUNBUFFERED": "1",
-        # the lab has no route to the Internet, and these would retry endlessly
+        # the lab has no route to the Internet, and these libraries would retry endlessly
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "offline",
         # the lab has no name server either, and torch would warn that addresses have no names
@@ -48,7 +48,7 @@ def rank_variables(
         # torchruns that restart workers would reuse the store, and with it addresses of the last round
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    # one machine with all ranks, as under torchrun --nproc-per-node
+    # the variables of one machine with all ranks, as under torchrun --nproc-per-node
     workers = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -62,8 +62,9 @@ def rank_variables(
         "MASTER_PORT": MASTER_PORT,
         "TORCHELASTIC_RUN_ID": _JOB,  # by which Lightning and others recognise torchrun
     }
-    # The defaults of torchrun's options: for a torchrun inside, every rank is a node of its own.  Not its
-    # node rank, which c10d's rendezvous assigns, with a warning that the given one is ignored.
+    # These are defaults of torchrun's options: for a torchrun inside, every rank is a node of its
+    # own.  The node rank is left out, because c10d's rendezvous assigns it, and warns that a given
+    # one is ignored.
     agents = {
         "PET_NNODES": ranks,
         "PET_RDZV_BACKEND": "c10d",
@@ -85,7 +86,8 @@ def check_script(words: Sequence[str], ranks: int, environ: Mapping[str, str]) -
     """Return the command with the path of its program; refuse one that cannot run in the lab.
 
     Raises:
-        ConfigurationError: there is no such program, or its torchruns would not meet as the lab's nodes.
+        ConfigurationError: the program does not exist, or its torchruns would not meet as the lab's
+            nodes.
     """
     require(bool(words), "lab: no script; write it after --, as in -- python train.py")
     program, *rest = words
@@ -107,7 +109,7 @@ def _check_torchrun(words: Sequence[str], ranks: int) -> None:
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
     parser = get_args_parser()
-    # an option that is not given has the value that rank_variables hands down
+    # an option that is not given gets the value that rank_variables hands down
     parser.set_defaults(nnodes=str(ranks), rdzv_endpoint="", rdzv_backend="c10d", standalone=False)
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):

@@ -1,4 +1,4 @@
-"""Run a script once per rank of a lab, pass its output on, and count what crosses the links."""
+"""Run a script once per rank of a lab, forward its output, and count the bytes on the links."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_A_SIGNAL = 128  # a shell's exit code for a signal is this plus the signal's
 @final
 @dataclass(frozen=True)
 class ScriptResult:
-    """One run of a script; fields are the keys of the JSON, lists are by rank unless stated otherwise."""
+    """One run of a script; fields are keys of the JSON, and lists are by rank unless stated otherwise."""
 
     run: str  # "script"; with --compare "dense" and "attached"
     command: list[str]
@@ -76,9 +76,9 @@ def run_script(
         links: links of the lab, see ``parse_links``.
         run: the name of this run in its result.
         variables: further environment variables of the ranks.
-        grace: seconds.
-        elastic: ranks may come and go: start torchft's lighthouse on a separate link, and do not end the
-            others when a rank fails.
+        grace: seconds that the other ranks have to end by themselves after one has failed.
+        elastic: ranks may come and go, so start torchft's lighthouse on a separate link, and do not
+            end the others when a rank fails.
     """
     places = ranks + elastic
     with (
@@ -97,7 +97,7 @@ def run_script(
         try:
             first_failed = _wait(running, watch, printer, grace, elastic=elastic)
         except KeyboardInterrupt:
-            # Ctrl-C does not reach them, because they run in their own sessions
+            # Ctrl-C does not reach the ranks, because they run in their own sessions
             guard.signal_all(namespaces, signal.SIGINT)
             deadline = time.monotonic() + grace
             while guard.inside(namespaces) and time.monotonic() < deadline:
@@ -124,7 +124,7 @@ def run_script(
 def _wait(
     running: Sequence[_Rank], watch: _Watch, printer: _Printer, grace: float, *, elastic: bool
 ) -> int | None:
-    """Wait until all ranks have ended; return the first that failed."""
+    """Wait until all ranks have ended; return the first one that failed."""
     failed: int | None = None
     deadline: float | None = None
     while True:
@@ -225,10 +225,10 @@ class _Printer:
         source.close()
 
     def _write(self, prefix: str, lines: Sequence[bytes], target: IO[str]) -> None:
-        # output that nobody reads must still be consumed, or the rank would block
+        # output that no thread reads any more must still be consumed, or the rank would block
         if not lines or self._error:
             return
-        # the last state of a progress bar, as a terminal would show it
+        # of a progress bar, keep only the last state, as a terminal would show it
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in lines]
         with self._lock:
             try:
@@ -284,13 +284,13 @@ class _Watch:
 
 
 def _of(lab: Lab, places: int, ranks: int) -> set[guard.Identity]:
-    """Return the namespaces that are not a rank's, i.e. the lighthouse's."""
+    """Return the namespaces that belong to no rank, i.e. that of the lighthouse."""
     return {guard.identity(lab.seat(place).namespace) for place in range(ranks, places)}
 
 
 @contextmanager
 def _kept_clean(lab: Lab, places: int) -> Iterator[set[guard.Identity]]:
-    """At the end, kill all processes in the lab; if this process is killed, another one does so."""
+    """Kill all processes in the lab at the end; a guard does so if this process is killed."""
     paths = [lab.seat(place).namespace for place in range(places)]
     namespaces = {guard.identity(path) for path in paths}
     files = [os.open(path, os.O_RDONLY) for path in paths]

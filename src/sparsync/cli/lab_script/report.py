@@ -88,7 +88,8 @@ def _same(dense: ScriptResult, attached: ScriptResult) -> list[str]:
 def write_plot(results: Sequence[ScriptResult], path: Path) -> None:
     """Draw the bytes that a rank has sent over the seconds since all ranks had met.
 
-    Readable in grey: each run has its own line style. A dot marks its end.
+    The picture is readable in grey, because each run has its own line style. A dot marks the end of
+    a run.
     """
     from matplotlib.ticker import EngFormatter
 

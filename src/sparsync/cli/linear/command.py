@@ -33,7 +33,7 @@ def _exchanges(text: str) -> tuple[str, ...]:
 
 
 def train_linear(settings: LinearSettings) -> list[LinearResult] | None:
-    """Train once per exchange; None on the other ranks of a launcher.
+    """Train once per exchange; return None on the other ranks of a launcher.
 
     Example:
         >>> small = {"ranks": 2, "rows": 200, "dimensions": 5_000, "epochs": 2}

@@ -40,7 +40,8 @@ class _Report:
     accuracy: list[float] = field(default_factory=list)  # likewise
     computed: list[list[float]] = field(default_factory=list)  # seconds; see ``Meter``
     exchanged: list[list[tuple[str, float, float]]] = field(default_factory=list)
-    # from the ledger: bytes sent and received, messages, and bytes sent without scd's derivatives
+    # taken from the ledger: bytes sent and received, messages, and bytes sent without scd's
+    # derivatives
     traffic: list[tuple[int, int, int, int]] = field(default_factory=list)
     digest: str = ""  # digest of the weights at the end
 
@@ -144,9 +145,9 @@ def _problems(
 ) -> tuple[Problem, Problem]:
     """Return a rank's training rows, and its held-out rows (the training rows if none are held out).
 
-    The shard contains these rows, and may contain those of other ranks.
+    The shard contains these rows, and may also contain rows of other ranks.
     """
-    # by the row's global number, so the choice does not depend on the number of ranks
+    # chosen by the row's global number, so that the choice does not depend on the number of ranks
     numbers = np.arange(*row_range(shard.rows_total, rank=rank, world_size=world_size))
     every, model = settings.held_out_every, (settings.model, settings.l1, settings.l2)
     out = numbers % every == every - 1 if every else np.zeros(len(numbers), bool)
@@ -194,7 +195,7 @@ async def _train(
 
 
 def _save(settings: LinearSettings, exchange: str, solver: Solver, shard: Shard) -> None:
-    """Write the first exchange's model, once: exchanges are lossless and ranks bit-identical."""
+    """Write the first exchange's model only: exchanges are lossless, and ranks bit-identical."""
     if settings.save is None or solver.comm.rank or exchange != settings.exchanges[0]:
         return
     meaning = {"labels": shard.known, "positive": shard.positive, "base": shard.base}
@@ -246,10 +247,10 @@ def _result(
 def _exchange_seconds(
     ranks: Sequence[Sequence[tuple[str, float, float]]], together: bool
 ) -> tuple[float, float]:
-    """Return the seconds of an epoch's exchanges, and those without the derivatives'.
+    """Return the seconds of an epoch's exchanges, with and without those of derivatives.
 
-    Measured from the common start to the end of the last rank; if ranks do not start together, the time
-    of the slowest rank.
+    They are measured from the common start to the end of the last rank; if ranks do not start
+    together, they are the time of the slowest rank.
     """
     every = without = 0.0
     for exchange in zip(*ranks, strict=True):

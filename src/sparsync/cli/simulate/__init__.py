@@ -1,4 +1,4 @@
-"""``sparsync simulate``: training steps on virtual ranks, and the part of them that is communication."""
+"""``sparsync simulate``: training steps on virtual ranks, and their share of communication."""
 
 from sparsync.cli.simulate.settings import SimulationSettings
 from sparsync.cli.simulate.training import SimulatedRow, SimulatedStep, simulate_training

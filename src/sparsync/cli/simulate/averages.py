@@ -1,7 +1,7 @@
 """Simulated averaging: a scheme's own code on virtual ranks, whose steps have no common start.
 
-A model of n elements is simulated by n / C of them on links that are C times slower: every byte counts C
-times, including those of headers.
+A model of n elements is simulated by n / C of them on links that are C times slower, so every byte
+counts C times, including those of headers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def simulate_averaging(
     """Run a scheme from a common model, for whole periods of the scheme.
 
     Args:
-        scheme: the row.
+        scheme: the scheme's row.
         settings: its ``steps`` and ``warmup`` are rounded up to whole periods of the scheme.
         weigher: makes the function that counts the entries a message represents, for a scale.
         advance: called whenever a rank ends a step.
@@ -83,11 +83,12 @@ def simulate_averaging(
     scale = settings.scale or scheme_scale(settings)
     size = max(round(settings.model_size / scale), 1)
     period = _period(scheme.make())
-    # whole periods, or a step's share of a global average would depend on where the run begins and ends
+    # the run has whole periods, or a step's share of a global average would depend on where the run
+    # begins and ends
     before, reported = (-(-n // period) * period for n in (settings.warmup, settings.steps))
     steps = before + reported
     pace, slower = random.Random(settings.seed), dict(settings.stragglers)
-    # the same draws as for the rows of gradients, so the same ranks are late in the same steps
+    # the draws are those of the rows of gradients, so the same ranks are late in the same steps
     work = [
         [
             max(pace.gauss(settings.compute, settings.spread), 0.0) * slower.get(rank, 1.0)

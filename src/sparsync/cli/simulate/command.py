@@ -75,7 +75,7 @@ def command(
     plot: Plot = None,
     **fields: Any,
 ) -> None:
-    """Simulate training steps: the algorithms' own code on virtual ranks, under a virtual clock.
+    """Simulate training steps by the algorithms' own code, on virtual ranks under a virtual clock.
 
     Reports selection, communication and computation time next to Dense (one message) and DenseOvlp
     (25 MiB buckets, exchanged during the backward pass).
@@ -115,7 +115,7 @@ def command(
 def _topology(
     network: str | None, measured: Machine | None, ports: str, nodes: int | None, inner: str | None
 ) -> Topology:
-    """Return the given links, the measured machine's, or the default ones, with or without nodes."""
+    """Return the given links, the measured machine's or the default ones, with or without nodes."""
     if network is None and measured is not None:
         links = Links(measured.alpha, measured.beta)
     else:

@@ -1,4 +1,4 @@
-"""Gradients of virtual ranks: sparse ones, which need less than n elements, dense ones, recorded ones."""
+"""Gradients of virtual ranks, which are recorded, dense, or sparse (in less memory than n elements)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Gradients:
     held: Sequence[int]  # elements of every unit that a rank holds
     density: float  # k / held
     draw: Callable[[int, int], Sequence[Tensor]]  # fresh `[held]` per unit, for a rank and step
-    # ascending positions of the held elements, for a rank and unit; None: all elements are held
+    # the ascending positions of the held elements, for a rank and unit; None if all elements are
+    # held
     places: Callable[[int, int], Tensor] | None = None
 
 
@@ -115,7 +116,7 @@ def _spread(sizes: Sequence[int], settings: SimulationSettings) -> Gradients:
         return [mixed(torch.randn, rank, unit, step) for unit in range(len(sizes))]
 
     def places(rank: int, unit: int) -> Tensor:
-        # drawn again on each request, because keeping them would dominate the memory
+        # positions are drawn again on each request, because keeping them would dominate the memory
         edges = torch.arange(held[unit] + 1) * sizes[unit] // held[unit]
         within = mixed(torch.rand, rank, unit, -1)
         return edges[:-1] + (within * edges.diff()).long().clamp(max=edges.diff() - 1)
@@ -161,8 +162,8 @@ class _Placed(Collective):
         reduced = await self.inner.reduce(comm, whole, k, step)
         places = find(comm.rank, self.unit)
         assert isinstance(reduced.delivered, SparseVector)
-        # an owner may keep undelivered entries of other ranks, which are not held; times do not depend on
-        # them
+        # an owner may keep undelivered entries of other ranks, which are not held here; times do
+        # not depend on these entries
         mine = reduced.delivered.restrict(places)
         back = SparseVector(kernels.restrict(places, mine.indices), mine.values, places.numel())
         return Reduced(reduced.total, back)

@@ -1,8 +1,8 @@
 """Simulated training: real reducers on virtual ranks, one row per algorithm.
 
 ``--scale C`` makes a small model take as long as a large one: n / C elements and k / C entries stand for
-n and k.  Bytes of entries and values count C times; headers, counts and histograms count once.  Work per
-element, per entry and per byte costs C times as much.
+n and k.  Bytes of entries and values count C times, while headers, counts and histograms count
+once.  Work per element, per entry and per byte costs C times as much.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from sparsync.wire.codec import Header, MessageFraming
 
 __all__ = ["SimulatedRow", "SimulatedStep", "default_scale", "simulate_training", "weigher"]
 
-# bytes of memory per held entry: index and value, and half as much again while merging
+# the bytes of memory per held entry: index and value, and half as much again while merging
 _ENTRY_BYTES = 16
 _BLOCK = 64  # elements per block of a scaled dense allreduce, which avoids padding
-# a rank holds at most k times this, whatever P is; others hold the sum, up to n entries
+# with these algorithms, a rank holds at most k times this number, whatever P is; with others it
+# holds the sum, up to n entries
 _BOUNDED = MappingProxyType({"oktopk": 6, "budgeted": 6, "halving": 6, "gtopk": 6})
 _GATHERING = (
     "allgather",
@@ -43,13 +44,13 @@ _GATHERING = (
     "redsync",
     "redsync-quantized",
 )  # hold P k entries in messages
-# fraction of the computation: backward has two matrix products per layer, forward has one
+# the fraction of the computation: backward has two matrix products per layer, forward has one
 _BACKWARD = 2 / 3
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One step; its fields are keys of the JSON.  Parts are means over ranks and add up to the whole."""
+    """One step; its fields are keys of the JSON, and its parts are means over ranks and add up to it."""
 
     seconds: float  # from the start of all ranks to the end of the last
     seconds_computation: float  # forward and backward pass
@@ -59,7 +60,7 @@ class SimulatedStep:
     bytes_sent: float  # maximum over ports
     bytes_received: float
     messages: float  # maximum over ranks
-    # maxima over ports: messages, bytes and seconds in each direction
+    # the maxima over ports of messages, bytes and seconds in each direction
     phases: dict[str, dict[str, float]]
     ports: dict[
         str, dict[str, list[float]]
@@ -68,7 +69,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True)
 class SimulatedRow:
-    """One algorithm; its fields are keys of the JSON, with those of its mean step."""
+    """One algorithm; its fields, and those of its mean step, are keys of the JSON."""
 
     algorithm: str
     ranks: int
@@ -225,7 +226,7 @@ class _Ranks:
 
 
 def _summary(simulation: Simulation[None], computation: list[float]) -> SimulatedStep:
-    """Split a step's time: the part that is not a rank's work is communication or waiting."""
+    """Split a step's time; the part that is not work of a rank is communication or waiting."""
     stages = [ledger.stages for ledger in simulation.ledgers]
     work = [fmean(of.get(name, 0.0) for of in stages) for name in ("select", "pack", "unpack")]
     selection, packing = work[0], work[1] + work[2]

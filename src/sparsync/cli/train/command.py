@@ -73,7 +73,7 @@ def command(
     plot: Plot = None,
     **fields: Any,
 ) -> None:
-    """Train data-parallel: a small model on data that every machine has, or a paper's on --data.
+    """Train data-parallel: a small model on data that every machine has, or a paper's model on --data.
 
     Starts local processes, or runs inside those of a launcher (torchrun, mpiexec, srun).  "dense" is
     plain DDP.

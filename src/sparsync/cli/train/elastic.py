@@ -1,7 +1,8 @@
 """``sparsync train --elastic``: train while ranks are killed at random and restarted.
 
-It trains twice, first without faults.  This process starts torchft's lighthouse and the ranks, and kills
-some of them with SIGKILL; each rank reports the steps that it has applied, and when.
+The command trains twice, first without faults.  This process starts torchft's lighthouse and the
+ranks, and kills some ranks with SIGKILL.  Each rank reports the steps that it has applied, and
+their times.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True)
 class ElasticResult:
-    """A run with faults, relative to one without; seconds are None if nothing was killed."""
+    """A run with faults, relative to one without; seconds are None if no rank was killed."""
 
     algorithm: str
     ranks: int
@@ -109,7 +110,7 @@ class ElasticResult:
 
 
 def check_kill(text: str) -> float:
-    """Return the mean seconds between kills of "random:SECONDS"; 0: none.
+    """Return the mean seconds between kills of "random:SECONDS"; 0 for no kills.
 
     Example:
         >>> check_kill("random:30")
@@ -123,7 +124,7 @@ def check_kill(text: str) -> float:
 
 
 def train_elastic(settings: TrainSettings, algorithm: str, kill: str) -> ElasticResult:
-    """Train without faults, then with them; simultaneously if ranks mostly wait (``--delay``).
+    """Train without faults and then with them, or both at once if ranks mostly wait (``--delay``).
 
     Raises:
         PeerError: no rank has reported for two minutes, or a rank has failed.
@@ -263,7 +264,7 @@ class _Run:
         return self.random.expovariate(1 / self.mean)
 
     def _kill(self, lab: Lab | None, address: str) -> None:
-        """Kill and restart a contributing rank, if others contribute as well."""
+        """Kill and restart a contributing rank, provided that other ranks contribute as well."""
         living = self._contributing()
         if len(living) < 2:
             return
@@ -299,12 +300,12 @@ class _Run:
         )
 
     def _first_since(self, rank: int, when: float) -> float:
-        """Return the time of a rank's first step since ``when``; 0: none yet."""
+        """Return the time of a rank's first step since ``when``, or 0 if there is none yet."""
         own = [ones[rank].when for ones in self.applied.values() if rank in ones]
         return min((moment for moment in own if moment > when), default=0.0)
 
     def _give_up(self) -> None:
-        """Stop waiting for ranks that return after the others have ended: alone they would start over."""
+        """Stop waiting for ranks that return when the others have ended; alone, they would start over."""
         started = {rank: when for when, rank in self.starts}
         away = {rank for rank, when in started.items() if not self._first_since(rank, when)}
         if self.ended.keys() | away == started.keys():
@@ -342,8 +343,8 @@ class _Run:
             later = [o.when for o, rank in every if rank == started and o.counts and o.when > when]
             returns += [later[0] - when] if later else []
         contributors = [self._contributors(step) for step in steps]
-        # every change was seen by most ranks, but no rank saw all if all were killed; a rank that missed
-        # the last votes knows an older norm
+        # most ranks saw every change, but no rank saw all changes if all ranks were killed; a rank
+        # that missed the last votes knows an older norm
         seen = sorted({change for one, _ in every for change in one.changes})
         changes = {change[:3]: change for change in seen}.values()
         rate, free_rate = (
@@ -440,7 +441,7 @@ def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
 
 
 def _hush() -> None:
-    """Discard the output of torchft's servers, several lines per step, but keep Python's stderr."""
+    """Discard the output of torchft's servers, several lines per step, but keep that of Python."""
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     logging.getLogger("torchft").setLevel(logging.ERROR)
@@ -459,7 +460,7 @@ def _train(
     model = workload.make_model(settings.seed)
     optimizers = settings.make_optimizers(model)
     workload.batch(Draw(settings.seed, 0, rank, settings.ranks, settings.batch_size))
-    # last, because from a rank's first heartbeat on, the next quorum waits for it
+    # this comes last, because from a rank's first heartbeat on, the next quorum waits for the rank
     own = local_address() or _LOOPBACK
     keys = settings.curve_keys and settings.curve_keys / f"rank-{rank}.key_secret"
     manager = make_manager(

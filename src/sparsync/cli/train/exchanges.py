@@ -74,7 +74,7 @@ def attached_as(label: str) -> Algorithm | OuterStep:
 
 
 def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tuple[str, ...]:
-    """Refuse unknown algorithms, options that none of them has, and a target without "dense".
+    """Refuse unknown algorithms, options that no algorithm has, and a target without "dense".
 
     Returns:
         A label for each, as returned by ``labels``.
@@ -95,8 +95,9 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
             f"--target-step {target} asks for the loss of dense, which is not among the algorithms "
             f"{', '.join(algorithms)}; add dense"
         )
-    # ranks meet in every second step of the default exchange of updates, so checking after each step
-    # hardly changes it: the additional wait for the last rank counts against it
+    # with the default exchange of updates, ranks meet in every second step, so checking after each
+    # step hardly changes the timing: the additional wait for the last rank counts against this
+    # exchange
     ahead = [one.name for one in schemes if one.name != "updates"]
     if ahead and target is not None:
         raise ConfigurationError(
@@ -189,7 +190,7 @@ def make_exchange(settings: TrainSettings, label: str, model: nn.Module) -> Exch
 
 
 def _allreduced(settings: TrainSettings, model: nn.Module, *, half: bool) -> Exchange:
-    """Use plain DDP; or its ``fp16_compress_hook``: the same allreduce of 16-bit floats."""
+    """Use plain DDP, or its ``fp16_compress_hook``, which makes the same allreduce with 16-bit floats."""
     ddp = _in_ddp(model)
     if half:
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -198,15 +199,16 @@ def _allreduced(settings: TrainSettings, model: nn.Module, *, half: bool) -> Exc
 
 
 def _power_sgd(settings: TrainSettings, model: nn.Module) -> Exchange:
-    """Use PyTorch's ``powerSGD_hook``, configured to be strong, and safe on gloo.
+    """Use PyTorch's ``powerSGD_hook``, in a configuration that compresses well and is safe on gloo.
 
-    Bytes are computed from the elements that the hook reports.  The whole model is one bucket:
-    with more, the hook waits for a collective inside a callback and hangs on gloo.
+    Bytes are computed from the elements that the hook reports.  The whole model is one bucket,
+    because with several buckets the hook waits for a collective inside a callback and hangs on
+    gloo.
     """
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     ddp = _in_ddp(model, bucket_cap_mb=nbytes // 2**20 + 1)
     # the hook's documentation suggests rank 1 to 4; it needs two dense steps, and its own default
-    # of 1000 would mean dense for a short run
+    # of 1000 dense steps would make a short run dense
     state = powerSGD_hook.PowerSGDState(
         process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=2
     )
@@ -254,7 +256,7 @@ def _attached(
 def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchange:
     """Let a model train separately, and a scheme average it with others.
 
-    Members of the outer step's family are attached, so moments can follow the average, but
+    Members of the outer step's family are attached, so that moments can follow the average; but
     ``attach`` always averages buffers.  Methods that step by signs are published with plain SGD.
     """
     name, given = found.name, _scheme_options(settings, found)

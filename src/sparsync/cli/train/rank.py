@@ -37,10 +37,10 @@ def train_rank(
     """Train once per algorithm, on the same data and from the same initial weights; all ranks call it.
 
     Args:
-        settings: equal for all of them.
+        settings: equal for all algorithms.
         algorithms: names of presets, schemes or PyTorch's hooks.  "dense" is plain DDP without any
             hook; it must come first if it sets the target of the others.
-        before_step: called with (rank, step) on every rank; importable.
+        before_step: an importable function that every rank calls with (rank, step).
 
     Returns:
         One result per algorithm, the same on all ranks.
@@ -127,14 +127,14 @@ def _train(
 
 
 def _mean_of_ranks(loss: float) -> float:
-    """Return the mean over all ranks; between steps, where no clock runs."""
+    """Return the mean over all ranks; call this between steps, where no clock runs."""
     mean = torch.tensor(loss, dtype=torch.float64)
     dist.all_reduce(mean)
     return float(mean) / dist.get_world_size()
 
 
 def _link_sent() -> int:
-    """Return the bytes sent on this rank's link, as counted by the kernel; 0 outside a lab."""
+    """Return the bytes that the kernel counts as sent on this rank's link, or 0 outside a lab."""
     counted = local_traffic()
     return 0 if counted is None else counted[0]
 
@@ -164,7 +164,8 @@ def _step(
     factor: float = 1.0,
 ) -> float:
     """Run one step, at ``factor`` times its learning rate; return this rank's loss before it."""
-    # a sum is P times the mean, so SGD steps would be P times too long (Adam's and Muon's do not change)
+    # a sum is P times the mean, so SGD steps would be P times too long (steps of Adam and Muon do
+    # not change)
     divisor = settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
     for optimizer in exchange.optimizers:
         optimizer.zero_grad()
@@ -183,7 +184,7 @@ def _step(
 
 @contextmanager
 def _naming_gloo(where: str) -> Iterator[None]:
-    """Turn gloo's errors inside plain DDP into errors that name rank and step."""
+    """Turn gloo's errors inside plain DDP into errors that name the rank and the step."""
     try:
         yield
     except RuntimeError as error:
@@ -198,7 +199,7 @@ def _naming_gloo(where: str) -> Iterator[None]:
 
 @dataclass
 class _RankReport:
-    """The measurements of one rank; gathered once, at the end.  Lists have one entry per step."""
+    """The measurements of one rank, gathered once at the end.  Lists have one entry per step."""
 
     parameters: int = 0  # trained elements
     finish: float = 0.0  # seconds to make all replicas equal
@@ -207,7 +208,8 @@ class _RankReport:
     sent: list[int] = field(default_factory=list)  # bytes
     received: int = 0  # bytes in total
     kernel: list[int] = field(default_factory=list)  # bytes sent, as counted on this rank's link
-    # of a scheme: averages, those with a stale model of this rank, the oldest's steps, seconds waited
+    # for a scheme: averages, averages with a stale model of this rank, steps of the oldest one,
+    # seconds waited
     averaging: list[float] = field(default_factory=list)
     evaluation: Evaluation = field(default_factory=Evaluation)  # on this rank's share
     digests: list[str] = field(default_factory=list)  # of the parameters after the last step

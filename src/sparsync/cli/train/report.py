@@ -31,17 +31,18 @@ _STYLES = (
 
 
 def comparison(results: Sequence[TrainResult]) -> Group:
-    """Compare runs of the same settings: the time to dense's loss first, then its causes.
+    """Compare runs of the same settings: first the time to the loss of dense, then its causes.
 
-    The training loss is averaged over five steps before and after; fewer in a short run.
+    The training loss is averaged over five steps before and after each step, or fewer in a short
+    run.
     """
     goal = results[0].target_loss
     rows = []
     for result in results:
         seconds = result.seconds_to_target
         reached = "never" if seconds is None else format_seconds(seconds)
-        # the median, because the first steps may be dense (a warm-up; PowerSGD's first two); the mean for
-        # averaging schemes, because most of their steps may send nothing
+        # this is the median, because the first steps may be dense (a warm-up; PowerSGD's first
+        # two); for averaging schemes it is the mean, because most of their steps may send nothing
         sent = median(result.bytes_sent) if result.options is None else fmean(result.bytes_sent)
         accuracy = result.accuracy
         rows.append(
@@ -136,9 +137,9 @@ def _rule(result: TrainResult) -> str:
 def write_plot(results: Sequence[TrainResult], path: Path) -> None:
     """Draw the loss over seconds, over bytes if any were sent, and over steps.
 
-    Readable in grey: each algorithm has its own line style. Thin lines show single steps, thick ones
-    averages over a twentieth of the run. A dot marks where a run has reached the target; values above the
-    loss at the start are cut off.
+    The picture is readable in grey, because each algorithm has its own line style. Thin lines show
+    single steps, and thick ones averages over a twentieth of the run. A dot marks the step at which
+    a run has reached the target; values above the initial loss are cut off.
     """
     from matplotlib.ticker import EngFormatter
 

@@ -16,7 +16,7 @@ __all__ = ["Goal", "TrainResult", "seconds_of_all", "smoothed", "with_target"]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """One training run; its fields are the keys of the JSON.  None: does not apply.
+    """One training run; its fields are keys of the JSON, and None where they do not apply.
 
     Settings of the run, e.g. ``density``, have the same names as in ``TrainSettings``.
     """
@@ -37,18 +37,21 @@ class TrainResult:
     bytes_sent_per_step_max: int  # maximum over ranks and steps, including headers
     replicas_equal: bool  # whether all ranks ended with bit-identical parameters
     bytes_sent: list[int]  # per step, by the rank that sent most in total
-    # bytes of the rank that sent most, the mean over steps; includes making replicas equal in the end
+    # bytes of the rank that sent most, as the mean over steps; including the last exchange, which
+    # makes replicas equal
     sent_per_parameter_and_step: float
     received_per_parameter_and_step: float
     seed: int
     batch_size: int
     context: int | None
     warmup_steps: int
-    # per step: from the last rank's end of the previous step to the last rank's end of this one
+    # for each step, the time from the last rank's end of the previous step to the last rank's end
+    # of this one
     seconds: list[float]
-    # seconds of forward, backward and optimizer on all ranks at once without exchange; measured before
+    # seconds of forward, backward and optimizer without exchange, on all ranks at once; measured
+    # before the run
     seconds_computation_median: float
-    # the median step minus these: the part of the exchange that is not hidden
+    # the median step minus these seconds, i.e. the part of the exchange that is not hidden
     seconds_rest_median: float
     bytes_counted: str  # "ledger": bytes as sent; "formula": those of a bandwidth-optimal allreduce
     # largest number of bytes per step that the kernel counted on a lab's link
@@ -67,7 +70,7 @@ class TrainResult:
     weight_decay: float = 0.0
     clip: float | None = None
     options: Mapping[str, object] | None = None  # options of an averaging scheme
-    # share of all ranks' contributions to averages that were older models
+    # the share of all ranks' contributions to averages that were older models
     stale_share: float | None = None
     largest_staleness: int | None = None  # age of the oldest of them, in steps
     # seconds waited in the averages of all steps, the mean over ranks
@@ -128,8 +131,8 @@ class Goal:
     def of(losses: Sequence[float], step: int) -> Goal:
         """Return the goal given by the loss of "dense" at ``step``, counted from 1.
 
-        Losses are averaged over the last 20 steps, over a fifth of ``step`` in a shorter run: batches
-        differ by 10 %, and dense gains that in 20 steps.
+        Losses are averaged over the last 20 steps, or over a fifth of ``step`` in a shorter run.
+        Batches differ by 10 %, and the loss of dense falls by as much in 20 steps.
         """
         window = max(1, min(20, step // 5))
         return Goal(fmean(losses[step - window : step]), window)
@@ -154,7 +157,7 @@ def with_target(
     judged = []
     for result in results:
         made = range(1, result.steps + 1)
-        # for dense the goal's own step, because noise may have reached the loss earlier
+        # dense gets the goal's own step, because noise may have reached the loss earlier
         first = (s for s in made if goal.reached_by(result.loss[:s]))
         reached = step if result is dense else next(first, None)
         seconds = None if reached is None else sum(result.seconds[:reached])

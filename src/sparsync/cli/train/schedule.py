@@ -49,7 +49,7 @@ class Schedule:
         check("lr_schedule: EVERY", self.every, self.every >= 1, "a number of steps >= 1")
 
     def milestones(self, steps: int) -> list[int]:
-        """Return the 0-based steps that take the next lower rate, of a run of this many steps."""
+        """Return the 0-based steps from which a lower rate holds, in a run of this many steps."""
         return [round(place * steps) if place < 1 else int(place) for place in self.at]
 
     def at_step(self, step: int, *, steps: int, warmup: int = 0) -> float:
@@ -57,8 +57,9 @@ class Schedule:
 
         Args:
             step: 0-based.
-            steps: of the whole run.
-            warmup: first steps, over which the rate grows; "linear" begins to fall after them.
+            steps: number of steps of the whole run.
+            warmup: number of first steps, over which the rate grows; "linear" begins to fall after
+                them.
 
         Example:
             >>> schedule = parse_schedule("step:0.1:50%+75%")
@@ -81,7 +82,7 @@ class Plateau:
     are given equal losses have equal rates.
 
     Attributes:
-        factor: by which the rate is multiplied at present.
+        factor: the factor by which the rate is multiplied at present.
 
     Example:
         >>> plateau = Plateau(parse_schedule("plateau:0.5:1:2"))
@@ -94,7 +95,7 @@ class Plateau:
 
     def __init__(self, schedule: Schedule) -> None:
         self._every = schedule.every
-        # a rate of 1 that no model takes: only its reductions are read
+        # this optimizer has a rate of 1 that no model uses, and only its reductions are read
         self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
         self._scheduler = ReduceLROnPlateau(
             self._optimizer, factor=schedule.factor, patience=schedule.patience
@@ -108,7 +109,7 @@ class Plateau:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def is_due(self, loss: float) -> bool:
-        """Take one step's loss; return whether it completes a window, whose mean is then ``mean``."""
+        """Take one step's loss; return whether that completes a window, whose mean is then ``mean``."""
         self._window.append(loss)
         if len(self._window) < self._every:
             return False
@@ -127,7 +128,8 @@ def parse_schedule(text: str) -> Schedule:
     AT is a step, or with a percent sign a part of the run.
 
     Raises:
-        ConfigurationError: anything else; a factor outside (0, 1), milestones that do not rise.
+        ConfigurationError: the text has no such form, a factor is outside (0, 1), or milestones do
+            not rise.
 
     Example:
         >>> parse_schedule("step:0.1:80+120")

@@ -220,13 +220,13 @@ class TrainSettings:
         return connect(self.timeout, transport=self.transport, curve_keys=self.curve_keys)
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of a 0-based step; on a plateau, before its reductions."""
+        """Return the learning rate of a 0-based step; on a plateau, the rate before its reductions."""
         rising = self.lr * min(1.0, (step + 1) / max(self.lr_warmup_steps, 1))
         schedule = parse_schedule(self.lr_schedule)
         return rising * schedule.at_step(step, steps=self.steps, warmup=self.lr_warmup_steps)
 
     def steps_of(self, algorithm: str) -> int:
-        """Return the number of steps of an algorithm: "dense" ends at the target."""
+        """Return the number of steps of an algorithm; "dense" ends at the target."""
         return self.target_step or self.steps if algorithm == "dense" else self.steps
 
     def make_workload(self) -> Workload:
@@ -235,7 +235,7 @@ class TrainSettings:
         return make_workload(self.workload, **options)
 
     def correction(self, corrects: bool) -> Correction:
-        """Return the correction of local gradients, for a preset that is published with it or not."""
+        """Return the correction of local gradients; ``corrects`` states whether the preset has one."""
         wanted = corrects if self.momentum_correction is None else self.momentum_correction
         clip = self.clip or None
         if self.optimizer != "sgd" or not wanted:
@@ -247,7 +247,7 @@ class TrainSettings:
     def make_optimizers(
         self, model: nn.Module, correction: Correction | None = None
     ) -> list[torch.optim.Optimizer]:
-        """Build the optimizers of a model's parameters, without the parts that the correction does."""
+        """Build the optimizers of a model's parameters, without the features that the correction has."""
         parameters, decay = list(model.parameters()), self.weight_decay
         if correction is not None and (correction.momentum or correction.weight_decay):
             return [torch.optim.SGD(parameters, self.lr)]

@@ -52,10 +52,10 @@ def make_workload(name: str, **options: int | Path | None) -> Workload:
 
     Args:
         name: one of ``workload_names()``.
-        options: fields of its class; None: the default.
+        options: fields of its class; None for the default.
 
     Raises:
-        ConfigurationError: unknown workload or option, or its data is missing.
+        ConfigurationError: the workload or an option is unknown, or its data is missing.
 
     Example:
         >>> make_workload("lstm", width=128, layers=None)

@@ -1,4 +1,4 @@
-"""Injected delays: how long a rank waits before a step.  Pure, so every rank knows all delays."""
+"""Injected delays: how long a rank waits before a step.  All ranks know all delays beforehand."""
 
 from __future__ import annotations
 

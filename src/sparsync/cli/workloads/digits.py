@@ -1,4 +1,4 @@
-"""A small VGG on scikit-learn's images of digits: RedSync's convolutional test case, small."""
+"""A small VGG on scikit-learn's images of digits is a small form of RedSync's convolutional test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["DigitsWorkload", "SmallVgg", "shifted"]
 class SmallVgg(nn.Module):
     """Pairs of 3x3 convolutions, each pair followed by max-pooling; then two fully connected layers.
 
-    Without batch normalisation, as VGG was published, because its running statistics would be another
+    Like the published VGG, it has no batch normalisation, whose running statistics would be another
     source of differences between ranks.  ``channels`` lists the channels of each pair.
 
     Example:
@@ -86,10 +86,10 @@ class DigitsWorkload(Workload):
 
     @cached_property
     def parts(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Scikit-learn's 1,797 images, four fifths for training, the rest held out.
+        """Scikit-learn's 1,797 images: four fifths for training, and the rest held out.
 
-        Images `[n, 1, 8, 8]` with ``float32`` in [0, 1], and their digits `[n]`, ``int64``.  The split
-        does not depend on the run's seed, so all runs are comparable.
+        Images are `[n, 1, 8, 8]` with ``float32`` in [0, 1]; their digits are `[n]` with ``int64``.
+        The split does not depend on the run's seed, so all runs are comparable.
 
         Raises:
             ConfigurationError: scikit-learn is not installed.
@@ -113,10 +113,10 @@ class DigitsWorkload(Workload):
         return SmallVgg(seed=seed)
 
     def batch(self, draw: Draw) -> tuple[Tensor, Tensor]:
-        """See ``Workload``: a rank's shard, reshuffled every epoch; a batch may span epochs.
+        """Return a batch of a rank's shard, which is reshuffled every epoch; a batch may span epochs.
 
-        Every image is shifted by up to one pixel.  Otherwise all images are memorised in 20 epochs, and
-        compared runs end up differing only by noise.
+        Every image is shifted by up to one pixel.  Otherwise a model memorises all images in 20
+        epochs, and compared runs end up differing only by noise.
         """
         images, digits = self.parts[0]
         chosen = draw.samples(len(digits))

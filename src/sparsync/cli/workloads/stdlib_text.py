@@ -34,7 +34,8 @@ HEAD_WIDTH = 32  # width of an attention head
 _BYTES = 256  # the vocabulary: every value of a byte
 
 _SKIPPED_FOLDERS = frozenset(
-    # tests, installed packages, and encodings, which are tables of numbers rather than text
+    # leave out tests, installed packages, and encodings, which are tables of numbers rather than
+    # text
     {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "encodings"}
 )
 
@@ -76,7 +77,7 @@ class ByteText:
     def of_standard_library(cls, *, context: int = 64, root: Path | None = None) -> ByteText:
         """Read 8 MB of Python's standard library, the same in every process with this Python.
 
-        ``root``: a folder to read instead of the standard library.
+        ``root`` is a folder to read instead of the standard library.
         """
         parts = bytearray(), bytearray()
         left = 8_000_000
@@ -138,7 +139,7 @@ class TextWorkload(Workload):
 
 
 class ByteTransformer(nn.Module):
-    """Predicts the next byte of a text.  Pre-norm, learned positions, torch's own initial weights.
+    """Predicts the next byte of a text; pre-norm, with learned positions and torch's initial weights.
 
     The residual stream has ``width`` elements, a multiple of 32: the width of an attention head.
 
@@ -178,7 +179,7 @@ class ByteTransformer(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention, then a two-layer perceptron, each added to the residual stream."""
+    """A layer of attention and a two-layer perceptron, each added to the residual stream."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

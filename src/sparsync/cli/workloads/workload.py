@@ -1,4 +1,4 @@
-"""The seam of workloads: a model, the batches of every rank, held-out samples, and default settings."""
+"""The seam of workloads: a model, every rank's batches, held-out samples, and default settings."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ PADDING = (
 class Defaults:
     """Default settings of a workload.
 
-    Those of the papers' workloads are taken from the papers; the others are the best of three or more for
-    dense.
+    The papers' workloads take their settings from the papers; for the others, settings are the best
+    of three or more for dense.
     """
 
     sgd_lr: float  # learning rate of SGD with momentum 0.9
@@ -241,7 +241,7 @@ class Workload(ABC):
         raise NotImplementedError
 
     def held_out_batches(self, *, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-        """Yield a rank's share of held-out samples, equal for every seed; by default ``held_out``'s."""
+        """Yield a rank's share of held-out samples (by default ``held_out``'s), equal for every seed."""
         inputs, targets = (part[rank::world_size] for part in self.held_out())
         for start in range(0, len(inputs), batch_size):
             part = slice(start, start + batch_size)
@@ -257,7 +257,7 @@ class Workload(ABC):
     def evaluate(
         self, model: nn.Module, *, rank: int = 0, world_size: int = 1, batch_size: int = 32
     ) -> Evaluation:
-        """Evaluate a model on a rank's share of the held-out samples; by default on all of them."""
+        """Evaluate a model on a rank's share of the held-out samples, or by default on all of them."""
         training = model.training
         model.eval()
         try:

@@ -48,7 +48,7 @@ class EagerSgd(Accompanied):
     """
 
     averaged: ClassVar[str] = "updates"
-    # the paper bounds staleness with a periodic synchronisation of the models, which this scheme lacks
+    # the paper bounds staleness with a periodic synchronisation of the models; this scheme has none
     staleness: Staleness = "unbounded"
 
     def __init__(
@@ -77,11 +77,11 @@ class EagerSgd(Accompanied):
         return await self._sum(round_of(step), vector)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Sum the pending updates of all ranks, which wait for each other."""
+        """Sum the pending updates of all ranks, which wait for each other in this call."""
         return await self._sum(2 * step, vector)
 
     async def _sum(self, version: int, vector: Tensor) -> Tensor:
-        # this rank's local step: its weights minus the ones it took last
+        # this rank's local step is its weights minus those that it took last
         update = vector.cpu() - self._taken
         answer: Answer = await self._ask(
             step_of(version), lambda reply: self._agent.arrive(version, update, reply)
@@ -102,8 +102,8 @@ class EagerRounds(Rounds):
         self._given = self._waiting  # this rank's contribution to the current round
 
     def activates(self, version: int, rank: int) -> bool:
-        """Solo: any rank may start; majority: a random rank, so half have arrived on average."""
-        # drawn from seed and version alone, so all ranks agree on it without a message
+        """In "solo" any rank may start; in "majority" a random one, when half have arrived on average."""
+        # the rank is drawn from seed and version alone, so all ranks agree on it without a message
         if self.quorum == "solo" or version % 2 == 0:
             return True
         return random.Random(f"{self.seed} {version}").randrange(self.world_size) == rank
@@ -114,7 +114,8 @@ class EagerRounds(Rounds):
 
     async def reduce(self, comm: Communicator, version: int, contributed: int) -> Tensor:
         """Sum the pending updates of all ranks."""
-        # fixed now: updates published while the sum is in flight are not in it, and stay pending
+        # this is fixed now, because updates published while the sum is in flight are not in it, and
+        # stay pending
         self._given = self._waiting
         return await comm.allreduce(self._given, "average")
 

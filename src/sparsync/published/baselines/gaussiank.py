@@ -1,4 +1,4 @@
-"""Gaussian-k: a threshold estimated from mean and standard deviation."""
+"""Gaussian-k: a threshold estimated from the mean and the standard deviation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["GaussianK"]
 
 @final
 class GaussianK(Selector):
-    """Selects entries above the magnitude that k of n normally distributed entries would exceed.
+    """Selects the entries above the magnitude that k of n normally distributed entries would exceed.
 
     Real gradients have shorter tails than the normal distribution with their mean and deviation (Ok-Topk,
     Figure 4), so too few entries reach this threshold.  It is multiplied by ``scaling`` until more than
@@ -65,7 +65,7 @@ class GaussianK(Selector):
         for _ in range(self.trials):
             key = int(kernels.magnitude_keys(accumulated.new_tensor([threshold], device="cpu")))
             reached = reaching(accumulated, key)
-            # if all nonzero entries are selected already, a lower threshold finds no more
+            # if all nonzero entries are selected already, a lower threshold would find no more
             if reached is not None and (reached.nnz > self.enough * k or reached.nnz == nnz):
                 return reached
             threshold *= self.scaling
@@ -78,7 +78,7 @@ def _threshold(accumulated: Tensor, k: int) -> float:
     peak = float(finite.abs().max()) if finite.numel() else 0.0
     if peak == 0:
         return 0.0
-    # relative to the largest, so no square overflows or underflows
+    # magnitudes are relative to the largest, so that no square overflows or underflows
     variance, mean = torch.var_mean(finite / peak, correction=0)
     # the two tails together have k / n of the entries
     tail = -NormalDist().inv_cdf(k / accumulated.numel() / 2)

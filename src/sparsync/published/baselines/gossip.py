@@ -1,4 +1,4 @@
-"""Gossip: ranks average with a few others; D-PSGD and SGP after every step, AD-PSGD in the background."""
+"""Gossip averages with few ranks after each step (D-PSGD, SGP) or in the background (AD-PSGD)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Graph(ABC):
 
 @final
 class Ring(Graph):
-    """Both neighbours on a ring, on every step; with two ranks there is only one."""
+    """Both neighbours on a ring, on every step; with two ranks, there is only one neighbour."""
 
     def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
         """Return ``rank + 1``, then ``rank - 1``, so no two ranks send to the same rank at once."""
@@ -55,7 +55,7 @@ class Ring(Graph):
 
 @final
 class Exponential(Graph):
-    """The directed exponential graph: hops of 1, 2, 4, ... ranks, the next ``count`` on every step.
+    """The directed exponential graph has hops of 1, 2, 4, ... ranks; each step takes the next ``count``.
 
     After any ceil(log2 P) steps every rank has information from every other.  With ``count=1`` and P a
     power of two, all ranks then hold exactly the mean.
@@ -89,7 +89,7 @@ class Exponential(Graph):
 async def exchange(
     comm: Communicator, graph: Graph, message: Tensor, step: int, phase: str
 ) -> list[Tensor]:
-    """Send ``message``, `[m]`, to all neighbours; return the received ones and the own one, by rank."""
+    """Send ``message``, `[m]`, to all neighbours; return the received messages and the own, by rank."""
     payload = bytes_of(message)
     sources = graph.sources(comm.rank, comm.world_size, step)
     dests = graph.neighbours(comm.rank, comm.world_size, step)
@@ -100,7 +100,7 @@ async def exchange(
         messages[source] = (await operation).to(message.device).view(message.dtype)
     for operation in sending:
         await operation
-    # in rank order, so that sums do not depend on the order of arrival
+    # messages are in rank order, so that sums do not depend on the order of arrival
     return [messages[rank] for rank in sorted(messages)]
 
 
@@ -192,11 +192,11 @@ class Sgp(Averager):
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return z after this step's pushes."""
-        # Algorithm 1, with shares of 1 / (neighbours + 1) of x and w for each neighbour and for this
-        # rank. The columns of the mixing matrix sum to 1, so the sums of x and of w over ranks never
-        # change.
+        # As in Algorithm 1, x and w are sent in shares of 1 / (neighbours + 1), one for each
+        # neighbour and one for this rank. The columns of the mixing matrix sum to 1, so the sums of
+        # x and of w over ranks never change.
         share = 1 / (1 + len(self.graph.neighbours(comm.rank, comm.world_size, step)))
-        # the weight takes 8 bytes in front of the values, so those stay aligned
+        # the weight takes 8 bytes in front of the values, which therefore stay aligned
         weight = torch.tensor([share * self.state.weight], dtype=torch.float64).to(vector.device)
         parts = [bytes_of(part) for part in (weight, share * self._x(vector))]
         messages = await exchange(comm, self.graph, torch.cat(parts), step, "gossip")
@@ -212,7 +212,7 @@ class Sgp(Averager):
 
     def _x(self, vector: Tensor) -> Tensor:
         """Return the numerator after the update that made z this vector."""
-        # x = w z + (vector - z): the update is added to x unscaled by w
+        # by x = w z + (vector - z), the update is added to x unscaled by w
         z = self.memory.get("model")
         return vector if z is None else vector + (self.state.weight - 1) * z
 
@@ -261,7 +261,7 @@ class AdPsgd(Accompanied):
         self._run(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Hand over the change of the local step; take the agent's current model."""
+        """Hand over the change of the local step, and take the agent's current model."""
         return await self._take(vector, step, ask=True)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
@@ -269,8 +269,8 @@ class AdPsgd(Accompanied):
         await self._take(vector, step, ask=False)
         agent = self._agent
         await self._ask(step, agent.rest)
-        # Past the barrier no request is pending anywhere.  An exchange in flight would have half of its
-        # change in the mean and the other half after it.
+        # After the barrier, no request is pending anywhere.  An exchange in flight would have half
+        # of its change in the mean and the other half after it.
         await comm.barrier()
         self.memory["taken"] = final = await mean(comm, agent.model)
         self._host.call(lambda: setattr(agent, "model", final))
@@ -305,7 +305,7 @@ class _PairAgent(Companion):
         )  # number of exchanges requested; the last local step in the model
 
     def update(self, change: Tensor, step: int, reply: Reply, *, ask: bool) -> None:
-        """Add a local step's change; return the model; ask a partner unless a request is pending."""
+        """Add a local step's change and return the model; ask a partner unless a request is pending."""
         self.model = self.model + change
         if ask:
             self._step = step
@@ -334,7 +334,8 @@ class _PairAgent(Companion):
             mine = self.model
             self.model = mine + (theirs - mine) / 2
             self.participation.note(max(step - self._step, 0), 2)
-            # sent last, once this half is applied, because the partner may conclude on receiving it
+            # the reply is sent last, once this half is applied, because the partner may conclude on
+            # receiving it
             self.post(source, _HEAD.pack(_REPLY, step), mine)
             return
         assert self._asked is not None, "an answer follows a request"

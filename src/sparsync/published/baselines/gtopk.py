@@ -83,7 +83,7 @@ class GTopk(Collective):
         distances = (1 << i for i in range(reach.bit_length() - 1))
         children = [rank + d for d in distances if rank + d < comm.world_size]
         total, dropped = mine, []
-        # nearest first is rank order, so the lower ranks' sum is always the left operand
+        # nearest first is rank order, so that the lower ranks' sum is always the left operand
         for child in children:
             message = await comm.irecv(child, capacity, "reduce", framing)
             theirs = decode_as(codec, message, size, mine.values.dtype).to(device)
@@ -96,7 +96,8 @@ class GTopk(Collective):
         if rank:
             await comm.isend(payload, rank - reach, "reduce", framing)
             payload = await comm.irecv(rank - reach, capacity, "broadcast", framing)
-        # the child with the most descendants first, because the other subtrees need fewer rounds
+        # the child with the most descendants comes first, because the other subtrees need fewer
+        # rounds
         sending = [comm.isend(payload, child, "broadcast", framing) for child in children[::-1]]
         if rank:
             total = decode_as(codec, payload, size, mine.values.dtype).to(device)

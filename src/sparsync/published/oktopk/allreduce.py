@@ -52,14 +52,15 @@ __all__ = [
 # The marginal bin may hold up to k / 64 entries.  They are admitted in rank order, not by magnitude, so
 # up to this fraction of the total may differ from the exact top-k.
 _FINE = 64
-# Fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a budgeted turn.
+# These were fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a
+# budgeted turn.
 _PASSES = 4  # per entry of k: sort, histogram, and find the delivered ones
 _COUNTS_TURN = 1 / 3  # share of a turn, because a round that exchanges counts does almost no work
 
 
 @dataclass(frozen=True)
 class OkTopkState:
-    """State carried from step to step; the same on every rank.
+    """The state that is carried from step to step; it is the same on every rank.
 
     Attributes:
         boundaries: P + 1 cuts of ``[0, n)``; None before the first step, and after a region was crowded.
@@ -82,18 +83,18 @@ class OkTopk(Collective):
     Args:
         codec: wire format (default: coo).  A lossy codec rounds entries on their way to a region's
             owner, and the owner's sums on their way to all.
-        keep_error: the rank that rounds keeps the error, which requires a contractive codec; False: the
-            error is lost and reported.
+        keep_error: the rank that rounds keeps the error, which requires a contractive codec; if
+            False, the error is lost and reported.
         repartition_period: tau in steps (paper: 64).
         repartition_trigger: cut again on the next step when a region held more than this multiple of
-            the mean (1.5 keeps the words received in phase 2 below 3k); None: never early,
+            the mean (1.5 keeps the words received in phase 2 below 3k).  None never does so early,
             as published.  Needs ``global_threshold="histogram"``, whose messages carry the loads.
         threshold_period: tau' in steps, for ``global_threshold="allgather"`` (paper: 32, BERT 128).
         boundaries: "histogram" (quantiles of the summed counts) or "average" (means of the ranks' own
             cuts, as published, section 3.1.1; assumes that the ranks' supports look alike).
         global_threshold: "histogram" (exactly k, every step) or "allgather" (as published: exact
             every ``threshold_period`` steps at up to 2 min(kP, n) words, reused in between).
-        cap: at most ``cap * k`` entries are taken, locally and globally; None: any number.
+        cap: at most ``cap * k`` entries are taken, locally and globally; None takes any number.
         buckets: number of buckets of messages in the split; one is reduced while the next is in flight
             (section 3.1.1, which gives no number).  1: no bucketing.
         rotate: rotate destinations (Figure 2b).
@@ -215,8 +216,8 @@ class OkTopk(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Run Algorithm 1."""
-        # The cap is applied before anything is sent: a threshold that is reused for 32 steps selects up
-        # to 19 k entries (measured), and Equations 1 to 3 assume k.
+        # The cap is applied before any message is sent: a threshold that is reused for 32 steps
+        # selects up to 19 k entries (measured), and Equations 1 to 3 assume k.
         mine = capped(selected, k, self.cap)
         boundaries = await self._agree_on_boundaries(comm, mine, k, step)
         writer = regions.Writer(self.codec, comm, mine, step)
@@ -249,7 +250,7 @@ class OkTopk(Collective):
         trigger = self.repartition_trigger
         crowded = trigger is not None and regions.is_crowded(kept.loads, trigger)
         self.state = OkTopkState(None if crowded else tuple(boundaries), kept.threshold_key)
-        # line 14: the intersection of local and global indices; the rest stays in the residual
+        # line 14 is the intersection of local and global indices; the rest stays in the residual
         delivered = mine.restrict(total.indices)
         if not writer.errors:
             return Reduced(total, delivered)
@@ -266,7 +267,7 @@ class OkTopk(Collective):
         if not self.balanced_split:
             return even_boundaries(size, world_size)
         known = self.state.boundaries
-        # Algorithm 1, line 5, tests (t - 1) mod tau because its steps start at 1.
+        # Algorithm 1, line 5, tests (t - 1) mod tau, because the paper's steps start at 1.
         if step % self.repartition_period and known and len(known) == world_size + 1:
             return list(known)
         if self.boundaries == "average":
@@ -300,7 +301,7 @@ class OkTopk(Collective):
     async def _by_histogram(
         self, comm: Communicator, share: regions.Share, k: int, *, size: int
     ) -> _Kept:
-        """Keep exactly ``min(cap * k, nnz)`` entries: a histogram of magnitudes, then one of counts.
+        """Keep exactly ``min(cap * k, nnz)`` entries, by histograms of magnitudes and then of counts.
 
         The bins cover one octave on either side of the last threshold, or all magnitudes if there is
         none.  All entries above the marginal bin are kept.  The remaining places are filled in rank
@@ -357,7 +358,8 @@ class OkTopk(Collective):
 
         This takes up to 2 min(k P, n) words, which Equation 3 leaves out.
         """
-        # exact, because rounded sums would tie and far more than k entries would reach the k-th largest
+        # the codec must be exact, because rounded sums would tie, and far more than k entries would
+        # reach the k-th largest
         codec = self.codec if self.codec.is_exact(region.values.dtype) else Coo()
         encoded = codec.encode(region)
         length = torch.tensor([encoded.payload.numel()])
@@ -406,7 +408,8 @@ class OkTopk(Collective):
 class _Kept(NamedTuple):
     """The number of largest entries that each rank keeps of its region, known to all ranks.
 
-    ``loads``: entries that each rank summed; empty if they were not exchanged.
+    ``loads`` has the number of entries that each rank summed; it is empty if these were not
+    exchanged.
     """
 
     counts: Sequence[int]
@@ -453,10 +456,10 @@ def equation_3(k: float, world_size: int) -> Cost:
 
 
 def split_cost(k: float, world_size: int, message: float | None = None) -> Cost:
-    """Return Equation 1, split and reduce: ``(P - 1) alpha + 2 k (P - 1) / P beta``, plus P - 1 headers.
+    """Return the cost of split and reduce, Equation 1: ``(P - 1) alpha + 2 k (P - 1) / P beta``.
 
-    Assumes that every region holds equally many of every rank's entries.  ``message``: bytes of k / P
-    entries; None: as coo.
+    The headers of P - 1 messages are added.  Every region is assumed to hold equally many of every
+    rank's entries.  ``message`` is the bytes of k / P entries; None counts them as coo.
     """
     peers, message = world_size - 1, _share_bytes(k, world_size) if message is None else message
     return Cost(peers, peers * message, together=max(peers - 1, 0))
@@ -482,7 +485,7 @@ def _share_bytes(k: float, world_size: int) -> float:
 def histogram_cost(k: int, world_size: int) -> Cost:
     """Return the cost of an allreduce of ``clamp(k / 16, 32, 1024)`` bins plus two outer ones.
 
-    Where the marginal bin is divided again (usually 0 or 1 times), 64 bins more.
+    Each time that the marginal bin is divided again (usually 0 or 1 times), 64 bins are added.
     """
     return allreduce(regions.bins_for(k) + 2, world_size)
 

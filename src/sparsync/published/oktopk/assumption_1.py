@@ -26,7 +26,8 @@ def xi(
         accumulated: residual plus gradient of each rank, `[n]` each, before selection.
         gradients: the ranks' gradients, `[n]` each.
         k: number of entries selected, on each rank and from the sum.
-        reselect: False: without the outer Topk of the second term, as in SparCML's Assumption C.2.
+        reselect: False leaves out the outer Topk of the second term, as in SparCML's Assumption
+            C.2.
 
     Returns:
         xi >= 0; infinity if the mean gradient is zero and the two vectors differ.
@@ -50,7 +51,7 @@ def xi(
 
 
 def _top(values: Tensor, k: int) -> Tensor:
-    """Return a copy that keeps the k largest entries and is zero elsewhere."""
+    """Return a copy that keeps the k largest entries and has zeros elsewhere."""
     chosen, positions = torch.zeros_like(values), kernels.top(values, k)
     chosen[positions] = values[positions]
     return chosen

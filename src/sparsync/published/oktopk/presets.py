@@ -34,7 +34,7 @@ def oktopk(
         options: see ``sparsync.published.oktopk.OkTopk``.
     """
     if cap is not None and floor is not None:
-        # with a cap below the floor every step would be exact, so ``Reused`` refuses it
+        # with a cap below the floor, every step would be exact, so ``Reused`` refuses such a floor
         floor = min(floor, cap)
     if threshold_period != "auto":
         # Algorithm 1 uses one tau' for both the local (line 2) and the global threshold (line 9)
@@ -52,7 +52,7 @@ def oktopk(
 
 
 def oktopk_paper(*, threshold_period: int = 32, **options: Any) -> Algorithm:
-    """Ok-Topk as published: averaged boundaries, allgathered threshold, no cap.
+    """Ok-Topk as published has averaged boundaries, an allgathered threshold, and no cap.
 
     Args:
         threshold_period: tau' (paper, section 5.2: 32 for VGG and LSTM, 128 for BERT).

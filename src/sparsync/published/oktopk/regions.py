@@ -42,7 +42,8 @@ __all__ = [
 ]
 
 REFINING_BINS = 64  # per bracket that is divided again: three rounds tell 2^18 magnitudes apart
-# times the even share: the allgatherv uses a ring if dissemination makes the busiest rank send more
+# a multiple of the even share: the allgatherv uses a ring if dissemination makes the busiest rank
+# send more than this
 _TOLERANCE = 1.25
 
 
@@ -154,7 +155,7 @@ async def quantiles(
 
 def _edges(spans: Sequence[tuple[int, int]], bins: int, *outer: int) -> list[int]:
     """Divide the spans evenly into about ``bins`` pieces in total, and return the edges."""
-    # at least two pieces, or a round would leave a bracket unchanged
+    # there are at least two pieces, because otherwise a round would leave a bracket unchanged
     per_span, edges = max(2, bins // len(spans)), set(outer)
     for low, high in spans:
         pieces = max(min(per_span, high - low), 1)
@@ -175,7 +176,7 @@ def _narrowed(
 ) -> Bracket:
     """Return the bin that holds the position, if the finer edges divide its bracket."""
     first, last = bisect_left(edges, bracket.low), bisect_left(edges, bracket.high)
-    # edges of other brackets may lie in between; those of this one begin and end exactly with it
+    # edges of other brackets may lie between those of this one, which begin and end exactly with it
     if last - first < 2 or edges[first] != bracket.low or bracket.high not in edges[last:]:
         return bracket
     base = bracket.below - ends[first]
@@ -214,7 +215,7 @@ class Writer:
         if self.exact:
             return self.codec.encode(region).payload
         encoded = self.codec.seeded(self._source, self._step).encode(region)
-        # another source for the next message: QSGD is unbiased only over independent draws
+        # the next message gets another source, because QSGD is unbiased only over independent draws
         self._source += self._ranks
         error = rounded_off(region, encoded.decoded)
         self.errors.append(error.embed(start, self._size))
@@ -223,7 +224,7 @@ class Writer:
     def write_regions(
         self, vector: SparseVector, boundaries: Sequence[int], own: int
     ) -> tuple[list[Tensor], SparseVector]:
-        """Return one message per region, empty for ``own``, and the own region's entries, not rounded."""
+        """Return one message per region, empty for ``own``, and the own region's entries, unrounded."""
         if self.exact:
             return encode_regions(self.codec, vector, boundaries, own)
         parts, none = vector.split(boundaries), torch.empty(0, dtype=torch.uint8)
@@ -435,8 +436,8 @@ async def balance_and_allgatherv(
     """Return the union of all ranks' kept entries, identical everywhere.
 
     ``kept`` are this rank's entries, relative to its region; ``counts`` are the numbers of entries of all
-    ranks.  Entries are balanced first if the largest count exceeds ``balance_trigger`` times the mean;
-    None: never.
+    ranks.  Entries are balanced first if the largest count exceeds ``balance_trigger`` times the
+    mean; with None they never are.
 
     Cost: balancing takes at most 2 (P - 1) messages in total and 2k words per rank.  The allgatherv takes
     ceil(log2 P) messages and about 2k (P - 1) / P words if counts are even, otherwise P - 1 messages on a
@@ -472,7 +473,7 @@ async def _allgatherv(
     holding: Sequence[int],
     framing: MessageFraming,
 ) -> list[Tensor]:
-    """Collect the messages of the ranks that hold entries, in rank order; idle ranks only receive."""
+    """Collect, in rank order, the messages of ranks that hold entries; idle ranks only receive."""
     phase = "allgatherv"
     idle = [rank for rank in range(comm.world_size) if rank not in holding]
     if comm.rank in idle:
@@ -501,8 +502,9 @@ async def _balance(
     boundaries: Sequence[int],
     writer: Writer,
 ) -> SparseVector:
-    """Hand entries over until rank j holds ``targets[j]``; order is kept, so pieces can be joined."""
-    # each message has entries of one region, so its indices are relative to it, and all know its width
+    """Hand entries over until rank j holds ``targets[j]``, in order, so that pieces can be joined."""
+    # each message has entries of one region, whose width all ranks know, so indices are relative to
+    # that region
     codec, framing, phase = writer.codec, writer.framing, "balance"
     pieces = {comm.rank: mine.keep(slice(0, 0))}
     receiving: dict[int, Operation] = {}

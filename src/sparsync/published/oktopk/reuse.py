@@ -24,13 +24,14 @@ _MARGIN = 1 / 4  # octaves below the threshold from which "auto" collects: 84 % 
 class ReusedState:
     """State carried from step to step."""
 
-    # the k-th largest magnitude at the last exact step; None before the first, or if all was zero
+    # the k-th largest magnitude at the last exact step; None before the first, or if all entries
+    # were zero
     threshold_key: int | None = None
 
 
 @final
 class Reused(Selector):
-    """Selects entries at least as large as the k-th largest was at the last exact step.
+    """Selects entries that are at least as large as the k-th largest was at the last exact step.
 
     Exact steps select exactly ``min(k, nnz)`` entries.  On the steps between them the count drifts, so
     only the ``cap * k`` largest are taken, and a step that finds fewer than ``floor * k`` is made exact.
@@ -42,7 +43,8 @@ class Reused(Selector):
 
     Args:
         threshold_period: tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), or "auto".
-        cap: maximal number of entries over k, on steps that reuse a threshold; None: as published.
+        cap: maximal number of entries over k, on steps that reuse a threshold; None sets no bound,
+            as published.
         floor: minimal number of entries over k, on the same steps.
 
     Cost: n comparisons; a partial sort of n every ``threshold_period`` steps and below the floor; with
@@ -104,7 +106,8 @@ class Reused(Selector):
             collected = collected or reaching(accumulated, lowest, 2 * room(k))
             collected = collected or reaching(accumulated, known, room(k))
             return self._within_band(accumulated, k, known, collected, limit)
-        # allow somewhat more than the limit: picking the largest of those is cheaper than of all n
+        # allow somewhat more entries than the limit, because picking the largest of those is
+        # cheaper than of all n
         most = None if self.cap is None else max(limit, room(k))
         reached = collected or reaching(accumulated, known, most)
         if reached is None:
@@ -116,15 +119,16 @@ class Reused(Selector):
         return self._renew(largest(accumulated, k))
 
     def _known(self, step: int) -> int | None:
-        """Return the threshold that a step reuses; None if the step must be exact."""
+        """Return the threshold that a step reuses, or None if the step must be exact."""
         opens = self.threshold_period != "auto" and step % self.threshold_period == 0
         return None if opens else self.state.threshold_key
 
     def _within_band(
         self, accumulated: Tensor, k: int, known: int, collected: SparseVector | None, limit: int
     ) -> SparseVector:
-        """Return the entries that reach the threshold if their number is about k, else exactly k."""
-        # a local decision: the global threshold is exact on every step, so ranks need not agree on this
+        """Return the entries that reach the threshold if about k of them do, and otherwise exactly k."""
+        # this decision is local: the global threshold is exact on every step, so ranks need not
+        # agree
         if collected is not None:
             reached = kernels.find(collected.values, known, None)
             if reached is not None and abs(reached[0].numel() - k) <= _BAND * k:

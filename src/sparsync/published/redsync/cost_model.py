@@ -66,9 +66,9 @@ class Timing:
         return self.overhead + self.per_byte * nbytes
 
     def beats_from(self, other: Timing) -> float:
-        """Return the size in bytes above which this is always faster than ``other``.
+        """Return the size in bytes from which on this is always faster than ``other``.
 
-        0: at every size; infinity: at none.
+        The size is 0 if this is faster at every size, and infinity if at none.
 
         Example:
             >>> Timing(3.0, 1.0).beats_from(Timing(1.0, 2.0))
@@ -93,7 +93,8 @@ class SelectionTimes:
 
     # top-k by magnitude is as slow as an allreduce at 3.5 GB/s (section 5.2, Figure 3)
     exact: Timing = Timing(100e-6, 2 / 3.5e9)
-    # Algorithm 2: |x|, mean, max, 3 counts, 2 kernels to compact, 2 for the top k
+    # Algorithm 2 computes |x|, mean, max and 3 counts, with 2 kernels to compact and 2 for the top
+    # k
     trimmed: Timing = Timing(100e-6, 9 / 550e9)
     # Algorithm 3 with a search: |x|, mean, max, 8 counts, 2 to compact
     search: Timing = Timing(130e-6, 14 / 550e9)
@@ -108,7 +109,7 @@ class SelectionTimes:
 
 
 class SizeThresholds(NamedTuple):
-    """Layer sizes in bytes from which a method is used; infinity: never.
+    """Layer sizes in bytes from which a method is used; infinity if it is never used.
 
     The names match Algorithms 4 and 5, the options of the preset "redsync", and ``BySize``.
     """
@@ -128,7 +129,7 @@ def equation_1(
     unpack: Timing = Timing(),
     words_per_entry: int = QUANTIZED,
 ) -> Timing:
-    """Return ``T_sparse`` as a function of a layer's bytes: select, allgather, add P messages.
+    """Return ``T_sparse`` of a layer's bytes: the time to select, allgather, and add P messages.
 
     alpha is in seconds per message, beta in seconds per byte.  ``select`` depends on the bytes of the
     layer, ``unpack`` (gamma_1) on the bytes of one message.  ``words_per_entry`` is ``QUANTIZED``, as

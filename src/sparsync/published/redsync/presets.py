@@ -58,7 +58,7 @@ def redsync(
         "redsync",
         lambda: Layered(lambda: BySize(0, thsd1 or 0, thsd2, reuse_period, cap)),
         lambda: Allgather(codec, cap),
-        # every layer has its own k (Algorithm 4), so layers do not compete for entries
+        # every layer has its own k (Algorithm 4), so that layers do not compete for entries
         shared=False,
         unit_bytes=fusion_bytes,
         compress=lambda _, parameter: parameter.numel() * parameter.element_size() >= compress_thd,
@@ -76,7 +76,7 @@ def redsync_quantized(
     keep_error: bool = True,
     fusion_bytes: int = _FUSION,
 ) -> Algorithm:
-    """Quantised RGC: entries of one sign per step, alternating, with one mean for their values.
+    """Quantised RGC sends entries of one sign per step, in alternation, with one mean for their values.
 
     The output layer is not quantised (section 5.2.3); it is exchanged as in "redsync".
 
@@ -95,8 +95,8 @@ def redsync_quantized(
     return replace(
         plain,
         name="redsync-quantized",
-        # a reuse period of 1, because the threshold for one sign says nothing about the other ("can not
-        # be used with quantization", section 5.2.3)
+        # the reuse period is 1, because the threshold for one sign says nothing about the other
+        # ("can not be used with quantization", section 5.2.3)
         make_selector=lambda: Layered(lambda: OneSigned(BySize(0, thsd1 or 0, thsd2, 1, cap))),
         make_collective=lambda: Allgather(codec or SignMean(), cap, keep_error=keep_error),
         output=plain,

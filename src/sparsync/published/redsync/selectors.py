@@ -1,4 +1,4 @@
-"""RedSync's selectors: trimmed top-k, threshold binary search, one sign at a time, by size and layer.
+"""RedSync's selectors: trimmed top-k, binary search of a threshold, one-signed, by size, by layer.
 
 Reference for all of them: Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018.
 """
@@ -32,7 +32,8 @@ __all__ = [
     "mean_and_max",
 ]
 
-# elements per pass: their magnitudes stay in a CPU's cache, which is three times as fast as a full copy
+# the elements of a pass: their magnitudes stay in a CPU's cache, which is three times as fast as a
+# full copy
 _BLOCK = 1 << 18
 
 
@@ -76,7 +77,7 @@ class Trimmed(Selector):
         keys = [_key_at(ratio, mean, peak, accumulated.dtype) for ratio in ratios]
         counts = kernels.count_from(accumulated, torch.tensor(keys, device=accumulated.device))
         enough = [(key, n) for key, n in zip(keys, counts.tolist(), strict=True) if n >= k]
-        # keys ascend and the walk descends, so it stops at the last of them
+        # keys ascend and the walk descends, so the walk stops at the last of these keys
         survivors = reaching(accumulated, *enough[-1]) if enough else None
         return largest(accumulated, k) if survivors is None else survivors.top(k)
 
@@ -99,8 +100,9 @@ class BinarySearch(Selector):
     taken.
 
     With ``reuse_period`` p (section 5.2.2: 5) the threshold is also used for the next p - 1 calls (the
-    paper's "sampled threshold binary search").  Any number of entries may reach it then; the largest
-    ``cap * k`` are taken (None: no cap, as published).  If no entry reaches it, a new search begins.
+    paper's "sampled threshold binary search").  Any number of entries may reach it then; the
+    largest ``cap * k`` are taken (all of them with None, as published).  If no entry reaches it, a
+    new search begins.
 
     Args:
         eps: width of the bracket of ratios at which a search gives up (the paper names no value;
@@ -156,9 +158,9 @@ class BinarySearch(Selector):
         return selected
 
     def _search(self, accumulated: Tensor, k: int) -> tuple[int | None, SparseVector]:
-        """Return the threshold, None if all is zero, and the entries that reach it."""
+        """Return the threshold, or None if all elements are zero, and the entries that reach it."""
         mean, peak = mean_and_max(accumulated)
-        # the invariant: more than 2k entries reach ``low``, fewer than k reach ``high``
+        # the invariant is that more than 2k entries reach ``low``, and fewer than k reach ``high``
         low, high = 0.0, 1.0
         while high - low > self.eps:
             ratio = (low + high) / 2
@@ -193,10 +195,11 @@ class BySize(Selector):
 
     Args:
         compress_thd: bytes (Algorithm 4; section 5.4: 128 KB at 3.5 GB/s).
-        thsd1: bytes (Algorithm 5); None: ``compress_thd``, no exact tier (section 5.4).
+        thsd1: bytes (Algorithm 5); None means ``compress_thd``, without an exact tier (section
+            5.4).
         thsd2: bytes (Algorithm 5; section 5.4: 4 MB).
         reuse_period: passed to ``BinarySearch`` (section 5.4: 5).
-        cap: passed to ``BinarySearch``; None: as published.
+        cap: passed to ``BinarySearch``; None is as published.
 
     Cost: the method's.   State: the search's; the other methods have none.
     Differs from the paper: the reuse counter survives between calls (Algorithm 5, line 2, resets it to 0
@@ -269,7 +272,7 @@ class OneSignedState:
 
 @final
 class OneSigned(Selector):
-    """Wraps a selector and shows it the positive entries and the negative entries in alternate calls.
+    """Wraps a selector, and shows it only positive or only negative entries, in alternate calls.
 
     One mean can then stand for all values of a message.  Entries of the other sign look like zeros to the
     selector and stay in the residual.  If fewer than k entries have the right sign, fewer are selected.
@@ -306,7 +309,7 @@ class OneSigned(Selector):
         self._bottom, self.selector.state = state.bottom, state.selector
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields of the state, the wrapped selector's as a dictionary."""
+        """Return the fields of the state, with the state of the wrapped selector as a dictionary."""
         return {**super().state_dict(), "selector": self.selector.state_dict()}
 
     def parsed_state(self, state: Mapping[str, Any]) -> OneSignedState:
@@ -342,7 +345,7 @@ class LayeredState:
 
 @final
 class Layered(Selector):
-    """Selects from every layer of a unit separately: the layers share a message but do not compete.
+    """Selects from each layer of a unit separately; layers share a message but do not compete.
 
     A layer with n' of the unit's n elements contributes ``k n' / n`` entries, at least one.  Without
     ``sizes`` there is a single layer of any size; ``for_layers`` sets the unit's layers.
@@ -427,6 +430,7 @@ def mean_and_max(accumulated: Tensor) -> tuple[float, float]:
 
 def _key_at(ratio: float, mean: float, peak: float, dtype: torch.dtype) -> int:
     """Return the threshold ``mean + ratio (peak - mean)`` as a magnitude key of ``dtype``."""
-    # an integer key makes kernels compare alike on every device; computed on the CPU to avoid a GPU sync
+    # an integer key makes kernels compare alike on every device; it is computed on the CPU to avoid
+    # waiting for a GPU
     threshold = torch.tensor([mean + ratio * (peak - mean)], dtype=dtype, device="cpu")
     return int(kernels.magnitude_keys(threshold))

@@ -1,4 +1,4 @@
-"""Sign-mean: indices, and one mean per layer instead of its values (RedSync's quantisation)."""
+"""Sign-mean (RedSync's quantisation): a message has indices, and one mean per layer for all values."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ _LAYER_LIMIT = 1 << 16
 @final
 @dataclass(eq=False)
 class SignMean(Codec[SparseVector]):
-    """Header, a count and a mean per layer, then the indices: see ``docs/wire-format.md``.
+    """Writes a header, a count and a mean per layer, and the indices; see ``docs/wire-format.md``.
 
     Every entry of a layer is decoded as the mean of the layer's entries.  This is a projection,
     ``|x - Q(x)|^2 = |x|^2 - nnz mean^2``, so the error may be kept in the residual.  The error is small
     if all entries have the same sign and similar magnitudes, as after ``OneSigned`` selection.
 
-    A mean is summed in float64 and rounded to float32.  Finite values have a finite mean; a NaN or Inf
-    makes its whole layer NaN or Inf.
+    A mean is summed in float64 and rounded to float32.  Finite values have a finite mean, while NaN
+    or Inf makes its whole layer NaN or Inf.
 
     Args:
         indices: "coo", as published, one word each; "packed", Elias-Fano as in ``Packed``.
-        layers: elements per layer, 1 to 65535 layers (``for_layers`` sets them); None: one layer.
+        layers: elements per layer, for 1 to 65535 layers (``for_layers`` sets them); None means one
+            layer.
 
     Cost: 16 bytes, plus 8 per layer, plus 4 nnz bytes of indices, or as ``Packed``.   State: none.
     Differs from the paper: fused layers share a message; packed indices; the caller may keep the rounding
@@ -80,7 +81,7 @@ class SignMean(Codec[SparseVector]):
         return SignMean(self.indices, sizes)
 
     def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
-        """Encode; ``decoded`` has the same indices, and one value for all entries of a layer."""
+        """Encode a vector; ``decoded`` has the same indices, and one value for all entries of a layer."""
         # signs need no bits: after ``OneSigned`` all values of a layer have the sign of their mean
         # (5.2.3)
         start, indices, size = self.start(vector), vector.indices, vector.size
@@ -95,7 +96,7 @@ class SignMean(Codec[SparseVector]):
         return Encoded(self.message(start, table, raw), decoded)
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode, and check every bit except the means of layers that have entries."""
+        """Decode a message, and check every bit except the means of layers that have entries."""
         header, body = self.body(payload, size)
         if header.detail != self.detail:
             raise WireFormatError(

@@ -164,7 +164,7 @@ class RecursiveDoubling(StreamCollective):
 
 @final
 class Dynamic(StreamCollective):
-    """DSAR_Split_allgather: half of the volume, for large results that may become dense.
+    """DSAR_Split_allgather halves the volume of large results that may become dense.
 
     Every rank sends the entries of each of P even regions to the region's owner, who folds them; an
     allgather follows.  A region is sent sparse as long as its reduced entries are within the codec's
@@ -178,8 +178,8 @@ class Dynamic(StreamCollective):
         always_dense: regions are sent dense, however few their entries (as published).
         local: codec of the messages to owners, which also rounds the rank's own share (Q in SparCML's
             Algorithm 1).  Default: ``codec``.
-        keep_error: the sender keeps the rounding errors of its entries, and a region's owner those of its
-            sums; False: both are lost, as published.
+        keep_error: the sender keeps the rounding errors of its entries, and a region's owner those
+            of its sums; if False, both are lost, as published.
     Cost: P - 1 + ceil(log2 P) messages.  Dense:
     ``L2 + (P - 1) / P N beta_d <= T <= L2 + k beta_s + (P - 1) / P N beta_d`` with
     ``L2 = (P - 1) alpha + log2(P) alpha``; sparse, received:
@@ -224,7 +224,7 @@ class Dynamic(StreamCollective):
     def cost(self, job: Job) -> Cost:
         """Return the cost of two sparse halves (section 5.3.2), or with a dense second half (5.3.3).
 
-        Assumes that entries are spread evenly over the regions.  Dense: ``n (P - 1) / P`` to
+        Entries are assumed to be spread evenly over the regions.  Dense: ``n (P - 1) / P`` to
         ``2 k + n (P - 1) / P`` words.
 
         Example:
@@ -234,7 +234,7 @@ class Dynamic(StreamCollective):
             >>> split_allgather().cost(Job(10**6, 1000, 8, result=1000)).words  # 4 k (P - 1) / P
             3528.0
         """
-        # T_split and T_sparse_ag of section 5.3.2, or the dense allgather of 5.3.3
+        # these are T_split and T_sparse_ag of section 5.3.2, or the dense allgather of 5.3.3
         peers, ranks = job.world_size - 1, job.world_size
         piece = HEADER_BYTES + ENTRY_BYTES * job.k / ranks
         if self.local is not None:
@@ -262,7 +262,7 @@ class Dynamic(StreamCollective):
         return await call.allgather(region, boundaries, dense=self.always_dense)
 
     async def _split_and_fold(self, call: Call, boundaries: Sequence[int]) -> Vector:
-        """Return the left fold, in rank order, of this rank's region; sparse.
+        """Return the left fold of this rank's region in rank order, as a sparse vector.
 
         Messages are sent point to point if a native call would pad each to the longest possible length.
         """
@@ -292,7 +292,7 @@ class Dynamic(StreamCollective):
     def _rounded(
         self, call: Call, pieces: Sequence[SparseVector], boundaries: Sequence[int]
     ) -> tuple[list[Tensor], SparseVector]:
-        """Return a message per region, and the own region, rounded only if the others' shares are."""
+        """Return a message per region, and the own region, which is rounded only if other shares are."""
         codec = self.local or call.codec
         payloads, own = [], pieces[call.comm.rank]
         for dest, (piece, start) in enumerate(zip(pieces, boundaries, strict=False)):
@@ -310,7 +310,7 @@ class Dynamic(StreamCollective):
 def split_allgather(
     codec: StreamCodec | None = None, *, op: str | Reduction = "sum", cap: float | None = 1.0
 ) -> Dynamic:
-    """SSAR_Split_allgather: for large results; regions stay sparse, however many entries they have.
+    """SSAR_Split_allgather suits large results; its regions stay sparse, however many entries they have.
 
     Args:
         codec: wire format; only its sparse part is used.
@@ -399,7 +399,7 @@ class Ring(StreamCollective):
         return self.cost(job).words if self.dense else None
 
     async def total(self, call: Call) -> Vector:
-        """Reduce-scatter, with the arriving partial sum as the left operand; then allgather."""
+        """Reduce-scatter, with the arriving partial sum as the left operand, and then allgather."""
         comm = call.comm
         boundaries = even_boundaries(call.size, comm.world_size)
         pieces: list[Vector]
@@ -427,7 +427,7 @@ class Ring(StreamCollective):
 
 @dataclass(frozen=True)
 class SparcmlAutoState:
-    """Entries of the last total, and the maximum per rank in the first call; None before it."""
+    """The entries of the last total, and the first call's maximum per rank; None before that call."""
 
     entries: int | None = None
     most: float | None = None
@@ -435,7 +435,7 @@ class SparcmlAutoState:
 
 @final
 class SparcmlAuto(Collective):
-    """Recursive doubling for small results, split and allgather for large, dynamic for dense ones.
+    """Chooses recursive doubling for small results, split and allgather for large, dynamic for dense.
 
     SparCML asks the user for "some rough idea" of the result's size K (section 5.3).  This collective
     learns K from the last total, whose entries all ranks know.  The first call uses the expectation of
@@ -444,7 +444,7 @@ class SparcmlAuto(Collective):
     Args:
         codec: wire format of all three; its limit decides when a result counts as dense.
         op: the operation.
-        cap: at most ``cap * k`` entries per rank are taken; None: all.
+        cap: at most ``cap * k`` entries per rank are taken; None takes all.
 
     Cost: the lowest estimate of the three; with ``cap=None`` the first call takes one more allreduce, of
     one integer, unless ``expect`` was called, as ``sparsync.allreduce`` does.
@@ -492,7 +492,8 @@ class SparcmlAuto(Collective):
             most = float(await comm.allreduce(torch.tensor([selected.nnz]), "entries", "max"))
         chosen = self.choose(Job(size, most, comm.world_size, result=self.state.entries), dtype)
         reduced = await chosen.reduce(comm, selected, k, step)
-        # count nonzero entries of dense totals too, or one dense total would make all later ones dense
+        # nonzero entries of dense totals count as well, or one dense total would make all later
+        # ones dense
         entries = entries_of(reduced.total, self._doubling.operation)
         self.state = SparcmlAutoState(entries, most)
         return reduced

@@ -46,14 +46,14 @@ def sparcml(
     block: int = _BLOCK,
     seed: int = 0,
 ) -> Algorithm:
-    """SparCML's quantised top-k SGD (Algorithm 1): layer by layer, with sums instead of means.
+    """SparCML's quantised top-k SGD (Algorithm 1) works layer by layer, with sums instead of means.
 
     ``attach(model, algorithm="sparcml", density=16 / 512)``: every parameter is a unit, exchanged
     as soon as its gradient is ready.  Divide a learning rate that was tuned for means by world_size.
     ``attach(model, **SPARCML_SETTINGS["cifar-10"])`` uses the paper's settings.
 
     Args:
-        bits: bits per quantised value; None: no quantisation (ATIS, Hansards).
+        bits: bits per quantised value; None does not quantise (ATIS, Hansards).
         quantize: "local": quantise the selected entries (Q in Algorithm 1); "reduced": quantise sums that
             become dense in flight, in the second half of the dynamic collective (section 6).
         keep_error: keep the quantisation error in the residual of the rank that quantises, which is the
@@ -80,7 +80,7 @@ def sparcml(
         return Dynamic(StreamCodec(dense=Qsgd(**arguments)), cap=None, keep_error=keep_error)
 
     def calls(job: Job) -> tuple[int, Job]:
-        """Treat the whole job as one layer whose blocks all contribute the same number of entries."""
+        """Treat the whole job as one layer, whose blocks all contribute the same number of entries."""
         per_block = min(-(-int(job.k) * block // job.size), block)
         return 1, job._replace(k=max(job.k, per_block * job.size // block))
 

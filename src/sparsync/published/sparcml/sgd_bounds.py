@@ -62,7 +62,7 @@ def condition_6(rates: Sequence[float], gamma: float) -> float:
     require(min(rates, default=0.0) > 0, "condition_6: give at least one rate, all > 0")
     most = past = 0.0
     for before, now in pairwise(rates):
-        # update the sum of step t - 1 to step t with one more factor and one more square
+        # this updates the sum of step t - 1 to step t with one more factor and one more square
         past = 2 * gamma**2 * (past + before**2)
         most = max(most, past / now)
     return most

@@ -1,4 +1,4 @@
-"""The base of SparCML's collectives: streams of any operation that become dense where that is shorter."""
+"""The base of SparCML's collectives has streams of any operation, which become dense when shorter."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ class StreamCollective(Collective):
         codec: wire format; the rank that rounds keeps the error (default: coo; dense where that is
             shorter).
         op: a name of ``sparsync.reduction.OPERATIONS``, or a ``Reduction``.
-        cap: at most ``cap * k`` entries per rank are taken; None: all.
+        cap: at most ``cap * k`` entries per rank are taken; None takes all.
 
     Raises:
         ConfigurationError: unknown operation; a cap that is not positive, or for another operation than
             a sum.
 
     Attributes:
-        keep_error: the rank that rounds keeps the error; False: no rank does, and it is reported as lost.
+        keep_error: the rank that rounds keeps the error; if False, no rank does, and it is reported
+            as lost.
     """
 
     keep_error = True
@@ -67,7 +68,7 @@ class StreamCollective(Collective):
             ConfigurationError: the operation is not defined on the dtype; the codec would round values
                 of another operation than a sum; a vector of integers has more entries than the cap.
         """
-        # equal on all ranks, so capacities and switches to dense are equal as well
+        # this is equal on all ranks, so capacities and switches to dense are equal as well
         most = most_entries(k, self.cap, selected.size)
         call = Call(comm, self, self._taken(selected, most), most, step)
         return call.reduced(call.mine if comm.world_size == 1 else await self.total(call))
@@ -126,7 +127,7 @@ class Call:
         keep: bool = True,
         codec: StreamCodec | None = None,
     ) -> Encoded[Vector]:
-        """Encode; this rank accounts for the rounding error.
+        """Encode a vector; this rank accounts for the rounding error.
 
         Args:
             vector: a region of the whole vector that begins at ``start``.
@@ -144,7 +145,8 @@ class Call:
             seeded = codec.seeded(source + turn * self.comm.world_size, self.step)
             encoded = seeded.encode(vector)
         if keep and not codec.is_exact(self.dtype):
-            # embedded in the whole vector: ``reduced`` subtracts it from ``delivered`` or reports it
+            # the error is embedded in the whole vector, because ``reduced`` subtracts it from
+            # ``delivered`` or reports it
             error = _difference(vector, encoded.decoded).embed(start, self.size)
             self._errors.append(error)
         return encoded
@@ -164,12 +166,12 @@ class Call:
     async def swap(
         self, payload: Tensor, dest: int, source: int, capacity: int, size: int, phase: str
     ) -> Vector | Tensor:
-        """Send a message while another arrives; return the received one, for ``combine``."""
+        """Send a message while another arrives; return the latter, for ``combine``."""
         receiving = self.comm.irecv(source, capacity, phase, self.framing)
         sending = self.comm.isend(payload, dest, phase, self.framing)
         message: Tensor = await receiving
         await sending
-        # kept encoded, because ``combine`` sums a message and a vector in one C++ pass
+        # the message stays encoded, because ``combine`` sums a message and a vector in one C++ pass
         if self.operation is SUM and self._is_sparse(message):
             await self.comm.work(message.numel())
             return message
@@ -238,10 +240,10 @@ class Call:
         dense: bool = False,
         ring: bool = False,
     ) -> Vector:
-        """Return the whole vector, from every rank's region: dense if any region is, else sparse.
+        """Return the whole vector from every rank's region; it is dense if any region is dense.
 
-        ``dense``: all regions are dense.  ``ring``: pass them around a ring, which sends nothing twice,
-        instead of disseminating them.
+        With ``dense``, all regions are dense.  With ``ring``, regions are passed around a ring,
+        which sends nothing twice, instead of being disseminated.
         """
         # Each owner chooses the form by its region's count, and the header states it, so no round is
         # spent on agreeing.
@@ -264,7 +266,7 @@ class Call:
         return DenseVector(torch.cat([self.densify(r).values for r in regions]))
 
     def reduced(self, total: Vector) -> Reduced:
-        """Return the result: this rank delivered its share minus its rounding errors, which it keeps.
+        """Return the result; this rank has delivered its share minus its rounding errors, which it keeps.
 
         If no rank keeps rounding errors, the whole share counts as delivered and the errors as lost.  The
         caller may scale the total in place, so it shares no memory with ``delivered``.

@@ -1,4 +1,4 @@
-"""The agent of a rank: executes rounds of averaging while the rank itself computes.
+"""The agent of a rank, which executes rounds of averaging while the rank itself computes.
 
 Rounds have version numbers and are executed in order, once each.  A round starts on a rank when the rank
 arrives at it, or when it learns that another rank has arrived.  This news travels down a binomial tree
@@ -82,7 +82,8 @@ class Kind(IntEnum):
     PING = 4  # is the receiver alive?
     PONG = 5
     VIEW = 6  # news about the present ranks
-    # to a rank that was left out: the present ranks, and the last common sum; number: models in it
+    # sent to a rank that was left out: the present ranks, and the last common sum; ``number`` is
+    # the number of models in it
     WELCOME = 7
 
 
@@ -124,7 +125,7 @@ class Answer(NamedTuple):
 
 
 class Rounds(ABC):
-    """The rounds of an algorithm; by default all ranks join, and the first to arrive starts."""
+    """The rounds of an algorithm; by default, all ranks join, and the first to arrive starts a round."""
 
     def synchronous(self, version: int) -> bool:
         """Return whether a rank joins the round only once it has arrived itself."""
@@ -135,7 +136,7 @@ class Rounds(ABC):
         return True
 
     def members(self, version: int, present: Sequence[int], rank: int) -> Sequence[int]:
-        """Return this rank's group among the present ranks, ascending."""
+        """Return this rank's group among the present ranks, in ascending order."""
         return present
 
     @abstractmethod
@@ -143,7 +144,7 @@ class Rounds(ABC):
         """Take the vector that this rank contributes from now on."""
 
     def restart(self, model: Tensor) -> None:
-        """Publish a model that all ranks have instead of this rank's own."""
+        """Publish a model that all ranks have in place of this rank's own model."""
         self.publish(model)
 
     @abstractmethod
@@ -156,7 +157,7 @@ class Rounds(ABC):
         """Take a round's result."""
 
     def collected(self, newest: Round) -> Round:
-        """Return the round to answer an arriving rank with: by default the newest."""
+        """Return the round with which to answer an arriving rank; by default, this is the newest."""
         return newest
 
 
@@ -225,7 +226,8 @@ class Agent(Companion):
         world_size: number of ranks.
         step: the first local step.
         model: published first, and given to a rank that rejoins before the first synchronous round.
-        deadline: seconds of silence after which a rank that others wait for is left out; None: never.
+        deadline: seconds of silence after which a rank that others wait for is left out; None if
+            never.
     """
 
     def __init__(
@@ -397,9 +399,9 @@ class Agent(Companion):
         return _Attempt(len(members), self._published, task, self.host.now)
 
     def _end(self, result: Round) -> None:
-        """Take a round's result, from this or another rank, and advance to the next step's round."""
+        """Take a round's result from this or another rank, and advance to the round of the next step."""
         self._drop()
-        # a step has the versions 2 step, before it, and 2 step + 1, after it
+        # a step has two versions: 2 step, before it, and 2 step + 1, after it
         age = -(-(result.version - result.contributed) // 2)
         self.participation.note(age, result.models)
         self.rounds.end(result)
@@ -424,7 +426,8 @@ class Agent(Companion):
     def tick(self) -> None:
         """Ping the rank that keeps this one waiting; leave it out if it stays silent."""
         if self._attempt is not None and self.due is not None and self.deadline is not None:
-            # so late a tick means that this rank itself was suspended, and may have unread messages
+            # a tick that is so late means that this rank itself was suspended, and may have unread
+            # messages
             if self.host.now - self.due > self.deadline / 4:
                 self._attempt.since = self.host.now
             self._watch(ask=True)

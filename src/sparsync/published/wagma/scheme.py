@@ -59,7 +59,7 @@ CODECS: Final = MappingProxyType[str, Codec[DenseVector] | None](
 )
 
 
-# the assumptions given up without global averages, by staleness
+# the assumptions that are given up without global averages, by staleness
 _GIVEN_UP: Final = MappingProxyType(
     {
         "unbounded": "a late rank's model may be arbitrarily old, so Assumption 1.3 (bounded staleness) "
@@ -85,16 +85,17 @@ class Wagma(Accompanied):
 
     Args:
         group_size: S; default: about sqrt(P) (``default_group_size``).  If S does not divide P, group
-            sizes differ by one; 1: only global averages, which is local SGD.
-        sync_period: tau, in steps; None, for infinity: no global average before ``finish``, which gives
-            up an assumption of Theorem 4.1 (rank 0 reports which).
+            sizes differ by one.  With 1 there are only global averages, which is local SGD.
+        sync_period: tau, in steps.  None stands for infinity: there is no global average before
+            ``finish``, which gives up an assumption of Theorem 4.1 (rank 0 reports which).
         grouping: a late rank's group continues without it ("wait-avoiding") or waits ("synchronous").
-        dynamic: change groups from step to step (Algorithm 1); False: the ablation of section 5.2.
+        dynamic: change groups from step to step (Algorithm 1).  False is the ablation of
+            section 5.2.
         values: group averages are sent as "fp32" (the model's own dtype), "bf16" or "int8"; a rank adds
             its rounding error to its next contribution.  Global averages are never rounded.
         deadline: seconds of silence after which a rank that others wait for is left out and reported.
             When it is heard again it resumes with the last global average, at the others' step
-            (``resume_at``).  None: the others wait for it.
+            (``resume_at``).  With None, the others wait for it.
 
     Raises:
         DeadlineError: a rank misses a global average by more than the communicator's timeout.
@@ -145,7 +146,7 @@ class Wagma(Accompanied):
 
     @property
     def staleness(self) -> Staleness:
-        """Bounded by tau; unbounded without global averages; none with synchronous groups."""
+        """Bounded by tau, unbounded without global averages, and "none" with synchronous groups."""
         if self.grouping == "synchronous" or self.group_size == 1:
             return "none"
         return "unbounded" if self.sync_period is None else "bounded"
@@ -174,8 +175,8 @@ class Wagma(Accompanied):
         if self.sync_period is None and self._binding is not None and comm.rank == 0:
             say(f"sync_period=None: {_GIVEN_UP[self.staleness]}")
         vector = vector.cpu()
-        # A group of one never waits, but an agent contributing on its rank's behalf would average the
-        # rank's new model with its own old one.
+        # A group of one never waits.  But an agent that contributes on its rank's behalf would
+        # average the rank's new model with its own old one.
         grouping = "synchronous" if size == 1 else self.grouping
         self._rounds = ModelRounds(
             vector, size, self.sync_period, grouping, dynamic=self.dynamic, codec=self._codec
@@ -209,7 +210,7 @@ class Wagma(Accompanied):
         if answer.resumes:
             self.resume_at = step_of(result.version + 1)
             return total / result.models
-        # lines 10 to 14 and 16 of Algorithm 2; a result is taken only once
+        # these are lines 10 to 14 and 16 of Algorithm 2; a result is taken only once
         if result.version <= self._taken:
             return vector
         self._taken = result.version
@@ -220,7 +221,7 @@ class Wagma(Accompanied):
 
 @final
 class ModelRounds(Rounds):
-    """Rounds of WAGMA: group averages, and a global one when ``(step + 1) % sync_period == 0``.
+    """Rounds of WAGMA: group averages, and a global average when ``(step + 1) % sync_period == 0``.
 
     With a codec, a rank contributes the difference between its model and the last global average,
     ``base``, which all ranks have.  It adds the rounding error to its next contribution::
@@ -265,7 +266,7 @@ class ModelRounds(Rounds):
         return [present[i] for i in group_of(present.index(rank), count, size, step)]
 
     def publish(self, vector: Tensor) -> None:
-        """Contribute ``vector`` from now on; the caller must not change it."""
+        """Contribute ``vector`` from now on; the caller must not change the vector."""
         self._vector = vector if self.error is None else vector + self.error
 
     def restart(self, model: Tensor) -> None:
@@ -311,7 +312,7 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
     References: Li et al., WAGMA-SGD, IEEE TPDS 2021, Algorithm 1, with ``mask = 1 << shift`` (as
     printed, a mask that is already shifted is shifted again; the paper's examples come out so).
     """
-    # P / S rounded to nearest, half down, so no rank is alone with S = 2 and P odd
+    # this is P / S rounded to nearest, half down, so that no rank is alone with S = 2 and P odd
     groups = (2 * world_size + group_size - 1) // (2 * group_size)
     # The next shuffle should spread a group's members over as many groups as possible, without gaps: the
     # stride is the smallest group's size, or the next number below it that has an inverse.  If S divides
@@ -385,7 +386,7 @@ class CodedSum(NamedTuple):
 async def coded_allreduce(
     comm: Communicator, vector: Tensor, codec: Codec[DenseVector], seed: int
 ) -> CodedSum:
-    """Sum over a group: every member sums one block of the rounded vectors and sends the rounded sum.
+    """Sum over a group, in which every member sums one block of rounded vectors and sends the result.
 
     The codec's random numbers depend on ``seed`` and the rank.
 

@@ -144,10 +144,10 @@ class Port:
 
 @dataclass(frozen=True)
 class Fault:
-    """A rank that stalls: it neither computes nor answers, and messages to it wait.
+    """A stall of a rank: the rank neither computes nor answers, and messages to it wait.
 
-    If ``end``, in virtual seconds, is infinite, the rank is dead: messages to it are lost, and its result
-    is None.
+    If ``end``, in virtual seconds, is infinite, the rank is dead: messages to it are lost, and its
+    result
     """
 
     rank: int
@@ -199,7 +199,7 @@ class Network(Generic[T]):
         """Send a copy of ``payload`` once the source's work is done."""
         operation = SimOperation("send to rank", dest, phase)
         weight = weight or Weight(payload.numel())
-        # copied, because the sender may change its buffer once the operation is done
+        # the payload is copied, because the sender may change its buffer once the operation is done
         message = Message((source, dest, tag), payload.clone(), phase, weight, operation)
         ready = self._busy_until[source]
         if ready > self.now:
@@ -250,8 +250,8 @@ class Network(Generic[T]):
                 self.now, _, event, argument = heapq.heappop(events)
                 event(argument)
         finally:
-            # closed even after a deadlock: otherwise the ``finally`` blocks of open coroutines would run
-            # at some garbage collection
+            # tasks are closed even after a deadlock; otherwise the ``finally`` blocks of open
+            # coroutines would run at some garbage collection
             for task in self._tasks.values():
                 task.program.close()
         return [task.result for task in mains]
@@ -373,7 +373,7 @@ class Network(Generic[T]):
         mail, posts = self._mail[link], self._posts.get(link)
         while mail and posts:
             message, (operation, capacity) = mail.popleft(), posts.popleft()
-            # an error of the receiver, raised at its await, as with sockets
+            # this is an error of the receiver, raised at its await as with sockets
             if message.payload.numel() > capacity:
                 operation.error = ConfigurationError(
                     f"rank {link[1]} posted {capacity} bytes for a {operation.what}, "

@@ -43,7 +43,7 @@ class Topology(ABC):
 class Links(Topology):
     """A network in which all ranks are alike, each with a separate link."""
 
-    # latency in s per message: a switched Ethernet hop with the kernel's stack
+    # the latency in s per message, of a switched Ethernet hop with the kernel's stack
     alpha: float = 50e-6
     beta: float = 8e-9  # s per byte, on each port: 1 Gbit/s
     gamma: float = 0.0  # s per byte reduced

@@ -26,7 +26,8 @@ __all__ = ["Prices", "SimCommunicator", "Simulation", "simulate"]
 T = TypeVar("T")
 
 _ACTOR_TAG = 2**31  # a channel that no unit of a model uses
-# new objects between two collections: many messages are in flight, and none of them is garbage
+# This many new objects may appear between two collections, because many messages are in flight and
+# none of them is garbage.
 _YOUNG = 100_000
 
 
@@ -35,7 +36,7 @@ class Prices:
     """Costs of messages besides the network: packing and unpacking."""
 
     weigh: Callable[[Tensor, Framing], Weight]  # returns the size charged for a message
-    # s per entry, for the rank that creates a message (not for one that forwards it)
+    # seconds per entry for the rank that creates a message, but not for one that forwards it
     encode: float = 0.0
     decode: float = 0.0  # s per entry, for every rank that receives it: to unpack and to sum
     gamma: float = 0.0  # s per byte of dense sums, instead of the network's
@@ -48,7 +49,8 @@ class SimCommunicator(Communicator):
     def __init__(self, rank: int, network: Network[Any], prices: Prices | None = None) -> None:
         super().__init__(rank, network.world_size, torch.device("cpu"))
         self.network, self.prices = network, prices
-        # the last packed payload, because it may go to several ranks but is charged once
+        # the last packed payload is remembered, because it may go to several ranks but is charged
+        # once
         self._packed: Tensor | None = None
         self._passes_on = False
 
@@ -60,7 +62,7 @@ class SimCommunicator(Communicator):
     async def compute(self, seconds: float) -> None:
         """Compute for ``seconds`` of virtual time.
 
-        Work charged meanwhile by this rank's other coroutines comes first, and delays the end.
+        Work that other coroutines of this rank charge meanwhile comes first, and delays the end.
         """
         if not seconds >= 0:
             raise ConfigurationError(f"compute: {seconds} s cannot pass; give seconds >= 0")
@@ -149,8 +151,8 @@ class _Receive(SimOperation):
         yield from super().__await__()
         if not self.booked:
             self.booked = True
-            # booked at the await, not on arrival: unpacking is work of the rank, done when the rank gets
-            # to the message
+            # the work is booked at the await rather than on arrival, because the rank unpacks a
+            # message when it gets to it
             comm = self.comm
             comm.ledger.received(self.phase, self.result.numel())
             if comm.prices is not None:
@@ -246,10 +248,11 @@ def simulate(
         world_size: number of virtual ranks, >= 1.
         links: latency, bandwidth and reduction speed of the simulated network; see ``topology``.
         faults: ranks that stall, or die.
-        prices: costs of packing and unpacking messages; None: free.
+        prices: costs of packing and unpacking messages; None if both are free.
 
     Raises:
-        DeadlockError: ranks wait for each other; says which rank waits for which, in which phase.
+        DeadlockError: ranks wait for each other; the message says which rank waits for which, in
+            which phase.
 
     Cost: 20 to 40 microseconds per message.
 

@@ -1,4 +1,4 @@
-"""ZeroMQ: framed messages, any-source receive, encryption; see ``ZmqCommunicator``."""
+"""ZeroMQ with framed messages, any-source receive and encryption; see ``ZmqCommunicator``."""
 
 from sparsync.transports.zmq.communicator import ZmqCommunicator, host_over
 from sparsync.transports.zmq.curve import make_curve_keys

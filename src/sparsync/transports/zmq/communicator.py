@@ -1,4 +1,4 @@
-"""The ``Communicator`` over ZeroMQ: messages with length, step and phase, optionally encrypted."""
+"""The ``Communicator`` over ZeroMQ; messages carry length, step and phase, and may be encrypted."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _MEMORY_TICK: Final = (
 class ZmqCommunicator(Communicator):
     """One rank of a group that communicates over ZeroMQ.
 
-    Every rank binds one incoming socket and opens a link to every other rank.  Only one thread at a time
-    may use a communicator and its channels (hand it over with a lock or a queue, never during a call);
-    ZeroMQ's own threads move the bytes in the meantime.  It does not survive a fork.  Close it, or leave
-    its ``with`` block, to have the last messages delivered.
+    Every rank binds one incoming socket and opens a link to every other rank.  Only one thread at a
+    time may use a communicator and its channels (hand them over with a lock or a queue, never
+    during a call); ZeroMQ's own threads move the bytes in the meantime.  A communicator does not
+    survive a fork.  Close it, or leave its ``with`` block, to have the last messages delivered.
 
     Args:
         rank: this rank, in ``[0, world_size)``.
@@ -58,18 +58,19 @@ class ZmqCommunicator(Communicator):
             long.
         connect_timeout: seconds that opening the connections between ranks may take.
         curve_keys: directory of ``make_curve_keys``.  Messages are encrypted, and only ranks with a
-            listed key may connect, each under its own number.  None: no encryption, and a random password
-            per rank; anybody who listens on the network can read both, so only use trusted networks.
-        changing: the group may change: see ``regroup``.  ``curve_keys`` then has only one secret key,
-            this rank's, or is the file of that key.
+            listed key may connect, each under its own number.  With None, messages are not
+            encrypted, and each rank has a random password; anybody who listens on the network can
+            read both, so only use trusted networks.
+        changing: the group may change (see ``regroup``).  ``curve_keys`` then has a single secret
+            key, that of this rank, or is the file of that key.
 
     Attributes:
         dropped: refused messages, counted by reason (malformed, of another job, ...).
         lost: ranks that are gone, with the reasons.
 
     Raises:
-        ConfigurationError: an argument cannot work.
-        DeadlineError: not all ranks arrived within ``timeout``; names the missing ones.
+        ConfigurationError: an argument is invalid.
+        DeadlineError: not all ranks arrived within ``timeout``; the message names the missing ones.
 
     Example:
         >>> from torch.distributed import HashStore
@@ -109,11 +110,12 @@ class ZmqCommunicator(Communicator):
         }
 
         opened = list[Mesh]()
-        # collective, and therefore not in ``ready``, which ends early on a rank with an error
+        # this call is collective, and therefore not in ``ready``, which ends early on a rank with
+        # an error
         meeting = host_of_rank_0(store) if isinstance(store, Communicator) else store
 
         def ready() -> dict[str, Any]:
-            """Listen; an error here is reported to all ranks when they meet."""
+            """Listen; if that fails, the error is reported to all ranks when they meet."""
             keys = None
             if curve_keys:
                 every = (curve_keys, rank, world_size)
@@ -136,7 +138,7 @@ class ZmqCommunicator(Communicator):
             return {"endpoint": mesh.endpoint, "encrypted": keys is not None, "job": job}
 
         try:
-            # all listen before any rank connects, because links do not retry
+            # all ranks listen before any of them connects, because links do not retry
             cards = convene(store, rank, world_size, ready, timeout)
             opened[0].connect(*_agreed(rank, cards))
         except BaseException:
@@ -147,13 +149,13 @@ class ZmqCommunicator(Communicator):
         self.dropped, self.lost = self.mesh.dropped, self.mesh.lost
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
-        """Become a rank of another group; receives in the former one end with an error.
+        """Become a rank of another group; receives in the former group end with an error.
 
-        Sends to ranks that are gone also fail; others that wait for room end at their deadline.  Sockets
-        are kept: only links to new ranks are opened, and links to former ranks are closed.  Messages of
-        the new group that arrived early are kept.  Channels must be created again.  An endpoint is the
-        ``mesh.endpoint`` of a rank: its address, a blank and its password; with keys, its address, a
-        blank and its public key.
+        Sends to ranks that are gone also fail; other sends that wait for room end at their
+        deadline.  Sockets are kept: only links to new ranks are opened, and links to former ranks
+        are closed.  Messages of the new group that arrived early are kept.  Channels must be
+        created again.  An endpoint is the ``mesh.endpoint`` of a rank: its address, a blank and its
+        password; with keys, its address, a blank and its public key.
         """
         self.mesh.regroup(rank, job, endpoints)
         self.rank, self.world_size = rank, len(endpoints)
@@ -318,7 +320,7 @@ class _Wait(Operation):
         Args:
             now: on the monotonic clock.
             where: describes the operation.
-            peer: the awaited rank; None: any rank.
+            peer: the awaited rank, or None for any rank.
         """
         if self.deadline is None or now < self.deadline:
             return
@@ -369,7 +371,7 @@ class _Send(_Wait):
 
 @final
 class Receive(_Wait):
-    """One or several receives, in any order; the result is the payload of the first."""
+    """One or several receives that may end in any order; the result is the payload of the first."""
 
     def __init__(self, claims: Sequence[Claim], mesh: Mesh, ledger: Ledger, timeout: float) -> None:
         super().__init__(mesh, timeout, sum(claim.capacity for claim in claims if claim.exact))
@@ -386,9 +388,9 @@ class Receive(_Wait):
         return self.claims[0].sender
 
     def poll(self, seconds: float) -> bool:
-        """Wait at most ``seconds``; return early if another operation got its message.
+        """Wait at most ``seconds``; return early if another operation has received its message.
 
-        This lets the driver of several operations continue with the other one.
+        So the driver of several operations can continue with that operation.
         """
         if not self._settled():
             mailboxes = self.mesh.mailboxes
@@ -428,7 +430,7 @@ class Receive(_Wait):
 
 
 def _staged(payload: Tensor) -> Tensor:
-    """Return the payload in host memory; from CUDA through pinned memory, which torch reuses.
+    """Return the payload in host memory; it leaves CUDA through pinned memory, which torch reuses.
 
     Only this payload's stream is synchronised, not the device.
     """
@@ -485,7 +487,8 @@ def host_over(
 ) -> Host:
     """Run an actor over a mesh of the ranks of ``comm``, of any transport; this is collective.
 
-    The ranks meet in ``store``; the timeout is that of ``comm``, ``options`` are for ``ZmqCommunicator``.
+    The ranks meet in ``store``.  The timeout is that of ``comm``, and ``options`` are for
+    ``ZmqCommunicator``.
     """
     if comm.world_size == 1:
         return SoloHost(actor)

@@ -1,4 +1,4 @@
-"""Decide who may connect, and as which rank, by keys or a password (ZeroMQ's RFCs 24 to 27)."""
+"""Decide which peers may connect, and as which rank, by keys or a password (ZeroMQ's RFCs 24 to 27)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by RFC 27
 @final
 @dataclass(frozen=True)
 class CurveKeys:
-    """The keys held by one rank: its own pair, and the public keys of others."""
+    """The keys that one rank holds: its own pair, and the public keys of the other ranks."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -47,7 +47,7 @@ class CurveKeys:
         return Doorkeeper(socket.context, lambda request: curve_user(request, self.listed))
 
     def show(self, socket: zmq.Socket[Any], server: bytes) -> None:
-        """Make a socket, not connected yet, present this rank's key and require the server's."""
+        """Make a socket that is not connected yet present this rank's key and require the server's."""
         socket.curve_serverkey, socket.curve_secretkey = server, self.secret
         socket.curve_publickey = self.public
 
@@ -55,17 +55,17 @@ class CurveKeys:
 @final
 @dataclass(frozen=True)
 class Password:
-    """The guard without keys: a random word of a rank, given to its group together with its address.
+    """The guard if there are no keys: a rank's random word, which its group gets with its address.
 
-    It keeps strangers out before ZeroMQ accepts a message from them: ZeroMQ collects all parts of a
-    message, however many there are, before this process sees the first.  The word is not encrypted, so it
-    does not stop anybody who listens on the network.
+    The word keeps strangers out before ZeroMQ accepts a message from them.  That matters because
+    ZeroMQ collects all parts of a message, however many there are, before this process sees the
+    first.  The word is not encrypted, so it does not stop anybody who listens on the network.
     """
 
     word: bytes = field(default_factory=lambda: secrets.token_hex(16).encode(), repr=False)
 
     def guard(self, socket: zmq.Socket[Any]) -> Doorkeeper:
-        """Make a socket, not bound yet, accept only peers that know the word."""
+        """Make a socket that is not bound yet accept only peers that know the word."""
         socket.plain_server = True
         return Doorkeeper(socket.context, lambda request: plain_user(request, self.word))
 
@@ -114,7 +114,8 @@ def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
         )
     made = []
     for rank in range(ranks):
-        # pyzmq creates files by the umask, often readable by all; an existing file keeps its mode
+        # pyzmq would create the files with the umask's mode, often readable by all; a file that
+        # exists keeps its mode
         (directory / f"rank-{rank}.key_secret").touch(0o600, exist_ok=False)
         public, _ = zmq.auth.create_certificates(directory, f"rank-{rank}")
         made.append(Path(public))
@@ -122,13 +123,13 @@ def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
 
 
 def load_curve_keys(directory: Path | str, rank: int, world_size: int) -> CurveKeys:
-    """Read the public keys of all ranks and the secret one of this rank.
+    """Read the public keys of all ranks and the secret key of this rank.
 
     Raises:
         ConfigurationError: a file is missing or not a certificate, or two ranks share a key.
     """
-    # one key per rank, because the key identifies the sender: two ranks with the same key could
-    # impersonate each other
+    # every rank has its own key, because the key identifies the sender: two ranks with the same key
+    # could impersonate each other
     publics = [_load(Path(directory) / f"rank-{r}.key")[0] for r in range(world_size)]
     public, secret = _load(Path(directory) / f"rank-{rank}.key_secret")
     if secret is None or public != publics[rank] or len(set(publics)) != world_size:
@@ -147,7 +148,8 @@ def own_curve_keys(place: Path | str) -> CurveKeys:
             folder.
 
     Raises:
-        ConfigurationError: it is not clear which key is this rank's, or no public key belongs to it.
+        ConfigurationError: it is not clear which secret key is this rank's, or the key has no
+            public one.
     """
     place = Path(place)
     secrets = sorted(place.glob("*.key_secret")) if place.is_dir() else [place]
@@ -178,9 +180,10 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
 
 @final
 class Doorkeeper:
-    """Tells ZeroMQ, on a separate thread, who may connect; ``user`` returns a name or None.
+    """Tells ZeroMQ which peers may connect; ``user`` returns the name of a peer, or None.
 
-    The thread is needed because connections are made while the rank computes.  It ends with the context.
+    This runs on a separate thread, because connections are made while the rank computes.  The
+    thread ends with the context.
     """
 
     def __init__(
@@ -227,7 +230,8 @@ def curve_user(request: list[bytes], listed: Sequence[bytes]) -> bytes | None:
 
 def plain_user(request: list[bytes], word: bytes) -> bytes | None:
     """Return the name in a ZAP request with the right password."""
-    # compared in constant time, so the delay of an answer does not reveal how much of a guess is right
+    # the word is compared in constant time, so that the delay of an answer does not reveal how much
+    # of a guess is right
     if len(request) == 8 and request[5] == b"PLAIN" and hmac.compare_digest(request[7], word):
         return request[6]
     return None

@@ -1,4 +1,4 @@
-"""The number of file descriptors that a mesh takes, and whether this process may open them."""
+"""The number of file descriptors that a mesh needs, and whether this process may open as many."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from sparsync.errors import ConfigurationError
 
 __all__ = ["OWN", "PER_PEER", "require_descriptors"]
 
-# descriptors of a context, its threads, the incoming socket and the one that authenticates peers
+# descriptors of the context, its threads, the incoming socket, and the socket that authenticates
+# peers
 OWN: Final = 12
-# descriptors per peer: the link, both ends of its monitor, the outgoing and the incoming connection
+# the descriptors per peer are the link, both ends of its monitor, the outgoing and the incoming
+# connection
 PER_PEER: Final = 5
 SPARE: Final = 16  # for files, and for connections opened meanwhile by torch
 
@@ -22,7 +24,7 @@ def require_descriptors(rank: int, peers: int, own: int = 0) -> None:
     If ZeroMQ fails to get a descriptor while working, it ends the process.
 
     Raises:
-        ConfigurationError: says how many are needed, and the limit.
+        ConfigurationError: the message states how many descriptors are needed, and the limit.
     """
     try:
         import resource  # not on Windows, which has no such limit

@@ -58,16 +58,16 @@ class ZmqHost(Host):
     def call(self, function: Callable[[], None]) -> None:
         """Queue a function, and wake the thread."""
         self._calls.append(function)
-        # Queued first, because the thread may wake at once.  If the pipe is full, enough wake-ups are in
-        # flight; if it is closed, nothing is left to wake
+        # the call is queued first, because the thread may wake at once.  If the pipe is full,
+        # enough wake-ups are in flight; if the pipe is closed, no thread is left to wake
         with self._lock, suppress(zmq.ZMQError):
             self._waker.send(self._mesh.wake_word, zmq.NOBLOCK)
 
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
         """Queue a function; the wait ends with an error if the actor fails or the timeout expires."""
         asked = _Asked(where, self._comm.timeout, self._silent)
-        # first listed for the thread, then the error is checked, so a failure between the two also ends
-        # the wait
+        # the wait is listed for the thread before the error is checked, so a failure between the
+        # two also ends the wait
         self._asked = [*(one for one in self._asked if not one.done), asked]
         if self._error is not None:
             asked.end(error=self._error)
@@ -100,8 +100,8 @@ class ZmqHost(Host):
             while not self._closing:
                 self._turn()
         except BaseException as error:
-            # first the error, then the list: the reverse order of ``ask``, so at least one of the two
-            # sees the other
+            # The error is set before the list is read, in the reverse order of ``ask``, so at least
+            # one of the two sees the other's change.
             self._error = error
             for asked in self._asked:
                 asked.end(error=error)
@@ -133,8 +133,9 @@ class ZmqHost(Host):
         try:
             if self._receive is None:
                 self._receive = self._comm.irecv_any(MAX_MESSAGE, "actor", _WHOLE)
-            # Polled, never waited for, because a wait would have a deadline, and peers may be silent
-            # forever.  The time is spent in ``advance``, which a call ends early
+            # The receive is polled and never waited for, because a wait would have a deadline, and
+            # peers may be silent forever.  The time is spent in ``advance``, which a call ends
+            # early
             receive = self._receive
             if not receive.poll(0.0):
                 mesh.advance(seconds)

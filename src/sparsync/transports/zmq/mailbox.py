@@ -26,8 +26,8 @@ APART: Final = 2  # flag: the payload is in a separate frame
 GIVE_UP: Final = 4  # flag: the sender has stopped waiting; no payload
 NO_LOCAL_STEP: Final = -1
 
-# phases in which ranks may be while others are in an exchange.  Messages carry numbers, and an error can
-# only name the phases that this rank knows
+# Phases in which a rank may be while others are in an exchange.  Messages carry phases as numbers,
+# and an error can name only the phases that this rank knows.
 _ELSEWHERE: Final = (
     *("agreement", "average", "barrier", "checkpoint", "contributions", "finish", "sentinel"),
     *("max", "min", "settle"),
@@ -145,9 +145,9 @@ class Mailboxes:
         return True
 
     def post(self, claim: Claim) -> None:
-        """Give a receive the first message that arrived for it, or let it wait.
+        """Give a receive the first message that has arrived for it, or let the receive wait.
 
-        A message goes to a receive that names its source before one from any source.
+        Receives that name the source of a message take precedence over those from any source.
         """
         if claim.source is None:
             boxes = [box for (_, tag), box in self._arrived.items() if tag == claim.tag and box]
@@ -164,7 +164,7 @@ class Mailboxes:
             self._waiting.setdefault((claim.source, claim.tag), deque()).append(claim)
 
     def fail(self, source: int | None, reason: str) -> None:
-        """End every receive from this source (None: those from any source) with an error."""
+        """End every receive from this source (or with None, from any source) with an error."""
         for (waited, _), waiting in self._waiting.items():
             while waited == source and waiting:
                 claim = waiting.popleft()
@@ -179,8 +179,8 @@ class Mailboxes:
     def _give(self, header: Header, payload: Tensor, claim: Claim) -> None:
         """End a receive with this message, or with an error if it does not fit."""
         nbytes = payload.numel()
-        # a message of another call is an error, never kept for later: ranks that disagree on the call
-        # would otherwise sum unrelated values
+        # a message of another call is an error and never kept for later, because ranks that
+        # disagree on the call would sum unrelated values
         same_step = header.step == claim.step or claim.source is None
         if header.phase != self.phase_number(claim.phase) or not same_step:
             name = self._phases.get(header.phase)

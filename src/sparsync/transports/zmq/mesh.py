@@ -42,8 +42,8 @@ from sparsync.transports.zmq.peers import (
 __all__ = ["Mesh", "bind", "tcp"]
 
 LINGER: Final = 5.0  # seconds that ``close`` gives the last messages
-# The same, counted from ``abort``.  It is shorter, because the thread whose waits end also takes time,
-# and the process must end within 5 s
+# The same limit, counted from ``abort``.  It is shorter, because the thread whose waits end also
+# takes time, and the process must end within 5 s
 LINGER_ABORTED: Final = 4.5
 LEAST_LINGER: Final = 1.0  # the minimum in any case
 TICK: Final = 0.05  # seconds between checks of connections during a wait
@@ -70,7 +70,7 @@ MOST_MEMBERS: Final = 1024  # limit on the members of a changing group
 
 @final
 class _Patience:
-    """How long the last messages may take.  Separate from the mesh, which at exit no longer exists."""
+    """How long the last messages may take; separate from the mesh, which no longer exists at exit."""
 
     def __init__(self) -> None:
         self.aborted: float | None = None  # on the monotonic clock
@@ -85,7 +85,7 @@ class _Patience:
 
 @final
 class Mesh:
-    """The sockets of one rank: an incoming one, bound to one interface, and a link to every other."""
+    """The sockets of one rank: an incoming one, bound to one interface, and a link to each other rank."""
 
     def __init__(
         self,
@@ -231,14 +231,14 @@ class Mesh:
         for known in (self.lost, self._ranks, self._heard, self._ended):
             known.clear()
         self.connect(job, endpoints)
-        # Members of the new group may have sent before this rank joined, so their messages were kept;
-        # those of yet another group are kept further
+        # Members of the new group may have sent before this rank joined, so their messages were
+        # kept; messages of yet another group are kept for later
         early, self._early, self._early_bytes = self._early or (), deque(), 0
         for _, frames in early:
             self._take(frames)
 
     def give_up(self) -> None:
-        """Tell the others that this rank has stopped waiting, so they stop as well."""
+        """Tell the others that this rank has stopped waiting, so that they stop as well."""
         self._tell_all(GIVE_UP)
 
     def _tell_all(self, flag: int) -> None:
@@ -251,7 +251,8 @@ class Mesh:
         """End the waits of another thread; the caller closes the sockets once these have ended."""
         self._aborted = True
         self._patience.aborted = time.monotonic()
-        # not closed at exit: if the other thread does not end, libzmq would abort the process
+        # the mesh is not closed at exit, because libzmq would abort the process if the other thread
+        # were still running
         self.close.atexit = False
 
     def check_open(self) -> None:
@@ -270,7 +271,7 @@ class Mesh:
         return {**self.dropped, **{why: count for why, count in connections.items() if count}}
 
     def state_of(self, rank: int) -> str:
-        """Describe what is known of a rank that is not reached, or that has not reached this one."""
+        """Describe the state of a rank that is not reached, or that has not reached this one."""
         link = self.links.get(rank)
         if link is None:  # a channel of a former group is being used
             return f"this group of {self.world_size} has no such rank; make channels again"
@@ -281,10 +282,10 @@ class Mesh:
     # ---- progress ------------------------------------------------------------------------------
 
     def advance(self, seconds: float, expected: int = 1) -> None:
-        """Wait at most ``seconds`` (and at most two ticks) for anything to happen, and handle it.
+        """Wait at most ``seconds``, and at most two ticks, for an event; handle all events.
 
-        A long wait handles the ``expected`` messages together, because for a rank that shares its core
-        the work between two naps costs most.
+        A long wait handles the ``expected`` messages together, because the work between two naps is
+        the greatest cost for a rank that shares its core.
         """
         if seconds <= 0:
             self.drain()
@@ -373,7 +374,7 @@ class Mesh:
         )
 
     def _look_at_incoming(self, heard: int | None = None) -> None:
-        """Take in what has happened to connections; over ``heard``, a rank's message has just arrived."""
+        """Record the events of connections; ``heard`` is the connection of the message just received."""
         # A rank's first message, and the failure of its second one, may be read at once: when the failure
         # is judged, the connection has spoken, though it is only recorded afterwards
         spoke = {*self._spoke, *(() if heard is None else (heard,))}
@@ -614,7 +615,7 @@ def _close(
     patience: _Patience,
     pid: int,
 ) -> None:
-    """Send the last messages, then close everything.  Not a method, because it also runs at exit."""
+    """Send the last messages, then close all sockets; a function, because it also runs at exit."""
     if context.closed or os.getpid() != pid:  # a forked child must not touch its parent's sockets
         return
     deadline = patience.until()

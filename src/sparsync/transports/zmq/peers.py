@@ -20,10 +20,11 @@ __all__ = ["Link", "Parcel", "happened", "host_and_port", "longest_silence", "re
 # Seconds without a sign of life, despite asking for one, after which the other end of a connection counts
 # as dead.  Never less, because ZeroMQ's thread may have to wait for a core
 HEARTBEAT: Final = 20.0
-# or this many times ``timeout``, if that is longer: when a rank stalls, the deadline of the wait for it
-# must pass first, although the last sign of life came before that wait began
+# or this many times ``timeout``, if that is longer: when a rank stalls, the deadline of the wait
+# for this rank must pass first, although the last sign of life came before that wait began
 PATIENCE: Final = 2.0
-# seconds between signs of life, because routers and firewalls drop connections that are idle for minutes
+# the seconds between signs of life, because routers and firewalls drop connections that are idle
+# for minutes
 BEAT: Final = 5.0
 MOST_SECONDS: Final = 2e6  # libzmq stores milliseconds in a 32-bit int
 HIGH_WATER: Final = (
@@ -41,9 +42,10 @@ ZERO_COPY: Final = 2**20
 PIECE: Final = 2**20
 MAX_MESSAGE: Final = 2**31  # bytes of one payload; a peer that sends more is disconnected
 OVERHEAD: Final = 2**10  # bytes of a frame besides its piece: our header, and that of encryption
-# seconds for a second attempt to connect, made only to learn the error, which ZeroMQ does not report
+# seconds for a second attempt to connect, which only serves to learn the error that ZeroMQ does not
+# report
 PROBE: Final = 0.5
-# ZeroMQ may report only the end of a connection if a peer refused what it received
+# if a peer refused what it received, ZeroMQ may report only the end of the connection
 TAMPERED: Final = ", or bytes were changed on the way, which ends a connection with keys"
 WATCHED: Final = (
     zmq.EVENT_ACCEPTED
@@ -63,7 +65,7 @@ ADVICE: Final = (
 
 @final
 class Parcel:
-    """A message to send: one frame with header and short payload, or a header followed by frames."""
+    """A message to send: either one frame with header and short payload, or a header and more frames."""
 
     def __init__(self, header: bytes, payload: Tensor) -> None:
         length, view = payload.numel(), payload.contiguous().numpy().data
@@ -105,19 +107,19 @@ class Parcel:
 
 @final
 class Link:
-    """The outgoing socket to one peer; only that peer is accepted at the other end.
+    """The outgoing socket to one peer; no other process is accepted at the other end.
 
     Args:
-        peer: its rank.
-        endpoint: its address; without keys, followed by a blank and its password.
-        keys: this rank's keys, with the peer's public key; None: no encryption.
+        peer: the rank of the peer.
+        endpoint: the peer's address; without keys, followed by a blank and the peer's password.
+        keys: this rank's keys, with the peer's public key; None for no encryption.
         timeout: seconds that a wait may take.
         connect_timeout: seconds that opening may take.
 
     Attributes:
         opened: the other end has accepted this rank, so a later end is that of an established connection.
-        lost: why nothing can be sent any more; empty while sending is possible.
-        lost_at: when that was detected, on the monotonic clock.
+        lost: the reason why no message can be sent any more; empty while sending is possible.
+        lost_at: the time on the monotonic clock at which the loss was detected.
     """
 
     def __init__(
@@ -164,13 +166,13 @@ class Link:
         self.sequences.clear()
 
     def close(self, linger: int = 0) -> None:
-        """Close; messages still queued are dropped after ``linger`` milliseconds, in the background."""
+        """Close the socket; messages still queued are dropped after ``linger`` milliseconds."""
         self.socket.disable_monitor()
         self.events.close()
         self.socket.close(linger=linger)
 
     def leave(self) -> None:
-        """Close, and end the waits of senders, because the peer has left this rank's group."""
+        """Close the socket and end the waits of senders, because the peer has left this rank's group."""
         if not self.lost:
             self._lose(f"rank {self.peer} is not in this rank's group any more")
         self.close()
@@ -284,7 +286,8 @@ def watched(
     socket = context.socket(kind)
     socket.ipv6 = ":" in address.removeprefix("tcp://").rpartition(":")[0]  # colons before the port
     socket.sndhwm = socket.rcvhwm = HIGH_WATER
-    # limit on a frame, checked before memory is allocated: a frame that claims gigabytes takes none
+    # the limit on a frame is checked before memory is allocated, so a frame that claims gigabytes
+    # takes none
     socket.maxmsgsize = max(PIECE, INLINE) + OVERHEAD
     socket.reconnect_ivl = -1
     socket.handshake_ivl = _milliseconds(handshake)
@@ -329,7 +332,7 @@ def resolved(address: str) -> str:
     """Return a ZeroMQ address with its host's IP address: the first IPv4 one, if there is any.
 
     Raises:
-        socket.gaierror: there is no such name.
+        socket.gaierror: the name does not exist.
     """
     host, port = host_and_port(address)
     with suppress(UnicodeError):  # a name that no resolver accepts counts as unknown

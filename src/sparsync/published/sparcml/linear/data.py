@@ -40,7 +40,7 @@ class Shard:
 
 
 def row_range(rows: int, *, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the rows `[first, stop)` of a rank: contiguous, sizes differ by at most one.
+    """Return the contiguous rows `[first, stop)` of a rank; ranks' numbers of rows differ by at most 1.
 
     With fewer rows than ranks, the last ranks have none.
 
@@ -69,7 +69,7 @@ def load_shard(
     cache: Path | None = None,
     positive: float | Collection[float] | None = None,
 ) -> Shard:
-    r"""Load this rank's rows of an svmlight file; plain, ``.gz`` or ``.bz2``.
+    r"""Load this rank's rows of an svmlight file, which may be plain, ``.gz`` or ``.bz2``.
 
     Ranks that start together and share the cache parse different blocks; a rank that finds a block
     missing parses it.  Later runs only read the labels and the blocks of the rank's rows.
@@ -176,7 +176,7 @@ def _positive(
 
 @final
 class _Blocks:
-    """The parsed blocks of a file: block b has the lines that start in its bytes of the text.
+    """The parsed blocks of a file; block b has the lines that start in its bytes of the text.
 
     Parsed blocks are cached as NumPy archives, whose members have checksums.  A block is written under
     another name and renamed when complete.  Its content depends only on the file, so racing ranks write
@@ -232,7 +232,7 @@ class _Blocks:
         return [span.tolist() for span in spans if span[1] >= 0] or [[1, -1]], list(labels)
 
     def read(self, block: int, *names: str) -> list[np.ndarray]:
-        """Return arrays of a block; parse it unless the cache has it intact."""
+        """Return the arrays of a block; parse the block unless the cache has it intact."""
         found = self._cached(block, *names)
         if found is None:
             arrays = self._parse(block)
@@ -248,7 +248,7 @@ class _Blocks:
         return self.folder / f"{self.state}-{self.block_bytes}-v{_FORMAT}-{block:05}.npz"
 
     def _cached(self, block: int, *names: str) -> list[np.ndarray] | None:
-        """Return members of a block's archive; None if it is missing or damaged."""
+        """Return the members of a block's archive; None if the archive is missing or damaged."""
         try:
             with zipfile.ZipFile(self._file(block)) as archive:  # ``read`` compares the checksum
                 raw = [archive.read(f"{name}.npy") for name in names]

@@ -91,7 +91,8 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         Args:
             X: rows.
             y: labels.
-            comm: the ranks, each of which calls this method with its own rows; None: a single rank.
+            comm: the ranks, each of which calls this method with its own rows; None means a single
+                rank.
 
         Raises:
             ConfigurationError: an invalid option; fewer than two classes.

@@ -42,12 +42,12 @@ class LinearModel:
 
     @staticmethod
     def of(weights: Weights, **meaning: Any) -> LinearModel:
-        """Wrap the weights of a solver; ``meaning``: the other fields, with the values of a ``Shard``."""
+        """Wrap a solver's weights; ``meaning`` has the other fields, with the values of a ``Shard``."""
         return LinearModel(weights.to_dense(), weights.intercept, **meaning)
 
     @property
     def classes(self) -> tuple[float, float]:
-        """The labels for a negative and a positive score; -1 and +1 if a class had several labels."""
+        """The labels for a negative and a positive score, or -1 and +1 if a class had several labels."""
         if len(self.labels) == 2 and len(self.positive) == 1:
             (negative,) = set(self.labels) - set(self.positive)
             return negative, self.positive[0]

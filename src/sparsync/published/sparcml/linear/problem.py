@@ -337,7 +337,7 @@ class Products:
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
     def scores(self, rows: csr_matrix, weights: Weights) -> Floats:
-        """Return ``rows w + intercept``, `[rows]`; only reads the weights of stored columns."""
+        """Return ``rows w + intercept``, `[rows]`; only the weights of stored columns are read."""
 
         def block(start: int, stop: int) -> Floats:
             part = rows[start:stop]

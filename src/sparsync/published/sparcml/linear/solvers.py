@@ -89,7 +89,8 @@ class DenseSlices(Collective):
 
 # ---- shared by the solvers --------------------------------------------------------------------------
 
-# divisors of the learning rate after t epochs, counted from 0; "adagrad" has one rate per weight instead
+# the divisors of the learning rate after t epochs, counted from 0; "adagrad" has one rate per
+# weight instead
 SCHEDULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
     {
         "adagrad": lambda t: 1.0,
@@ -106,8 +107,8 @@ class Meter:
     """Measures how a rank spends its time.  All ranks exchange in the same order, so lists match up.
 
     Args:
-        fence: called before every exchange; waits for the slowest rank, so waiting does not count as
-            communication, and returns the start time.  Default: no waiting.
+        fence: called before every exchange; waits for the slowest rank, so that waiting does not
+            count as communication, and returns the start time.  By default, ranks do not wait.
         clock: clock for the exchanges; the simulator has its own.
     """
 
@@ -148,7 +149,7 @@ class Evaluation:
 
 
 class Solver(ABC):
-    """Trains one linear model on the rows of all ranks; every rank makes every call.
+    """Trains one linear model on the rows of all ranks; every rank must make every call.
 
     Args:
         comm: the group.
@@ -157,8 +158,8 @@ class Solver(ABC):
         options: options of the exchange; the solver sets its format and cap.
         products: the threads for matrix products.
         seed: seed for the order of rows or coordinates.
-        steps: maximal number of steps per epoch; None: a whole pass.
-        meter: takes the time.
+        steps: maximal number of steps per epoch; None makes a whole pass.
+        meter: measures the time.
     """
 
     facts: dict[str, object]  # must be equal on all ranks, like those of the problem
@@ -192,7 +193,7 @@ class Solver(ABC):
         self.step = 0
 
     async def start(self) -> None:
-        """Check that all ranks agree on the problem, and count their rows; called once, first.
+        """Check that all ranks agree on the problem, and count their rows; this is called once, first.
 
         Raises:
             PeerError: ranks disagree; the message names the fact and the ranks.
@@ -228,7 +229,7 @@ class Solver(ABC):
         return resolve(self.exchange, **given).make_collective()
 
     async def evaluate(self, problem: Problem | None = None) -> Evaluation:
-        """Evaluate the weights on all ranks' rows of another problem; default: the training problem.
+        """Evaluate the weights on all ranks' rows of a problem, by default the training problem.
 
         Cost: one pass over the rows and an allgather of 24 bytes.
         """
@@ -254,7 +255,8 @@ async def _sum_over_ranks(comm: Communicator, mine: list[float], phase: str) -> 
 
 
 _BATCH = 1_000  # rows per rank and step (section 8.2)
-# least steps per epoch, because the paper's data have 50 times as many rows as the trigrams
+# the least number of steps per epoch, because the paper's data have 50 times as many rows as the
+# trigrams
 _LEAST_STEPS = 100
 
 
@@ -267,19 +269,20 @@ class Sgd(Solver):
     model is replicated; totals are bit-identical, and therefore so are the replicas.
 
     Args (in addition to those of ``Solver``):
-        batch_size: rows per rank and step; None: the paper's 1,000, or fewer to get 100 steps per epoch.
-        lr: initial learning rate.  None, with "adagrad": 1, in units of the scores.  None, with another
-            schedule: the inverse of a bound on the curvature, which guarantees that gradient descent
-            descends, but slowly; well-conditioned data allow more.  The bound is ``c (mean |x_i|^2 +
-            intercept) + l2``, where c is the loss's curvature (the hinge has none, and 1 is a choice, not
-            a bound).
+        batch_size: rows per rank and step; None takes the paper's 1,000, or fewer to get 100 steps
+            per epoch.
+        lr: initial learning rate.  With "adagrad", None means 1, in units of the scores.  With
+            another schedule, None means the inverse of a bound on the curvature, which guarantees
+            that gradient descent descends, but slowly; well-conditioned data allow more.  The bound
+            is ``c (mean |x_i|^2 + intercept) + l2``, where c is the loss's curvature (the hinge has
+            none, and 1 is a choice, not a bound).
         schedule: one of ``SCHEDULES``, t in epochs; "adagrad" has a rate for every weight, which
             decreases as its gradients add up (``AdaptiveWeights``).
         staleness: step t uses exactly the totals up to step t - 1 - staleness; an epoch ends with nothing
-            in flight.  0: synchronous.
-        background: runs exchanges during the computation; None: each runs when its result is needed
-            (always the case in the simulator, whose clock does not charge computation).
-        shuffle: a new order of the rows in each epoch; False: their stored order.
+            in flight.  0 makes it synchronous.
+        background: runs exchanges during the computation; with None, each runs when its result is
+            needed (always the case in the simulator, whose clock does not charge computation).
+        shuffle: draw a new order of the rows in each epoch; False keeps their stored order.
 
     Cost: per step one exchange of the gradient's entries; O(entries of the batch + n).
     State: weights, step.   Differs from the paper: an intercept, which is not penalised; AdaGrad's rates
@@ -325,7 +328,7 @@ class Sgd(Solver):
 
     @property
     def batch_size(self) -> int:
-        """Rows per rank and step; known after ``start``, unless it was given."""
+        """Rows per rank and step; if they were not given, they are known after ``start``."""
         return self._batch_size or max(min(_BATCH, max(self.rows) // _LEAST_STEPS), 1)
 
     def _whole_pass(self) -> int:
@@ -333,7 +336,7 @@ class Sgd(Solver):
         return -(-max(self.rows) // self.batch_size)
 
     async def start(self) -> None:
-        """See ``Solver``; also measure the rows, and choose a learning rate if none was given."""
+        """Start as any ``Solver``; also measure the rows, and choose a learning rate if none is given."""
         await super().start()
         problem, weights = self.problem, self.weights
         if self.lr is not None and not isinstance(weights, AdaptiveWeights):
@@ -461,11 +464,12 @@ class Scd(Solver):
         return max(-(-max(map(len, self.slices)) // self.coordinates), 1)
 
     async def start(self) -> None:
-        """See ``Solver``; also find the columns that occur in the data."""
+        """Start as any ``Solver``; also find the columns that occur in the data."""
         await super().start()
         here = torch.from_numpy(np.diff(self.columns.indptr)[:-1] > 0).to(torch.uint8)
         occurring = (await self.comm.allreduce(here, "occurring", "max")).numpy().nonzero()[0]
-        # the vector of updates has one element more, for the intercept, and is cut in the same places
+        # the vector of updates has one element more, for the intercept, and is cut in the same
+        # places
         cuts = even_boundaries(self.problem.dimensions + 1, self.comm.world_size)
         self.slices = np.split(occurring, np.searchsorted(occurring, cuts[1:-1]))
 

@@ -2,7 +2,7 @@
 
 sparsync reproduce --all --out DIR          (an hour on two cores)
 python benchmarks/reproduced.py DIR         (writes reproduced.md; artifacts not in DIR keep their rows)
-python benchmarks/reproduced.py --count     (counts the answers of every report here)
+python benchmarks/reproduced.py --count     (counts the answers in the reports of this folder)
 """
 
 from __future__ import annotations

@@ -339,7 +339,7 @@ def label(axis: Any, points: Mapping[tuple[float, float], Entry]) -> None:
 
 
 def write_report(rows: Sequence[dict[str, Any]], out: Path, drawn: Path) -> bool:
-    """Write the tables to ``out`` and the picture to ``drawn``, unless dense AdamW has not been run."""
+    """If dense AdamW has been run, write the tables to ``out`` and the picture to ``drawn``."""
     order = list(TASKS)
     places = {
         (row["task"], row["steps"], row["ranks"], row["batch"])

@@ -141,10 +141,10 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Preset:
-    """A row of the table, with all that commands, ``auto``, contracts and docs know of an algorithm.
+    """A row of the table: all that commands, ``auto``, contracts and docs know about an algorithm.
 
-    With ``planned``, ``auto`` and ``sparsync plan`` may choose the algorithm; with its defaults, it must
-    then round no more than bf16 does. If predictions are equal, the first row wins.
+    If ``planned`` is set, ``auto`` and ``sparsync plan`` may choose the algorithm, whose default options
+    must then round no more than bf16 does.  If two predictions are equal, the earlier row wins.
     """
 
     make: Callable[..., Algorithm]  # its keyword-only arguments are the options

@@ -193,7 +193,7 @@ def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None
 
 @final
 class Hook:
-    """A hook of a module or parameter.  Its copies do nothing, because a copied model is not attached."""
+    """A hook on a module or parameter.  Its copies do nothing, because a copied model is not attached."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call

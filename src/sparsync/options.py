@@ -325,7 +325,7 @@ class Options:
         return parts
 
     def units(self, trained: Iterable[tuple[str, Tensor]], module: nn.Module) -> list[Unit]:
-        """Plan the units of a plain module's parameters, or of this rank's shards of them."""
+        """Plan the units of a plain module's parameters, or of this rank's shards of the parameters."""
         given = self.compression
         apart = output_parameters(module, given.output_layer)
         output = apart if self.algorithm.output else ()

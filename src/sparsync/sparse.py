@@ -285,7 +285,8 @@ Vector = SparseVector | DenseVector
 def run_length(like: Tensor) -> int:
     """Return how many elements of a long vector to process at a time, on the device of ``like``.
 
-    On a CPU, a few such runs fit into the cache.  On an accelerator, one run is enough to keep it busy.
+    On a CPU, a few vectors of that length fit into the cache.  On an accelerator, one is enough to keep
+    the device busy.
     """
     return 1 << 18 if like.is_cpu else 1 << 24
 

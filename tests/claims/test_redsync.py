@@ -165,7 +165,7 @@ def thresholds(**changes):
 
 
 def test_the_published_128_kb_come_out_at_3_5_gb_per_second():
-    """The thresholds are those of section 5.4 within a factor of two; the policy accepts others."""
+    """The thresholds match those of section 5.4 to within a factor of two; others may be given."""
     found = thresholds()
     assert 64 * 1024 < found.compress_thd < 256 * 1024
     policy = BySize(*found)

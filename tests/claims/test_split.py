@@ -122,8 +122,8 @@ def test_rotation_removes_endpoint_hotspot(buckets):
 def test_regions_are_folded_in_the_order_of_the_turns(world_size, rotate):
     """The fold starts with rank r's own share, then r - 1, r - 2, ... (without rotation: 0, 1, 2, ...).
 
-    Up to rounding, it equals the sum in rank order. The number of buckets does not change a bit of
-    it.
+    Up to rounding, it equals the sum in rank order. The number of buckets does
+    not change a single bit.
     """
     for kind in ("uniform", "overlapping"):
         runs = [

@@ -1,4 +1,4 @@
-"""Test practices with gradients, such as accumulation, clipping, NaN, COO gradients and precision."""
+"""Test what scripts do with gradients: accumulate, clip, find NaN, use COO or another precision."""
 
 from __future__ import annotations
 

@@ -114,8 +114,8 @@ class _Walk:
     async def reduce_scatter(self) -> None:
         """Pass blocks on until only this rank's own block, summed over all ranks, is left."""
         comm, phase, framing = self.comm, "reduce-scatter", MessageFraming(self.codec)
-        # The widest round comes first: the ``count`` blocks from ``skip`` on go to rank + skip,
-        # where they have the numbers from 0 on.  This rank keeps the first ``skip`` blocks, and in
+        # The widest round comes first.  The ``count`` blocks that begin at ``skip`` go to rank + skip,
+        # which numbers them from 0.  This rank keeps the first ``skip`` blocks, and in
         # the end only block 0.
         for skip, count in rounds(comm.world_size):
             span = self.width * count

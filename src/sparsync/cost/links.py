@@ -131,7 +131,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks; its alpha is as inaccurate as the two ranks' clocks."""
+    """One direction between two ranks; its alpha is only as accurate as the two ranks' clocks agree."""
 
     source: int
     dest: int

@@ -133,7 +133,7 @@ class Attendance:
         self._outside = False  # see ``outside_steps``
         self._since = 0  # the first step to which this rank contributes
         self.catch_up: CatchUp | None = None
-        # the number of the donor of ``catch_up``, and whether the copy has arrived
+        # the rank that donates the copy in ``catch_up``, and whether the copy has arrived
         self._donor, self._ready = 0, False
         # the donor's further states, once this rank has caught up
         self._extras: dict[str, Any] | None = None
@@ -423,7 +423,7 @@ class Attendance:
         """Advance to the step after ``step``; return whether this rank has caught up with it."""
         members = self.members
         self.last_step = members.attempt, members.contributors, members.counts
-        # with ``still``, the rows of the votes hold; after a roll, those of the roll hold
+        # if ``still`` is set, the votes' rows are current; after a roll, the roll's rows are
         arrived = members.committed(step, still=not self._met, applied=applied)
         if arrived:
             self._since = step + 1

@@ -123,7 +123,7 @@ class ElasticSync(GradientSync):
         return {**super().stats(), "elastic": self.attendance.members.state()}
 
     def finish(self) -> None:
-        """Wait until all ranks have applied the last step; call it after the last one."""
+        """Wait until all ranks have applied the last step.  Call this once, at the end of training."""
         self._ranks.part()
 
 

@@ -34,8 +34,8 @@ class Shard:
     Attributes:
         name: as in ``named_parameters``.
         parameter: a plain tensor, or a DTensor.
-        piece: the part of the parameter on this rank; None if this is all of it.
-        kind: parameters of the same kind are split alike over other ranks.
+        piece: the part of the parameter on this rank; None if this rank holds all of it.
+        kind: parameters of the same kind are sharded over the same ranks, in the same way.
     """
 
     name: str
@@ -125,7 +125,7 @@ def ranks_of(replicate: Any) -> list[int]:
 
 
 def keys_of(shards: Sequence[Shard]) -> dict[str, int]:
-    """Hash every parameter's name and ranks, because layers of two stages may have the same name."""
+    """Hash every parameter's name and ranks, because layers of different stages may share a name."""
     texts = {name: f"{name} {sorted(ranks)}" for name, ranks in _holders(shards).items()}
     # Python's own string hash differs between processes
     hashes = {n: hashlib.blake2b(text.encode(), digest_size=8) for n, text in texts.items()}

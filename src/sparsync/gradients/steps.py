@@ -268,7 +268,7 @@ class GradientSteps:
             self._ranks.finished()
 
     def settle(self, this: Step, finished: Future[None]) -> bool:
-        """Wait for ``finish`` on the training thread; return False if no gradient must be applied."""
+        """Wait for ``finish`` on the training thread; return whether to apply the averages."""
         try:
             return self._ranks.settled(self._wait(this, finished))
         finally:

@@ -157,7 +157,7 @@ def _workers(n: int) -> int:
 
 
 def _low(key: int) -> int:
-    """Return the key within 32 bits, unsigned; at least 1, so zeros are never found."""
+    """Return the key clamped to 1 .. 2^32 - 1; from 1, so zeros are never selected."""
     return min(max(key, 1), 1 << 31)
 
 

@@ -111,7 +111,7 @@ def meet(
         try:
             wait(keys)
         except DeadlineError:
-            # The count is restored, so a second attempt joins the same meeting.  A complaint stays,
+            # The count is restored, so a second attempt joins the same meeting.  A complaint is kept,
             # so that ranks that arrive later read it
             with suppress(RuntimeError):
                 if _WRONG not in card:

@@ -249,11 +249,11 @@ def _summary(simulation: Simulation[None], computation: list[float]) -> Simulate
 def _traffic(
     simulation: Simulation[Any], scale: float = 1.0, steps: int = 1
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
-    """Return bytes and busy seconds of all ports per step, and maxima over ports by phase.
+    """Return every port's bytes and busy seconds per step, and the largest of all ports by phase.
 
     Args:
         simulation: the simulation of one or more steps.
-        scale: factor by which a byte counts.
+        scale: a factor on all counts of bytes.
         steps: number of steps.
     """
     ports: dict[str, dict[str, list[float]]] = {}

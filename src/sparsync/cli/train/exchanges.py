@@ -133,7 +133,7 @@ def _nothing() -> None:
 
 @dataclass
 class Exchange:
-    """A model, its optimizers, the exchange of its gradients or progress, and the bytes sent."""
+    """A model, its optimizers, the exchange of its gradients or updates, and the number of bytes sent."""
 
     model: nn.Module  # called and trained: wrapped in DDP, or plain
     optimizers: Sequence[torch.optim.Optimizer]

@@ -135,7 +135,7 @@ def _rule(result: TrainResult) -> str:
 
 
 def write_plot(results: Sequence[TrainResult], path: Path) -> None:
-    """Draw the loss over seconds, over bytes if any were sent, and over steps.
+    """Plot the loss against seconds, against bytes if any were sent, and against steps.
 
     The picture is readable in grey, because each algorithm has its own line style. Thin lines show
     single steps, and thick ones averages over a twentieth of the run. A dot marks the step at which

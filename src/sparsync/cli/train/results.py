@@ -48,8 +48,8 @@ class TrainResult:
     # for each step, the time from the last rank's end of the previous step to the last rank's end
     # of this one
     seconds: list[float]
-    # seconds of forward, backward and optimizer without exchange, on all ranks at once; measured
-    # before the run
+    # seconds that forward, backward and optimizer take without an exchange, on all ranks at once;
+    # measured before the run
     seconds_computation_median: float
     # the median step minus these seconds, i.e. the part of the exchange that is not hidden
     seconds_rest_median: float

@@ -88,7 +88,7 @@ class DigitsWorkload(Workload):
     def parts(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Scikit-learn's 1,797 images: four fifths for training, and the rest held out.
 
-        Images are `[n, 1, 8, 8]` with ``float32`` in [0, 1]; their digits are `[n]` with ``int64``.
+        Images are ``float32`` of shape `[n, 1, 8, 8]`, in [0, 1]; digits are ``int64`` of shape `[n]`.
         The split does not depend on the run's seed, so all runs are comparable.
 
         Raises:

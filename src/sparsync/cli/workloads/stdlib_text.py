@@ -52,7 +52,7 @@ def standard_library_files(root: Path | None = None) -> list[Path]:
 
 @dataclass(frozen=True)
 class ByteText:
-    """A text in two parts, for training and held out; both `[bytes]` with ``torch.uint8``.
+    """A text in a part for training and a held-out part, both ``torch.uint8`` of shape `[bytes]`.
 
     Example:
         >>> text = ByteText.of_standard_library()

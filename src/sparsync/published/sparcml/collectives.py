@@ -292,7 +292,7 @@ class Dynamic(StreamCollective):
     def _rounded(
         self, call: Call, pieces: Sequence[SparseVector], boundaries: Sequence[int]
     ) -> tuple[list[Tensor], SparseVector]:
-        """Return a message per region, and the own region, which is rounded only if other shares are."""
+        """Return a message per region, and this rank's own, which is rounded only if the others' are."""
         codec = self.local or call.codec
         payloads, own = [], pieces[call.comm.rank]
         for dest, (piece, start) in enumerate(zip(pieces, boundaries, strict=False)):

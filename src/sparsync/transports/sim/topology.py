@@ -95,7 +95,7 @@ class TwoLevel(Topology):
         object.__setattr__(self, "ports", self.outer.ports)
 
     def route(self, source: int, dest: int) -> Route:
-        """Return the inner link within a node, otherwise the outer one between two network cards."""
+        """Return the inner link if both are on one node, otherwise the outer link between their cards."""
         home, away = source // self.ranks_per_node, dest // self.ranks_per_node
         if home == away:
             return Route(self.inner.alpha, self.inner.beta, source, dest)

@@ -287,8 +287,8 @@ class ZmqCommunicator(Communicator):
 class _Wait(Operation):
     """An operation whose wait drives the progress of all others.
 
-    Its deadline counts from the first wait, and is extended by a second per MiB of a payload of known
-    length.
+    Its deadline counts from the first wait.  If the length of the payload is known, the deadline is
+    extended by one second per MiB.
     """
 
     def __init__(self, mesh: Mesh, timeout: float, nbytes: int) -> None:

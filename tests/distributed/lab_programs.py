@@ -23,7 +23,6 @@ from sparsync.cli.lab import (
     local_traffic,
 )
 from sparsync.cli.launch import launch
-from sparsync.transports import process_group
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
 from sparsync.transports.process_group import Groups, TorchCommunicator
@@ -98,7 +97,6 @@ def meet_where_hosts_names_are_loopback() -> str:
     real = socket.getaddrinfo
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("GLOO_SOCKET_IFNAME")
-        patched.setattr(process_group, "machine", lambda: f"machine {dist.get_rank()}")
         own = socket.gethostname()
         patched.setattr(
             socket,

@@ -1,5 +1,7 @@
 """Interfaces named by ``GLOO_SOCKET_IFNAME``, and hosts whose own name maps to 127.0.1.1."""
 
+import dataclasses
+import json
 import os
 import socket
 
@@ -16,7 +18,12 @@ from sparsync.transports.interfaces import (
     selected,
     usual_address,
 )
-from sparsync.transports.rendezvous import GlooPlace, choose_interface, way_to
+from sparsync.transports.rendezvous import (
+    GlooPlace,
+    check_places,
+    choose_interface,
+    way_to,
+)
 
 LO = Interface("lo", ("127.0.0.1", "::1"))
 ETH0 = Interface("eth0", ("10.0.0.5", "fd00::5", "fe80::5%eth0"))
@@ -135,6 +142,8 @@ def test_a_host_whose_own_name_is_loopback_is_found_by_others(cards):
 def test_gloo_is_told_names_and_kept_off_loopback(cards):
     place = GlooPlace.here()
     assert (place.at, place.near, place.names, place.far) == ("127.0.1.1", True, None, "eth0")
+    assert place.addresses(several=True) == ("10.0.0.5",)
+    assert place.addresses(several=False) == ("127.0.1.1",)
     for several, name in ((True, "eth0"), (False, None)):
         with place.listening(several=several):
             assert os.environ.get("GLOO_SOCKET_IFNAME") == name
@@ -151,6 +160,64 @@ def test_gloo_is_told_names_and_kept_off_loopback(cards):
         GlooPlace.here().check_reachable(3)
     assert str(caught.value).startswith("rank 3 would listen at lo of node7, where ranks of other")
     assert "set GLOO_SOCKET_IFNAME there to one of lo (127.0.0.1, ::1), eth0 (" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["192.0.2.77", "no-such-host.invalid"])
+def test_a_name_that_gloo_cannot_listen_at_counts_as_loopback(cards, name):
+    cards.setattr(socket, "gethostname", lambda: name)  # gloo falls back to 127.0.0.1
+    place = GlooPlace.here()
+    assert (place.near, place.far, place.own) == (True, "eth0", ("127.0.0.1",))
+    what = "unknown" if name.startswith("no") else f"{name}, which is not here"
+    assert place.at == f"127.0.0.1 (the address of its name {name} is {what})"
+
+
+def test_an_interface_without_an_address_is_refused_unless_it_is_one_of_many(cards):
+    for value in ("wlan0", "eth0,wlan0"):
+        cards.setenv("GLOO_SOCKET_IFNAME", value)
+        with pytest.raises(ConfigurationError, match=f"is '{value}', and wlan0 has no address"):
+            GlooPlace.here()
+    cards.setattr(rendezvous, "own_interfaces", lambda: [*CARDS, Interface("eth1")])
+    cards.setenv("GLOO_SOCKET_IFNAME", "eth")
+    assert GlooPlace.here().names == "eth0,eth10"
+
+
+def place(network, *own, near=False, far="", beyond=""):
+    return GlooPlace("here", near, None, far, "the interfaces", network, own, beyond)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (place("a", "fd00::1"), place("b", "10.0.0.2"), "gloo connects addresses of one family"),
+        # even on one network, gloo has one family
+        (place("a", "fd00::1"), place("a", "10.0.0.2"), "gloo connects addresses of one family"),
+        (place("a", "172.17.0.1"), place("b", "172.17.0.1"), "would both listen at 172.17.0.1,"),
+        (place("a", "10.0.0.1"), place("b", "127.0.0.1", near=True), "rank 3 would listen at here"),
+        (
+            place("a", "127.0.1.1", near=True, far="eth0", beyond="10.0.0.1"),
+            place("b", "fd00::1"),
+            "rank 1 would listen at 10.0.0.1 (IPv4), rank 3 at fd00::1 (IPv6)",
+        ),
+    ],
+)
+def test_places_that_gloo_cannot_connect_are_one_line(first, second, words):
+    with pytest.raises(ConfigurationError) as caught:
+        check_places({1: first, 3: second})
+    said = str(caught.value)
+    assert words in said and "\n" not in said
+    assert "set GLOO_SOCKET_IFNAME " in said and "the interfaces" in said
+
+
+def test_places_that_gloo_connects():
+    near = {"near": True, "far": "eth0"}
+    loopback = [place("a", "127.0.0.1", near=True), place("a", "127.0.0.1", near=True)]
+    assert not check_places(dict(enumerate(loopback)))
+    debian = [place(f"n{i}", "127.0.1.1", beyond=f"10.0.0.{i}", **near) for i in range(3)]
+    assert check_places(dict(enumerate(debian)))
+    two_cards = [place(f"n{i}", f"10.0.0.{i}", f"fd00::{i}") for i in range(2)]
+    assert check_places(dict(enumerate(two_cards)))
+    shown = dataclasses.asdict(two_cards[0])
+    assert GlooPlace.of(json.loads(json.dumps(shown))) == two_cards[0]
 
 
 def test_the_variable_is_restored_after_an_error(monkeypatch):

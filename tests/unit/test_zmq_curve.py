@@ -18,6 +18,7 @@ from torch.distributed import HashStore
 from sparsync import ConfigurationError, testing
 from sparsync.errors import CommunicationError, PeerError
 from sparsync.transports.driver import run
+from sparsync.transports.rendezvous import network
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
 from sparsync.transports.zmq.curve import curve_user, load_curve_keys, plain_user, zap_reply
 from sparsync.transports.zmq.mailbox import Header
@@ -125,6 +126,7 @@ def test_a_rank_with_a_key_that_others_do_not_list_gets_a_named_error(keys, tmp_
             card = {
                 "endpoint": comm.mesh.endpoints[0],
                 "encrypted": True,
+                "reach": [network(), "46", False],
                 "job": comm.mesh.job,
             }
             store.set("sparsync/meetings/1/0", json.dumps(card))

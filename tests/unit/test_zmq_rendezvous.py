@@ -10,6 +10,7 @@ from torch.distributed import HashStore
 from sparsync import ConfigurationError
 from sparsync.errors import DeadlineError
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
+from sparsync.transports.zmq.communicator import _agreed
 
 from .zmq_group import exchange, forwarded, together
 
@@ -103,3 +104,49 @@ def test_keys_on_some_ranks_alone_are_refused_by_all(tmp_path):
     assert set(texts) == {
         "encrypted differs: rank 0 has True, ranks 1 have False; give all ranks the same curve_keys"
     }
+
+
+def card(address, families="46", network="a", advertised=False):
+    reach = [network, families, advertised]
+    return {"endpoint": f"{address} word", "encrypted": False, "job": 7, "reach": reach}
+
+
+@pytest.mark.parametrize(
+    ("cards", "words"),
+    [
+        (
+            [card("tcp://[fd00::1]:1", "6"), card("tcp://10.0.0.2:1", network="b")],
+            "1 it has no IPv4 0",
+        ),
+        (
+            [card("tcp://10.0.0.1:1", "4"), card("tcp://[fd00::2]:1", network="b")],
+            "1 it has no IPv6 0",
+        ),
+        ([card("tcp://172.17.0.1:1"), card("tcp://172.17.0.1:2", network="b")], "1 same 0"),
+        ([card("tcp://127.0.0.1:1"), card("tcp://127.0.0.1:2", network="b")], "0 loopback 1"),
+        # what ranks can reach: on one network, of several families, behind a router
+        ([card("tcp://127.0.0.1:1", ""), card("tcp://127.0.0.1:2", "")], ""),
+        ([card("tcp://10.0.0.1:1", "4"), card("tcp://[fd00::2]:1", "4")], ""),
+        ([card("tcp://10.0.0.1:1"), card("tcp://[fd00::2]:1", network="b")], ""),
+        ([card("tcp://1.2.3.4:1", "6", "a", True), card("tcp://1.2.3.4:2", "6", "b", True)], ""),
+        ([card("tcp://1.2.3.4:1", network="b", advertised=True), card("tcp://1.2.3.4:2")], ""),
+    ],
+)
+def test_addresses_that_other_networks_cannot_reach_are_refused_by_all(cards, words):
+    said = set()
+    for rank in range(2):
+        try:
+            assert _agreed(rank, cards) == (7, [each["endpoint"] for each in cards])
+        except ConfigurationError as error:
+            said.add(str(error).partition("; rank ")[0])
+            assert f"; rank {rank} has lo (127.0.0.1" in str(error)
+    if not words:
+        assert not said
+        return
+    (text,) = said
+    peer, *why, other = words.split()
+    address = cards[int(peer)]["endpoint"].partition(" ")[0]
+    assert text.startswith(
+        f"rank {peer} listens at {address}, where rank {other} on another network "
+    )
+    assert " ".join(why) in text and "GLOO_SOCKET_IFNAME" in text and "\n" not in text

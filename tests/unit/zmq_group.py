@@ -42,9 +42,16 @@ def forwarded(outside, inside, ports, change=lambda data: data):
         with contextlib.suppress(OSError):
             while True:
                 one, _ = listener.accept()
-                other = socket.create_connection((inside, listener.getsockname()[1]))
-                for ends in ((one, other), (other, one)):
-                    threading.Thread(target=copy, args=ends, daemon=True).start()
+                threading.Thread(
+                    target=serve, args=(one, listener.getsockname()[1]), daemon=True
+                ).start()
+
+    def serve(one, port):
+        with one, contextlib.suppress(OSError), socket.create_connection((inside, port)) as other:
+            back = threading.Thread(target=copy, args=(other, one), daemon=True)
+            back.start()
+            copy(one, other)
+            back.join()
 
     def copy(source, target):
         with contextlib.suppress(OSError):

@@ -24,6 +24,7 @@ __all__ = [
     "Interface",
     "address_to",
     "described",
+    "family_of",
     "is_loopback",
     "listening_on",
     "own_interfaces",
@@ -57,6 +58,11 @@ class Interface:
     def loopback(self) -> bool:
         """Whether this is a loopback interface, which no other machine can reach."""
         return bool(self.addresses) and is_loopback(self.addresses[0])
+
+    @property
+    def far_addresses(self) -> tuple[str, ...]:
+        """Its addresses, without those of the machine's own loopback."""
+        return () if self.loopback else self.addresses
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(self.addresses) or 'no address'})"
@@ -116,6 +122,16 @@ def _order(text: str) -> tuple[bool, bool]:
     return ":" in text, "%" in text
 
 
+def family_of(address: str) -> str:
+    """Return "IPv4" or "IPv6".
+
+    Example:
+        >>> family_of("10.0.0.1"), family_of("fe80::1%eth0")
+        ('IPv4', 'IPv6')
+    """
+    return "IPv6" if ":" in address else "IPv4"
+
+
 def is_loopback(address: str) -> bool:
     """Return whether a text is a loopback address; a name is not.
 
@@ -160,7 +176,8 @@ def selected(value: str, present: Sequence[Interface]) -> list[Interface]:
         found = [one for one in left if one.addresses and not one.loopback]
     for part in () if excludes else parts:
         matched = [one for one in present if _matches(part, one)]
-        found += matched
+        # of a name's beginning, only those that can be used; a full name is what was asked for
+        found += [one for one in matched if one.addresses] if len(matched) > 1 else matched
         wrong = wrong or ("" if matched else part)
     if not found or wrong:
         what = "leaves no interface" if excludes else f"'{wrong or value}' is not an interface"

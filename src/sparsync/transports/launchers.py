@@ -9,20 +9,21 @@ import gc
 import os
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from sparsync.errors import ConfigurationError, DeadlineError, first_line
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import run
 from sparsync.transports.mpi import MpiCommunicator
-from sparsync.transports.rendezvous import GlooPlace, host_of_rank_0
+from sparsync.transports.rendezvous import GlooPlace, check_places, convene, host_of_rank_0
 
 __all__ = [
     "Placement",
@@ -157,7 +158,8 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
 
     Raises:
         ConfigurationError: no launcher started this process, rank 0's address is unknown, or
-            ``GLOO_SOCKET_IFNAME`` selects no interface.
+            ``GLOO_SOCKET_IFNAME`` selects no interface, or one that other ranks cannot reach.
+        PeerError: another rank's ``GLOO_SOCKET_IFNAME`` selects no interface.
         DeadlineError: not all ranks arrived in time.
     """
     here, timeout = detect(), check_timeout(timeout)
@@ -167,18 +169,16 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
             "OMPI_COMM_WORLD_RANK or SLURM_PROCID is set); start it with torchrun, mpiexec or srun"
         )
     wait_at_most = timedelta(seconds=timeout)
-    # gloo would refuse everything but names, with a message that mentions neither the variable nor the
-    # interfaces
-    place = GlooPlace.here().listening(several=False) if "gloo" in backend else nullcontext()
-    if here.launcher == "torchrun":
-        with place:
-            dist.init_process_group(backend, timeout=wait_at_most)
-        return here
     try:
-        store, ranks = _meet(here, timeout), here.world_size
+        store = _meet(here, timeout)
+        place = _listening(store, here, timeout) if "gloo" in backend else nullcontext()
         with place:
             dist.init_process_group(
-                backend, store=store, rank=here.rank, world_size=ranks, timeout=wait_at_most
+                backend,
+                store=store,
+                rank=here.rank,
+                world_size=here.world_size,
+                timeout=wait_at_most,
             )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise DeadlineError(
@@ -186,6 +186,24 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
             f"{timeout:g} s ({first_line(error)}); were all started by one command?"
         ) from error
     return here
+
+
+def _listening(store: Store, here: Placement, timeout: float) -> AbstractContextManager[None]:
+    """Return a context in which gloo listens where all ranks can reach it.
+
+    gloo accepts names only, would listen on loopback if the machine's own name is 127.0.1.1, and has
+    errors, some of them after minutes, that mention neither the variable nor the interfaces.
+    """
+    cards = convene(
+        store,
+        here.rank,
+        here.world_size,
+        lambda: asdict(GlooPlace.here()),
+        timeout,
+        "init_process_group",
+    )
+    places = {rank: GlooPlace.of(card) for rank, card in enumerate(cards)}
+    return places[here.rank].listening(several=check_places(places))
 
 
 def destroy_process_group() -> None:
@@ -201,8 +219,12 @@ def destroy_process_group() -> None:
     gc.collect()
 
 
-def _meet(here: Placement, timeout: float) -> TCPStore:
-    """Return the job's store, which rank 0 serves."""
+def _meet(here: Placement, timeout: float) -> Store:
+    """Return the job's store, which rank 0 serves, or under torchrun one of its agents."""
+    if here.launcher == "torchrun":
+        served, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        served.set_timeout(timedelta(seconds=timeout))
+        return served  # type: ignore[no-any-return]
 
     def store(host: str, port: int) -> TCPStore:
         return TCPStore(
@@ -221,10 +243,10 @@ def _meet(here: Placement, timeout: float) -> TCPStore:
         with suppress(ConfigurationError), connect_mpi(timeout) as comm:
             # rank 0's system chooses a free port; a port computed by all ranks might be taken
             host = host_of_rank_0(comm)
-            served = store(host, 0) if here.rank == 0 else None
-            mine = torch.tensor([served.port if served is not None else 0])
+            own = store(host, 0) if here.rank == 0 else None
+            mine = torch.tensor([own.port if own is not None else 0])
             port = int(run(comm.allgather(mine, "port"))[0])
-            return served if served is not None else store(host, port)
+            return own if own is not None else store(host, port)
     if here.host is not None and "SLURM_JOB_ID" in os.environ:
         return store(here.host, slurm_port(os.environ))
     raise ConfigurationError(

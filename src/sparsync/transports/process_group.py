@@ -19,7 +19,7 @@ from sparsync.errors import CommunicationError, ConfigurationError, DeadlineErro
 from sparsync.transports.communicator import Communicator, ReduceOp, check_timeout
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Parts
-from sparsync.transports.rendezvous import GlooPlace, convene, machine, store_of
+from sparsync.transports.rendezvous import GlooPlace, check_places, convene, store_of
 
 if TYPE_CHECKING:
     from sparsync.transports.actors import Actor, Host
@@ -421,25 +421,21 @@ class Groups:
         """Return a group of global ranks including this one; collective, with disjoint groups.
 
         Raises:
-            ConfigurationError: the interface configured for gloo does not exist.
+            ConfigurationError: the interface configured for gloo does not exist, or cannot be reached
+                from another rank's.
             CommunicationError: a rank of the group is gone, late, or cannot be reached.
         """
 
         def ready() -> dict[str, Any]:
-            return {
-                "numbers": list(ranks),
-                "machine": machine(),
-                "place": asdict(GlooPlace.here()),
-            }
+            return {"numbers": list(ranks), "place": asdict(GlooPlace.here())}
 
         cards = self._cards(ready)
-        places = dict(
-            zip(dist.get_process_group_ranks(self.world or dist.group.WORLD), cards, strict=True)
-        )
-        several = len({card["machine"] for card in cards}) > 1
-        for rank, card in places.items() if several else ():
-            GlooPlace(**card["place"]).check_reachable(rank)  # raises on all ranks, or on none
-        place = GlooPlace(**places[dist.get_rank()]["place"])
+        world = dist.get_process_group_ranks(self.world or dist.group.WORLD)
+        places = {
+            rank: GlooPlace.of(card["place"]) for rank, card in zip(world, cards, strict=True)
+        }
+        several = check_places(places)
+        place = places[dist.get_rank()]
         every = sorted({tuple(card["numbers"]) for card in cards})
         # By default all ranks of the job must call ``new_group``.  With local synchronisation only the
         # members must, which is needed if ranks outside the world do not get here
@@ -454,9 +450,7 @@ class Groups:
                     )
             except RuntimeError as error:
                 reason = (str(error) or type(error).__name__).splitlines()[0]
-                told = ", ".join(
-                    f"rank {rank} at {places[rank]['place']['at']}" for rank in members
-                )
+                told = ", ".join(f"rank {rank} at {places[rank].at}" for rank in members)
                 raise PeerError(
                     f"rank {dist.get_rank()}, phase 'attach': gloo could not connect ranks "
                     f"{list(members)}, and gave up after {time.monotonic() - started:.1f} s "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,8 +28,10 @@ from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 from sparsync.transports.interfaces import (
     VARIABLE,
+    Interface,
     address_to,
     described,
+    family_of,
     is_loopback,
     listening_on,
     own_interfaces,
@@ -38,12 +41,14 @@ from sparsync.transports.interfaces import (
 
 __all__ = [
     "GlooPlace",
+    "check_places",
     "check_ports",
     "choose_interface",
     "convene",
     "host_of_rank_0",
     "machine",
     "meet",
+    "network",
     "store_of",
     "way_to",
 ]
@@ -254,6 +259,9 @@ class GlooPlace:
         far: an interface that other machines can reach, if the variable is not set; otherwise
             empty.
         present: the machine's interfaces, for messages.
+        network: a text shared by the ranks that reach each other over loopback, see ``network``.
+        own: the address on each interface on which gloo listens by default.
+        beyond: the address on ``far``, or an empty text.
     """
 
     at: str
@@ -261,44 +269,58 @@ class GlooPlace:
     names: str | None
     far: str
     present: str
+    network: str
+    own: tuple[str, ...]
+    beyond: str
 
     @staticmethod
     def here() -> GlooPlace:
         """Return the place on this machine.
 
         Raises:
-            ConfigurationError: ``GLOO_SOCKET_IFNAME`` selects no interface.
+            ConfigurationError: ``GLOO_SOCKET_IFNAME`` selects no interface, or one without an address.
         """
         host, present = socket.gethostname(), own_interfaces()
+        told = described(present)
         if value := os.environ.get(VARIABLE):
             found = selected(value, present)
+            for bare in (one.name for one in found if not one.addresses):
+                raise ConfigurationError(
+                    f"{VARIABLE} is '{value}', and {bare} has no address; give one of {told}"
+                )
             names, near = ",".join(one.name for one in found), all(one.loopback for one in found)
-            return GlooPlace(
-                f"{names} of {host}",
-                near,
-                None if names == value else names,
-                "",
-                described(present),
-            )
+            others = None if names == value else names
+            own = tuple(one.addresses[0] for one in found)
+            return GlooPlace(f"{names} of {host}", near, others, "", told, network(), own, "")
         usual = usual_address(present)
-        far = next((one.name for one in present if usual in one.addresses), "")
-        try:
-            at = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-            near = is_loopback(at)
-        except OSError:  # torch falls back to loopback
-            at, near = f"{host}, which does not know its own address", True
-        return GlooPlace(at, near, None, far, described(present))
+        way = next((one for one in present if usual in one.addresses), Interface(""))
+        at, address = _address_of_name(host)
+        near = is_loopback(address)
+        beyond = way.addresses[0] if way.addresses else ""
+        return GlooPlace(at, near, None, way.name, told, network(), (address,), beyond)
+
+    @staticmethod
+    def of(card: Mapping[str, Any]) -> GlooPlace:
+        """Return another rank's place, sent as ``dataclasses.asdict``."""
+        return GlooPlace(**{**card, "own": tuple(card["own"])})
+
+    def _avoids(self, several: bool) -> bool:
+        return several and self.near and bool(self.far)
 
     def listening(self, *, several: bool) -> AbstractContextManager[None]:
-        """Return a context in which gloo listens there; with ``several`` machines, not on loopback.
+        """Return a context in which gloo listens there; with ``several`` networks, not on loopback.
 
         A hosts file such as Debian's may map the machine's own name to 127.0.1.1; that address is
         then avoided.
         """
-        return listening_on(self.far if several and self.near and self.far else self.names)
+        return listening_on(self.far if self._avoids(several) else self.names)
+
+    def addresses(self, *, several: bool) -> tuple[str, ...]:
+        """Return the addresses on which gloo listens in that context, one per interface."""
+        return (self.beyond,) if self._avoids(several) else self.own
 
     def check_reachable(self, rank: int) -> None:
-        """Refuse loopback if ranks are on several machines.
+        """Refuse loopback if ranks are on several networks.
 
         Raises:
             ConfigurationError: the message names the variable and the existing interfaces.
@@ -310,10 +332,84 @@ class GlooPlace:
             )
 
 
+def check_places(places: Mapping[int, GlooPlace]) -> bool:
+    """Return whether ranks are on several networks; refuse places that gloo cannot connect.
+
+    gloo itself would wait for the timeout of the group, or end with an error that names neither the
+    variable nor the interfaces.
+
+    Args:
+        places: all ranks' places, by rank; equal on all ranks, so all of them refuse, or none.
+
+    Raises:
+        ConfigurationError: a rank listens on loopback or on another rank's address, or ranks listen on
+            addresses of different families.  The message names the variable and the interfaces.
+    """
+    several = len({place.network for place in places.values()}) > 1
+    for rank, place in places.items() if several else ():
+        place.check_reachable(rank)
+    first, owners = min(places), dict[str, int]()
+    families = {
+        rank: [family_of(text) for text in place.addresses(several=several)]
+        for rank, place in places.items()
+    }
+    for rank, place in places.items():
+        if families[rank] != families[first]:
+            raise ConfigurationError(
+                f"rank {first} would listen at {_shown(places[first], several)}, rank {rank} at "
+                f"{_shown(place, several)}, and gloo connects addresses of one family only; set "
+                f"{VARIABLE} for rank {rank} to one of {place.present}, or for rank {first} to one of "
+                f"{places[first].present}"
+            )
+        for text in place.addresses(several=several):
+            other = owners.setdefault(text, rank)
+            if places[other].network != place.network:
+                raise ConfigurationError(
+                    f"ranks {other} and {rank} would both listen at {text}, each on a network of its "
+                    f"own, where the other cannot reach it; set {VARIABLE} for rank {rank} to one of "
+                    f"{place.present}, and likewise for rank {other}"
+                )
+    return several
+
+
+def _shown(place: GlooPlace, several: bool) -> str:
+    addresses = place.addresses(several=several)
+    families = " and ".join(dict.fromkeys(family_of(text) for text in addresses))
+    return f"{', '.join(addresses)} ({families})"
+
+
+def _address_of_name(host: str) -> tuple[str, str]:
+    """Return a text for messages, and the address on which gloo listens by default.
+
+    This is the first address of the machine's own name that can be bound, or else loopback.
+    """
+    addresses = list[str]()
+    with suppress(OSError):
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = [str(one[4][0]) for one in found]
+    for address in addresses:
+        family = socket.AF_INET6 if family_of(address) == "IPv6" else socket.AF_INET
+        with suppress(OSError), socket.socket(family) as probe:
+            probe.bind((address, 0))
+            return address, address
+    what = f"{addresses[0]}, which is not here" if addresses else "unknown"
+    return f"127.0.0.1 (the address of its name {host} is {what})", "127.0.0.1"
+
+
 def machine() -> str:
     """Return a text shared by all ranks of a machine, in any container: its boot id."""
     boot = Path("/proc/sys/kernel/random/boot_id")  # on Linux
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
+def network() -> str:
+    """Return a text shared by the ranks that reach each other over loopback.
+
+    On Linux these are the ranks of a machine in the same network namespace: containers have their own.
+    """
+    here = Path("/proc/thread-self/ns/net")
+    namespace = here.stat().st_ino if here.exists() else 0
+    return hashlib.sha256(f"{machine()} {namespace}".encode()).hexdigest()[:12]
 
 
 def way_to(host: str) -> str:

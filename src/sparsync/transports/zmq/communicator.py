@@ -19,13 +19,26 @@ from sparsync.transports.actors import Actor, Host
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.groups import SoloHost
+from sparsync.transports.interfaces import (
+    VARIABLE,
+    described,
+    family_of,
+    is_loopback,
+    own_interfaces,
+)
 from sparsync.transports.ledger import Framing, Ledger, Parts
-from sparsync.transports.rendezvous import check_ports, choose_interface, convene, host_of_rank_0
+from sparsync.transports.rendezvous import (
+    check_ports,
+    choose_interface,
+    convene,
+    host_of_rank_0,
+    network,
+)
 from sparsync.transports.zmq import peers as limits
 from sparsync.transports.zmq.curve import load_curve_keys, own_curve_keys
 from sparsync.transports.zmq.mailbox import APART, NO_LOCAL_STEP, Claim, Header
 from sparsync.transports.zmq.mesh import Mesh
-from sparsync.transports.zmq.peers import Link, Parcel, resolved
+from sparsync.transports.zmq.peers import Link, Parcel, host_and_port, resolved
 
 __all__ = ["Receive", "ZmqCommunicator", "host_over"]
 
@@ -135,7 +148,10 @@ class ZmqCommunicator(Communicator):
             # Every rank draws a number, and all use rank 0's.  Messages of a former job on the same ports
             # have a different number, and are refused
             job = secrets.randbits(63)
-            return {"endpoint": mesh.endpoint, "encrypted": keys is not None, "job": job}
+            card = {"endpoint": mesh.endpoint, "encrypted": keys is not None, "job": job}
+            far = {family_of(text)[-1] for one in own_interfaces() for text in one.far_addresses}
+            families = "".join(sorted(far)) or "46"  # refuse nothing where nothing is known
+            return {**card, "reach": [network(), families, advertise is not None]}
 
         try:
             # all ranks listen before any of them connects, because links do not retry
@@ -447,12 +463,14 @@ def _staged(payload: Tensor) -> Tensor:
 def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[str]]:
     """Return the job number, drawn by rank 0, and all endpoints; check that the ranks are compatible."""
     try:
-        facts = [(card["job"], str(card["endpoint"]), card["encrypted"]) for card in cards]
+        facts = [
+            (card["job"], str(card["endpoint"]), card["encrypted"], card["reach"]) for card in cards
+        ]
     except KeyError as error:
         raise PeerError(
             f"a rank left no {error} with its address; all ranks need the same version of sparsync"
         ) from error
-    jobs, endpoints, encrypted = (list(column) for column in zip(*facts, strict=True))
+    jobs, endpoints, encrypted, reach = (list(column) for column in zip(*facts, strict=True))
     addresses = [endpoint.partition(" ")[0] for endpoint in endpoints]
     near = list[bool]()
     for peer, address in enumerate(addresses):
@@ -479,7 +497,45 @@ def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[st
                 f"{what} differs: rank 0 has {values[0]}, ranks {', '.join(map(str, others))} have "
                 f"{values[others[0]]}; give all ranks {cure}"
             )
+    _check_reachable(rank, addresses, reach)
     return jobs[0], endpoints
+
+
+def _check_reachable(
+    rank: int, addresses: Sequence[str], reach: Sequence[tuple[str, str, bool]]
+) -> None:
+    """Refuse an address that ranks of another network cannot reach; all ranks refuse the same one.
+
+    Args:
+        rank: this rank.
+        addresses: where each rank listens.
+        reach: of each rank, its network (see ``rendezvous.network``), the families of its addresses
+            ("4", "6" or "46"), and whether the address is ``advertise=``, perhaps another machine's.
+    """
+    owners = dict[str, int]()
+    # one rank per network; ranks of a network have the same interfaces
+    others = {place: peer for peer, (place, _, _) in reversed([*enumerate(reach)])}
+    for peer, (address, (place, _, advertised)) in enumerate(zip(addresses, reach, strict=True)):
+        if advertised:
+            continue
+        host, _ = host_and_port(address)
+        family, owner = family_of(host), owners.setdefault(host, peer)
+        for there, other in others.items():
+            if there == place:
+                continue
+            if is_loopback(host):
+                why = "loopback is its own"
+            elif family[-1] not in reach[other][1]:
+                why = f"it has no {family} address"
+            elif reach[owner][0] == there:
+                why = f"rank {owner} there listens at the same address"
+            else:
+                continue
+            raise ConfigurationError(
+                f"rank {peer} listens at {address}, where rank {other} on another network cannot reach "
+                f"it ({why}); give interface=, or set {VARIABLE}, to an interface that leads to the other "
+                f"ranks; rank {rank} has {described(own_interfaces())}"
+            )
 
 
 def host_over(

@@ -144,7 +144,7 @@ def test_messages_are_summed_in_their_order_and_the_own_share_last(bits, dtype):
     codec = LloydMax(bits, block=64)
     messages = [codec.open(codec.written(row), 600) for row in rows]
     sums = torch.full((472,), torch.nan)
-    sum_to(sums, messages, 128, own=torch.full((472,), 0.5))
+    sum_to(sums, messages, 128, torch.full((472,), 0.5))
     one = codec.decode(codec.written(rows[2]), 600).values[0].float()
     same(sums, torch.full((472,), 0.5) + one)
     sum_to(sums, messages[:2], 128)

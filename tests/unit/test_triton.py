@@ -291,34 +291,115 @@ def test_any_bytes_are_some_values(form, nnz, block, offset, random):
     identical(unpacked, packing.unpack_values(packed, nnz, form, block))
 
 
-@pytest.mark.parametrize("width", normal_levels.BITS)
+LIMIT = 2.0**120
+WIDTHS = pytest.mark.parametrize("width", normal_levels.BITS)
+
+
+def weights(n):
+    """Return vectors of n elements as in ``vectors``, and denormal and near the maximum."""
+    first, *others = vectors(n)
+    return [first, *others, first * 1e-40, first * 1e38]
+
+
+def at_odd_byte(raw):
+    return torch.cat([raw[:1], raw])[1:]
+
+
+def quantised(x, width, block, more=None):
+    """Return the bytes of x, or of x + more, written by the kernel to memory that begins at an odd byte."""
+    middle = normal_levels.SCALE_BYTES * -(-x.numel() // block)
+    length = middle - -x.numel() * width // 8
+    raw = torch.full((length + 1,), 255, dtype=torch.uint8, device=x.device)[1:]
+    levels = width, block, LIMIT, *normal_levels._tables(width, x.device)
+    backend().quantise_(raw[:middle], raw[middle:], x, more, levels)
+    return raw
+
+
+def backend():
+    return importlib.import_module("sparsync.kernels.triton_levels")
+
+
+@WIDTHS
 @pytest.mark.parametrize("block", [8, 64, 512])
 def test_levels_equal_the_specification(width, block):
-    backend = importlib.import_module("sparsync.kernels.triton_levels")
-    for x in (*vectors(1027), vectors(1028)[0] * 1e-40, vectors(8)[0] * 1e38):
-        given, more = (width, block, 2.0**120), (*normal_levels._tables(width, x.device),)
-        raw = normal_levels.quantise_plainly(x, *given)
-        identical(backend.quantise(x, (*given, *more)), raw)
-        for keep, divisor in ((True, -1.0), (False, 3.0)):
-            mine, expected = x.flip(0).clone(), x.flip(0).clone()
-            packed = torch.cat([raw[:1], raw])[1:]  # begins at an odd byte
-            backend.decode_levels_(mine, packed, (*given, *more), divisor, keep=keep)
-            normal_levels.decode_plainly_(expected, raw, *given[:2], divisor, keep=keep)
-            identical(mine, expected)
+    for n in (0, 1, 8, 1027):
+        for x in weights(n):
+            more = x.flip(0)
+            raw = normal_levels.quantise_plainly(x, width, block, LIMIT)
+            identical(quantised(x, width, block), raw)
+            sums = normal_levels.quantise_plainly(x + more, width, block, LIMIT)
+            identical(quantised(x, width, block, more), sums)
 
 
-@pytest.mark.parametrize("width", normal_levels.BITS)
-def test_any_codes_are_some_levels(width):
-    backend = importlib.import_module("sparsync.kernels.triton_levels")
+def codes_of(x, width, block):
+    raw = normal_levels.quantise_plainly(x, width, block, LIMIT)
+    middle = normal_levels.SCALE_BYTES * -(-x.numel() // block)
+    return normal_levels.Codes(raw[:middle], raw[middle:], x.numel(), width, block)
+
+
+@pytest.fixture
+def dispatched(monkeypatch):
+    """Send float32 to Triton wherever it is, and everything to the specification within ``plainly``."""
+    monkeypatch.setattr(normal_levels, "backend_of", lambda *_: triton)
+
+
+def plainly(call, *arguments, **named):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(normal_levels, "backend_of", lambda *_: spec)
+        call(*arguments, **named)
+
+
+@WIDTHS
+@pytest.mark.parametrize("block", [8, 512])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_sums_and_differences_of_messages_equal_the_specification(width, block, count, dispatched):
+    for n in (0, 1, 3 * block + 5):
+        rows = weights(n)
+        for at, x in enumerate(rows):
+            message, *less = (
+                codes_of(rows[(at + i) % len(rows)], width, block) for i in range(1 + count)
+            )
+            # a run that starts at a block, and all
+            for start in {0, n // block * block}:
+                into, plus = x[start:].flip(0), rows[0][start:]
+                for keep, divisor, more in (
+                    (True, -1.0, plus),
+                    (True, -3.0, None),
+                    (False, 3.0, None),
+                ):
+                    mine, expected = into.clone(), into.clone()
+                    given = start, less, divisor
+                    message.add_difference_(mine, *given, keep=keep, plus=more)
+                    plainly(message.add_difference_, expected, *given, keep=keep, plus=more)
+                    identical(mine, expected)
+                for own in ((), (plus,), (plus, into)):
+                    mine, expected = torch.ones_like(into), torch.ones_like(into)
+                    message.sum_to_(mine, [message, *less], start, *own)
+                    own = [one.clone() for one in own]
+                    plainly(message.sum_to_, expected, [message, *less], start, *own)
+                    identical(mine, expected)
+
+
+@WIDTHS
+def test_any_codes_are_some_levels(width, dispatched):
     generator, n, block = torch.Generator().manual_seed(width), 1000, 8
     scales = torch.randn(n // block, generator=generator).abs().bfloat16().view(torch.uint8)
     codes = torch.randint(256, (-(-n * width // 8),), generator=generator, dtype=torch.uint8)
-    raw = on(torch.cat([scales, codes]))
+    raw = at_odd_byte(on(torch.cat([scales, codes])))
     mine, expected = (on(torch.full((n,), -0.0)) for _ in range(2))
-    tables = normal_levels._tables(width, raw.device)
-    backend.decode_levels_(mine, raw, (width, block, 0.0, *tables), 1.0, keep=True)
+    normal_levels.decode_(mine, raw, width, block)
     normal_levels.decode_plainly_(expected, raw, width, block)
     identical(mine, expected)
+
+
+def test_blocks_of_other_sizes_and_messages_that_differ_take_the_specification(dispatched):
+    x = on(torch.randn(72, generator=torch.Generator().manual_seed(0)))
+    first, second = codes_of(x, 1, 8), codes_of(x, 2, 8)
+    for one, less in ((codes_of(x, 1, 24), ()), (first, (second,))):
+        mine, expected = torch.zeros_like(x), torch.zeros_like(x)
+        one.add_difference_(mine, 0, less, 1.0, keep=False)
+        plainly(one.add_difference_, expected, 0, less, 1.0, keep=False)
+        identical(mine, expected)
 
 
 # ---- the backend as a whole -----------------------------------------------------------------------

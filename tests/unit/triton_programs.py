@@ -25,10 +25,13 @@ SIGNATURES = {
     "_decode_bf16": ("*i16", "*i32", "i32", B),
     "_encode_int8": (*("*fp32", "*fp32", "*i8", "i32", "i32", "fp32", "fp32", "i32"), 16, 128),
     "_quantise": (
-        *("*fp32", "*i16", "*u8", "*fp32", "*fp32", "i32", "i32", "fp32"),
-        *(3, 4, 512, 9),
+        *("*fp32", "*fp32", "*u8", "*u8", "*fp32", "*fp32", "i32", "i32", "fp32"),
+        *(True, 3, 4, 512, 9),
     ),
-    "_decode_levels": (*("*fp32", "*u8", "*fp32", *["i32"] * 4, "fp32"), B, 3, True),
+    "_decode_levels": (
+        *("*fp32", "*fp32", "*fp32", "*u8", "*fp32", *["i32"] * 5, "fp32"),
+        *(B, 3, 2, True, -1, True),
+    ),
     "_decode_int8": ("*fp32", "*i8", "*fp32", "i32", "i32", "i32", B),
 }
 
@@ -65,6 +68,7 @@ def main():
         "_positions",
         "_keys",
         "_ones",
+        "_decoded",
         "_sum_of_halves",
         "_quotient",
     }

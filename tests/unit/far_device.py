@@ -3,8 +3,8 @@
 Without a device, it detects errors that would occur on one: operands on two devices, and reading device
 memory from Python. It counts the bytes that tensors hold there (``memory``), and the operations for which
 the host would wait until the device has caught up (``waits``). It computes on the CPU, and knows nothing
-of streams. With Triton's interpreter it runs the Triton kernels (``far_device(triton=True)``), and it counts
-the passes over memory of the device (``passes``).
+of streams. With Triton's interpreter it runs the Triton kernels (``far_device(triton=True)``), and it
+counts the passes over memory of the device (``passes``).
 """
 
 import importlib
@@ -74,8 +74,8 @@ class Memory:
 memory = Memory()
 # number of waits for the device, by operation; for tests on one thread
 waits = Counter()
-# Bytes of the largest tensor of each operation on device memory, summed by operation and by Triton kernel:
-# divided by the bytes of a vector, the passes over it.
+# Bytes of the largest tensor of each operation on device memory, summed by operation and by Triton
+# kernel: divided by the bytes of a vector, the passes over it.
 passes = Counter()
 
 
@@ -101,6 +101,11 @@ class _Far(Tensor):
         return _compute(function, args, kwargs or {})
 
     device, is_cuda, is_cpu, is_meta = FAR, True, False, False
+
+    def to(self, *given, **named):
+        """Return the tensor itself where torch would on a device."""
+        alike = given and all(one in (FAR, self.dtype) for one in given) and not named
+        return self if alike else super().to(*given, **named)
 
     def record_stream(self, _):
         """Do nothing, because there is one stream."""
@@ -190,7 +195,7 @@ def _compute(function, args, kwargs):
     moves = bool(there) if asked is None else torch.device(asked).type in (FAR.type, "meta")
     near_args, near_kwargs = _mapped((args, kwargs), _near)
     result = function(*near_args, **near_kwargs)
-    crossing = crosses and (bool(here) or asked is not None and not moves)
+    crossing = crosses and (bool(here) or (asked is not None and not moves))
     if (there or (crossing and moves)) and not function.is_view and name not in _FREE:
         sizes = [x.nbytes for x in (*given, *_tensors(result))]
         passes["copy from or to the host" if crossing else name] += max(sizes)

@@ -306,7 +306,7 @@ def at_odd_byte(raw):
 
 
 def quantised(x, width, block, more=None):
-    """Return the bytes of x, or of x + more, written by the kernel to memory that begins at an odd byte."""
+    """Return the bytes of x, or of x + more, that the kernel writes from an odd address on."""
     middle = normal_levels.SCALE_BYTES * -(-x.numel() // block)
     length = middle - -x.numel() * width // 8
     raw = torch.full((length + 1,), 255, dtype=torch.uint8, device=x.device)[1:]

@@ -259,9 +259,9 @@ class Codes:
 
 def _rows(messages: Sequence[Codes], into: Tensor, start: int) -> Tensor:
     """Return the bytes of ``into``'s elements in each message, on its device."""
-    # one copy for all messages, whose bytes are few beside the elements that they are decoded to
-    runs = [torch.cat(message.run(start, into.numel())) for message in messages]
-    return torch.stack(runs).to(into.device)
+    # a rank's own messages are on its device, those of others in host memory
+    runs = [torch.cat(message.run(start, into.numel())).to(into.device) for message in messages]
+    return torch.stack(runs)
 
 
 def _backend_for(messages: Sequence[Codes], *vectors: Tensor) -> Any:

@@ -161,7 +161,7 @@ def _quantise(
 
 @jit
 def _decoded(raw_ptr, levels_ptr, at, inside, first, end, row, BITS: tl.constexpr):
-    """Return the levels times scales of the elements ``at`` of a message; codes are ``raw[first:end]``."""
+    """Return levels times scales of the elements ``at`` of a message; codes are ``raw[first:end]``."""
     scale_at = 2 * (at // row)
     low = tl.load(raw_ptr + scale_at, mask=inside, other=0).to(tl.int32)
     high = tl.load(raw_ptr + scale_at + 1, mask=inside, other=0).to(tl.int32)

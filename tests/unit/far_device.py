@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from sparsync import kernels
 
-__all__ = ["FAR", "Memory", "far", "far_device", "memory", "passes", "waits"]
+__all__ = ["FAR", "Memory", "far", "far_device", "launches", "memory", "passes", "waits"]
 
 FAR = torch.device("cuda", 0)
 # operations that copy between devices, by name
@@ -77,6 +77,7 @@ waits = Counter()
 # Bytes of the largest tensor of each operation on device memory, summed by operation and by Triton
 # kernel: divided by the bytes of a vector, the passes over it.
 passes = Counter()
+launches = Counter()  # number of launches, by Triton kernel
 
 
 class _Far(Tensor):
@@ -149,6 +150,7 @@ def far_device(triton=False):
         if programs:
             there = [x for x in arguments if isinstance(x, _Far)]
             passes[kernel.__name__] += max(x.nbytes for x in there)
+            launches[kernel.__name__] += 1
             with _disable_current_modes():
                 plain_launch(kernel, programs, *_mapped(arguments, _near), **constants)
 
@@ -162,12 +164,12 @@ def far_device(triton=False):
         mock.patch.object(torch.cuda, "current_stream", lambda _: _Stream()),
         mock.patch.object(torch.cuda, "stream", lambda _: nullcontext()),
         mock.patch.object(kernels, "_triton", lambda: backend),
-        ExitStack() as launches,
+        ExitStack() as patches,
         _Everywhere(),
     ):
         for name in _LAUNCHING if triton else ():
             module = importlib.import_module(name)
-            launches.enter_context(mock.patch.object(module, "_launch", launch))
+            patches.enter_context(mock.patch.object(module, "_launch", launch))
         yield
 
 

@@ -425,7 +425,17 @@ def test_moves_equal_the_specification(dtype, stored, dispatched, monkeypatch):
     plain = moves.move_plainly_
     for n in LENGTHS:
         ordinary, mixed, *_ = vectors(n)
-        for shared, own in ((ordinary, ordinary * 1.01), (mixed, ordinary), (mixed, mixed.flip(0))):
+        # halfway between two numbers of bf16, and some of them of fp16
+        ties = on(
+            (torch.arange(n, dtype=torch.int32) % 4096 << 16 | 0x38008000).view(torch.float32)
+        )
+        pairs = (
+            (ordinary, ordinary * 1.01),
+            (mixed, ordinary),
+            (mixed, mixed.flip(0)),
+            (ties, mixed),
+        )
+        for shared, own in pairs:
             values = None if stored is None else own.to(stored)
             for withheld in (None, mixed.flip(0), ordinary * 0.01):
                 mine, expected = torch.empty_like(shared), torch.empty_like(shared)

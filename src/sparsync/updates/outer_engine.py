@@ -543,15 +543,16 @@ class OuterEngine(Stateful):
         settings = self.settings
         if settings.dct:
             rotate_(average.values, settings.dct, back=True)
-        alone = not (momentum or settings.dct or settings.sign) and settings.outer_lr == 1
-        if alone and like.device == shared.device:
-            for place, here in self.layout.places(unit, 0, size):
+        plain = not (momentum or settings.dct or settings.sign) and settings.outer_lr == 1
+        direct = plain and like.device == shared.device
+        for start, stop in runs(size, like) if direct else ():
+            for place, here in self.layout.places(unit, start, stop):
                 into = shared[place]
                 if late is not None:
                     into = late[_within(span, place)].copy_(into)
-                average.subtract_from_(into, here.start)  # a single pass over a vector of messages
-            return
-        for start, stop in runs(size, like):
+                # a single pass where the average is held in messages
+                average.subtract_from_(into, start + here.start)
+        for start, stop in () if direct else runs(size, like):
             values = average.run(start, stop).to(self._weights_like.device)
             for place, here in self.layout.places(unit, start, stop):
                 stepped = self._stepped(values[here], place, momentum, exchange.lr)

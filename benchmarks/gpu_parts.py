@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -411,6 +412,108 @@ def select(size: int, k: int, device: torch.device) -> Row:
     }
 
 
+# ---- updates ---------------------------------------------------------------------------------------
+
+
+def updates(rehearse: bool) -> Iterator[Row]:
+    """Compare the passes of AdamW's updates with a copy of n, and with torch's operations."""
+    device = device_of(rehearse)
+    for size in TINY[:1] if rehearse else (VGG, BERT):
+        say(f"  updates, n = {size:,}")
+        yield from update_passes(size, device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def update_passes(size: int, device: torch.device) -> Iterator[Row]:
+    """Measure each pass of an exchange in one bit, after comparing its bits with the specification's."""
+    from sparsync.kernels import moves, normal_levels, triton_levels, triton_moves
+    from sparsync.updates import gradient_noise
+
+    bits, block, limit = 1, 512, 2.0**120
+    generator = torch.Generator(device).manual_seed(0)
+    shared, weights, kept, moved = torch.randn(4, size, generator=generator, device=device)
+    levels = bits, block, limit, *normal_levels._tables(bits, device)
+    middle = normal_levels.SCALE_BYTES * -(-size // block)
+    plainly = normal_levels.quantise_plainly
+    messages = torch.stack([plainly(x, bits, block, limit) for x in (shared, weights, kept)])
+    numbers = 300.0, 1000.0, 1e-8, -1e-3
+    variance = weights.square()
+
+    def add_plainly(into: Tensor, many: Tensor, divisor: float) -> None:
+        for raw in many:
+            normal_levels.decode_plainly_(into, raw, bits, block, divisor)
+
+    def keep_plainly(into: Tensor) -> None:
+        add_plainly(into.add_(moved), messages[:1], -1.0)
+
+    def sum_plainly(into: Tensor) -> None:
+        add_plainly(into.zero_(), messages, 1.0)
+        into.add_(moved + kept)
+
+    def quantise(into: Tensor) -> None:
+        raw = into.view(torch.uint8)[: messages.shape[1]]
+        triton_levels.quantise_(raw[:middle], raw[middle:], moved, kept, levels)
+
+    def quantise_plainly(into: Tensor) -> None:
+        raw = plainly(moved + kept, bits, block, limit)
+        into.view(torch.uint8)[: raw.numel()] = raw
+
+    def decode(into: Tensor, many: Tensor, divisor: float = 1.0, **named: Any) -> None:
+        triton_levels.decode_levels_(into, many, levels, divisor, **named)
+
+    one, several = messages.shape[1] / size, messages.numel() / size
+    # the bytes that a pass reads and writes per element, the kernel, and torch's operations
+    rows: dict[str, tuple[float, Callable[[Tensor], None], Callable[[Tensor], None]]] = {
+        "moved": (
+            16.0,
+            lambda into: triton_moves.move_(into, shared, kept, weights, None),
+            lambda into: moves.move_plainly_(into, shared, kept, weights),
+        ),
+        "quantise moved + residual": (8 + one, quantise, quantise_plainly),
+        "keep the error": (
+            12 + one,
+            lambda into: decode(into, messages[:1], -1.0, terms=(into, moved)),
+            keep_plainly,
+        ),
+        "sum 3 messages and the own share": (
+            12 + several,
+            lambda into: decode(into, messages, terms=(moved, kept)),
+            sum_plainly,
+        ),
+        "decode and apply the average": (
+            8 + one,
+            lambda into: decode(into, messages[:1], -4.0, terms=(into,)),
+            lambda into: add_plainly(into, messages[:1], -4.0),
+        ),
+        "lengthen Adam's step": (
+            16.0,
+            lambda into: triton_moves.lengthen_(kept, variance, into, numbers),
+            lambda into: gradient_noise._lengthen_plainly(kept, variance, into, numbers),
+        ),
+    }
+    copied = milliseconds(lambda: moved.copy_(kept), device)
+    moved.copy_(weights.flip(0))
+    for name, (per_element, fused, plain) in rows.items():
+        mine, expected = torch.ones(2, size, device=device)
+        fused(mine)
+        plain(expected)
+        same = torch.equal(mine.view(torch.int32), expected.view(torch.int32))
+        check(same, f"{name}: not the specification's bits")
+        fast, slow = (milliseconds(partial(call, mine), device) for call in (fused, plain))
+        rate = per_element * size / fast
+        yield {
+            "n": size,
+            "pass": name,
+            "of a copy's bytes/s": rate / (8 * size / copied),
+            "torch / Triton": slow / fast,
+            "GB/s": 1e-6 * rate,
+            "ms": fast,
+            "torch ms": slow,
+            "copy ms": copied,
+        }
+
+
 # ---- transfer --------------------------------------------------------------------------------------
 
 
@@ -498,5 +601,6 @@ PARTS: dict[str, tuple[Callable[[bool], Iterator[Row]], int]] = {
     "attach": (attach, 360),
     "nccl": (nccl, 100),
     "selection": (selection, 300),
+    "updates": (updates, 60),
     "transfer": (transfer, 100),
 }

@@ -76,7 +76,7 @@ class Exchange:
             whole = self.residual.accumulated
             indices = top(whole, self.k)
             return SparseVector(indices, whole[indices], whole.numel())
-        return self.residual.accumulate_later(lambda start, stop: gradient[start:stop].clone())
+        return self.residual.accumulate_later(lambda start, stop, _: gradient[start:stop].clone())
 
 
 async def once(comm: Communicator, exchange: Exchange, gradient: Tensor) -> Seconds:

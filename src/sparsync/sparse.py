@@ -253,7 +253,10 @@ class DenseVector:
         return self.values[start:stop]
 
     def terms(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return one or two vectors of one dtype whose sum is the ``run``; do not write to them."""
+        """Return one or two vectors of one dtype whose sum is the ``run``.
+
+        The caller may overwrite only the first of two, which is in separate memory.
+        """
         return (self.run(start, stop),)
 
     def subtract_from_(self, dense: Tensor, start: int = 0, plus: Tensor | None = None) -> None:

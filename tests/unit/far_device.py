@@ -2,23 +2,25 @@
 
 Without a GPU, these tensors reveal two errors that would occur on one: operands on different
 devices, and reading device memory from Python. ``memory`` counts the bytes that tensors hold on the
-device, and ``waits`` the operations for which the host would wait until the device has caught up.
-All computation is on the CPU, and there are no streams.
+device, ``waits`` the operations for which the host would wait until the device has caught up, and
+``passes`` the passes over its memory. All computation is on the CPU, and there are no streams. With
+``far_device(triton=True)``, the Triton kernels run in Triton's interpreter.
 """
 
+import importlib
 import threading
 import weakref
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from sparsync import kernels
 
-__all__ = ["FAR", "Memory", "far", "far_device", "memory", "waits"]
+__all__ = ["FAR", "Memory", "far", "far_device", "launches", "memory", "passes", "waits"]
 
 FAR = torch.device("cuda", 0)
 # operations that copy between devices, by name
@@ -35,6 +37,10 @@ _READS = (
     "unique_consecutive",
     "_unique2",
 )
+# operations that touch no memory
+_FREE = ("alias", "detach", "empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view")
+# modules whose kernels are launched, beginning with the one that defines how
+_LAUNCHING = ("sparsync.kernels.triton", "sparsync.kernels.triton_levels")
 
 
 class Memory:
@@ -69,6 +75,10 @@ class Memory:
 memory = Memory()
 # the number of waits for the device, by operation, in tests on one thread
 waits = Counter()
+# the bytes of the largest tensor of each operation on device memory, summed by operation and by Triton
+# kernel; divided by the bytes of a vector, they are the passes over it
+passes = Counter()
+launches = Counter()  # the number of launches, by Triton kernel
 
 
 class _Far(Tensor):
@@ -93,6 +103,11 @@ class _Far(Tensor):
         return _compute(function, args, kwargs or {})
 
     device, is_cuda, is_cpu, is_meta = FAR, True, False, False
+
+    def to(self, *given, **named):
+        """Return the tensor itself where torch would on a device."""
+        alike = given and all(one in (FAR, self.dtype) for one in given) and not named
+        return self if alike else super().to(*given, **named)
 
     def record_stream(self, _):
         """Do nothing, because there is one stream."""
@@ -121,8 +136,8 @@ def far(tensor):
 
 
 @contextmanager
-def far_device():
-    """Allow tensors to be made on the device and moved to it; all kernels are PyTorch's own."""
+def far_device(triton=False):
+    """Allow tensors to be made on the device and moved to it; kernels are PyTorch's, or Triton's."""
 
     def tensor(*args, device=None, **kwargs):
         made = plain_tensor(*args, **kwargs)
@@ -132,6 +147,16 @@ def far_device():
         with _Everywhere():
             plain_run(thread)
 
+    def launch(kernel, programs, *arguments, **constants):
+        if programs:
+            there = [x for x in arguments if isinstance(x, _Far)]
+            passes[kernel.__name__] += max(x.nbytes for x in there)
+            launches[kernel.__name__] += 1
+            with _disable_current_modes():
+                plain_launch(kernel, programs, *_mapped(arguments, _near), **constants)
+
+    backend = importlib.import_module(_LAUNCHING[0]) if triton else None
+    plain_launch = backend and backend._launch
     plain_tensor, plain_run = torch.tensor, threading.Thread.run
     with (
         mock.patch.object(threading.Thread, "run", run),  # a mode is its thread's own
@@ -139,9 +164,13 @@ def far_device():
         mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
         mock.patch.object(torch.cuda, "current_stream", lambda _: _Stream()),
         mock.patch.object(torch.cuda, "stream", lambda _: nullcontext()),
-        mock.patch.object(kernels, "_triton", lambda: None),
+        mock.patch.object(kernels, "_triton", lambda: backend),
+        ExitStack() as patches,
         _Everywhere(),
     ):
+        for name in _LAUNCHING if triton else ():
+            module = importlib.import_module(name)
+            patches.enter_context(mock.patch.object(module, "_launch", launch))
         yield
 
 
@@ -167,13 +196,21 @@ def _compute(function, args, kwargs):
         kwargs = {**kwargs, "device": torch.device("cpu")}
     # C++ code that copies a tensor's device sees the device on which the tensor was made
     moves = bool(there) if asked is None else torch.device(asked).type in (FAR.type, "meta")
-    near_args, near_kwargs = _mapped((args, kwargs), lambda x: getattr(x, "near", x))
+    near_args, near_kwargs = _mapped((args, kwargs), _near)
     result = function(*near_args, **near_kwargs)
+    crossing = crosses and (bool(here) or (asked is not None and not moves))
+    if (there or (crossing and moves)) and not function.is_view and name not in _FREE:
+        sizes = [x.nbytes for x in (*given, *_tensors(result))]
+        passes["copy from or to the host" if crossing else name] += max(sizes)
     if not moves:
         return result
     # in place: the same tensor comes back
     by_memory = {id(x.near): x for x in there} | {id(x): x for x in here}
     return _mapped(result, lambda x: by_memory[id(x)] if id(x) in by_memory else _Far(x))
+
+
+def _near(x):
+    return getattr(x, "near", x)
 
 
 # arguments and results contain no other types; torch.utils._pytree takes three times as long

@@ -96,5 +96,7 @@ def test_the_run_can_be_rehearsed_without_a_gpu(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads((tmp_path / "rows.json").read_text())["parts"]
     assert all(part["rows"] and not part["failed"] for part in parts.values())
-    assert {"contracts", "one_rank", "attach", "nccl", "selection", "transfer"} == set(parts)
+    assert {"contracts", "one_rank", "attach", "nccl", "selection", "transfer", "updates"} == set(
+        parts
+    )
     assert (page.read_bytes() if page.exists() else None) == before

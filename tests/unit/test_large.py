@@ -33,7 +33,7 @@ def test_levels_are_written_and_read_beyond_2_31(backend, monkeypatch):
     normal_levels.decode_plainly_(expected, raw, 1, block)
     same(decoded, expected)
     total = torch.zeros_like(values)
-    Codes.sum_to_(total, [message, message], FAR, own=values)
+    Codes.sum_to_(total, [message, message], FAR, values)
     same(total, expected + expected + values)
 
 

@@ -4,8 +4,10 @@ import importlib
 import importlib.util
 import math
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,11 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsync.errors import WireFormatError
-from sparsync.kernels import magnitude_keys, normal_levels, packing
+from sparsync.feedback.reducer import Reducer
+from sparsync.kernels import magnitude_keys, moves, normal_levels, packing
 from sparsync.kernels import reference as spec
 from sparsync.kernels.keys import key_range
+from sparsync.presets import resolve
+from sparsync.transports.sim import simulate
+from sparsync.updates import OUTER_SETTINGS, OuterStep, gradient_noise
+from sparsync.updates.outer_engine import OuterEngine
+from sparsync.updates.weights import ModelWeights
 from tests.fresh import run_python
 
+from .far_device import FAR, far, far_device, launches, passes, waits
 from .strategies import dense_tensors, palette
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -291,34 +300,264 @@ def test_any_bytes_are_some_values(form, nnz, block, offset, random):
     identical(unpacked, packing.unpack_values(packed, nnz, form, block))
 
 
-@pytest.mark.parametrize("width", normal_levels.BITS)
+LIMIT = 2.0**120
+WIDTHS = pytest.mark.parametrize("width", normal_levels.BITS)
+
+
+def weights(n):
+    """Return vectors of n elements as in ``vectors``, and denormal and near the maximum."""
+    first, *others = vectors(n)
+    return [first, *others, first * 1e-40, first * 1e38]
+
+
+def at_odd_byte(raw):
+    return torch.cat([raw[:1], raw])[1:]
+
+
+def quantised(x, width, block, more=None):
+    """Return the bytes of x, or of x + more, that the kernel writes from an odd address on."""
+    middle = normal_levels.SCALE_BYTES * -(-x.numel() // block)
+    length = middle - -x.numel() * width // 8
+    raw = torch.full((length + 1,), 255, dtype=torch.uint8, device=x.device)[1:]
+    levels = width, block, LIMIT, *normal_levels._tables(width, x.device)
+    backend().quantise_(raw[:middle], raw[middle:], x, more, levels)
+    return raw
+
+
+def backend():
+    return importlib.import_module("sparsync.kernels.triton_levels")
+
+
+@WIDTHS
 @pytest.mark.parametrize("block", [8, 64, 512])
 def test_levels_equal_the_specification(width, block):
-    backend = importlib.import_module("sparsync.kernels.triton_levels")
-    for x in (*vectors(1027), vectors(1028)[0] * 1e-40, vectors(8)[0] * 1e38):
-        given, more = (width, block, 2.0**120), (*normal_levels._tables(width, x.device),)
-        raw = normal_levels.quantise_plainly(x, *given)
-        identical(backend.quantise(x, (*given, *more)), raw)
-        for keep, divisor in ((True, -1.0), (False, 3.0)):
-            mine, expected = x.flip(0).clone(), x.flip(0).clone()
-            packed = torch.cat([raw[:1], raw])[1:]  # begins at an odd byte
-            backend.decode_levels_(mine, packed, (*given, *more), divisor, keep=keep)
-            normal_levels.decode_plainly_(expected, raw, *given[:2], divisor, keep=keep)
-            identical(mine, expected)
+    for n in (0, 1, 8, 1027):
+        for x in weights(n):
+            more = x.flip(0)
+            raw = normal_levels.quantise_plainly(x, width, block, LIMIT)
+            identical(quantised(x, width, block), raw)
+            sums = normal_levels.quantise_plainly(x + more, width, block, LIMIT)
+            identical(quantised(x, width, block, more), sums)
 
 
-@pytest.mark.parametrize("width", normal_levels.BITS)
-def test_any_codes_are_some_levels(width):
-    backend = importlib.import_module("sparsync.kernels.triton_levels")
+def codes_of(x, width, block):
+    raw = normal_levels.quantise_plainly(x, width, block, LIMIT)
+    middle = normal_levels.SCALE_BYTES * -(-x.numel() // block)
+    return normal_levels.Codes(raw[:middle], raw[middle:], x.numel(), width, block)
+
+
+@pytest.fixture
+def dispatched(monkeypatch):
+    """Send float32 to Triton wherever it is, and everything to the specification within ``plainly``."""
+    for module in normal_levels, moves, gradient_noise:
+        monkeypatch.setattr(module, "backend_of", lambda *_: triton)
+
+
+def plainly(call, *arguments, **named):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(normal_levels, "backend_of", lambda *_: spec)
+        call(*arguments, **named)
+
+
+@WIDTHS
+@pytest.mark.parametrize("block", [8, 512])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_sums_and_differences_of_messages_equal_the_specification(width, block, count, dispatched):
+    for n in (0, 1, 3 * block + 5):
+        rows = weights(n)
+        for at, x in enumerate(rows):
+            message, *less = (
+                codes_of(rows[(at + i) % len(rows)], width, block) for i in range(1 + count)
+            )
+            # a run that starts at a block, and all
+            for start in {0, n // block * block}:
+                into, plus = x[start:].flip(0), rows[0][start:]
+                for keep, divisor, more in (
+                    (True, -1.0, plus),
+                    (True, -3.0, None),
+                    (False, 3.0, None),
+                ):
+                    mine, expected = into.clone(), into.clone()
+                    given = start, less, divisor
+                    message.add_difference_(mine, *given, keep=keep, plus=more)
+                    plainly(message.add_difference_, expected, *given, keep=keep, plus=more)
+                    identical(mine, expected)
+                for own in ((), (plus,), (plus, into)):
+                    mine, expected = torch.ones_like(into), torch.ones_like(into)
+                    message.sum_to_(mine, [message, *less], start, *own)
+                    own = [one.clone() for one in own]
+                    plainly(message.sum_to_, expected, [message, *less], start, *own)
+                    identical(mine, expected)
+
+
+@WIDTHS
+def test_any_codes_are_some_levels(width, dispatched):
     generator, n, block = torch.Generator().manual_seed(width), 1000, 8
     scales = torch.randn(n // block, generator=generator).abs().bfloat16().view(torch.uint8)
     codes = torch.randint(256, (-(-n * width // 8),), generator=generator, dtype=torch.uint8)
-    raw = on(torch.cat([scales, codes]))
+    raw = at_odd_byte(on(torch.cat([scales, codes])))
     mine, expected = (on(torch.full((n,), -0.0)) for _ in range(2))
-    tables = normal_levels._tables(width, raw.device)
-    backend.decode_levels_(mine, raw, (width, block, 0.0, *tables), 1.0, keep=True)
+    normal_levels.decode_(mine, raw, width, block)
     normal_levels.decode_plainly_(expected, raw, width, block)
     identical(mine, expected)
+
+
+def test_blocks_of_other_sizes_and_messages_that_differ_take_the_specification(dispatched):
+    x = on(torch.randn(72, generator=torch.Generator().manual_seed(0)))
+    first, second = codes_of(x, 1, 8), codes_of(x, 2, 8)
+    for one, less in ((codes_of(x, 1, 24), ()), (first, (second,))):
+        mine, expected = torch.zeros_like(x), torch.zeros_like(x)
+        one.add_difference_(mine, 0, less, 1.0, keep=False)
+        plainly(one.add_difference_, expected, 0, less, 1.0, keep=False)
+        identical(mine, expected)
+
+
+# ---- moves and moments ----------------------------------------------------------------------------
+
+
+KINDS = [torch.float32, torch.bfloat16, torch.float16]
+LENGTHS = [0, 1, triton.BLOCK + 9]
+
+
+@pytest.mark.parametrize("dtype", [None, *KINDS])
+@pytest.mark.parametrize("stored", [None, *KINDS])
+def test_moves_equal_the_specification(dtype, stored, dispatched, monkeypatch):
+    plain = moves.move_plainly_
+    for n in LENGTHS:
+        ordinary, mixed, *_ = vectors(n)
+        # halfway between two numbers of bf16, and some of them of fp16
+        ties = on(
+            (torch.arange(n, dtype=torch.int32) % 4096 << 16 | 0x38008000).view(torch.float32)
+        )
+        pairs = (
+            (ordinary, ordinary * 1.01),
+            (mixed, ordinary),
+            (mixed, mixed.flip(0)),
+            (ties, mixed),
+        )
+        for shared, own in pairs:
+            values = None if stored is None else own.to(stored)
+            for withheld in (None, mixed.flip(0), ordinary * 0.01):
+                mine, expected = torch.empty_like(shared), torch.empty_like(shared)
+                given = shared, withheld, values
+                plain(expected, *given, dtype=dtype)
+                with monkeypatch.context() as patch:
+                    patch.setattr(moves, "move_plainly_", None)  # which the kernel replaces
+                    moves.move_(mine, *given, dtype=dtype)
+                identical(mine, expected)
+
+
+def test_other_moves_take_the_specification(dispatched, monkeypatch):
+    first, second = on(torch.randn(2, 50, generator=torch.Generator().manual_seed(0)))
+    fused = importlib.import_module("sparsync.kernels.triton_moves")
+    monkeypatch.setattr(fused, "move_", None)
+    for weights, shown in ((second.double(), 1.0), (second, 0.75), (second.repeat(2)[::2], 1.0)):
+        mine, expected = torch.empty_like(first), torch.empty_like(first)
+        moves.move_(mine, first, second, weights, shown=shown)
+        moves.move_plainly_(expected, first, second, weights, shown=shown)
+        identical(mine, expected)
+
+
+def test_lengthened_steps_equal_the_specification(dispatched):
+    numbers = 1000 * 0.3, 1000.0, 1e-8, -1e-3
+    for n in LENGTHS:
+        for first in vectors(n):
+            for second in (first.square(), first.flip(0).square() * 1e-40):
+                mine, expected = first.flip(0).clone(), first.flip(0).clone()
+                gradient_noise._lengthen(first, second, mine, numbers)
+                gradient_noise._lengthen_plainly(first, second, expected, numbers)
+                identical(mine, expected)
+
+
+# ---- the exchange of AdamW's updates, on the stand-in for a GPU ---------------------------------------
+
+
+RANKS, EXCHANGES = 2, 3
+NO_GPU = pytest.mark.skipif(DEVICE == "cuda", reason="counts on the stand-in, beside no GPU")
+
+
+def exchanged(device, dtype, bits, on_host):
+    """Exchange updates a few times; return weights and residuals, and the counts of the last exchange."""
+    counts = {}
+
+    def parameter(number, size):
+        made = torch.randn(size, generator=torch.Generator().manual_seed(number)).to(dtype)
+        return torch.nn.Parameter(far(made) if device == FAR else made)
+
+    async def program(comm):
+        model = torch.nn.Module()
+        for number, size in enumerate((4096, 513, 2000, 7)):
+            model.register_parameter(f"p{number}", parameter(number, size))
+        model.register_buffer("mean", torch.full((3,), 1 / 3, device=device))
+        algorithm = resolve("quantised", bits=bits, block=512)
+        default = {**OUTER_SETTINGS["updates"], "algorithm": algorithm}
+        settings = OuterStep(**{**default, "period": 1, "warmup_steps": 0})
+        trained = dict(model.named_parameters())
+        weights = ModelWeights(model, trained, True)
+        layout = settings.plan(weights.read(slice(0, None)), trained, rest=weights.rest)
+        chosen = await settings.chosen.on(comm)
+        reducer = Reducer(comm, layout.units, chosen, settings.density, on_host=on_host)
+        engine = OuterEngine(settings, layout, reducer, weights)
+        for step in range(EXCHANGES):
+            with torch.no_grad():
+                for number, p in enumerate(trained.values()):
+                    seed = 100 * step + 10 * comm.rank + number
+                    noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+                    p += (0.01 * noise).to(device, dtype)
+            await comm.allgather(torch.zeros(1), "all have moved")
+            for counter in (launches, passes, waits) if comm.rank == 0 else ():
+                counter.clear()
+            await comm.allgather(torch.zeros(1), "nothing is counted")
+            await engine.advance(step)
+            engine.count()
+            await comm.allgather(torch.zeros(1), "all have exchanged")
+            if comm.rank == 0:
+                floats = 4 * RANKS * sum(unit.size for unit in layout.units)
+                counts["passes"] = {name: nbytes / floats for name, nbytes in passes.items()}
+                counts.update(launches=Counter(launches), waits=Counter(waits))
+            await comm.allgather(torch.zeros(1), "everything is counted")
+        tensors = [p.detach() for p in trained.values()]
+        kept = [residual.accumulated for residual in reducer.residuals]
+        return [x.cpu() for x in (*tensors, *kept, engine.memory["shared"])]
+
+    return [x for results in simulate(program, RANKS).results for x in results], counts
+
+
+def documented():
+    """Return the table of passes in ``docs/kernels.md``: by row, those of models of 32 and 16 bits."""
+    text = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+    section = text.partition("## Passes of an exchange")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| `?([\w ]+)`? \|.*\| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE)
+    return {name: (float(wide), float(narrow)) for name, wide, narrow in found}
+
+
+@NO_GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_exchange_of_updates_takes_as_many_passes_as_is_documented(dtype):
+    expected, _ = exchanged(torch.device("cpu"), dtype, 1, on_host=False)
+    with far_device(triton=True):
+        computed, counts = exchanged(FAR, dtype, 1, on_host=True)
+    for mine, one in zip(computed, expected, strict=True):
+        assert torch.equal(mine, one)
+    table, found = documented(), dict(counts["passes"])
+    rows = {name: found.pop(name, 0.0) for name in table if name != "other operations"}
+    rows["other operations"] = sum(found.values())
+    column = 0 if dtype == torch.float32 else 1
+    for name, passed in rows.items():
+        assert table[name][column] == pytest.approx(passed, abs=0.051), (name, rows, found)
+    # a launch for each region that is decoded for the average and for the residual, and for each sum
+    assert counts["launches"]["_decode_levels"] == RANKS * (2 * RANKS + 1)
+    assert counts["launches"]["_quantise"] == RANKS * RANKS
+
+
+@NO_GPU
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_updates_in_more_bits_are_computed_alike_on_a_device(bits):
+    expected, _ = exchanged(torch.device("cpu"), torch.float32, bits, on_host=False)
+    with far_device(triton=True):
+        computed, _ = exchanged(FAR, torch.float32, bits, on_host=False)
+    for mine, one in zip(computed, expected, strict=True):
+        assert torch.equal(mine, one)
 
 
 # ---- the backend as a whole -----------------------------------------------------------------------

@@ -25,10 +25,15 @@ SIGNATURES = {
     "_decode_bf16": ("*i16", "*i32", "i32", B),
     "_encode_int8": (*("*fp32", "*fp32", "*i8", "i32", "i32", "fp32", "fp32", "i32"), 16, 128),
     "_quantise": (
-        *("*fp32", "*i16", "*u8", "*fp32", "*fp32", "i32", "i32", "fp32"),
-        *(3, 4, 512, 9),
+        *("*fp32", "*fp32", "*u8", "*u8", "*fp32", "*fp32", "i32", "i32", "fp32"),
+        *(True, 3, 4, 512, 9),
     ),
-    "_decode_levels": (*("*fp32", "*u8", "*fp32", *["i32"] * 4, "fp32"), B, 3, True),
+    "_decode_levels": (
+        *("*fp32", "*fp32", "*fp32", "*u8", "*fp32", *["i32"] * 5, "fp32"),
+        *(B, 3, 2, True, -1, True),
+    ),
+    "_move": ("*fp32", "*fp32", "*fp32", "*i16", "i32", B, True, True, 1, 1),
+    "_lengthen": ("*fp32", "*fp32", "*fp32", "i32", *["fp32"] * 4, B),
     "_decode_int8": ("*fp32", "*i8", "*fp32", "i32", "i32", "i32", B),
 }
 
@@ -59,14 +64,19 @@ def main():
     capability = parser.parse_args().capability
     module = importlib.import_module("sparsync.kernels.triton")
     jitted = importlib.import_module("triton").JITFunction
-    found = vars(module) | vars(importlib.import_module("sparsync.kernels.triton_levels"))
+    found = dict(vars(module))
+    for name in ("levels", "moves"):
+        found |= vars(importlib.import_module(f"sparsync.kernels.triton_{name}"))
     device = {name for name, value in found.items() if isinstance(value, jitted)}
     assert set(SIGNATURES) == device - {
         "_positions",
         "_keys",
         "_ones",
+        "_decoded",
         "_sum_of_halves",
         "_quotient",
+        "_root",
+        "_rounded",
     }
     for kernel, types in SIGNATURES.items():
         for form in forms_of(types):

@@ -116,7 +116,7 @@ class Quantised(Collective):
             write = codec.writer(payload)
             for start, stop in runs(widths[rank], like, most):
                 low, high = starts[rank] + start, starts[rank] + stop
-                whole = others.run(start, stop, selected.run(low, high))
+                whole = others.run(start, stop, *selected.terms(low, high))
                 write(start, whole.to(like.dtype))
         messages = await comm.alltoallv([payload] * comm.world_size, lengths, "allgather", framing)
         with comm.stage("unpack"):
@@ -148,10 +148,13 @@ class _Sum:
         self.messages = messages
         self._like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
 
-    def run(self, start: int, stop: int, own: Tensor | None = None) -> Tensor:
-        """Return elements ``[start, stop)`` of the sum, added in rank order, and ``own`` after them."""
+    def run(self, start: int, stop: int, *own: Tensor) -> Tensor:
+        """Return elements ``[start, stop)`` of the sum, added in rank order, and ``own`` after them.
+
+        ``own`` are up to two vectors; the first of two may be overwritten.
+        """
         made = self._like.new_empty(stop - start)
-        sum_to(made, self.messages, start, own)
+        sum_to(made, self.messages, start, *own)
         return made
 
 
@@ -260,9 +263,7 @@ class _Coded(DenseVector):
         if plus is not None:
             into.add_(plus)
         made = self._like.new_empty(last - first)
-        self._messages[rank].decode_to(made, start=first)
-        if self._less is not None and others:
-            made.sub_(self._less[1].run(first, last))
+        difference_to(made, self._messages[rank], others, first, 1.0, add=False)
         written(made[start - first : stop - first], into, divisor, add=add)
 
     def divide_(self, divisor: int) -> None:

@@ -25,7 +25,7 @@ from sparsync import kernels
 from sparsync.algorithm import Algorithm
 from sparsync.collectives import Reduced
 from sparsync.feedback.correction import Correction, Corrector
-from sparsync.feedback.residual import Growth, Residual
+from sparsync.feedback.residual import Growth, Residual, Runs
 from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.shares import SharesState
 from sparsync.feedback.step import Consensus, Plan, Proposal, Use, channel_of
@@ -167,8 +167,8 @@ class Reducer:
         collective = self.plan.units[unit].collective
         return collective.by_runs and not (self.corrector or self.monitor or self.overflows)
 
-    def accumulate_later(self, unit: int, gradient: Callable[[int, int], Tensor]) -> None:
-        """Accumulate elements ``[start, stop)`` of a gradient only when they are read."""
+    def accumulate_later(self, unit: int, gradient: Runs) -> None:
+        """Accumulate the runs of a gradient only when they are read."""
         self._later[unit] = self.residuals[unit].accumulate_later(gradient)
 
     async def exchange(self, unit: int) -> None:

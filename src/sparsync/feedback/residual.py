@@ -17,14 +17,15 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.sparse import DenseVector, SparseVector, Vector, host_memory, runs
 
-__all__ = ["Growth", "Residual"]
+__all__ = ["Growth", "Residual", "Runs"]
 
 # the growth that counts as too much, in doublings, and the number of windows over which it is
 # measured
 _OCTAVES, _MEMORY = 2.0, 8
 
-# such a function returns elements [start, stop) of a gradient, in separate memory
-Runs = Callable[[int, int], Tensor]
+# such a function returns elements [start, stop) of a gradient, in separate memory; it is given those of
+# the residual (None stands for zeros), from which it may compute them
+Runs = Callable[[int, int, Tensor | None], Tensor]
 
 
 class _Piece(NamedTuple):
@@ -49,7 +50,7 @@ class Residual:
     def __init__(
         self, size: int, dtype: torch.dtype, device: torch.device, *, on_host: bool = False
     ) -> None:
-        wide = torch.promote_types(dtype, torch.float32)
+        wide, self._device = torch.promote_types(dtype, torch.float32), device
         # `[n]`, the residual, plus the gradients that the open step has accumulated so far
         if on_host:
             self.accumulated = host_memory(size, wide, device)
@@ -122,15 +123,18 @@ class Residual:
 
     def terms(self, start: int, stop: int) -> tuple[Tensor, ...]:
         """Return the terms that ``run`` adds: the gradient, in separate memory, and any residual."""
-        assert self._later is not None
-        made = self._later(start, stop)
-        if self.empty:
+        made, residual = self._read(start, stop)
+        if residual is None:
             return (made,)
-        # the run is moved to the device of the gradients, because the residual may be in host
-        # memory
-        residual = self.accumulated[start:stop].to(made.device)
         # a sum in place has the dtype of the gradient
         return (made, residual) if made.dtype == residual.dtype else (made.add_(residual),)
+
+    def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Return a run of the gradient, in separate memory, and of the residual, on its device."""
+        assert self._later is not None
+        # copied once, also for the gradient, because the residual may be in host memory
+        residual = None if self.empty else self.accumulated[start:stop].to(self._device)
+        return self._later(start, stop, residual), residual
 
     def collected(self, key: int = 1, limit: int | None = None) -> SparseVector | None:
         """Return the collected entries that reach ``key``, with 32-bit indices if those suffice.
@@ -163,19 +167,16 @@ class Residual:
             assert isinstance(delivered, DenseVector)
             whole = isinstance(delivered, _Accumulated)
             for start, stop in () if whole else runs(len(self.accumulated), delivered.run(0, 0)):
-                here = self.accumulated[start:stop]
+                here, (made, rest) = self.accumulated[start:stop], self._read(start, stop)
+                if rest is None:
+                    delivered.subtract_from_(made, start)
+                    here.copy_(made)
+                    continue
                 # the result is in the residual's own memory if that is on the device of the
                 # gradients, because a copy back would be one more pass over all elements
-                made = self._later(start, stop)
-                if made.device == here.device:
-                    if self.empty:
-                        delivered.subtract_from_(here.copy_(made), start)
-                    else:
-                        delivered.subtract_from_(here, start, plus=made)
-                    continue
-                rest = made if self.empty else made.add_(here.to(made.device))
-                delivered.subtract_from_(rest, start)
-                here.copy_(rest)
+                delivered.subtract_from_(rest, start, plus=made)
+                if rest.device != here.device:
+                    here.copy_(rest)
             self._close()
             self.empty = whole
             return

@@ -87,10 +87,10 @@ def quantise(values: Tensor, bits: int, block: int, limit: float) -> Tensor:
         block: number of values that share a scale.
         limit: the largest scale, a bf16; decoded values are at most ``top_level(bits) * limit``.
     """
-    if (backend := _backend(block, values)) is None:
-        return quantise_plainly(values, bits, block, limit)
-    made: Tensor = backend.quantise(values, (bits, block, limit, *_tables(bits, values.device)))
-    return made
+    middle = SCALE_BYTES * -(-values.numel() // block)
+    raw = values.new_empty(middle - -values.numel() * bits // 8, dtype=torch.uint8)
+    Codes(raw[:middle], raw[middle:], values.numel(), bits, block, limit).write_(values, 0)
+    return raw
 
 
 def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Tensor:
@@ -137,11 +137,9 @@ def decode_(
     into: Tensor, raw: Tensor, bits: int, block: int, divisor: float = 1.0, *, keep: bool = True
 ) -> None:
     """Decode the bytes of ``quantise``, divide, and add to ``into`` (float32) or overwrite it."""
-    if (backend := _backend(block, into)) is None:
-        decode_plainly_(into, raw, bits, block, divisor, keep=keep)
-    else:
-        given = bits, block, 0.0, *_tables(bits, raw.device)
-        backend.decode_levels_(into, raw.contiguous(), given, divisor, keep=keep)
+    count, raw = into.numel(), raw.contiguous()
+    middle = SCALE_BYTES * -(-count // block)
+    Codes(raw[:middle], raw[middle:], count, bits, block).decode_(into, 0, divisor, keep=keep)
 
 
 def decode_plainly_(
@@ -171,29 +169,30 @@ class Codes:
         self._codes, self._native = codes, None
         in_cpp = native.EXTENSION is not None and block % 8 == 0 and scales.is_cpu
         if in_cpp and scales.is_contiguous() and codes.is_contiguous():
-            levels = bits, block, limit, *_tables(bits, scales.device)
-            self._native = native.Codes(scales, codes, size, levels)
+            self._native = native.Codes(scales, codes, size, self._levels_on(scales.device))
 
     def write_(self, values: Tensor, start: int, more: Tensor | None = None) -> None:
         """Quantise float32 values, or their sum with ``more``, to the elements from ``start`` on."""
-        if self._native is not None and all(
-            v is None or _backend(self.block, v) is native for v in (values, more)
-        ):
+        vectors = (values,) if more is None else (values, more)
+        backend = _backend_for((self,), *vectors)
+        if backend is native and self._native is not None:
             self._native.write_(values, start, more)
             return
-        values = values if more is None else values + more
-        raw = quantise(values, self.bits, self.block, self.limit)
         scales, codes = self.run(start, values.numel())
+        if backend is not None and scales.device == values.device:
+            backend.quantise_(scales, codes, values, more, self._levels_on(values.device))
+            return
+        values = values if more is None else values + more
+        raw = quantise_plainly(values, self.bits, self.block, self.limit)
         scales.copy_(raw[: scales.numel()])
         codes.copy_(raw[scales.numel() :])
 
     def decode_(self, into: Tensor, start: int, divisor: float = 1.0, *, keep: bool = True) -> None:
         """Decode the elements from ``start`` on like ``decode_``; ``into`` may be on another device."""
-        if self._native is not None and _backend(self.block, into) is native:
-            self._native.decode_(into, start, divisor, keep=keep)
-            return
-        raw = torch.cat(self.run(start, into.numel())).to(into.device)
-        decode_(into, raw, self.bits, self.block, divisor, keep=keep)
+        self.add_difference_(into, start, (), divisor, keep=keep)
+
+    def _levels_on(self, device: torch.device) -> native.Levels:
+        return self.bits, self.block, self.limit, *_tables(self.bits, device)
 
     def run(self, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Return the scales and the codes of the elements ``[start, start + count)``."""
@@ -210,58 +209,73 @@ class Codes:
         divisor: float,
         *,
         keep: bool,
-        plus: Tensor | None,
+        plus: Tensor | None = None,
     ) -> None:
         """Write ``(self - sum of less) / divisor``; with ``keep``, add ``plus`` and then this instead."""
-        if (known := _in_cpp((self, *less), into, plus)) is not None:
-            known[0].decode_(into, start, divisor, keep=keep, plus=plus, less=known[1:])
+        messages, more = (self, *less), () if plus is None else (plus,)
+        backend = _backend_for(messages, into, *more)
+        if backend is native and self._native is not None:
+            others = [other._native for other in less if other._native is not None]
+            self._native.decode_(into, start, divisor, keep=keep, plus=plus, less=others)
+            return
+        if backend is not None:
+            terms = (into, *more) if keep else ()
+            rows, levels = _rows(messages, into, start), self._levels_on(into.device)
+            backend.decode_levels_(into, rows, levels, divisor, sign=-1, terms=terms)
             return
         if plus is not None:
             into.add_(plus)
         if not less:
-            self.decode_(into, start, divisor, keep=keep)
+            raw = _rows(messages, into, start)[0]
+            decode_plainly_(into, raw, self.bits, self.block, divisor, keep=keep)
             return
-        made, others = into.new_empty(into.numel()), into.new_empty(into.numel())
+        made, others_sum = into.new_empty(into.numel()), into.new_empty(into.numel())
         self.decode_(made, start, keep=False)
-        Codes.sum_to_(others, less, start)
-        made.sub_(others).div_(divisor)
+        Codes.sum_to_(others_sum, less, start)
+        made.sub_(others_sum).div_(divisor)
         torch.add(into if keep else torch.zeros_like(into), made, out=into)
 
     @staticmethod
-    def sum_to_(
-        into: Tensor, messages: Sequence[Codes], start: int, own: Tensor | None = None
-    ) -> None:
-        """Write the sum of messages from element ``start`` on, in their order, plus ``own``."""
-        if (known := _in_cpp(messages, into, own)) is not None:
-            native.sum_codes_(into, known, start, own)
+    def sum_to_(into: Tensor, messages: Sequence[Codes], start: int, *own: Tensor) -> None:
+        """Write the sum of messages from element ``start`` on, in their order, plus ``own``.
+
+        ``own`` are up to two vectors; the first of two may be overwritten by their sum.
+        """
+        backend = _backend_for(messages, into, *own)
+        if backend is not None and backend is not native:
+            rows, levels = _rows(messages, into, start), messages[0]._levels_on(into.device)
+            backend.decode_levels_(into, rows, levels, terms=own)
+            return
+        mine = own[0].add_(own[1]) if len(own) > 1 else next(iter(own), None)
+        if backend is native:
+            known = [message._native for message in messages if message._native is not None]
+            native.sum_codes_(into, known, start, mine)
             return
         into.zero_()
         for message in messages:
             message.decode_(into, start)
-        if own is not None:
-            into.add_(own)
+        if mine is not None:
+            into.add_(mine)
 
 
-def _in_cpp(messages: Sequence[Codes], *vectors: Tensor | None) -> list[native.Codes] | None:
-    """Return the messages in the form of C++, or None if they differ or C++ does not take all of them."""
-    known = [message._native for message in messages if message._native is not None]
-    forms = {(message.bits, message.block) for message in messages}
-    if len(forms) != 1 or len(known) != len(messages):
+def _rows(messages: Sequence[Codes], into: Tensor, start: int) -> Tensor:
+    """Return the bytes of ``into``'s elements in each message, on its device."""
+    # a rank's own messages are on its device, those of others in host memory
+    runs = [torch.cat(message.run(start, into.numel())).to(into.device) for message in messages]
+    return torch.stack(runs)
+
+
+def _backend_for(messages: Sequence[Codes], *vectors: Tensor) -> Any:
+    """Return the backend that takes all of these messages and vectors, or None for the specification."""
+    first, backend = messages[0], backend_of(*vectors)
+    if backend is reference or first.block % 8 or not all(v.is_contiguous() for v in vectors):
         return None
-    block = messages[0].block
-    return known if all(v is None or _backend(block, v) is native for v in vectors) else None
-
-
-def _backend(block: int, vector: Tensor) -> Any:
-    """Return the backend for such blocks of a vector, or None for the specification."""
-    backend = backend_of(vector)
-    if backend is reference or block % 8 or not vector.is_contiguous():
+    if any((message.bits, message.block) != (first.bits, first.block) for message in messages):
         return None
     if backend is native:
-        return native
-    return (
-        None if block & (block - 1) else importlib.import_module("sparsync.kernels.triton_levels")
-    )
+        return None if any(message._native is None for message in messages) else native
+    whole = first.block & (first.block - 1) == 0
+    return importlib.import_module("sparsync.kernels.triton_levels") if whole else None
 
 
 def sums_of_halves(rows: Tensor) -> Tensor:

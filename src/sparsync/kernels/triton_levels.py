@@ -6,40 +6,71 @@ See ``triton.py`` for how kernels are written.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from sparsync.kernels.triton import BLOCK, _cover, _launch, _positions, jit, tl, warps_of
 
-__all__ = ["decode_levels_", "quantise"]
+__all__ = ["decode_levels_", "quantise_"]
 
 Levels = tuple[int, int, float, Tensor, Tensor]  # as in native.py; blocks of 2^j >= 8
 
 
-def quantise(values: Tensor, levels: Levels) -> Tensor:
+def quantise_(
+    scales: Tensor, codes: Tensor, values: Tensor, more: Tensor | None, levels: Levels
+) -> None:
+    """Write the scales and codes of ``values``, or of their sum with ``more``.
+
+    Cost: one pass.
+    """
     n, (bits, block, limit, thresholds, table) = values.numel(), levels
-    scales, codes = -(-n // block), -(-n * bits // 8)
-    raw, height = values.new_empty(2 * scales + codes, dtype=torch.uint8), max(BLOCK // block, 1)
-    ends = values, raw[: 2 * scales].view(torch.int16), raw[2 * scales :]
+    rows, height = -(-n // block), max(BLOCK // block, 1)
     _launch(
         _quantise,
-        -(-scales // height),
-        *(*ends, thresholds, table, n, codes, limit),
+        -(-rows // height),
+        *(values, values if more is None else more, scales, codes, thresholds, table),
+        *(n, codes.numel(), limit),
+        MORE=more is not None,
         BITS=bits,
         ROWS=height,
         WIDTH=block,
         STEPS=block.bit_length() - 1,
         num_warps=warps_of(height * block),
     )
-    return raw
 
 
 def decode_levels_(
-    into: Tensor, raw: Tensor, levels: Levels, divisor: float, *, keep: bool
+    into: Tensor,
+    messages: Tensor,
+    levels: Levels,
+    divisor: float = 1.0,
+    *,
+    sign: int = 1,
+    terms: Sequence[Tensor] = (),
 ) -> None:
+    """``into = terms[0] + terms[1] + (messages[0] + sign * (the sum of the others)) / divisor``.
+
+    There may be up to two terms, of which the first may be ``into``.  ``messages`` are rows of bytes.
+
+    Cost: one pass, in which a sum of messages stays in registers.
+    """
     n, (bits, block, _, _, table) = into.numel(), levels
-    arguments = into, raw, table, n, 2 * -(-n // block), raw.numel(), block, float(divisor)
-    _cover(_decode_levels, n, *arguments, BITS=bits, KEEP=keep)
+    count, length = messages.shape
+    first, second = (*terms, into, into)[:2]
+    arguments = (into, first, second, messages, table, n, count, 2 * -(-n // block), length, block)
+    _cover(
+        _decode_levels,
+        n,
+        *arguments,
+        float(divisor),
+        BITS=bits,
+        TERMS=len(terms),
+        MANY=count > 1,
+        SIGN=sign,
+        # dividing in float64 is slow on small GPUs, and only averages are divided by more than 1 or -1
+        DIVIDE=abs(divisor) != 1,
+    )
 
 
 # ---- on the device ---------------------------------------------------------------------------------
@@ -62,6 +93,7 @@ def _quotient(a, b):
 @jit
 def _quantise(
     values_ptr,
+    more_ptr,
     scales_ptr,
     codes_ptr,
     thresholds_ptr,
@@ -69,6 +101,7 @@ def _quantise(
     n,
     nbytes,
     limit,
+    MORE: tl.constexpr,
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -79,6 +112,8 @@ def _quantise(
     at = rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = at < n
     values = tl.load(values_ptr + at, mask=inside, other=0.0)
+    if MORE:
+        values += tl.load(more_ptr + at, mask=inside, other=0.0)
     keys = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     peaks = tl.max(keys, axis=1)
     # the inverse of a power of two is exact, so multiplying by it equals the specification's division
@@ -109,7 +144,9 @@ def _quantise(
     bits = scales.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # a bf16: to nearest, ties to even
     bits = tl.where(peaks == 0, 0, tl.where(peaks < 0x7F800000, bits, 0x7FC0))
-    tl.store(scales_ptr + rows, bits.to(tl.int16), mask=rows * WIDTH < n)
+    # two bytes, because a message may begin at an odd address
+    tl.store(scales_ptr + 2 * rows, (bits & 255).to(tl.uint8), mask=rows * WIDTH < n)
+    tl.store(scales_ptr + 2 * rows + 1, (bits >> 8).to(tl.uint8), mask=rows * WIDTH < n)
     negative = ((values < 0.0) & (nearest > 0.0)).to(tl.int32)
     codes = number | (negative << (BITS - 1))
     codes = tl.where(inside & ((bits > 0) & (bits < 0x7F80))[:, None], codes, 0)
@@ -123,22 +160,8 @@ def _quantise(
 
 
 @jit
-def _decode_levels(
-    into_ptr,
-    raw_ptr,
-    levels_ptr,
-    n,
-    first,
-    end,
-    row,
-    divisor,
-    BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    KEEP: tl.constexpr,
-):
-    """``into = levels / divisor`` or ``into += levels / divisor``; codes are ``raw[first:end]``."""
-    at = _positions(BLOCK)
-    inside = at < n
+def _decoded(raw_ptr, levels_ptr, at, inside, first, end, row, BITS: tl.constexpr):
+    """Return levels times scales of the elements ``at`` of a message; codes are ``raw[first:end]``."""
     scale_at = 2 * (at // row)
     low = tl.load(raw_ptr + scale_at, mask=inside, other=0).to(tl.int32)
     high = tl.load(raw_ptr + scale_at + 1, mask=inside, other=0).to(tl.int32)
@@ -152,10 +175,50 @@ def _decode_levels(
     half = 1 << (BITS - 1)
     # a unary minus would not do: Triton computes it as 0 - x, which never gives -0.0
     signs = tl.where(code >= half, -1.0, 1.0)
-    values = signs * tl.load(levels_ptr + (code & (half - 1))) * scales
-    values = (values.to(tl.float64) / divisor).to(tl.float32)
-    if KEEP:
-        values += tl.load(into_ptr + at, mask=inside, other=0.0)
+    return signs * tl.load(levels_ptr + (code & (half - 1))) * scales
+
+
+@jit
+def _decode_levels(
+    into_ptr,
+    first_ptr,
+    second_ptr,
+    raw_ptr,
+    levels_ptr,
+    n,
+    count,
+    first,
+    end,
+    row,
+    divisor,
+    BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    TERMS: tl.constexpr,
+    MANY: tl.constexpr,
+    SIGN: tl.constexpr,
+    DIVIDE: tl.constexpr,
+):
+    """``into = terms + (message 0 + SIGN * the others) / divisor``; messages are ``end`` bytes long."""
+    at = _positions(BLOCK)
+    inside = at < n
+    values = _decoded(raw_ptr, levels_ptr, at, inside, first, end, row, BITS)
+    # the specification adds to zeros, which turns -0.0 into 0.0
+    if MANY:
+        values += 0.0
+        others = tl.zeros([BLOCK], tl.float32) if SIGN < 0 else values
+        for number in range(1, count):
+            one = raw_ptr + tl.cast(number, tl.int64) * end
+            others += _decoded(one, levels_ptr, at, inside, first, end, row, BITS)
+        values = values - others if SIGN < 0 else others
+    if DIVIDE:
+        values = (values.to(tl.float64) / divisor).to(tl.float32)
     else:
-        values += 0.0  # the specification adds to zeros, which turns -0.0 into 0.0
+        values *= divisor
+    if TERMS == 0:
+        values += 0.0
+    else:
+        terms = tl.load(first_ptr + at, mask=inside, other=0.0)
+        if TERMS == 2:
+            terms += tl.load(second_ptr + at, mask=inside, other=0.0)
+        values += terms
     tl.store(into_ptr + at, values, mask=inside)

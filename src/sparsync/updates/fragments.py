@@ -156,13 +156,25 @@ class Layout:
             shift = piece.vector - piece.unit
             yield slice(low + shift, high + shift), slice(low - start, high - start)
 
-    def rounded(self, place: slice, values: Tensor) -> Tensor:
-        """Round a part of the vector, in place, to the dtypes of its parameters."""
-        # buffers and moments are not rounded: only parameters have an entry in ``_narrow``
+    def dtypes(self, place: slice) -> Iterator[tuple[slice, torch.dtype | None]]:
+        """Yield the parts of a part of the vector, and the dtype of their parameters.
+
+        It is None for buffers and moments, which are not rounded.
+        """
+        at = place.start
         for dtype, span in self._narrow:
             low, high = max(span.start, place.start), min(span.stop, place.stop)
-            if low < high and dtype != values.dtype:
-                here = values[low - place.start : high - place.start]
+            if low < high:
+                yield slice(low, high), dtype
+                at = high
+        if at < place.stop:
+            yield slice(at, place.stop), None
+
+    def rounded(self, place: slice, values: Tensor) -> Tensor:
+        """Round a part of the vector, in place, to the dtypes of its parameters."""
+        for part, dtype in self.dtypes(place):
+            if dtype not in (None, values.dtype):
+                here = values[part.start - place.start : part.stop - place.start]
                 here.copy_(here.to(dtype))
         return values
 
@@ -314,6 +326,10 @@ class Weights:
     def read(self, place: slice) -> Tensor:
         """Return a copy of a part of the vector."""
         return self.vector[place].clone()
+
+    def pieces(self, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
+        """Yield tensors that form a part of the vector, and where they lie in the part; None: zeros."""
+        yield slice(0, place.stop - place.start), self.vector[place]
 
     def write(self, place: slice, values: Tensor, *, add: bool = False) -> None:
         """Replace a part of the vector, or add to it."""

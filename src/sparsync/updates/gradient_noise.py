@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from sparsync.errors import require
 from sparsync.fields import Common, Fields, Kind, Number, Values
-from sparsync.kernels import backend_of, native
+from sparsync.kernels import backend_of, native, reference
 from sparsync.sparse import run_length
 from sparsync.units import flatten, is_finite, local_of, unflatten
 from sparsync.updates.step_length import of_own_length
@@ -379,11 +380,14 @@ def _pass_over(jobs: Iterable[_Job]) -> None:
 
 
 def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Moments) -> None:
-    """Lengthen a step in C++, or in PyTorch in runs."""
+    """Lengthen a step in C++ or Triton, or in PyTorch in runs."""
     tensors = first, second, weights
-    dense = all(tensor.is_contiguous() for tensor in tensors)
-    if dense and backend_of(*tensors) is native:
+    dense, backend = all(tensor.is_contiguous() for tensor in tensors), backend_of(*tensors)
+    if dense and backend is native:
         native.lengthen_(first, second, weights, numbers)
+    elif dense and backend is not reference:
+        fused = importlib.import_module("sparsync.kernels.triton_moves")
+        fused.lengthen_(first, second, weights, numbers)
     elif dense:
         # The pass works in runs.  On a CPU, temporaries of the size of a large tensor would be
         # fresh memory, and clearing its pages takes longer than the arithmetic.  On a device, they
@@ -396,7 +400,7 @@ def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Mo
         _lengthen_plainly(first, second, weights, numbers)
 
 
-# ---- the specification of ``native/moments_body.h``: without fused multiply-adds ----------------------
+# ---- the specification of C++ and Triton: without fused multiply-adds ---------------------------------
 
 
 def _lengthen_plainly(

@@ -21,6 +21,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.reducer_state import ParsedState, reducer_state, take_state
 from sparsync.feedback.step import Use
 from sparsync.fields import Common, Exactly, Kind, Number
+from sparsync.kernels.moves import move_
 from sparsync.sparse import DenseVector, Vector, host_memory, runs
 from sparsync.state import Stateful
 from sparsync.transports.agree import unequal_steps
@@ -463,31 +464,55 @@ class OuterEngine(Stateful):
             self._apply(exchange, unit, average, momentum)
         exchange.end(self._change(exchange) if exchange.late else None, drift)
 
-    def moved(self, exchange: Exchange, unit: int, start: int, stop: int) -> Tensor:
+    def moved(
+        self, exchange: Exchange, unit: int, start: int, stop: int, kept: Tensor | None
+    ) -> Tensor:
         """Return this rank's move on a run of a unit, multiplied by the weight of the exchange.
+
+        ``kept`` is the unit's residual on the run, on the device of the weights; None: zeros.
 
         ``moved = shared - residual - weights``, or ``shared - weights``: like a gradient, it is positive
         where weights have decreased.  The reducer adds its residual: ``accumulated = residual + moved``.
         """
-        span = self.layout.fragments[exchange.part].span
         made = self._weights_like.new_empty(stop - start)
+        withheld, shown = self._seen(unit, kept)
         for place, here in self.layout.places(unit, start, stop):
-            began, late = self._began(place), exchange.weights
-            made[here] = began.sub_(
-                self._weights.read(place)
-                if late is None
-                else late[_within(span, place)].to(began.device)
-            )
+            rest = None if withheld is None else withheld[here]
+            shared = self.memory["shared"][place].to(made.device)
+            for part, dtype in self.layout.dtypes(place):
+                at = part.start - place.start
+                for inside, values in self._pieces(exchange, part):
+                    there = slice(at + inside.start, at + inside.stop)
+                    seen = None if rest is None else rest[there]
+                    given = shared[there], seen, values
+                    move_(made[here][there], *given, shown=shown, dtype=dtype)
         if exchange.weight != 1:  # saves a pass in the usual case that no rank counts samples
             made.mul_(exchange.weight)
         rotate_(made, self.settings.dct)
-        kept = self.reducer.residuals[unit].value
         if kept is not None and self.settings.residual_decay < 1:
             # The goal is accumulated = decay residual + moved, but the reducer computes residual + moved,
             # so (1 - decay) residual is subtracted here.  The residual itself must not change, because
             # the exchange may be refused.
-            made.sub_(kept[start:stop].to(made.device), alpha=1 - self.settings.residual_decay)
+            made.sub_(kept, alpha=1 - self.settings.residual_decay)
         return made
+
+    def _pieces(self, exchange: Exchange, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
+        """Yield tensors that form a part of the weights at the start of an exchange; see ``Weights``."""
+        if exchange.weights is None:
+            return self._weights.pieces(place)
+        began = exchange.weights[_within(self.layout.fragments[exchange.part].span, place)]
+        return iter([(slice(0, len(began)), began.to(self._weights_like.device))])
+
+    def _seen(self, unit: int, kept: Tensor | None) -> tuple[Tensor | None, float]:
+        """Return the part of a unit's residual that is in this rank's own weights, and its factor.
+
+        With a cosine transform, ``kept`` is the residual of the whole unit.
+        """
+        if kept is None or self.settings.residual != "weights":
+            return None, 1.0
+        if self.settings.dct:
+            kept = rotate_(kept.clone(), self.settings.dct, back=True)
+        return kept, self.contributions.shown[self._part_of[unit]]
 
     async def _by_reducer(
         self, exchange: Exchange, moves: list[Moves], units: range
@@ -517,16 +542,27 @@ class OuterEngine(Stateful):
         """Apply the average of a unit to the shared weights; a late exchange stores the result apart."""
         assert isinstance(average, DenseVector)
         span, like = self.layout.fragments[exchange.part].span, average.run(0, 0)
-        if self.settings.dct:
-            rotate_(average.values, self.settings.dct, back=True)
-        for start, stop in runs(self.layout.units[unit].size, like):
+        shared, late, size = self.memory["shared"], exchange.shared, self.layout.units[unit].size
+        settings = self.settings
+        if settings.dct:
+            rotate_(average.values, settings.dct, back=True)
+        plain = not (momentum or settings.dct or settings.sign) and settings.outer_lr == 1
+        direct = plain and like.device == shared.device
+        for start, stop in runs(size, like) if direct else ():
+            for place, here in self.layout.places(unit, start, stop):
+                into = shared[place]
+                if late is not None:
+                    into = late[_within(span, place)].copy_(into)
+                # a single pass where the average is held in messages
+                average.subtract_from_(into, start + here.start)
+        for start, stop in () if direct else runs(size, like):
             values = average.run(start, stop).to(self._weights_like.device)
             for place, here in self.layout.places(unit, start, stop):
                 stepped = self._stepped(values[here], place, momentum, exchange.lr)
-                if exchange.shared is None:
-                    self.memory["shared"][place] = stepped
+                if late is None:
+                    shared[place] = stepped
                 else:
-                    exchange.shared[_within(span, place)] = stepped
+                    late[_within(span, place)] = stepped
 
     def _change(self, exchange: Exchange) -> Tensor:
         """Return the change that a late exchange adds to this rank's weights."""
@@ -573,13 +609,15 @@ class OuterEngine(Stateful):
 
     def _base(self, place: slice) -> Tensor:
         """Return a copy of this rank's weights after the last exchange."""
-        base = self._shared(place)
-        if self.settings.residual == "weights":
-            withheld = self._withheld(place)
-            for unit, _, here in self.layout.units_at(place):
-                shown = self.contributions.shown[self._part_of[unit]]
-                base[here].sub_(withheld[here], alpha=shown)
-        return base
+        if self.settings.residual != "weights":
+            return self._shared(place)
+        made = self._weights_like.new_empty(place.stop - place.start)
+        shared = self.memory["shared"][place].to(made.device)
+        for unit, at, here in self.layout.units_at(place):
+            withheld, shown = self._seen(unit, self.reducer.residuals[unit].value)
+            rest = None if withheld is None else withheld[at].to(made.device)
+            move_(made[here], shared[here], rest, None, shown=shown)
+        return made
 
     def _began(self, place: slice) -> Tensor:
         """Return the base as the model stores it.
@@ -636,13 +674,15 @@ class Moves:
     def __init__(self, engine: OuterEngine, exchange: Exchange, unit: int) -> None:
         self._engine, self._exchange, self._unit = engine, exchange, unit
 
-    def run(self, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)``."""
-        return self._engine.moved(self._exchange, self._unit, start, stop)
+    def run(self, start: int, stop: int, kept: Tensor | None) -> Tensor:
+        """Return elements ``[start, stop)``, given the residual's on the device of the weights."""
+        return self._engine.moved(self._exchange, self._unit, start, stop, kept)
 
     def whole(self) -> Tensor:
         """Return all elements."""
-        return self.run(0, self._engine.layout.units[self._unit].size)
+        unit = self._engine.layout.units[self._unit]
+        kept = self._engine.reducer.residuals[self._unit].value
+        return self.run(0, unit.size, None if kept is None else kept.to(unit.device))
 
 
 def _within(span: slice, place: slice) -> slice:

@@ -166,16 +166,22 @@ class ModelWeights(Weights):
         """Return a copy of a part of the vector."""
         stop = self._ends[-1] if place.stop is None else place.stop
         made = self._like.new_empty(stop - (place.start or 0), dtype=self.dtype)
-        for name, tensor, inside, here in self._within(place):
-            if name in self.left_out:
-                made[here] = 0
-            else:
-                # inside a node, a tensor occupies the length of one run: its size over ranks, rounded up
-                first = self._rank * -(-tensor.numel() // self._divisor)
-                found = tensor.flatten()[first + inside.start : first + inside.stop]
-                made[here][: len(found)] = found
-                made[here][len(found) :] = 0  # the last run is padded
+        for here, found in self.pieces(place):
+            made[here] = 0 if found is None else found
         return made
+
+    @torch.no_grad()
+    def pieces(self, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
+        """Yield tensors that form a part of the vector, and where they lie in the part; None: zeros."""
+        for name, tensor, inside, here in self._within(place):
+            # inside a node, a tensor occupies the length of one run: its size over ranks, rounded up
+            first, middle = self._rank * -(-tensor.numel() // self._divisor), here.start
+            if name not in self.left_out:
+                found = tensor.detach().flatten()[first + inside.start : first + inside.stop]
+                middle += len(found)
+                yield slice(here.start, middle), found
+            if middle < here.stop:  # the last run is padded
+                yield slice(middle, here.stop), None
 
     @torch.no_grad()
     def write(self, place: slice, values: Tensor, *, add: bool = False) -> None:
@@ -191,9 +197,9 @@ class ModelWeights(Weights):
             for rank, row in enumerate(rows):
                 # the last run of a tensor is padded
                 into = flat[rank * size + inside.start : rank * size + inside.stop]
-                given = row[here][: len(into)].to(flat.dtype)
+                given = row[here][: len(into)]
                 if add:
-                    into.add_(given)
+                    into.add_(given.to(flat.dtype))
                 else:
                     into.copy_(given)
             if not tensor.is_contiguous():

@@ -328,7 +328,9 @@ def check_end(raw: Tensor, bits: int, count: int) -> None:
 def written(values: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
     """Divide values and write them to ``into``, or add them; they may be on another device."""
     if add:
-        into += (values if divisor == 1 else values / divisor).to(into.device)
+        if divisor != 1:  # divided in the wider dtype, as below
+            values = values.to(torch.promote_types(values.dtype, into.dtype)) / divisor
+        into += values.to(into.device)
     else:
         into.copy_(values).div_(divisor)
 

@@ -236,24 +236,23 @@ def difference_to(
     written(made.sub_(others_sum), into, divisor, add=add)
 
 
-def sum_to(
-    into: Tensor, messages: Sequence[Opened], start: int = 0, own: Tensor | None = None
-) -> None:
+def sum_to(into: Tensor, messages: Sequence[Opened], start: int = 0, *own: Tensor) -> None:
     """Write the sum of messages from element ``start`` on, in their order, plus ``own``.
 
-    Messages of float32 with equal bits and blocks are added in one pass.
+    ``own`` are up to two vectors; the first of two may be overwritten by their sum.  Messages of float32
+    with equal bits and blocks are added in one pass.
     """
     levels = [m for m in messages if isinstance(m, OpenedLevels) and m.dtype == torch.float32]
     if levels and len(levels) == len(messages) and into.dtype == torch.float32:
         for message in levels:
             message.check_run(start, into.numel())
-        Codes.sum_to_(into, [message.codes for message in levels], start, own)
+        Codes.sum_to_(into, [message.codes for message in levels], start, *own)
         return
     into.zero_()
     for other in messages:
         other.decode_to(into, add=True, start=start)
-    if own is not None:
-        into.add_(own)
+    if own:
+        into.add_(own[0].add_(own[1]) if len(own) > 1 else own[0])
 
 
 def _codes_of(header: Header, raw: Tensor, limit: float = 0.0) -> Codes:

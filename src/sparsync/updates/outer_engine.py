@@ -548,21 +548,17 @@ class OuterEngine(Stateful):
             rotate_(average.values, settings.dct, back=True)
         plain = not (momentum or settings.dct or settings.sign) and settings.outer_lr == 1
         direct = plain and like.device == shared.device
-        for start, stop in runs(size, like) if direct else ():
+        for start, stop in runs(size, like):
+            values = None if direct else average.run(start, stop).to(self._weights_like.device)
             for place, here in self.layout.places(unit, start, stop):
-                into = shared[place]
+                into = shared[place] if late is None else late[_within(span, place)]
+                if values is not None:
+                    into.copy_(self._stepped(values[here], place, momentum, exchange.lr))
+                    continue
                 if late is not None:
-                    into = late[_within(span, place)].copy_(into)
+                    into.copy_(shared[place])
                 # a single pass where the average is held in messages
                 average.subtract_from_(into, start + here.start)
-        for start, stop in () if direct else runs(size, like):
-            values = average.run(start, stop).to(self._weights_like.device)
-            for place, here in self.layout.places(unit, start, stop):
-                stepped = self._stepped(values[here], place, momentum, exchange.lr)
-                if late is None:
-                    shared[place] = stepped
-                else:
-                    late[_within(span, place)] = stepped
 
     def _change(self, exchange: Exchange) -> Tensor:
         """Return the change that a late exchange adds to this rank's weights."""

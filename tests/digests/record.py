@@ -7,6 +7,9 @@
 
 Real ranks need no digests here, because the tests of every transport compare them with virtual
 ranks.
+
+The rows of "demo" depend on the processor: its transform is a matrix product, which the processor's
+library computes with instructions of its own choice.
 """
 
 from __future__ import annotations

@@ -42,22 +42,22 @@ _USUAL_PERIOD, _MOMENTUM_PERIOD = 2, 30
 # begin: fitted by benchmarks/steps.py
 COEFFICIENTS: Final[Mapping[str, float]] = MappingProxyType(
     {
-        "sparse gradients": 0.1131,
-        "low-rank": 0.1424,
-        "matrix rank": 0.1984,
-        "updates": -0.0089,
-        "period": 0.3464,
-        "period of Muon": -0.0915,
-        "period under momentum": 0.2314,
-        "delay": -0.0664,
-        "selection": -0.0330,
-        "ranks": 0.3166,
-        "ranks of updates": 0.0602,
-        "length": -0.2976,
-        "local": 0.0533,
-        "outer momentum": 0.8689,
-        "sparse gradients into moments": 0.8374,
-        "low-rank into moments": 0.4526,
+        "sparse gradients": 0.1126,
+        "low-rank": 0.1418,
+        "matrix rank": 0.2001,
+        "updates": -0.0007,
+        "period": 0.3455,
+        "period of Muon": -0.1010,
+        "period under momentum": 0.2320,
+        "delay": -0.0712,
+        "selection": -0.0307,
+        "ranks": 0.3191,
+        "ranks of updates": 0.0596,
+        "length": -0.2654,
+        "local": 0.0494,
+        "outer momentum": 0.8650,
+        "sparse gradients into moments": 0.8326,
+        "low-rank into moments": 0.4502,
     }
 )
 LIKELY: Final = 1.34  # factor, either way

@@ -1,4 +1,4 @@
-"""The papers' baselines are sparse allreduces, gossip, and partial collectives.
+"""The papers' baselines: sparse allreduces, gossip, and partial collectives.
 
 * TopkDSA: SparCML's dynamic allreduce, as listed in Ok-Topk's Table 1 (``sparsync.published.sparcml``).
 * Gaussiank: Shaohuai Shi, Xiaowen Chu, Ka Chun Cheung and Simon See, `Understanding Top-k

@@ -1,4 +1,4 @@
-"""RedSync compresses residual gradients layer by layer, and selects with methods that suit a GPU.
+"""RedSync: residual gradients are compressed layer by layer, by selectors that suit a GPU.
 
 Jiarui Fang and Cho-Jui Hsieh, `RedSync: Reducing Synchronization Traffic for Distributed Deep Learning
 <https://arxiv.org/abs/1808.04357>`_, 2018.  This room follows that text; a later version, with Haohuan

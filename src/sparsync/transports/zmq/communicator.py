@@ -531,8 +531,8 @@ def _check_reachable(
                 continue
             raise ConfigurationError(
                 f"rank {peer} listens at {address}, where rank {other} on another network cannot reach "
-                f"it ({why}); give interface=, or set {VARIABLE}, to an interface that leads to the other "
-                f"ranks; rank {rank} has {described(own_interfaces())}"
+                f"it ({why}); give interface=, or set {VARIABLE}, to an interface that leads to the "
+                f"other ranks; rank {rank} has {described(own_interfaces())}"
             )
 
 

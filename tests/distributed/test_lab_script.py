@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from . import lab_programs as programs
 from .commands import end, run, start
 from .test_lab import IN_THE_LAB
 
@@ -110,6 +112,82 @@ def test_torchrun_has_workers_behind_each_link_and_starts_them_again(tmp_path):
     assert [node for node, _ in ranks] == ["0", "0", "1", "1"]
     assert "node_rank is only used for static" not in err
     assert json.loads((tmp_path / "lab.json").read_text())["exit_codes"] == [0, 0]
+
+
+LOST = """
+import itertools, os, pathlib, sys, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import sparsync
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(1_000, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sync = sparsync.attach(model, optimizer)
+node, ranks = int(os.environ["PET_LOCAL_ADDR"].rpartition(".")[2]) - 1, dist.get_world_size()
+folder = pathlib.Path(sys.argv[1])
+(folder / f"{node} of {ranks}").write_text(f"{os.getppid()} {os.getpid()} ")
+for step in itertools.count():
+    # where the second node came late, the first has begun alone, and waits for it here
+    if ranks == 1 and step > 3 and (folder / "lost").exists():
+        break
+    optimizer.zero_grad()
+    model(torch.randn(1, 1_000)).sum().backward()
+    optimizer.step()
+    time.sleep(0.05)
+sync.finish()
+print(f"rank {dist.get_rank()} of {ranks} has trained", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("lost", "options", "nodes", "expected", "said"),
+    [
+        # rank 0's torchrun starts its worker again, and waits in vain for a second node
+        (
+            1,
+            ["--grace", "15"],
+            "2",
+            137,
+            ["PeerError: rank 0, step ", "ranks 0 did not end within 15 s"],
+        ),
+        # the others' torchruns meet at rank 0, so none goes on without it
+        (0, ["--elastic"], "1:2", 137, ["RendezvousConnectionError"]),
+        (1, ["--elastic"], "1:2", 0, []),
+    ],
+)
+def test_a_torchrun_that_is_killed_is_a_lost_node(tmp_path, lost, options, nodes, expected, said):
+    if "--elastic" in options:
+        pytest.importorskip("torchft")
+    path = tmp_path / "train.py"
+    path.write_text(LOST)
+    inside = ["python", "-m", "torch.distributed.run", f"--nnodes={nodes}", "--max-restarts=3"]
+    command = ["lab", "500mbit", "--ranks", "2", *options, "--", *inside, path, tmp_path]
+    process = start("-m", "sparsync", *command, stderr=subprocess.PIPE)
+    try:
+        files = [tmp_path / f"{rank} of 2" for rank in range(2)]
+        deadline = time.monotonic() + 300
+        while not all(file.exists() and file.read_text().endswith(" ") for file in files):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        pids = [[int(pid) for pid in file.read_text().split()] for file in files]
+        namespaces = [programs.namespace_of(str(worker)) for _, worker in pids]
+        (tmp_path / "lost").touch()
+        os.kill(pids[lost][0], signal.SIGKILL)
+        out, err = end(process, 500)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == expected, err
+    assert f"sparsync: rank {lost} was ended by SIGKILL; 1 of 2 ranks go on" in err
+    assert all(words in err for words in said), err
+    assert ("[0] rank 0 of 1 has trained" in out) == (expected == 0) and " of 2 has" not in out
+    assert not any(programs.runs(str(pid)) for pair in pids for pid in pair)
+    assert [programs.holders(namespace) for namespace in namespaces] == [[], []]
 
 
 FAILS = """

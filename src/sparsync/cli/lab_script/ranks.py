@@ -68,7 +68,8 @@ def run_script(
     """Run a command on every rank, each behind its own link; return what the kernel counted.
 
     The output of rank r is forwarded line by line, prefixed with ``[r]``. Once a rank has failed, the
-    others have ``grace`` seconds to end by themselves. In any case no process is left in the lab.
+    others have ``grace`` seconds to end by themselves. A rank that a signal ends takes its own processes
+    along, as a lost machine would. In any case no process is left in the lab.
 
     Args:
         command: a program and its arguments.
@@ -131,6 +132,9 @@ def _wait(
         watch.look()
         printer.check()
         codes = [one.process.poll() for one in running]
+        for one, code in zip(running, codes, strict=True):
+            if code is not None and code < 0:
+                one.lose()
         if failed is None:
             failed = next((rank for rank, code in enumerate(codes) if code), None)
             if failed is not None:
@@ -181,7 +185,7 @@ class _Rank:
         }
         # a process starts in the namespace of the thread that starts it
         self.process = seat.run(lambda: subprocess.Popen(list(command), **options))
-        self._seat = guard.identity(seat.namespace)
+        self._seat, self._lost = guard.identity(seat.namespace), False
         pipes = (self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)
         self._copiers = [
             threading.Thread(target=printer.copy, args=(f"[{rank}] ", *pair), daemon=True)
@@ -195,6 +199,15 @@ class _Rank:
         """The exit code, as a shell would report it."""
         code = self.process.wait()
         return _OF_A_SIGNAL - code if code < 0 else code
+
+    def lose(self) -> None:
+        """Kill everything that the rank has started, once a signal has ended the rank itself.
+
+        A torchrun that is killed does not end its workers, which would go on as if their node was there.
+        """
+        if not self._lost:
+            self._lost = True
+            guard.signal_all([self._seat], signal.SIGKILL)
 
     def end(self) -> None:
         """End the rank and everything that it has started."""

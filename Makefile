@@ -92,7 +92,7 @@ test-asan: $(TOOLS)
 	@if test -e '$(ASAN_LIBRARIES)'; then $(MAKE) --no-print-directory $(ASAN)/installed && \
 	  LD_PRELOAD="$(ASAN_LIBRARIES) $$($${CXX:-g++} -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 SPARSYNC_SANITIZED=1 \
-	  $(ASAN)/bin/python -m pytest -p no:cacheprovider -q -s -m "not slow" $(ASAN_TESTS); \
+	  $(ASAN)/bin/python -m pytest -p no:cacheprovider -q -s -n 2 -m "not slow" $(ASAN_TESTS); \
 	else echo "test-asan skipped: $${CXX:-g++} has no libasan.so; install a compiler with sanitizers"; fi
 
 # an environment of its own that sees the tools of .venv, but not the sparsync that is installed there

@@ -124,6 +124,15 @@ def outcomes(request):
 
 
 def _run(*job):
+    tests = _outcomes_of(job)
+    # gloo connects all ranks of a new group with each other, and a rank that has ended its test closes
+    # its connections while a slow one may still be connecting (seen once on two busy cores)
+    if any("connectFullMesh failed" in why for test in tests for why in test["why"]):
+        tests = _outcomes_of(job)
+    return tests
+
+
+def _outcomes_of(job):
     written = run_well("-m", "tests.distributed.suites", *job, seconds=500)
     return [json.loads(line) for line in written.splitlines() if line.startswith("{")]
 

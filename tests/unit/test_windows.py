@@ -4,9 +4,13 @@ from tests.fresh import run_python
 
 # other modules are imported first, so that only this library's code misses the removed features
 TAKEN_AWAY = """
-import multiprocessing.connection, multiprocessing.context, os, signal, socket, subprocess, sys
+import contextlib, multiprocessing.connection, multiprocessing.context, os, signal, socket
+import subprocess, sys
 import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp
 import torch.distributed.pipelining, torch.optim, typer, rich.console, rich.progress, zmq
+
+with contextlib.suppress(ImportError):
+    import scipy.sparse, sklearn.base, sklearn.utils.validation
 
 for name in ("fcntl", "grp", "pwd", "resource", "termios"):
     sys.modules[name] = None

@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 _PREFIX: Final = "sparsync/meetings"
-_CARD_BYTES: Final = 256  # limit on a card sent over a communicator, e.g. a host name
+_CARD_BYTES: Final = 512  # limit on a card sent over a communicator, e.g. a host name
 _WRONG: Final = "cannot take part"  # key in a card for the reason why a rank cannot take part
 _COMPLAINT: Final = 180  # limit on the characters of this reason over a communicator
 _BYE: Final = 20.0  # seconds that a rank unable to take part waits for the others
@@ -78,7 +78,7 @@ def meet(
 
     A card is a text shown to the other ranks; ``phase`` is named in errors.  Rank 0, which may serve the
     store, returns once all ranks have read the cards.  Over a communicator of these ranks, a card has at
-    most 256 bytes.
+    most 512 bytes.
 
     Raises:
         DeadlineError: names the ranks still missing after ``timeout`` seconds.
@@ -161,7 +161,7 @@ def convene(
     except ConfigurationError as error:
         wrong = error
         card = json.dumps({_WRONG: str(error)})
-        # a communicator truncates a card at 256 bytes, and truncated JSON cannot be read
+        # a communicator truncates a card at 512 bytes, and truncated JSON cannot be read
         if isinstance(store, Communicator):
             card = json.dumps({_WRONG: str(error).encode("ascii", "replace").decode()[:_COMPLAINT]})
     try:

@@ -191,6 +191,11 @@ def place(network, *own, near=False, far="", beyond=""):
         (place("a", "fd00::1"), place("b", "10.0.0.2"), "gloo connects addresses of one family"),
         # even on one network, gloo has one family
         (place("a", "fd00::1"), place("a", "10.0.0.2"), "gloo connects addresses of one family"),
+        (
+            place("a", "10.0.0.1", "10.1.0.1"),
+            place("b", "10.0.0.2"),
+            "gloo connects equal numbers of interfaces only",
+        ),
         (place("a", "172.17.0.1"), place("b", "172.17.0.1"), "would both listen at 172.17.0.1,"),
         (place("a", "10.0.0.1"), place("b", "127.0.0.1", near=True), "rank 3 would listen at here"),
         (

@@ -32,7 +32,7 @@ def move_(
         withheld: None stands for zeros.
         weights: of any floating-point dtype; None stands for zeros.
         shown: a factor.
-        dtype: what is rounded is rounded to this dtype; None: it is not rounded.
+        dtype: the dtype to which ``shared - shown * withheld`` is rounded; None for no rounding.
     """
     vectors = [made, shared, *([] if withheld is None else [withheld])]
     every = vectors if weights is None else [*vectors, weights]
@@ -56,7 +56,7 @@ def move_plainly_(
     shown: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Compute what ``move_`` describes in plain PyTorch."""
+    """Do as ``move_`` does, in plain PyTorch; this is the specification."""
     if withheld is None:
         made.copy_(shared)
     else:

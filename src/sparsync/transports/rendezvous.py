@@ -343,7 +343,8 @@ def check_places(places: Mapping[int, GlooPlace]) -> bool:
 
     Raises:
         ConfigurationError: a rank listens on loopback or on another rank's address, or ranks listen on
-            addresses of different families.  The message names the variable and the interfaces.
+            addresses of different families or in different numbers.  The message names the variable
+            and the interfaces.
     """
     several = len({place.network for place in places.values()}) > 1
     for rank, place in places.items() if several else ():
@@ -355,9 +356,12 @@ def check_places(places: Mapping[int, GlooPlace]) -> bool:
     }
     for rank, place in places.items():
         if families[rank] != families[first]:
+            # gloo connects the first interface of a rank with the first of all others, and so on
+            alike = len(families[rank]) == len(families[first])
+            limit = "addresses of one family only" if alike else "equal numbers of interfaces only"
             raise ConfigurationError(
                 f"rank {first} would listen at {_shown(places[first], several)}, rank {rank} at "
-                f"{_shown(place, several)}, and gloo connects addresses of one family only; set "
+                f"{_shown(place, several)}, and gloo connects {limit}; set "
                 f"{VARIABLE} for rank {rank} to one of {place.present}, or for rank {first} to one of "
                 f"{places[first].present}"
             )

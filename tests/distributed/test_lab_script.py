@@ -127,8 +127,9 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 sync = sparsync.attach(model, optimizer)
 node, ranks = int(os.environ["PET_LOCAL_ADDR"].rpartition(".")[2]) - 1, dist.get_world_size()
 folder = pathlib.Path(sys.argv[1])
-(folder / f"{node} of {ranks}").write_text(f"{os.getppid()} {os.getpid()} ")
 for step in itertools.count():
+    if step == 3:  # a loss in its first steps would end DDP's own set-up, before there is an exchange
+        (folder / f"{node} of {ranks}").write_text(f"{os.getppid()} {os.getpid()} ")
     # where the second node came late, the first has begun alone, and waits for it here
     if ranks == 1 and step > 3 and (folder / "lost").exists():
         break

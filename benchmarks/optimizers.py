@@ -470,8 +470,8 @@ def report(results: Results) -> str:
         "",
         f"Made by `benchmarks/optimizers.py`: {STEPS} steps, {RANKS} virtual ranks unless a row states "
         "otherwise, a GPT of torch's layers with 22 thousand parameters (digits: a network of two "
-        "layers), updates in one bit on every second step, as the default is from a million parameters, "
-        "and a rate that falls to 0. Rates are the best dense rates among those tried with "
+        "layers), updates in one bit on every second step (half the bits of the default from a million "
+        "parameters), and a rate that falls to 0. Rates are the best dense rates among those tried with "
         "the first seed. Columns show held-out loss relative to dense at the same rate, mean and "
         "deviation over seeds; for fine-tuning, they show the share of dense's improvement.",
     ]

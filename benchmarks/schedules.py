@@ -28,7 +28,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 from frontier.tasks import BETAS, GptWorkload, grouped
 from small_networks import ResNet, VisionTransformer, held_out_digits
-from virtual_updates import DEFAULT, ONE_BIT, train_dense, train_updates
+from virtual_updates import DEFAULT, ONE_BIT, TWO_BITS, train_dense, train_updates
 
 from sparsync.cli.workloads.digits import DigitsWorkload, SmallVgg
 from sparsync.cli.workloads.stdlib_text import LstmWorkload
@@ -244,8 +244,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "updates": DEFAULT,
         # the default of larger models
+        "two-bits": TWO_BITS,
         "one-bit": ONE_BIT,
-        "two-bits": {**ONE_BIT, "algorithm": resolve("quantised", bits=2, block=512)},
         "four-bits": {**ONE_BIT, "algorithm": resolve("quantised", bits=4, block=512)},
         "every-step": {**ONE_BIT, "period": 1},
         "lossless": {**ONE_BIT, "algorithm": "dense"},
@@ -309,7 +309,8 @@ def report(rows: list[dict[str, Any]]) -> str:
         "Held-out loss relative to dense AdamW's at the same rate and schedule; mean and deviation "
         "over seeds. Made by `benchmarks/schedules.py`, on virtual ranks. The first rate of a task is "
         'the best of several for dense AdamW with cosine decay to a tenth. "updates" is the default, '
-        '"one-bit" that of models from a million parameters: one bit on every second step.',
+        '"two-bits" that of models from a million parameters: two bits on every second step. The other '
+        "rows of exchanged updates have one bit on every second step, but for what their names say.",
         "",
         "| task | steps | ranks | rate | schedule | method | seeds | dense | over dense "
         "| abs(m) / sqrt(v) | bytes per parameter and step |",

@@ -25,8 +25,12 @@ from sparsync.updates.weights import ModelWeights
 DEFAULT: Mapping[str, Any] = OUTER_SETTINGS["updates"]
 # this is the default of models above a million elements, also used for smaller ones that stand for
 # them here
+TWO_BITS: Mapping[str, Any] = MappingProxyType(
+    {**DEFAULT, "algorithm": resolve("quantised", bits=2, block=512), "period": 2}
+)
+# with half the bytes
 ONE_BIT: Mapping[str, Any] = MappingProxyType(
-    {**DEFAULT, "algorithm": resolve("quantised", bits=1, block=512), "period": 2}
+    {**TWO_BITS, "algorithm": resolve("quantised", bits=1, block=512)}
 )
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

@@ -252,11 +252,12 @@ def _local(algorithm: str | Algorithm, **settings: Any) -> Method:
 
 # this is the default from a million parameters on; it is also used for smaller tasks, whose curves
 # stand for larger ones
-_ONE_BIT = {
+_TWO_BITS = {
     **OUTER_SETTINGS["updates"],
-    "algorithm": resolve("quantised", bits=1, block=512),
+    "algorithm": resolve("quantised", bits=2, block=512),
     "period": 2,
 }
+_ONE_BIT = {**_TWO_BITS, "algorithm": resolve("quantised", bits=1, block=512)}
 _HOOK_KNOBS = {"start": (10, 5, 20), "least_gain": (2.0, 1.0, 4.0)}
 _GRADIENT_KNOBS = {"beta2": (0.99, 0.95, 0.999), "local_clip": (None, 1.0, 2.0)}
 _OUTER_KNOBS = {"outer_lr": (1.0, 0.8, 1.2), "momentum": (0.0, 0.3, 0.6)}
@@ -293,7 +294,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         # as published, then DiLoCo at other periods than 500
         **{
             name: _updates(_PUBLISHED_KNOBS.get(name), **settings)
-            for name, settings in ({**OUTER_SETTINGS, "updates": _ONE_BIT}).items()
+            for name, settings in ({**OUTER_SETTINGS, "updates": _TWO_BITS}).items()
         },
         **{
             f"diloco-h{h}": _updates(_DILOCO_KNOBS, **{**OUTER_SETTINGS["diloco"], "period": h})
@@ -321,8 +322,9 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             )
             for drift in (0.04, 0.08)
         },
+        # these rows are for slower links: half the bits, other periods, and parts of the model in turn
+        "updates-1bit": _updates({}, **_ONE_BIT),
         "updates-overlap": _updates({}, **_ONE_BIT, fragments=2, delay=1),
-        # these rows are for slower links: other periods, and parts of the model in turn
         **{
             f"updates-h{h}-overlap{delay}": _updates(
                 {}, **{**_ONE_BIT, "period": h}, fragments=h, delay=delay

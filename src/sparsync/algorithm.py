@@ -212,16 +212,16 @@ def default_density(elements: int) -> float:
 
 
 def default_bits(elements: int) -> int:
-    """Return the bits per element for updates of a model if the user gives none: 1, or more if small.
+    """Return the bits per element for updates of a model if the user gives none: 2, or more if small.
 
-    Rounding costs steps, and below ``LARGE`` elements there is no need to save every byte: an exchange
-    sends as many of 1, 2, 4 and 8 bits as stay below ``LARGE`` bits, 125 kB.
+    Rounding costs steps, and for small models there is no need to save every byte: an exchange sends 8
+    or 4 bits if these are at most ``LARGE`` bits in all, 125 kB, and otherwise 2.
 
     Example:
-        >>> [default_bits(n) for n in (5_000, 125_000, 150_000, 300_000, 700_000, 25_000_000)]
-        [8, 8, 4, 2, 1, 1]
+        >>> [default_bits(n) for n in (5_000, 125_000, 150_000, 300_000, 25_000_000)]
+        [8, 8, 4, 2, 2]
     """
-    return next((bits for bits in (8, 4, 2) if bits * elements <= LARGE), 1)
+    return next((bits for bits in (8, 4) if bits * elements <= LARGE), 2)
 
 
 def check_density(density: float) -> float:

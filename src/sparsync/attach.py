@@ -92,7 +92,7 @@ def attach(
         algorithm: for gradients, the name of a preset in any spelling ("budgeted", the default, "auto",
             "Ok-Topk", ...), or an ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", cap=None)``.
             For updates, the name of a member of the family ("diloco", "sparseloco", ...), an
-            ``OuterStep``, or an algorithm for ``OuterStep`` to exchange with.  None sends 1 bit on
+            ``OuterStep``, or an algorithm for ``OuterStep`` to exchange with.  None sends 2 bits on
             every second step; below a million parameters it sends up to 8 bits on every step
             (``default_bits``).  With DDP, "auto" measures the group and chooses dense gradients
             where they take fewer seconds per step, or hardly more.  It does not know how many steps

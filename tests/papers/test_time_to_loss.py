@@ -102,9 +102,9 @@ def test_the_seconds_behind_auto_are_about_those_of_the_lab(fitted):
         if row["lab"] and row.get("rest") and row["optimizer"] == "adamw":
             found[row["task"], row["lab"], row["method"]] = row
     for task, lab, method in found:
-        if method != "updates":
+        if method != "updates-1bit":
             continue
-        for name in ("dense", "updates"):
+        for name in ("dense", "updates-1bit"):
             row = found[task, lab, name]
             on = {"size": row["parameters"], "world_size": row["ranks"]}
             on["machine"] = surface.machine_of(lab, row["ranks"])
@@ -114,11 +114,11 @@ def test_the_seconds_behind_auto_are_about_those_of_the_lab(fitted):
             ratio = (row["computation"] + exchange) / row["rest"]["seconds"]
             near.setdefault(name, []).append(1 / 1.25 <= ratio <= 1.25)
         fewer.add(
-            found[task, lab, "updates"]["rest"]["seconds"]
+            found[task, lab, "updates-1bit"]["rest"]["seconds"]
             < found[task, lab, "dense"]["rest"]["seconds"]
         )
     counts = {name: (sum(good), len(good)) for name, good in near.items()}
-    assert counts == {"dense": (12, 15), "updates": (13, 15)} and fewer == {True}
+    assert counts == {"dense": (12, 15), "updates-1bit": (13, 15)} and fewer == {True}
 
 
 def test_slower_links_never_make_a_step_shorter():
@@ -134,8 +134,9 @@ def test_slower_links_never_make_a_step_shorter():
 
 def test_the_lab_measured_such_steps():
     """The steps are those of ``benchmarks/frontier.md``: 8.4 M parameters, 4 ranks on 2 cores."""
-    measured = {("dense", 8e-7): 43.5, ("updates", 8e-7): 1.04, ("updates-h4-overlap1", 8e-7): 0.40}
-    measured |= {("dense", 8e-8): 4.5, ("updates", 8e-8): 0.42, ("updates-overlap", 8e-8): 0.37}
+    measured = {("dense", 8e-7): 43.5, ("dense", 8e-8): 4.5}
+    measured |= {("updates-1bit", 8e-7): 1.04, ("updates-h4-overlap1", 8e-7): 0.40}
+    measured |= {("updates-1bit", 8e-8): 0.42, ("updates-overlap", 8e-8): 0.37}
     for (method, beta), seconds in measured.items():
         made = planned(Machine(alpha=1e-4, beta=beta), compute=0.26)
         found = next(one for one in made.table if one.method == method)

@@ -41,13 +41,15 @@ def _chunkwise() -> Algorithm:
 
 OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        # This is the default of ``attach``.  With the noise of second moments corrected, one bit
-        # costs no more loss than 32 bits from about a million elements on.  Neither does a period
-        # of 2, except in the first steps, where weights move fastest and the rounding error is as
-        # large as the moves; these are exchanged one by one.  Smaller models lose up to 9 % of loss
-        # by both (a vision transformer of 152,074 elements), and there ``OuterStep.for_size`` sends
-        # more (benchmarks/schedules.md). A delay would hide the exchange, but cost 1.5 to 5 % of
-        # loss in trials (docs/design-notes.md).
+        # This is the default of ``attach``: from a million elements on, two bits and a period of 2
+        # (``OuterStep.for_size``).  What is rounded away arrives later, on average after a quarter
+        # of a step with two bits and after a whole one with one bit, in each of the two rounds, and
+        # late updates cost loss: 0.5 and 1.4 % on a transformer of 1.3 million elements after 1,000
+        # steps.  In the first steps, weights move fastest and the rounding error is as large as the
+        # moves, so these are exchanged one by one.  Smaller models lose up to 9 % by one bit on
+        # every second step (a vision transformer of 152,074 elements), and send more
+        # (benchmarks/schedules.md).  A delay would hide the exchange, but cost 1.5 to 5 % of loss
+        # in trials (docs/design-notes.md).
         "updates": {
             "algorithm": None,
             "density": 1.0,

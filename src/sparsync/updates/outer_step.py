@@ -166,7 +166,7 @@ class OuterStep:
         """The algorithm of the exchange, with the options that an outer step needs."""
         algorithm = self.algorithm
         if algorithm is None:
-            algorithm = _in_bits(1)  # until ``for_size``
+            algorithm = _in_bits(default_bits(LARGE))  # until ``for_size``
         # undivided sums, as in SparCML, would act as an outer_lr of world_size
         chosen = replace(resolve(algorithm), average=True, make_dense=Changing)
         # units of different fragments are selected at different times, so they cannot share one k

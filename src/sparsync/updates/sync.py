@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.accepted_optimizers import held_by
-from sparsync.algorithm import Algorithm
+from sparsync.algorithm import LARGE, Algorithm, default_bits
 from sparsync.console import say
 from sparsync.errors import ConfigurationError, require
 from sparsync.exclusive import Guard, check_outside_ddp
@@ -131,12 +131,12 @@ def make_outer(
 def said_of_size(algorithm: str | Algorithm | OuterStep | None, outer: OuterStep) -> str:
     """Return a phrase on the bits that ``make_outer`` chose because the model is small, or ""."""
     by_size = algorithm in (None, "updates") or getattr(algorithm, "algorithm", "") is None
-    bits: Any = dict(outer.chosen.options).get("bits", 1)
-    if not by_size or (bits == 1 and outer.first_period > 1):
+    bits: Any = dict(outer.chosen.options).get("bits")
+    if not by_size or (bits == default_bits(LARGE) and outer.first_period > 1):
         return ""
     often = "on every step" if outer.first_period == 1 else f"every {outer.first_period} steps"
     return (
-        f"{bits} bit{'s' if bits > 1 else ''} per weight {often}, because in a model this small "
+        f"{bits} bits per weight {often}, because in a model this small "
         "rounding costs more than bytes (algorithm= decides otherwise)"
     )
 

@@ -96,7 +96,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
         "",
         "Held-out loss relative to dense AdamW's, both at the best of the rates that dense AdamW was "
         "trained with; mean and deviation over seeds. Made by `benchmarks/scale.py`, on virtual ranks. "
-        '"rank": the batch per rank is fixed; "all": the global batch is. "one-bit" is the default of '
+        '"rank": the batch per rank is fixed; "all": the global batch is. "two-bits" is the default of '
         "models from a million parameters, which smaller models stand for here.",
         "",
         "| task | steps | schedule | batch | ranks | best rate, of | method | seeds | dense "
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=numbers, default=[1])
     parser.add_argument("--steps", type=int, default=1_000)
     parser.add_argument("--schedule", default="cosine-0")
-    parser.add_argument("--methods", type=words, default=["one-bit"], help=", ".join(METHODS))
+    parser.add_argument("--methods", type=words, default=["two-bits"], help=", ".join(METHODS))
     parser.add_argument(
         "--rates", type=lambda text: [float(part) for part in text.split(",")], help="of dense"
     )

@@ -42,22 +42,22 @@ _USUAL_PERIOD, _MOMENTUM_PERIOD = 2, 30
 # begin: fitted by benchmarks/steps.py
 COEFFICIENTS: Final[Mapping[str, float]] = MappingProxyType(
     {
-        "sparse gradients": 0.1125,
-        "low-rank": 0.1411,
-        "matrix rank": 0.2028,
-        "updates": -0.0003,
-        "period": 0.3462,
-        "period of Muon": -0.1051,
-        "period under momentum": 0.2336,
-        "delay": -0.0724,
-        "selection": -0.0331,
-        "ranks": 0.3254,
-        "ranks of updates": 0.0615,
-        "length": -0.2485,
-        "local": 0.0463,
-        "outer momentum": 0.8612,
-        "sparse gradients into moments": 0.8290,
-        "low-rank into moments": 0.4489,
+        "sparse gradients": 0.0976,
+        "low-rank": 0.1265,
+        "matrix rank": 0.2094,
+        "updates": -0.0406,
+        "period": 0.3488,
+        "period of Muon": -0.0999,
+        "period under momentum": 0.2292,
+        "delay": -0.0544,
+        "selection": -0.0323,
+        "ranks": 0.3289,
+        "ranks of updates": 0.0670,
+        "length": -0.2318,
+        "local": 0.0242,
+        "outer momentum": 0.8458,
+        "sparse gradients into moments": 0.8094,
+        "low-rank into moments": 0.4446,
     }
 )
 LIKELY: Final = 1.33  # factor, either way

@@ -38,6 +38,7 @@ settings = TrainingArguments(
     lr_scheduler_type="cosine",
     eval_strategy="steps",
     eval_steps=20,
+    eval_on_start=True,
     save_steps=20,
     report_to="none",
     disable_tqdm=True,
@@ -46,9 +47,8 @@ settings = TrainingArguments(
 trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=rows[::200])
 sparse = SparsyncCallback(trainer)
 trainer.add_callback(sparse)  # the only new lines
-before = trainer.evaluate()["eval_loss"]
 trainer.train(resume_from_checkpoint=options.folder / "checkpoint-20" if options.resume else None)
-after = trainer.evaluate()["eval_loss"]
+before, after = trainer.state.log_history[0]["eval_loss"], trainer.evaluate()["eval_loss"]
 sent = (
     sparse.sync.stats()["bytes_sent_per_local_step"] / model.num_parameters()
 )  # that of the end, too

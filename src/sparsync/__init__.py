@@ -100,6 +100,7 @@ _MODULES = frozenset(
         "checkpoint",
         "elastic",
         "frameworks",
+        "handle",
         "presets",
         "published",
         "testing",

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import sparsync
 from sparsync.errors import CheckpointError
+from sparsync.not_attached import NotAttached
 from tests.on_ranks import on_ranks, refused, same_everywhere
 
 from .commands import ROOT, end, start, torchrun
@@ -403,7 +404,7 @@ class Fits(torch.nn.Module):
 SGD_ARGUMENTS = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
 
 
-def transformers_run(folder, resume=None, scaler=None, **settings):
+def transformers_run(folder, resume=None, scaler=None, evaluate_first=False, **settings):
     """Train 8 steps; return the callback, the trainer and the weights."""
     from transformers import Trainer, TrainingArguments
 
@@ -411,13 +412,15 @@ def transformers_run(folder, resume=None, scaler=None, **settings):
 
     arguments = TrainingArguments(
         str(folder),
-        use_cpu=True,
-        ddp_backend="gloo",
         per_device_train_batch_size=8,
         save_strategy="steps",
         report_to="none",
         disable_tqdm=True,
-        **{**SGD_ARGUMENTS, "max_steps": 8, "save_steps": 3, **settings},
+        **{
+            **SGD_ARGUMENTS,
+            **{"use_cpu": True, "ddp_backend": "gloo", "max_steps": 8, "save_steps": 3},
+            **settings,
+        },
     )
     examples, model = [{"x": x, "labels": y} for x, y in data()], Fits()
     if scaler is not None:
@@ -427,8 +430,38 @@ def transformers_run(folder, resume=None, scaler=None, **settings):
     callback = SparsyncCallback(trainer, **(SETTINGS if sgd else UPDATES))
     trainer.add_callback(callback)
     trainer.accelerator.scaler = scaler  # as fp16=True sets it on a GPU
+    if evaluate_first:
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
     return callback, trainer, flat(trainer.model)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the Trainer sees all processes on GPUs")
+@on_ranks(2)
+def test_transformers_that_overlooks_the_other_ranks_is_refused(folder):
+    """Without ``use_cpu``, Accelerate takes no CPU for a part of a group: ranks would train alike."""
+    from accelerate.state import AcceleratorState
+
+    launched()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        with refused("2 processes were started, but Accelerate sees 1", "use_cpu=True"):
+            transformers_run(folder, use_cpu=False, ddp_backend=None)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@on_ranks(2)
+def test_transformers_that_is_not_wrapped_has_no_dense_run(folder):
+    """On a CPU, Accelerate 1.15 does not wrap a model that it has prepared for an evaluation."""
+    launched()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSYNC_DISABLE", "1")
+        with refused("SPARSYNC_DISABLE=1", "not wrapped", "train() before trainer.evaluate()"):
+            transformers_run(folder, evaluate_first=True)
+        callback, *_ = transformers_run(folder, max_steps=1)
+        assert isinstance(callback.sync, NotAttached)
+        callback.close()
 
 
 @pytest.mark.slow

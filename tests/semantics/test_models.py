@@ -21,6 +21,7 @@ from .models import Branches, channels_last, normed, tied
 from .practice import section
 from .training import (
     DDP_COLUMNS,
+    SPARSE,
     STEPS,
     Case,
     Training,
@@ -37,6 +38,7 @@ from .training import (
     mean_square,
     moved,
     network,
+    residuals,
     same_training,
     sgd,
     weights,
@@ -313,15 +315,50 @@ def test_still_buffers(column):
     assert len(set(sent)) <= 1, "what never changes was sent"
 
 
-practice(
+@practice(
     "weights that are loaded after the start",
-    attach="untested. All ranks must load the same; residuals are of the former weights.",
+    attach="works. All ranks must load the same, as with plain DDP. The residual stays, like the "
+    "optimizer's moments: it is of the former weights. `sparsync.load` restores it with the weights, and "
+    "a handle that is closed and attached again begins without one.",
     updates="works. Before the first step all ranks begin from them, if all have loaded the same; "
     "else, or between steps, they are refused. (tests/distributed/test_updates.py"
     "::test_a_checkpoint_that_is_loaded_after_attach_is_the_start_of_all)",
-    UpdateSpace="untested. As with `attach`.",
-    averaging="untested. Load them before the averager is made, which takes what it sees as the start.",
+    UpdateSpace="works. As with `attach`, but there is nothing to close: make a new optimizer.",
+    averaging="works. Before the first step, all ranks begin from what `load_state_dict` has loaded. "
+    "Between steps, schemes that keep former weights, such as WAGMA-SGD's stale models, refuse them; the "
+    "others continue from them.",
 )
+def test_weights_that_are_loaded_after_the_start(column):
+    loaded = network(seed=5).state_dict()
+
+    def end(net, density, steps):
+        """Load before the steps whose numbers are negative reach 0."""
+        training = Training(column, net, density)
+        kept = []
+        try:
+            for step in steps:
+                if step == 0:
+                    if column == "attach":
+                        kept.append(training.handle.state_dict())
+                    net.load_state_dict(loaded)
+                    if column == "attach":
+                        kept.append(training.handle.state_dict())
+                training.backward(step % STEPS)
+                training.step()
+            training.finish()
+        finally:
+            training.close()
+        return weights(net), [residuals(state, weights(net)) for state in kept]
+
+    expected, _ = end(network(seed=5), 1.0, range(STEPS))
+    for begin in (0, -2):
+        found, _ = end(network(), 1.0, range(begin, STEPS))
+        assert_close(found, expected, 0.0, f"loaded after {-begin} steps")
+    found, kept = end(network(), SPARSE, range(-2, STEPS))
+    assert equal_on_all_ranks(found)
+    if kept:
+        assert any(value.any() for value in kept[0].values())
+        assert_close(kept[1], kept[0], 0.0, "the residual")
 
 
 def _buffers_are_those_of_rank_0():

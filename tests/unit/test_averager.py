@@ -1,5 +1,6 @@
 """Test averagers on models: which tensors are sent, comparisons, refusals and saved states."""
 
+import copy
 import io
 import json
 import re
@@ -137,6 +138,66 @@ def test_all_begin_from_the_same_vector_though_they_have_stepped():
         averager.average = lambda comm, vector, step: mean(comm, vector)
         train_(model, optimizer, comm.rank, 1, averager)
         assert torch.equal(seen["last"], torch.cat([start, torch.zeros(3)]))
+
+    together(program, 2)
+
+
+def nested(seed=0):
+    return nn.Sequential(nn.Sequential(linear(seed)), nn.BatchNorm1d(1))
+
+
+@pytest.mark.parametrize("load", ["whole", "parts"])
+def test_weights_that_are_loaded_before_the_first_step_are_the_start_of_all(load):
+    """The start is also what a rank that is late lets others average, e.g. in WAGMA."""
+
+    def program(comm):
+        model, other = nested(), nested(seed=5)
+        with torch.no_grad():
+            other[1].running_mean += 3
+        averager = Smoothed(model, comm=comm)
+        copied = copy.deepcopy(model)
+        torch.save(model, io.BytesIO())
+        if load == "whole":
+            model.load_state_dict(other.state_dict())
+        else:
+            model[0].load_state_dict(other[0].state_dict())
+            model[1].load_state_dict(other[1].state_dict())
+        copied.load_state_dict(nested(seed=7).state_dict())  # a copy is another model
+        add_(model, 1 + comm.rank)
+        averager.average = lambda comm, vector, step: mean(comm, vector)
+        averager.step()
+        start = [*other.parameters(), other[1].running_mean, other[1].running_var]
+        assert torch.equal(averager.memory["last"], nn.utils.parameters_to_vector(start))
+        averager.close()
+        assert not any(module._load_state_dict_post_hooks for module in model.modules())
+
+    together(program, 2)
+
+
+@pytest.mark.parametrize("name", ["smoothed", "wagma", "diloco", "allreduce", "dpsgd"])
+def test_weights_that_are_loaded_between_steps_are_refused_if_former_ones_are_kept(name):
+    keeps = name in ("smoothed", "wagma", "diloco")
+
+    def program(comm):
+        make = {**SCHEMES, "smoothed": Smoothed}[name]
+        model = nn.Sequential(linear())
+        averager = make(model, comm=comm)
+        for _ in range(2):
+            add_(model, 1 + comm.rank)
+            averager.step()
+        own = copy.deepcopy(model.state_dict())
+        other = linear(seed=5).state_dict()
+        model[0].load_state_dict(other)  # to evaluate an EMA, for example
+        model.load_state_dict(own)
+        averager.step()
+        model[0].load_state_dict(other)
+        if keeps:
+            for act in (averager.step, averager.finish):
+                told = failure(ConfigurationError, act)
+                assert "local step 3: weights were loaded" in told and "make a new one" in told
+        else:
+            averager.step()
+            torch.testing.assert_close(model[0].state_dict(), other)
 
     together(program, 2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from sparsync.averaging.binding import Binding, BufferRule, MomentRule, NonFiniteRule
 from sparsync.errors import ConfigurationError, PeerError, require
+from sparsync.feedback.changes import Changes
 from sparsync.fields import (
     Common,
     Exactly,
@@ -121,6 +123,9 @@ class Averager(Stateful):
         ConfigurationError: the scheme does not have an option, or the model is DDP or FSDP; later,
             the model has changed.
         PeerError: from the first ``step``: ranks differ in settings, tensors or initial values.
+
+    Weights loaded by ``load_state_dict`` before the first step are those from which all ranks begin.
+    Between later steps, schemes with ``memory`` or stale models refuse other weights.
     """
 
     averaged: ClassVar[str] = "models"
@@ -145,6 +150,7 @@ class Averager(Stateful):
         self.steps = self.resume_at = 0
         self.memory: dict[str, Tensor] = {}
         self._begun = False
+        self._overwritten = False  # whether the model's weights were loaded since the last step
         self._waited = 0.0  # seconds
         self.participation = Participation()
         self._before = 0, Traffic()  # steps and bytes before the first step of this process
@@ -154,6 +160,21 @@ class Averager(Stateful):
 
             comm = comm or connect()
             self._binding = Binding(model, comm, buffers, optimizer, moments, nonfinite)
+            self._changes = Changes(self._binding.trained.values())
+            note = weakref.WeakMethod(self._note_loaded)
+
+            def loaded() -> None:
+                if (known := note()) is not None:
+                    known()
+
+            self._hooks = self._binding.follow_loads(loaded)
+
+    def _note_loaded(self) -> None:
+        """Note whether weights other than those of the last step were loaded into the model."""
+        # Loading an EMA's weights for an evaluation, and then this rank's own again, is no change.  A
+        # scheme that keeps nothing from one average to the next goes on from any weights.
+        keeps = bool(self.memory) or self.staleness != "none"
+        self._overwritten = self._begun and keeps and self._changes.differ()
 
     # ---- an algorithm -----------------------------------------------------------------------------
 
@@ -218,6 +239,7 @@ class Averager(Stateful):
         # a rank that was left out continues at the others' step, or it would delay every later global
         # average
         self.steps = max(self.steps + 1, self.resume_at)
+        self._changes.remember()
         self._close_books(binding.comm)
 
     def _count(self, comm: Communicator) -> None:
@@ -239,6 +261,7 @@ class Averager(Stateful):
             binding.write_(run(self.conclude(binding.comm, vector, self.steps)))
             binding.reset_moments()
             run(binding.settle(self.survivors(binding.comm)))
+        self._changes.remember()
 
     def stats(self) -> dict[str, Any]:
         """Return this rank's statistics since its process began; call it between two steps.
@@ -295,7 +318,7 @@ class Averager(Stateful):
         self.steps = int(content["steps"])
         self.memory = {name: vector.clone() for name, vector in content["memory"].items()}
         # the next step calls ``begin`` again, with the current model, and compares no initial values
-        self._begun = False
+        self._begun = self._overwritten = False
         if self._binding is not None:
             self._binding.forget_start()
 
@@ -339,6 +362,8 @@ class Averager(Stateful):
     def close(self) -> None:
         """End the agents and threads of this rank's communicator."""
         if self._binding is not None:
+            for hook in self._hooks:
+                hook.remove()
             self._binding.comm.close()
 
     def __enter__(self: A) -> A:
@@ -360,6 +385,12 @@ class Averager(Stateful):
 
     def _bound(self) -> Binding:
         binding = self._binding_of("step")
+        require(
+            not self._overwritten,
+            f"local step {self.steps}: weights were loaded into the model since the last step, but "
+            f"{type(self).__name__} keeps the former ones for later averages; close() the averager "
+            "on all ranks, load, and make a new one, or load the averager's saved state as well",
+        )
         if not self._begun:
             facts = {"the averager": type(self).__name__, "its settings": self._settings()}
             run(agree(binding.comm, facts))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from sparsync.errors import NonFiniteGradientError, require
 from sparsync.transports.agree import agree, digest, divergences
@@ -96,6 +99,31 @@ class Binding:
         self._dtype = torch.float64 if wide else torch.float32
         self._known_moments = self._find_moments()
         self.initial: Tensor | None = self.read()
+
+    def follow_loads(self, loaded: Callable[[], None]) -> list[RemovableHandle]:
+        """Call ``loaded`` after every ``load_state_dict`` of the model or of one of its modules.
+
+        As long as ``initial`` is needed, it follows what is loaded.
+        """
+        modules = self.model.named_modules()
+        return [
+            module.register_load_state_dict_post_hook(
+                _LoadHook(self, f"{prefix}." if prefix else "", loaded)
+            )
+            for prefix, module in modules
+        ]
+
+    @torch.no_grad()
+    def reread(self, prefix: str, module: nn.Module) -> None:
+        """Take a module's own tensors into ``initial``, where every rank begins."""
+        if self.initial is None:
+            return
+        pieces = dict(zip(self._layout(), torch.split(self.initial, self._sizes()), strict=True))
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in own:
+            if (piece := pieces.get(prefix + name)) is not None:
+                real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                piece.copy_(real.reshape(-1))
 
     # ---- the vector -------------------------------------------------------------------------------
 
@@ -272,6 +300,34 @@ class Binding:
             if isinstance(value, Tensor) and value.is_floating_point()
             if value.dim() and value.shape == parameter.shape
         }
+
+
+@final
+class _LoadHook:
+    """A hook that follows what is loaded into a module.
+
+    Its copies do nothing, because a copied model is not bound.
+    """
+
+    def __init__(
+        self,
+        binding: Binding | None = None,
+        prefix: str = "",
+        loaded: Callable[[], None] | None = None,
+    ) -> None:
+        # the reference is weak, because the averager may end before the model
+        self._binding = None if binding is None else weakref.ref(binding)
+        self._prefix, self._loaded = prefix, loaded
+
+    def __call__(self, module: nn.Module, _keys: object) -> None:
+        """Take what was loaded; PyTorch calls this for every loaded module, after its children."""
+        if self._binding is not None and (binding := self._binding()) is not None:
+            binding.reread(self._prefix, module)
+            if self._loaded is not None:
+                self._loaded()
+
+    def __reduce__(self) -> tuple[type[_LoadHook], tuple[()]]:
+        return _LoadHook, ()
 
 
 def _check_model(model: nn.Module) -> None:

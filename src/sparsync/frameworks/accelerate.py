@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparsync.errors import ConfigurationError
-from sparsync.frameworks.common import attach_wrapped, replace_method, resume, save_beside
+from sparsync.frameworks.common import (
+    attach_wrapped,
+    check_processes,
+    replace_method,
+    resume,
+    save_beside,
+)
 from sparsync.handle import Handle
 
 if TYPE_CHECKING:
@@ -51,6 +57,7 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
     # the second model's folder is sparsync_1, as Accelerate counts
     name = f"sparsync_{prepared.index(True)}".removesuffix("_0")
     how = "start several: torchrun --nproc-per-node 2 ... (accelerate launch starts one on a CPU)"
+    check_processes(accelerator.num_processes, "make Accelerator(cpu=True)")
     sync = attach_wrapped(model, accelerator._optimizers, options, how, accelerator.scaler)
 
     def save(models: Any, weights: Any, folder: str) -> None:

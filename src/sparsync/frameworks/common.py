@@ -18,12 +18,19 @@ from sparsync.checkpoint.save_load import load_states, save_state
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.agreed_setup import weights_digest
 from sparsync.handle import Handle
-from sparsync.options import Monitoring
+from sparsync.options import DISABLE, Monitoring, disabled
 from sparsync.transports.agree import agree
 from sparsync.transports.driver import run
 from sparsync.updates.sync import UpdateSync
 
-__all__ = ["attach_wrapped", "missing", "replace_method", "resume", "save_beside"]
+__all__ = [
+    "attach_wrapped",
+    "check_processes",
+    "missing",
+    "replace_method",
+    "resume",
+    "save_beside",
+]
 
 
 def missing(framework: str, error: ImportError) -> ConfigurationError:
@@ -61,11 +68,13 @@ def attach_wrapped(
     options: dict[str, Any],
     how: str,
     scaler: Any = None,
+    unwrapped: str = "wrap it",
 ) -> Handle:
     """Attach to the module that a framework wrapped, and possibly compiled, for training.
 
     ``attach`` gets the optimizers that have parameters of the model.  ``options`` take precedence over
-    the framework's ``scaler``; ``how`` tells the user how to make the framework start several processes.
+    the framework's ``scaler``; ``how`` tells the user how to make the framework start several processes,
+    and ``unwrapped`` how to make it wrap the model.
     """
     wrapped: Any = getattr(model, "_orig_mod", model)  # torch.compile keeps the module there
     # with one process, frameworks omit DDP, and ``attach`` would ask the user to wrap the model
@@ -73,6 +82,11 @@ def attach_wrapped(
     if alone and not isinstance(wrapped, DistributedDataParallel):
         raise ConfigurationError(
             f"training runs in a single process, which exchanges nothing; {how}, or omit sparsync"
+        )
+    if disabled() and not isinstance(wrapped, DistributedDataParallel):
+        raise ConfigurationError(
+            f"{DISABLE}=1 leaves the exchange to DistributedDataParallel, but the framework has not "
+            f"wrapped this {type(wrapped).__name__} in it: every rank would train alone; {unwrapped}"
         )
     trained = set(model.parameters())
     its = [
@@ -87,6 +101,23 @@ def attach_wrapped(
         monitoring = replace(monitoring, scaler=scaler)
     sync: Handle = attach(wrapped, **{**options, "monitoring": monitoring})
     return sync
+
+
+def check_processes(seen: int, cure: str) -> None:
+    """Refuse a framework that overlooks the other processes, as Accelerate does on a CPU.
+
+    It gives every rank the same batches, so exchanging would be in vain.
+
+    Args:
+        seen: the number of processes with which the framework trains.
+        cure: how the user makes the framework see all of them.
+    """
+    started = dist.get_world_size() if dist.is_initialized() else 1
+    if seen < started:
+        raise ConfigurationError(
+            f"{started} processes were started, but Accelerate sees {seen} and gives every rank the same "
+            f"batches; without a GPU, {cure}"
+        )
 
 
 def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 from sparsync.errors import ConfigurationError
 from sparsync.frameworks.common import (
     attach_wrapped,
+    check_processes,
     missing,
     replace_method,
     resume,
@@ -100,8 +101,12 @@ class SparsyncCallback(TrainerCallback):
                 self.sync.close()
             optimizers = [] if optimizer is None else [optimizer]
             how = "start several: torchrun --nproc-per-node 2 ..."
-            scaler = getattr(self._trainer.accelerator, "scaler", None)
-            self.sync = attach_wrapped(model, optimizers, self._options, how, scaler)
+            accelerator = self._trainer.accelerator
+            check_processes(accelerator.num_processes, "give TrainingArguments(use_cpu=True)")
+            scaler = getattr(accelerator, "scaler", None)
+            # Accelerate 1.15 wraps no model on a CPU that it has prepared before, for an evaluation
+            first = "call trainer.train() before trainer.evaluate(), or use eval_on_start=True"
+            self.sync = attach_wrapped(model, optimizers, self._options, how, scaler, first)
             self._model = model
         checkpoint = self._checkpoint
         if checkpoint is True:

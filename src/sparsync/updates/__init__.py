@@ -11,8 +11,8 @@ what was not delivered, ``collectives.quantised`` sums over ranks, and ``wire.le
 the reducer, a move is a gradient.
 
 ``family`` has the settings of the default and of published methods; ``offload`` decides which memory is
-on the host; ``outer_averager`` runs the outer step without ``attach``; ``changes`` detects weights that
-the program has written; ``rank_state`` and ``saved`` deal with saved states.
+on the host; ``outer_averager`` runs the outer step without ``attach``; ``rank_state`` and ``saved`` deal
+with saved states.  ``feedback.changes`` detects weights that the program has written.
 """
 
 from collections.abc import Mapping

@@ -28,6 +28,7 @@ from sparsync.algorithm import LARGE, Algorithm, default_bits
 from sparsync.console import say
 from sparsync.errors import ConfigurationError, require
 from sparsync.exclusive import Guard, check_outside_ddp
+from sparsync.feedback.changes import Changes, begin_together
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.reducer_state import ParsedState, agree_state, parse_state
 from sparsync.feedback.step import Proposal
@@ -63,7 +64,6 @@ from sparsync.units import (
     substituted,
     training,
 )
-from sparsync.updates.changes import Changes, begin_together
 from sparsync.updates.family import OUTER_SETTINGS
 from sparsync.updates.fragments import Begin, Layout
 from sparsync.updates.gradient_noise import correct, noise_of

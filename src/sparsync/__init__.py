@@ -100,7 +100,6 @@ _MODULES = frozenset(
         "checkpoint",
         "elastic",
         "frameworks",
-        "handle",
         "presets",
         "published",
         "testing",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -19,18 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsync.algorithm import Algorithm, check_density, default_density
 from sparsync.console import say
 from sparsync.errors import ConfigurationError
-from sparsync.feedback.correction import Correction
-from sparsync.names import suggestion
+from sparsync.names import parameters_of, suggestion
 from sparsync.options import Compression, Monitoring, Options, Transport, disabled
 
 if TYPE_CHECKING:
-    import sparsync.handle
-    import sparsync.updates
+    from sparsync.feedback.correction import Correction
+    from sparsync.handle import Handle
     from sparsync.updates.outer_step import OuterStep
-else:
-    # ``typing.get_type_hints(attach)`` looks the names up in this module.  Through the package, whose
-    # attributes are imported on first use, it finds them without an import of the engines here.
-    import sparsync
 
 __all__ = ["attach", "check_optimizer"]
 
@@ -54,7 +48,7 @@ def _naming_options(function: Callable[P, R]) -> Callable[P, R]:
     This is a decorator, not ``**kwargs``, so the signature survives and type checkers still reject
     unknown keywords.
     """
-    known = inspect.signature(function).parameters  # names alone: types would import the engines
+    known = parameters_of(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **given: P.kwargs) -> R:
@@ -71,7 +65,7 @@ def _naming_options(function: Callable[P, R]) -> Callable[P, R]:
 def attach(
     model: nn.Module,
     optimizer: Optimizers | None = None,
-    algorithm: str | Algorithm | sparsync.updates.OuterStep | None = None,
+    algorithm: str | Algorithm | OuterStep | None = None,
     density: float | None = None,
     *,
     exchange: Literal["auto", "gradients", "updates"] = "auto",
@@ -81,7 +75,7 @@ def attach(
     compression: Compression | None = None,
     transport: Transport | None = None,
     monitoring: Monitoring | None = None,
-) -> sparsync.handle.Handle:
+) -> Handle:
     """Compress the exchange between replicas of a model; the training loop stays as it is.
 
     One of two things is exchanged.  **Gradients** are exchanged sparsely on every step; this suits SGD,

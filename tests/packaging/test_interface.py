@@ -31,20 +31,3 @@ def test_what_only_some_users_need_is_loaded_when_they_need_it():
 
 def test_types_are_for_users_too():
     assert (Path(sparsync.__file__).parent / "py.typed").exists()
-
-
-def test_the_types_of_all_public_names_can_be_read_at_run_time():
-    """In a fresh process, because a type that another test has imported would be found by chance."""
-    code = """
-import inspect, typing, sparsync
-for name in sparsync.__all__:
-    thing = getattr(sparsync, name)
-    own = vars(thing).values() if inspect.isclass(thing) else [thing]
-    for one in own:
-        function = getattr(one, "fget", None) or getattr(one, "__func__", one)
-        if inspect.isfunction(function):
-            print(name, function.__name__, len(typing.get_type_hints(function)))
-"""
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
-    assert "attach attach 12" in done.stdout.splitlines()

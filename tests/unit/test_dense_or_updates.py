@@ -29,7 +29,7 @@ def seconds(machine, period=2, algorithm=TWO_BITS):
     ("beta", "dense", "updates"), [(8e-7, 43.5, 1.04), (8e-8, 4.5, 0.382), (8e-9, 0.644, 0.317)]
 )
 def test_the_lab_measured_such_steps(beta, dense, updates):
-    """The steps are those of ``benchmarks/time_to_loss.md``: 4 ranks, 2 cores, one bit, 0.22 s of computation."""
+    """The steps are those of ``benchmarks/time_to_loss.md``: one bit, 4 ranks, 0.22 s of computation."""
     found = [0.22 + part for part in seconds(Machine(alpha=1e-4, beta=beta), algorithm=ONE_BIT)]
     assert found == pytest.approx([dense, updates], rel=0.12)
 

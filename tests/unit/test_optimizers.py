@@ -173,7 +173,7 @@ def test_attach_says_once_what_is_done_with_the_steps(alone, capsys):
 
 
 def test_small_models_spare_steps_and_large_ones_bytes(alone):
-    """Below a million elements there is an exchange on every step, in up to 8 bits while these are 125 kB."""
+    """Below a million elements, every step has an exchange, in up to 8 bits while these are 125 kB."""
     for width, found in (
         (100, (8, 1)),
         (400, (4, 1)),

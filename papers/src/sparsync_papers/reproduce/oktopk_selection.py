@@ -27,6 +27,7 @@ from sparsync_papers.reproduce.one_process import (
 
 _PERIOD = 32  # tau', steps (section 5.2, VGG-16 and LSTM)
 _DENSITY, _LSTM_DENSITY = 0.01, 0.02  # Figures 4 and 6: of VGG-16 and BERT; of LSTM
+_OLD_STEPS = 19 * _PERIOD  # up to the last calculation of the threshold of Figure 4
 _STEPS = 256
 _XI_STEPS = 200
 _DENSITIES = (0.01, 0.02)  # of xi
@@ -66,6 +67,7 @@ def _watch(
         ranks=settings.pick(RANKS, 2),
         density=density,
         steps=steps,
+        decay=True,  # as in Figures 9, 11 and 13
         seed=settings.seed,
     )
     k = training.units[0].entries(density)
@@ -92,7 +94,7 @@ def _watch(
 def figure_4(settings: Settings) -> Outcome:
     """Distribution of gradient values, and predicted thresholds."""
     # the last step is so many steps after the last calculation of the threshold
-    steps = settings.steps_or(4 * _PERIOD, 0) // _PERIOD * _PERIOD + settings.pick(_AGE, 1) + 1
+    steps = settings.steps_or(_OLD_STEPS, 0) // _PERIOD * _PERIOD + settings.pick(_AGE, 1) + 1
     rows = Table()
     panels = []
     for recipe, density in settings.track(_models()):

@@ -40,7 +40,7 @@ _FEW = (DENSE_OVLP, GAUSSIAN_K, OKTOPK, *OURS)
 @artifact(
     "oktopk-fig9",
     "values as dense's, in the shortest time",
-    minutes=1.0,
+    minutes=2.0,
     trains=True,
     repeats=True,
 )
@@ -54,7 +54,7 @@ def figure_9(settings: Settings) -> Outcome:
 @artifact(
     "oktopk-fig11",
     "values as dense's, in the shortest time",
-    minutes=1.0,
+    minutes=2.5,
     trains=True,
     repeats=True,
 )

@@ -88,7 +88,7 @@ def _watch(
 @artifact(
     "oktopk-fig4",
     "a threshold reused for 25 steps is nearly the accurate one; Gaussian-k's is too large",
-    minutes=1.0,
+    minutes=2.0,
     trains=True,
 )
 def figure_4(settings: Settings) -> Outcome:

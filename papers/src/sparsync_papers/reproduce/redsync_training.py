@@ -145,7 +145,7 @@ def figure_6_table_1(settings: Settings) -> Outcome:
 @artifact(
     "redsync-table2",
     "large batches cost RGC no accuracy",
-    minutes=2.5,
+    minutes=4.0,
     trains=True,
     repeats=True,
 )

@@ -89,7 +89,7 @@ def _outcome(
 @artifact(
     "sparcml-fig4",
     "sparse and quantised training ends at the same quality as full precision",
-    minutes=2.0,
+    minutes=3.5,
     trains=True,
     repeats=True,
 )

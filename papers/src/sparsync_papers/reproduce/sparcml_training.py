@@ -160,7 +160,7 @@ def figure_5(settings: Settings) -> Outcome:
             "section 8.4",
             f"{'faster' if early else 'slower'} over the first third of the steps",
             early,
-            "entries wait about 500 steps to be sent, longer than the first third of this training",
+            "entries wait about 500 steps to be sent, so training starts later than with dense",
         ),
     ]
     more = "The times (2 x) need its GPUs."

@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 
 from sparsync_papers.reproduce.catalogue import ARTIFACTS
+from sparsync_papers.reproduce.report import evidence
 
 FOLDER = Path(__file__).parent
 REPORT = Path(__file__).with_suffix(".md")
 COLUMNS = ("artifact", "what", "paper", "ours", "same conclusion?", "seeds, steps")
 ANSWER = COLUMNS.index("same conclusion?")
-OLD = "1, -"  # of rows that were written before the column was: one seed, steps in the artifact's text
+OLD = "1, -"  # of rows that were written before the column was
 OURS = re.compile(r"\(not in the paper\)")
 
 
@@ -37,14 +38,13 @@ def lines_of(artifact: dict) -> list[str]:
     rows = []
     for compared in artifact["comparisons"]:
         stated, same = compared["stated"], compared["same"]
-        steps = artifact.get("steps")
         cells = (
             f"`{artifact['name']}`",
             stated["what"],
             f"{stated['says']} ({stated['where']})",
             compared["ours"],
             ("yes" if same else "**no**") + (f": {compared['why']}" if compared["why"] else ""),
-            f"{artifact.get('seeds', 1)}, {'-' if steps is None else steps}",
+            evidence(artifact.get("seeds", 1), artifact.get("steps")),
         )
         rows.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return rows
@@ -103,8 +103,7 @@ def report(artifacts: list[dict], before: dict[str, list[str]]) -> str:
         "agree with the papers'**; for the others, the table gives the reason. Rows about this project's "
         "own algorithms, which the papers do not have, are not counted. `docs/reproducing.md` explains "
         "what the kinds of evidence are worth; here, small models train for hundreds of steps. *Seeds, "
-        "steps*: what an answer rests on; 0 seeds: a formula; no steps: nothing is trained, or a row of "
-        "an earlier run, which has one seed.",
+        "steps*: what an answer rests on; -: no training of so many steps.",
         "",
         f"Run last, in {minutes:.0f} minutes: {', '.join(sorted(new)) or 'none'}. "
         f"Rows of an earlier run: {', '.join(old) or 'none'}."

@@ -55,7 +55,7 @@ def text_of(finished):
 
 
 def test_a_run_shows_both_figures_settings_and_what_differs():
-    (finished,) = reproduce([works], seed=3)
+    (finished,) = reproduce([works], Settings(seed=3))
     text = text_of(finished)
     for part in ("0.5 & more", "(section 1)", "0.4", "no: [it] is less", "title [b]"):
         assert part in text
@@ -100,7 +100,7 @@ def test_the_page_has_every_comparison_picture_and_failure():
 
 
 def test_a_quick_run_says_so_everywhere():
-    (finished,) = reproduce([works], quick=True)
+    (finished,) = reproduce([works], Settings(quick=True))
     assert "Quick: scaled down" in text_of(finished)
     assert "Quick: scaled down" in page([finished], [])
 
@@ -221,9 +221,36 @@ def test_names_or_all_are_needed(arguments):
 def test_steps_are_for_trainings_that_take_them():
     assert Settings(quick=True, steps=7).steps_or(256, 4) == 7
     assert (Settings().steps_or(256, 4), Settings(quick=True).steps_or(256, 4)) == (256, 4)
-    takers = "redsync-fig6-table1, redsync-table2, oktopk-fig6, oktopk-fig5, wagma-ablations"
-    with pytest.raises(ConfigurationError, match=f"for {takers}, not for sparcml-fig7"):
+    takers = (
+        "--steps is for sparcml-fig1, sparcml-fig4, sparcml-fig5, sparcml-fig6, redsync-fig6-table1, "
+        "redsync-table2, oktopk-fig4, oktopk-fig6, oktopk-fig5, oktopk-fill-in, oktopk-fig9, "
+        "oktopk-fig11, oktopk-fig13, wagma-fig5, wagma-fig8, wagma-ablations, wagma-fig11"
+    )
+    with pytest.raises(ConfigurationError, match=f"{takers}, not for sparcml-fig7"):
         command(names=["oktopk-fig6", "sparcml-fig7"], steps=5)
+
+
+def test_seeds_are_for_trainings_whose_means_are_compared():
+    assert Settings(seed=4, quick=True, seeds=3).seeds_or(1) == range(4, 7)
+    with pytest.raises(
+        ConfigurationError, match=r"--seeds is for sparcml-fig4, .*for oktopk-fig6;"
+    ):
+        command(names=["oktopk-fig9", "oktopk-fig6"], seeds=2)
+
+
+@pytest.mark.parametrize("option", ["steps", "seeds"])
+def test_an_option_reaches_the_artifact(monkeypatch, option):
+    seen = []
+
+    @artifact("oktopk-asked", "conclusion", minutes=0.1, trains=True, repeats=True)
+    def asked(settings):
+        """Title."""
+        seen.append(getattr(settings, option))
+        return works.run(settings)
+
+    monkeypatch.setattr(command_module, "ARTIFACTS", (asked,))
+    command(all_=True, **{option: 6})
+    assert seen == [6]
 
 
 def test_settings_choose_and_count():

@@ -45,6 +45,7 @@ class Settings:
     seed: int = 0  # seed of models, data and inputs
     quick: bool = False  # scaled down to run in seconds, to test the code rather than the paper
     steps: int | None = None  # of each training run; None: the artifact's own number
+    seeds: int | None = None  # number of runs, from ``seed`` on; None: the artifact's own number
     # called after each piece of work with the total number of pieces
     advance: Callable[[int | None], None] = _nothing
 
@@ -60,6 +61,15 @@ class Settings:
     def steps_or(self, whole: int, quick: int) -> int:
         """Return the requested number of steps, or the result of ``pick``."""
         return self.steps or self.pick(whole, quick)
+
+    def seeds_or(self, whole: int) -> range:
+        """Return as many seeds as requested, else as given, or a single seed in a quick run.
+
+        Example:
+            >>> Settings(seed=5, seeds=2).seeds_or(4), Settings(quick=True).seeds_or(4)
+            (range(5, 7), range(0, 1))
+        """
+        return range(self.seed, self.seed + (self.seeds or self.pick(whole, 1)))
 
     def track(self, pieces: Iterable[T]) -> Iterator[T]:
         """Yield the pieces and report progress after each."""
@@ -130,6 +140,7 @@ class Artifact:
     run: Run  # runs it
     own_progress: bool = False  # the code that it runs shows its own progress
     trains: bool = False  # for as many steps as ``Settings.steps`` says
+    repeats: bool = False  # with as many seeds as ``Settings.seeds`` says
 
     @property
     def paper(self) -> str:
@@ -144,6 +155,7 @@ def artifact(
     minutes: float,
     own_progress: bool = False,
     trains: bool = False,
+    repeats: bool = False,
 ) -> Callable[[Run], Artifact]:
     """Make an artifact of the function that runs it, whose docstring is the title.
 
@@ -160,7 +172,7 @@ def artifact(
     def make(run: Run) -> Artifact:
         title = (run.__doc__ or "").removesuffix(".")
         title = title[:1].lower() + title[1:]
-        return Artifact(name, title, conclusion, minutes, run, own_progress, trains)
+        return Artifact(name, title, conclusion, minutes, run, own_progress, trains, repeats)
 
     return make
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,11 @@ _Steps = Annotated[
     int | None,
     typer.Option(min=1, help="Steps of every training, instead of the artifact's own number."),
 ]
+_Seeds = Annotated[
+    int | None,
+    typer.Option(min=1, help="Repeat every training with this many seeds, and compare the means."),
+]
+_USUAL = Settings()
 
 
 def command(
@@ -46,6 +52,7 @@ def command(
     quick: _Quick = False,
     seed: _Seed = 0,
     steps: _Steps = None,
+    seeds: _Seeds = None,
 ) -> None:
     """Reproduce tables and figures of the papers: the paper's figures, this run's, and the differences.
 
@@ -58,12 +65,10 @@ def command(
     if bool(names) == all_:
         raise ConfigurationError("give either names or --all; --list shows the names")
     wanted = list(ARTIFACTS) if all_ else [find(name) for name in names or ()]
-    fixed = [artifact.name for artifact in wanted if steps is not None and not artifact.trains]
-    if fixed:
-        takers = ", ".join(artifact.name for artifact in ARTIFACTS if artifact.trains)
-        raise ConfigurationError(
-            f"--steps is for {takers}, not for {', '.join(fixed)}; leave it out there"
-        )
+    if steps is not None:
+        _refuse("--steps", wanted, lambda artifact: artifact.trains)
+    if seeds is not None:
+        _refuse("--seeds", wanted, lambda artifact: artifact.repeats)
     if out is not None:
         make_folder(out, "--out")
 
@@ -76,7 +81,10 @@ def command(
             tell(path)
 
     finished = reproduce(
-        wanted, seed=seed, quick=quick, steps=steps, draw=out is not None, after=show
+        wanted,
+        Settings(seed, quick=quick, steps=steps, seeds=seeds),
+        draw=out is not None,
+        after=show,
     )
     if all_ and out is not None:
         path = out / "index.md"
@@ -88,12 +96,20 @@ def command(
         raise typer.Exit(1)
 
 
+def _refuse(option: str, wanted: list[Artifact], takes: Callable[[Artifact], bool]) -> None:
+    """Raise an error if the option is not for all artifacts."""
+    fixed = [artifact.name for artifact in wanted if not takes(artifact)]
+    if fixed:
+        takers = ", ".join(artifact.name for artifact in ARTIFACTS if takes(artifact))
+        raise ConfigurationError(
+            f"{option} is for {takers}, not for {', '.join(fixed)}; leave it out there"
+        )
+
+
 def reproduce(
     artifacts: list[Artifact],
+    settings: Settings = _USUAL,
     *,
-    seed: int = 0,
-    quick: bool = False,
-    steps: int | None = None,
     draw: bool = False,
     after: Callable[[Finished], None] = lambda finished: None,
 ) -> list[Finished]:
@@ -102,7 +118,7 @@ def reproduce(
     torch.set_num_threads(1)  # virtual ranks take turns
     try:
         for artifact in artifacts:
-            done.append(_run(artifact, seed, quick=quick, steps=steps, draw=draw))
+            done.append(_run(artifact, settings, draw=draw))
             after(done[-1])
     finally:
         torch.set_num_threads(threads)
@@ -127,14 +143,14 @@ def find(name: str, artifacts: tuple[Artifact, ...] = ARTIFACTS) -> Artifact:
     raise ConfigurationError(f"unknown artifact {name!r}{near}; --list shows the names")
 
 
-def _run(artifact: Artifact, seed: int, *, quick: bool, steps: int | None, draw: bool) -> Finished:
+def _run(artifact: Artifact, settings: Settings, *, draw: bool) -> Finished:
     started = time.perf_counter()
     outcome, error, picture = None, "", None
     with progress(shown=not artifact.own_progress) as row, row(artifact.name) as bar:
         try:
-            outcome = artifact.run(Settings(seed, quick, steps, bar))
+            outcome = artifact.run(replace(settings, advance=bar))
             picture = png(outcome.panels) if draw and outcome.panels else None
         except Exception as failure:  # run the other artifacts whatever this one raised
             outcome, error = None, f"{type(failure).__name__}: {failure}".splitlines()[0]
     seconds = time.perf_counter() - started
-    return Finished(artifact, outcome, seconds, seed, quick, error, picture)
+    return Finished(artifact, outcome, seconds, settings.seed, settings.quick, error, picture)

@@ -17,6 +17,7 @@ from sparsync.cli.workloads.stdlib_text import BytesWorkload, LstmWorkload
 from sparsync.cli.workloads.workload import Draw, Evaluation, Workload
 from sparsync.feedback.correction import Correction
 from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.schedule import Warmup
 from sparsync.presets import preset
 from sparsync.sparse import Vector
 from sparsync.transports.sim import SimCommunicator, simulate
@@ -40,6 +41,7 @@ class Recipe:
     lr: float  # learning rate; all algorithms use that of dense
     batch_size: int  # samples per rank and step
     clip: float | None = None  # largest norm of the averaged gradient; None: any
+    nesterov: bool = False  # whether the momentum is Nesterov's
 
     def score(self, evaluation: Evaluation) -> float:
         """Return the accuracy of a classifier, or the loss of any other model."""
@@ -77,6 +79,19 @@ class Trained:
     # held-out accuracy or loss, ``(step, value)``, if recorded
     curve: list[tuple[float, float]]
 
+    @staticmethod
+    def mean(runs: Sequence[Trained]) -> Trained:
+        """Return the mean of equally long runs."""
+        return Trained(
+            [fmean(losses) for losses in zip(*(run.losses for run in runs), strict=True)],
+            Evaluation.total(run.evaluation for run in runs),  # of equally many targets each
+            fmean(run.bytes_sent for run in runs),
+            [
+                (points[0][0], fmean(value for _, value in points))
+                for points in zip(*(run.curve for run in runs), strict=True)
+            ],
+        )
+
 
 @final
 class SimulatedTraining:
@@ -98,6 +113,8 @@ class SimulatedTraining:
         ranks: int,
         density: float,  # k / n of every unit
         steps: int,  # steps of the whole training: the learning rate grows over the first fifteenth
+        whole: int = 0,  # first steps that exchange all entries (RedSync's warm-up)
+        decay: bool = False,  # whether it then falls linearly, to nothing after the last step
         seed: int = 0,  # seed of weights and data
         compress: Choice
         | None = None,  # parameters that are exchanged sparsely; None: the algorithm's own choice
@@ -111,17 +128,27 @@ class SimulatedTraining:
             self.parameters.items(), algorithm.unit_bytes, compress or algorithm.compress, output
         )
         corrects = preset(algorithm.name).corrects
-        correction = Correction(momentum=_MOMENTUM, clip=recipe.clip) if corrects else None
+        correction = (
+            Correction(momentum=_MOMENTUM, nesterov=recipe.nesterov, clip=recipe.clip)
+            if corrects
+            else None
+        )
 
         async def make(comm: SimCommunicator) -> Reducer:
-            return Reducer(comm, self.units, algorithm, density, correction=correction)
+            return Reducer(
+                comm, self.units, algorithm, density, Warmup(whole), correction=correction
+            )
 
         self.reducers = simulate(make, ranks).results
         self.clip = None if corrects else recipe.clip
         self.lr = recipe.lr if algorithm.average else recipe.lr / ranks  # a sum is P times the mean
-        self.ramp = max(steps // _RAMP, 1)
-        momentum = 0.0 if corrects else _MOMENTUM
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.lr, momentum=momentum)
+        self.ramp, self.decay = max(steps // _RAMP, 1), decay
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(),
+            lr=self.lr,
+            momentum=0.0 if corrects else _MOMENTUM,
+            nesterov=recipe.nesterov and not corrects,
+        )
         self.losses: list[float] = []
         self.bytes_sent: list[int] = []
 
@@ -163,7 +190,7 @@ class SimulatedTraining:
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * min(len(self.losses) / self.ramp, 1.0)
+            group["lr"] = self.lr * self._share(len(self.losses))
         self.optimizer.step()
         return simulation.results[0]
 
@@ -181,6 +208,11 @@ class SimulatedTraining:
                 curve.append((float(step), self.recipe.score(self.evaluate())))
         return Trained(self.losses, self.evaluate(), fmean(self.bytes_sent), curve)
 
+    def _share(self, step: int) -> float:
+        """Return the learning rate of a step, which is counted from 1, over the highest."""
+        falling = (self.steps + 1 - step) / (self.steps + 1 - self.ramp) if self.decay else 1.0
+        return min(step / self.ramp, falling)
+
     def _flat(self, names: Iterable[str]) -> Tensor:
         parameters = [self.parameters[name] for name in names]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -195,6 +227,7 @@ class Way:
     density: float = 1.0  # k / n of every unit
     # the parameters that are exchanged sparsely; None for the algorithm's own choice
     compress: Choice | None = None
+    warmup: float = 0.0  # fraction of the steps that exchange all entries, at the beginning
 
 
 def train_all(
@@ -204,23 +237,32 @@ def train_all(
     steps: int,
     *,
     evaluations: int = 6,
-    initial: nn.Module | None = None,
+    initial: Callable[[int], nn.Module] | None = None,
 ) -> dict[str, Trained]:
-    """Train one model with each method on ``RANKS`` virtual ranks, from ``initial`` if given."""
-    found = {}
-    for name, way in ways.items():
-        found[name] = SimulatedTraining(
-            recipe,
-            way.algorithm,
-            ranks=settings.pick(RANKS, 2),
-            density=way.density,
-            steps=steps,
-            seed=settings.seed,
-            compress=way.compress,
-            model=copy.deepcopy(initial),
-        ).run(evaluations=evaluations)
-        settings.advance(None)
-    return found
+    """Train one model with each method on ``RANKS`` virtual ranks; return the means over all seeds.
+
+    The learning rate falls, because all three papers that train with these methods let it fall.
+    ``initial`` returns the model to start from, of a seed; None: a new one.
+    """
+    found: dict[str, list[Trained]] = {name: [] for name in ways}
+    for seed in settings.seeds_or(1):
+        start = None if initial is None else initial(seed)
+        for name, way in ways.items():
+            training = SimulatedTraining(
+                recipe,
+                way.algorithm,
+                ranks=settings.pick(RANKS, 2),
+                density=way.density,
+                steps=steps,
+                whole=round(way.warmup * steps),
+                decay=True,
+                seed=seed,
+                compress=way.compress,
+                model=copy.deepcopy(start),
+            )
+            found[name].append(training.run(evaluations=evaluations))
+            settings.advance(None)
+    return {name: Trained.mean(runs) for name, runs in found.items()}
 
 
 def learning_curves(recipe: Recipe, found: dict[str, Trained]) -> Panel:

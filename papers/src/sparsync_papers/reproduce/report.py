@@ -40,10 +40,20 @@ class Finished:
         return f"{self.artifact.name}: {self.artifact.title} ({self.artifact.paper})"
 
     @property
-    def evidence(self) -> dict[str, Cell]:
+    def counts(self) -> dict[str, Cell]:
         """The seeds and steps behind the answers: no seeds for a formula, no steps without training."""
         used = {} if self.outcome is None else self.outcome.settings
         return {"seeds": used.get("seeds", 1), "steps": used.get("steps")}
+
+
+def evidence(seeds: Cell, steps: Cell) -> str:
+    """Say in a cell what an answer rests on.
+
+    Example:
+        >>> evidence(3, 600), evidence(1, None), evidence(0, None)
+        ('3, 600', '1, -', 'formula')
+    """
+    return f"{format_cell(seeds)}, {format_cell(steps)}" if seeds else "formula"
 
 
 def _notes(finished: Finished, outcome: Outcome) -> list[str]:
@@ -78,14 +88,14 @@ def _rows(outcome: Outcome) -> tuple[list[str], Lines]:
 
 def _compared(finished: Finished, outcome: Outcome) -> Lines:
     """Return rows of a quantity, the paper's number, this run's, a conclusion, seeds and steps."""
-    evidence = ", ".join(format_cell(number) for number in finished.evidence.values())
+    rests_on = evidence(**finished.counts)
     return [
         (
             c.what,
             f"{c.says} ({c.where})",
             c.ours,
             ("yes" if c.same else "no") + (f": {c.why}" if c.why else ""),
-            evidence,
+            rests_on,
         )
         for c in outcome.comparisons
     ]
@@ -130,7 +140,7 @@ def write_files(finished: Finished, folder: Path) -> list[Path]:
         **{key: getattr(artifact, key) for key in ("name", "paper", "title", "conclusion")},
         **{key: getattr(finished, key) for key in ("quick", "seed", "seconds")},
         "settings": dict(outcome.settings),
-        **finished.evidence,
+        **finished.counts,
         "differs": outcome.differs,
         "comparisons": [
             {

@@ -16,7 +16,8 @@ from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Tabl
 
 _RANKS = (1, 2, 4, 8, 16, 32, 64)
 _DENSITIES = (0.001, 0.01, 0.05, 0.1)
-_STAGES = (20, 200)  # steps of training: early and late
+_STEPS = 200  # of training
+_EARLY = 10  # fraction of them, as a divisor, after which training is early
 _OF_SUM = "density of the sum, %"
 _DENSE = 0.5  # share of n above which indices and values take more bytes than all values
 _SIZE = 512  # N of Figure 7
@@ -69,10 +70,12 @@ def union_densities(
     "sparcml-fig1",
     "at 5 to 10 % per rank the sum over many ranks is dense, and sending it sparse saves nothing",
     minutes=1.0,
+    trains=True,
 )
 def figure_1(settings: Settings) -> Outcome:
     """Density of a sum of sparse gradients over the number of ranks."""
-    ranks, stages = settings.pick(_RANKS, _RANKS[:3]), settings.pick(_STAGES, (0, 1))
+    ranks, steps = settings.pick(_RANKS, _RANKS[:3]), settings.steps_or(_STEPS, 1)
+    stages = steps // _EARLY, steps
     most, size = max(ranks), 0
     rows = Table()
     for stage, flat in zip(settings.track(stages), gradients(stages, most), strict=True):

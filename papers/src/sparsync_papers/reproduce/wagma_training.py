@@ -111,6 +111,23 @@ class _Timed:
     curve: _Curve  # the same measure of the mean of all models, over virtual seconds
     loss: float  # held-out loss of the model after ``finish()``
 
+    @staticmethod
+    def mean(runs: Sequence[_Timed]) -> _Timed:
+        """Return the mean of equally long runs."""
+        value, seconds, loss = (
+            fmean(numbers)
+            for numbers in zip(*((run.value, run.seconds, run.loss) for run in runs), strict=True)
+        )
+        return _Timed(value, seconds, _mean_curve([run.curve for run in runs]), loss)
+
+
+def _mean_curve(curves: Sequence[_Curve]) -> _Curve:
+    """Average the x and the y of equally many points."""
+    return [
+        (fmean(x for x, _ in points), fmean(y for _, y in points))
+        for points in zip(*curves, strict=True)
+    ]
+
 
 def _train(
     recipe: Recipe, setting: Setting, scheme: Scheme, seed: int, *, ranks: int, steps: int
@@ -159,8 +176,11 @@ def _outcome(
     more: str,
 ) -> Outcome:
     """Train one model with several schemes; compare final values, and times for equally many steps."""
+    seeds = settings.seeds_or(1)
     found = {
-        name: _train(recipe, setting, ROWS[name], settings.seed, ranks=ranks, steps=steps)
+        name: _Timed.mean(
+            [_train(recipe, setting, ROWS[name], seed, ranks=ranks, steps=steps) for seed in seeds]
+        )
         for name in settings.track(paper)
     }
     times = {name: run.seconds / found[_WAGMA].seconds for name, run in found.items()}
@@ -189,13 +209,14 @@ def _outcome(
     used: Row = {
         "ranks": ranks,
         "steps": steps,
+        "seeds": len(seeds),
         "tau": setting.period,
         "lr": recipe.lr,
         "batch per rank": recipe.batch_size,
     }
     differs = (
-        f"{recipe.name.capitalize()}; {ranks} virtual ranks, {steps} steps, one seed; training "
-        f"is real, time is simulated with the paper's model on the wire. {more}"
+        f"{recipe.name.capitalize()}; {ranks} virtual ranks, {steps} steps; training is "
+        f"real, time is simulated with the paper's model on the wire. {more}"
     )
     series = {name: run.curve for name, run in found.items()}
     panel = Panel(recipe.name, "virtual seconds", f"{value}, mean of all models", series)
@@ -224,6 +245,8 @@ def _perceptron() -> nn.Module:
     "wagma-fig5",
     "WAGMA is as accurate as Allreduce-SGD in less time; gossip is less accurate",
     minutes=3.0,
+    trains=True,
+    repeats=True,
 )
 def figure_5(settings: Settings) -> Outcome:
     """Accuracy over time with two late ranks, small."""
@@ -250,7 +273,7 @@ def figure_5(settings: Settings) -> Outcome:
         SETTINGS["half"],
         section,
         ranks=settings.pick(_RANKS, 4),
-        steps=settings.pick(_STEPS, 10),
+        steps=settings.steps_or(_STEPS, 10),
         paper={_ALLREDUCE: 75.9, _WAGMA: 75.3, _SGP_2: 74.8, "D-PSGD": None, _ADPSGD: None},
         slower={_SGP_2: 1.45, _ALLREDUCE: 1.63},
         compare=compare,
@@ -258,7 +281,13 @@ def figure_5(settings: Settings) -> Outcome:
     )
 
 
-@artifact("wagma-fig8", "WAGMA reaches the best score in the shortest time", minutes=4.0)
+@artifact(
+    "wagma-fig8",
+    "WAGMA reaches the best score in the shortest time",
+    minutes=4.0,
+    trains=True,
+    repeats=True,
+)
 def figure_8(settings: Settings) -> Outcome:
     """Training on lines of unequal lengths over time, small."""
     lines, section = LinesWorkload(context=48, width=64, layers=1), "section 5.3"
@@ -285,7 +314,7 @@ def figure_8(settings: Settings) -> Outcome:
         replace(SETTINGS["fig7"], work=partial(translated, lines)),
         section,
         ranks=settings.pick(_TRANSLATED_RANKS, 4),
-        steps=settings.pick(_TRANSLATED_STEPS, 8),
+        steps=settings.steps_or(_TRANSLATED_STEPS, 8),
         paper={_WAGMA: best, **paper},
         slower={_SGP_2: 1.48, _LOCAL: 1.39},
         compare=compare,
@@ -376,11 +405,12 @@ def _compare_ablated(one: _Ablation, over: Sequence[float], runs: str) -> Compar
     "group collectives, dynamic groups and S = sqrt(P) each contribute; larger groups do not",
     minutes=8.0,
     trains=True,
+    repeats=True,
 )
 def ablations(settings: Settings) -> Outcome:
     """WAGMA without parts of it, and with other group sizes, small (sections 5.2 and 5.3)."""
     steps = settings.steps_or(_ABLATED_STEPS, 8)
-    seeds = range(settings.seed, settings.seed + settings.pick(_ABLATED_SEEDS, 1))
+    seeds = settings.seeds_or(_ABLATED_SEEDS)
     rows, comparisons = Table(), []
     sections = {"section 5.2": settings.pick(_RANKS, 8), "section 5.3": settings.pick(16, 4)}
     for section, ranks in sections.items():
@@ -458,12 +488,19 @@ def _reached(curve: Sequence[tuple[float, float]], seconds: float) -> float:
     return max((point for point in curve if point[0] <= seconds), default=curve[0])[1]
 
 
-@artifact("wagma-fig11", "WAGMA scores highest; AD-PSGD does not learn", minutes=2.0)
+@artifact(
+    "wagma-fig11",
+    "WAGMA scores highest; AD-PSGD does not learn",
+    minutes=2.0,
+    trains=True,
+    repeats=True,
+)
 def figure_11(settings: Settings) -> Outcome:
     """Return of reinforcement learning over time, small (needs Gymnasium)."""
-    ranks, iterations = settings.pick(_RL_RANKS, 2), settings.pick(_ITERATIONS, _WINDOW)
-    runs, names = settings.pick(_RUNS, 1), (_WAGMA, _LOCAL, _SGP_4, _ADPSGD)
-    seeds = range(settings.seed, settings.seed + runs)
+    ranks, names = settings.pick(_RL_RANKS, 2), (_WAGMA, _LOCAL, _SGP_4, _ADPSGD)
+    # a point of the curve takes this many iterations, and there is at least one
+    iterations = max(settings.steps_or(_ITERATIONS, _WINDOW), _WINDOW)
+    seeds = settings.seeds_or(_RUNS)
     curves = {
         name: [_play(ROWS[name], seed, ranks, iterations) for seed in seeds]
         for name in settings.track(names)
@@ -485,10 +522,7 @@ def figure_11(settings: Settings) -> Outcome:
                 "virtual seconds per iteration": fmean(c[-1][0] for c in found) / iterations,
             }
         )
-        means[name] = [
-            (fmean(x for x, _ in points), fmean(y for _, y in points))
-            for points in zip(*found, strict=True)
-        ]
+        means[name] = _mean_curve(found)
     comparisons = [
         Comparison(
             "score over local SGD and SGP after 10 hours",
@@ -510,7 +544,7 @@ def figure_11(settings: Settings) -> Outcome:
     return Outcome(
         rows,
         comparisons,
-        {"ranks": ranks, "steps": iterations, "seeds": runs, "tau": SETTINGS["fig10"].period},
+        {"ranks": ranks, "steps": iterations, "seeds": len(seeds), "tau": SETTINGS["fig10"].period},
         "CartPole with two small perceptrons instead of navigation in Habitat with ResNet-18 and LSTMs: "
         "returns, not SPL; the heavy tail of wagma-fig10 gives the time of an iteration; "
         f"{iterations} iterations instead of 10 hours.",

@@ -56,7 +56,7 @@ def by_seconds(outer: OuterStep, size: int, world_size: int, machine: Machine) -
         >>> from sparsync.updates.family import OUTER_SETTINGS
         >>> outer = OuterStep(**OUTER_SETTINGS["updates"])
         >>> by_seconds(outer, 10**7, 4, Machine(beta=8e-8)).why.split(";")[0]
-        'updates every 2 steps take about 166 ms per step, dense gradients 4.81 s'
+        'updates every 2 steps take about 241 ms per step, dense gradients 4.81 s'
         >>> by_seconds(outer, 10**7, 4, Machine(beta=8e-11)).exchange
         'gradients'
     """

@@ -297,7 +297,7 @@ def test_the_home_page_begins_with_the_picture_and_the_table_of_the_readme():
     )
     assert picture < table < links
     results = home[table : home.index("\n\n", table)].strip()
-    assert len(results.splitlines()) == 8 and results in readme
+    assert len(results.splitlines()) == 9 and results in readme
 
 
 def test_documents_that_a_page_names_become_links(hooks):

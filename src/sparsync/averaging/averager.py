@@ -318,9 +318,7 @@ class Averager(Stateful):
         self.steps = int(content["steps"])
         self.memory = {name: vector.clone() for name, vector in content["memory"].items()}
         # the next step calls ``begin`` again, with the current model, and compares no initial values
-        self._begun = self._overwritten = False
-        if self._binding is not None:
-            self._binding.forget_start()
+        self._begin_again()
 
     def check(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Check a saved state as far as this rank alone can, and return its content."""
@@ -396,7 +394,15 @@ class Averager(Stateful):
             run(agree(binding.comm, facts))
             run(self.begin(binding.comm, run(binding.start()), self.steps))
             self._begun, self._before = True, (self.steps, binding.comm.ledger.of_steps())
+            # ``state_dict`` begins as well, and weights may be loaded before the first step
+            self._changes.remember()
         return binding
+
+    def _begin_again(self) -> None:
+        """Let the next step begin with the model as it then is, after a state was loaded."""
+        self._begun = self._overwritten = False
+        if self._binding is not None:
+            self._binding.forget_start()
 
     def _binding_of(self, method: str) -> Binding:
         """Return the binding to a model, which ``method`` requires."""

@@ -257,9 +257,7 @@ class OuterAverager(Averager):
         if self._engine is not None and self._loaded is not None:
             self._engine.restore(self._loaded, None)
             self.memory = self._engine.memory
-        self._begun = False
-        if self._binding is not None:
-            self._binding.forget_start()
+        self._begin_again()
 
     def _settings(self) -> dict[str, Any]:
         place = self.settings.place(self.settings.first_period)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from types import MappingProxyType
 from typing import Literal, final, get_args
 
 import torch
@@ -105,25 +107,30 @@ class Binding:
 
         As long as ``initial`` is needed, it follows what is loaded.
         """
-        modules = self.model.named_modules()
-        return [
-            module.register_load_state_dict_post_hook(
-                _LoadHook(self, f"{prefix}." if prefix else "", loaded)
-            )
-            for prefix, module in modules
-        ]
+        sizes = self._sizes()
+        # places, not views: a view would keep ``initial`` alive after the first step
+        places = {
+            name: slice(end - size, end)
+            for name, size, end in zip(self._layout(), sizes, accumulate(sizes), strict=True)
+        }
+        hooks = []
+        for prefix, module in self.model.named_modules():
+            own = [*module.named_parameters(prefix, recurse=False)]
+            own += module.named_buffers(prefix, recurse=False)
+            its = {name.rpartition(".")[2]: places[name] for name, _ in own if name in places}
+            hook = _LoadHook(self, its, loaded)
+            hooks.append(module.register_load_state_dict_post_hook(hook))
+        return hooks
 
     @torch.no_grad()
-    def reread(self, prefix: str, module: nn.Module) -> None:
+    def reread(self, module: nn.Module, places: Mapping[str, slice]) -> None:
         """Take a module's own tensors into ``initial``, where every rank begins."""
         if self.initial is None:
             return
-        pieces = dict(zip(self._layout(), torch.split(self.initial, self._sizes()), strict=True))
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for name, tensor in own:
-            if (piece := pieces.get(prefix + name)) is not None:
-                real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-                piece.copy_(real.reshape(-1))
+        for name, place in places.items():
+            tensor: Tensor = getattr(module, name)
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            self.initial[place] = real.reshape(-1)
 
     # ---- the vector -------------------------------------------------------------------------------
 
@@ -312,17 +319,17 @@ class _LoadHook:
     def __init__(
         self,
         binding: Binding | None = None,
-        prefix: str = "",
+        places: Mapping[str, slice] = MappingProxyType({}),
         loaded: Callable[[], None] | None = None,
     ) -> None:
         # the reference is weak, because the averager may end before the model
         self._binding = None if binding is None else weakref.ref(binding)
-        self._prefix, self._loaded = prefix, loaded
+        self._places, self._loaded = places, loaded
 
     def __call__(self, module: nn.Module, _keys: object) -> None:
         """Take what was loaded; PyTorch calls this for every loaded module, after its children."""
         if self._binding is not None and (binding := self._binding()) is not None:
-            binding.reread(self._prefix, module)
+            binding.reread(module, self._places)
             if self._loaded is not None:
                 self._loaded()
 

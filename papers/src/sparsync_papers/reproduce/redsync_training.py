@@ -36,9 +36,8 @@ _POINTS = 0.03  # accuracy of the small VGG between seeds (`benchmarks/redsync.m
 _CHANCE = 0.5  # above this error nothing was learnt, so there is nothing to compare
 _NATS = 0.06  # relative difference in loss; seeds of dense differ by 0.6 %
 
-_WARM = (
-    1 / 15
-)  # fraction of the steps that exchange all entries, for the images alone (section 6.3)
+# fraction of the steps that exchange all entries, for the images alone (section 6.3)
+_WARM = 1 / 15
 _WAYS = {
     "SGD": Way(resolve("dense"), _DENSITY),
     "RGC": Way(redsync(compress_thd=_DENSE_BELOW), _DENSITY),

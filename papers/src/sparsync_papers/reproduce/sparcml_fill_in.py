@@ -17,7 +17,7 @@ from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Tabl
 _RANKS = (1, 2, 4, 8, 16, 32, 64)
 _DENSITIES = (0.001, 0.01, 0.05, 0.1)
 _STEPS = 200  # of training
-_EARLY = 10  # fraction of them, as a divisor, after which training is early
+_EARLY = 10  # training is early after the number of steps divided by this
 _OF_SUM = "density of the sum, %"
 _DENSE = 0.5  # share of n above which indices and values take more bytes than all values
 _SIZE = 512  # N of Figure 7

@@ -408,7 +408,7 @@ def _compare_ablated(one: _Ablation, over: Sequence[float], runs: str) -> Compar
     repeats=True,
 )
 def ablations(settings: Settings) -> Outcome:
-    """WAGMA without parts of it, and with other group sizes, small (sections 5.2 and 5.3)."""
+    """Ablations of WAGMA: without parts of it, and with other group sizes, small (5.2 and 5.3)."""
     steps = settings.steps_or(_ABLATED_STEPS, 8)
     seeds = settings.seeds_or(_ABLATED_SEEDS)
     rows, comparisons = Table(), []

@@ -17,9 +17,9 @@ One line in a training script::
 
     sync = sparsync.attach(model, optimizer)
 
-With SGD this exchanges gradients, as above.  With AdamW, Muon and others it exchanges the changes made by
-the optimizer, every second step, in two bits per element (more for small models); these changes take the
-place of ``gradient`` in the drawing (``docs/optimizers.md``).
+With SGD this exchanges gradients, as above.  With AdamW, Muon and others it exchanges the changes made
+by the optimizer, every second step, in two bits per element (more for small models); these changes then
+replace ``gradient`` in the drawing (``docs/optimizers.md``).
 
 Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector, comm, k=...)``, or
 ``sparsync.iallreduce`` for a future, or ``sparsync.allgather(vector, comm)``.

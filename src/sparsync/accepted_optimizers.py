@@ -30,7 +30,7 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
         ConfigurationError: an object is not a ``torch.optim.Optimizer``, averages weights itself, or
             never called the constructor of ``Optimizer``.
     """
-    # this serves as an ordered set, because a step of the last optimizer ends an iteration
+    # an ordered set: the order matters, because the last optimizer's step ends an iteration
     found: dict[Optimizer, None] = {}
     for one, inner in chain_of(given):
         name = type(one).__name__
@@ -73,7 +73,7 @@ def _held(one: Any) -> list[Optimizer]:
 
 
 def chain_of(given: Any, around: Sequence[Any] = ()) -> Iterator[tuple[Any, list[Optimizer]]]:
-    """Yield every given optimizer with the optimizers inside it, then recurse into these.
+    """Yield each given optimizer with a list of the optimizers inside it, then recurse into that list.
 
     ``around`` lists the wrappers on the path so far.  An inner optimizer may refer back to its wrapper,
     which would make the recursion endless.
@@ -85,7 +85,7 @@ def chain_of(given: Any, around: Sequence[Any] = ()) -> Iterator[tuple[Any, list
 
 
 def holds(given: Any, optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether one of these optimizers is wrapped by a given one."""
+    """Return whether a given optimizer wraps one of these optimizers."""
     inside = (held for _, inner in chain_of(given) for held in inner)
     return any(held is one for held in inside for one in optimizers)
 
@@ -94,9 +94,9 @@ def check_stepped(given: Any) -> None:
     """Refuse an optimizer whose local steps cannot be averaged.
 
     Raises:
-        ConfigurationError: the optimizer leaves parameters to the optimizers of other ranks (ZeRO),
-            computes the weights for evaluation from private memory (schedule-free), or compares
-            gradients at several points (LBFGS).
+        ConfigurationError: the optimizer leaves some parameters to other ranks (ZeRO), computes the
+            evaluation weights from local state (schedule-free), or compares gradients at several points
+            (LBFGS).
     """
     for one, inner in chain_of(given):
         name = type(one).__name__
@@ -131,7 +131,7 @@ def _parameters(several: Sequence[Any]) -> list[Tensor]:
 
 
 def held_by(optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> str:
-    """Return a text that identifies which trained parameters the optimizers step, for ranks to compare.
+    """Return a text, for ranks to compare, that identifies the trained parameters the optimizers step.
 
     Example:
         >>> net = torch.nn.Linear(2, 2)
@@ -144,7 +144,7 @@ def held_by(optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> s
 
 
 def treatment_of(optimizers: Sequence[Optimizer], *, noise_correction: bool) -> str:
-    """Return a phrase that says how the updates of these optimizers are treated.
+    """Describe how the updates of these optimizers are treated before they are averaged.
 
     Example:
         >>> treatment_of([torch.optim.Adagrad([torch.zeros(1)])], noise_correction=True)

@@ -35,10 +35,10 @@ class Guard:
     """A hook on the steps of all optimizers in the process, which refuses foreign steps of a model.
 
     An optimizer created after ``attach`` does not have the handle's hook, so its steps would never be
-    exchanged.  A second ``attach`` finds the first one by these hooks.  The parameters themselves are
-    not marked, because copies and saved models would inherit the mark.
+    exchanged.  These hooks also show a second ``attach`` which parameters are taken.  The parameters
+    carry no mark, because copies and saved models would inherit it.
 
-    Cost: none for the handle's own optimizers; for others, a look at every parameter.
+    Cost: none for the handle's own optimizers; for others, a look at each of their parameters.
     """
 
     def __init__(self, sync: _Guarded) -> None:
@@ -57,8 +57,7 @@ class Guard:
         # elements
         names = {id(parameter): name for name, parameter in sync.trained.items()}
         stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
-        # a wrapper around one of the handle's optimizers is allowed, and so is an optimizer inside
-        # one
+        # an optimizer may also wrap one of the handle's optimizers, or be wrapped by one
         if not stepped or holds(optimizer, sync.optimizers) or holds(sync.optimizers, [optimizer]):
             return
         known = ", ".join(type(one).__name__ for one in sync.optimizers)
@@ -111,7 +110,7 @@ def check_unattached(model: nn.Module) -> None:
         return  # ``check_ddp`` sees its communication hook
     exchanged = {id(p) for sync in _guarded() for p in sync.trained.values()}
     for name, parameter in model.named_parameters():
-        # torch's own registry of a parameter's hooks, which has no public name
+        # torch's registry of a parameter's hooks has no public name
         marks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         what = "gradient" if any(isinstance(mark, Hook) for mark in marks.values()) else ""
         if what or id(parameter) in exchanged:

@@ -43,8 +43,9 @@ class Handle(ABC):
         reducer: the reducer, which accumulates and exchanges.
         engine: the thread of the model's exchanges (``make_engine``).
         groups: the process groups that were opened for this model.
-        options: the options of ``attach`` on NaN and Inf, GradScaler, sentinel and logs.
-        consensus: for a replica split over ranks, asks the ranks that hold its other parts.
+        options: the settings of ``attach``, including those for NaN and Inf, GradScaler and sentinel.
+        consensus: for a replica split over ranks, decides together with the ranks that hold its other
+            parts.
         pieces: for a replica split over ranks, this rank's pieces of the parameters.
 
     Attributes:
@@ -75,7 +76,7 @@ class Handle(ABC):
 
     @property
     def communicators(self) -> list[Communicator]:
-        """The communicators to the replicas and to the other parts of this replica, idle and safe."""
+        """The communicators to other replicas and to the other parts of this one, once they are idle."""
         if self._engine.running:
             # the engine runs callables only after all exchanges in flight have ended
             self._engine.submit(lambda: None).result()
@@ -89,7 +90,7 @@ class Handle(ABC):
     @property
     @abstractmethod
     def steps(self) -> int:
-        """The number of finished local steps; a rank that joins starts from the number of its peers."""
+        """The number of finished local steps; a rank that joins takes this number from its peers."""
 
     # ---- training ----------------------------------------------------------------------------------
 
@@ -124,10 +125,10 @@ class Handle(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms."""
+        """Return plain numbers: local steps, exchanges, bytes per exchange and phase, residual norms."""
 
     def _numbers(self, before: tuple[int, Traffic] | None) -> dict[str, Any]:
-        """Return the numbers of both kinds; ``before`` has steps and bytes before the first step here."""
+        """Return the numbers common to both kinds; ``before`` holds earlier steps and bytes."""
         stats = reducer_stats(self.reducer, self.steps, before)
         return {**stats, "choices": [self.decided]} if self.decided else stats
 
@@ -171,7 +172,7 @@ class Handle(ABC):
 def make_engine(
     reducer: Reducer, groups: Groups | ExitStack, consensus: PartsConsensus | None = None
 ) -> Engine:
-    """Start the thread of a model's exchanges; to break them off, it aborts all that they use."""
+    """Start the thread that runs a model's exchanges and can abort everything that they use."""
     comms: list[Abortable] = [reducer.comm]
     comms += [] if consensus is None else [consensus.parts]
     comms += [groups] if isinstance(groups, Groups) else []
@@ -219,7 +220,7 @@ def weakly(method: Callable[..., None]) -> Hook:
 
 
 def call_after_backward(callback: Callable[[], None]) -> bool:
-    """Run a callback when DDP has finished; an error in the callback is raised by ``backward()``.
+    """Run a callback once DDP has finished; ``backward()`` raises an error of the callback.
 
     Returns:
         Whether there is a backward pass: False on a rank that has run out of data (``join()``).
@@ -261,7 +262,7 @@ class CommHook:
         return hook
 
     def release(self) -> None:
-        """Let go of the handle; copies of the model that are made from now on have no hook."""
+        """Release the handle; later copies of the model have no hook."""
         self.sync = self.on_bucket = None
         if (model := self.model()) is not None:
             model._comm_hooks = _Closed(model._comm_hooks)
@@ -280,14 +281,14 @@ class CommHook:
                 "residuals belong to this rank; copy or save model.module, and attach to the copy's own "
                 "DDP"
             )
-        return CommHook, ()  # copied on its own, without its model: the copy belongs to no model
+        return CommHook, ()  # a copy of the hook alone belongs to no model
 
 
 @final
 class _Closed(list[Any]):
     """DDP's list of hooks after ``close``; a copy of it is empty.
 
-    Copying a DDP module copies its attributes, this list among them, but builds a new reducer for the
+    Copying a DDP module copies its attributes, including this list, but builds a new reducer for the
     copy (2.13: ``__getstate__``, ``__setstate__``).  The copied list would name a hook that the new
     reducer does not know, and ``attach`` would reuse it.
     """

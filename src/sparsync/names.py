@@ -79,13 +79,14 @@ def no_option(
 
 
 def naming_options(kind: type[C]) -> type[C]:
-    """Make a dataclass answer unknown keywords with the nearest options and the list of all.
+    """Make a dataclass refuse unknown keywords with the nearest options and a list of all.
 
     This is a decorator, not ``**kwargs``, so the signature survives and type checkers still reject
     unknown keywords.
 
     Raises:
-        ConfigurationError: by the constructor, where a dataclass alone would raise ``TypeError``.
+        ConfigurationError: the constructor got an unknown keyword, for which a plain dataclass raises
+            ``TypeError``.
 
     Example:
         >>> from dataclasses import dataclass

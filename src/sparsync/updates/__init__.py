@@ -2,9 +2,9 @@
 
 In the order in which an update passes through the modules: ``stepping`` hooks the optimizer's step;
 ``gradient_noise`` lengthens the steps of Adam and AdamW, and ``step_length`` those of other optimizers;
-``sync`` is the handle and counts local steps; ``outer_engine`` exchanges how far the weights have moved,
-with the settings of ``outer_step``, in ``fragments`` and at ``periods``; ``contributions`` weighs the
-moves before they are sent; ``weights`` writes the result into the model.
+``sync`` is the handle and counts local steps; ``outer_engine`` exchanges the moves of the weights, with
+the settings of ``outer_step``, in ``fragments`` and at ``periods``; ``contributions`` weighs the moves
+before they are sent; ``weights`` writes the result into the model.
 
 The moves themselves are exchanged outside this package: ``feedback.reducer`` adds the residual and keeps
 what was not delivered, ``collectives.quantised`` sums over ranks, and ``wire.levels`` makes the bits.  To

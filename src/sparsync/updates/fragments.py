@@ -93,11 +93,11 @@ class Layout:
     ) -> None:
         """Plan the units of all fragments; see ``plan_units``.
 
-        Parameters of different ``kinds`` get different units.  A parameter that other ranks of this
-        replica hold as well must be rounded alike there, independent of its neighbours in a unit.
+        Parameters of different ``kinds`` get different units.  If other ranks of this replica also hold
+        a parameter, all must round it the same way, whatever its neighbours in a unit.
         """
-        # middles grow with the parameters, so the parameters of a fragment are contiguous.  A fragment
-        # that contains no middle is dropped, so there may be fewer than requested
+        # middles grow with the parameters, so the parameters of a fragment are contiguous.  A
+        # fragment that contains no middle is dropped, so there may be fewer fragments than requested
         for _, group in itertools.groupby(self._spans, self._number.__getitem__):
             names, first = list(group), len(self.units)
             for kind in dict.fromkeys(kinds.get(name) for name in names):
@@ -157,9 +157,9 @@ class Layout:
             yield slice(low + shift, high + shift), slice(low - start, high - start)
 
     def dtypes(self, place: slice) -> Iterator[tuple[slice, torch.dtype | None]]:
-        """Yield the parts of a part of the vector, and the dtype of their parameters.
+        """Split a part of the vector by dtype; yield each piece with the dtype of its parameters.
 
-        It is None for buffers and moments, which are not rounded.
+        The dtype is None for buffers and moments, which are not rounded.
         """
         at = place.start
         for dtype, span in self._narrow:
@@ -190,12 +190,12 @@ class Exchange:
             this rank's weights.
         shared: the new shared weights of a late exchange.
         lr: the learning rate of a step by signs.
-        drift: how far ranks had moved, with an ``AdaptivePeriod``.
+        drift: the measured drift, with an ``AdaptivePeriod``.
         scratch: `[3, size or more]`, memory for these vectors and for whole moves, reused by a later
             exchange; None until it is needed.
         done: whether the exchange has ended.
         refused: whether the sum contained NaN or Inf.
-        last: whether it delivers all that is left.
+        last: whether the exchange delivers all that is left.
         seen: this rank's count for the exchange; see ``Contributions`` and ``Weight``.
         carried: an awaitable of the exchange's end, to be awaited once.
     """
@@ -242,7 +242,7 @@ class Exchange:
         self.shared = shared
 
     def end(self, change: Tensor | None, drift: float) -> None:
-        """End with a change of this rank's weights; that of a late exchange waits until it lands."""
+        """End the exchange; a late one adds its change to this rank's weights when it lands."""
         self.weights, self.drift, self.done = change, drift, True
 
     def refuse(self) -> None:
@@ -281,7 +281,7 @@ class Scratch:
 
 
 def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
-    """Replace every ``chunk`` elements, and a shorter rest, by their orthonormal DCT-II, or undo that.
+    """Replace each run of ``chunk`` elements, the last maybe shorter, by its orthonormal DCT-II, or undo it.
 
     Norms and sums over ranks are preserved.  If ``chunk`` is None, nothing changes.  Cost: 2 n
     chunk operations.
@@ -328,7 +328,7 @@ class Weights:
         return self.vector[place].clone()
 
     def pieces(self, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
-        """Yield tensors that form a part of the vector, and where they lie in the part; None: zeros."""
+        """Yield the tensors that form a part of the vector, and their places in it; None means zeros."""
         yield slice(0, place.stop - place.start), self.vector[place]
 
     def write(self, place: slice, values: Tensor, *, add: bool = False) -> None:
@@ -338,7 +338,7 @@ class Weights:
         self.vector[place] = self.vector[place] + values if add else values
 
     def reshard(self) -> None:
-        """Prepare for being written to."""
+        """Prepare for a write."""
 
     def finite(self) -> bool:
         """Return whether all elements are finite."""

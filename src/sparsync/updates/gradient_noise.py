@@ -50,15 +50,15 @@ class GradientNoise:
     """Measures by how much averaging over ranks would shrink the second moment of each parameter.
 
     A gradient is a signal s, common to all ranks, plus noise n from the rank's own batch.  The average
-    over P ranks has squares ``s^2 + n^2 / P``, a single rank's gradient ``s^2 + n^2``.  The quotient,
-    from 1 / P (pure noise) to 1, is the parameter's ``share``.  It is measured by actually averaging a
-    few numbers per parameter, which are sent along with the model's buffers and cost no extra round.
-    These numbers are sums p of the gradient's elements with random signs, for which ``E |p|^2 = |g|^2``
-    regardless of the distribution of the elements.  (Sampling elements would not do: a few of them hold
-    most of the squares.)  A rank's own squares are also taken from its sums, so chance affects both sides
-    of the quotient alike.  Squares are remembered for as long as Adam's v remembers them.  At
-    first, v consists of a few gradients that all ranks had in common; steps that are lengthened
-    before v has forgotten these are too long.
+    over P ranks has squares ``s^2 + n^2 / P``, and a single rank's gradient ``s^2 + n^2``.  The
+    quotient, from 1 / P (pure noise) to 1, is the parameter's ``share``.  It is measured by actually
+    averaging a few numbers per parameter, which are sent along with the model's buffers and cost no
+    extra round.  These numbers are sums p of the gradient's elements with random signs, for which ``E
+    |p|^2 = |g|^2`` regardless of the distribution of the elements.  (Sampling elements would not do: a
+    few of them hold most of the squares.)  A rank's own squares are also taken from its sums, so chance
+    affects both sides of the quotient alike.  Squares are remembered for as long as Adam's v remembers
+    them.  At first, v consists of a few gradients that all ranks had in common; steps that are
+    lengthened before v has forgotten these are too long.
 
     A single rank cannot measure this.  Its first moment reveals which part of the gradient *lasts*, but
     not a part that all ranks share although its sign changes from step to step; such a part exists along
@@ -149,8 +149,8 @@ class GradientNoise:
         sums, of_ranks, products = values[:, :-2], values[:, -2], values[:, -1]
         of_average = sums.square().sum(1)
         if self._measured % 2:
-            # this does not apply to steps: they have memory, so their lasting part may be the noise
-            # of one batch
+            # Steps are left out: they have memory, so their lasting part may be the noise of a
+            # single batch.
             common, known = (sums * self._common).sum(1), (of_ranks > 0) & ~self._by_steps
             found = torch.stack([common, products - common, of_ranks - of_average])
             # differences are relative to each parameter's squares, so all parameters weigh the
@@ -168,7 +168,7 @@ class GradientNoise:
 
     @property
     def agreement(self) -> float | None:
-        """The fraction of lasting gradients that is common to all ranks, in [0, 1]; None if unknown yet.
+        """The fraction of lasting gradients that is common to all ranks, in [0, 1]; None if not yet known.
 
         It is 1 if ranks draw from the same data, however noisy, and 0 if they pull in directions that
         cancel out.
@@ -291,14 +291,14 @@ def with_moments(
 def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ranks: float) -> None:
     """Lengthen the last step as if it had used the second moment of averaged gradients.
 
-    Averaged over P ``ranks``, the gradients of a parameter have k times the squares of a single rank's
-    (``shares``, see ``GradientNoise``).  Dense training divides by the root of ``k v``, but a rank
-    divides by the root of its own v, and makes steps up to sqrt(P) times shorter:
+    The average of a parameter's gradients over P ``ranks`` has k times the squares of a single rank's
+    gradient (``shares``, see ``GradientNoise``).  Dense training divides by the root of ``k v``, but a
+    rank divides by the root of its own v, and makes steps up to sqrt(P) times shorter:
 
         w -= lr m (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)),    1 / P <= k <= 1
 
-    where both moments have the bias correction.  Adam's own moments are not changed, and nothing is
-    divided by the rate, so any schedule works.
+    where both moments are bias-corrected.  Adam's own moments are not changed, and nothing is divided
+    by the rate, so any schedule works.
 
     A step that the optimizer was told to skip is not corrected.
 

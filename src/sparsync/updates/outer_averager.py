@@ -85,7 +85,7 @@ class OuterAverager(Averager):
         self._weights = Weights()
         # the exchange detects NaN on all ranks
         super().__init__(model, nonfinite="spread", **given)
-        if self._binding:  # earlier than ``begin``: a state may be loaded before
+        if self._binding:  # not only in ``begin``, because a state may be loaded earlier
             trained = self._binding.trained.values()
             self.settings = self.settings.for_size(sum(p.numel() for p in trained))
         bound = self._binding and self._binding.optimizer
@@ -125,7 +125,7 @@ class OuterAverager(Averager):
         return self.settings.first_period if self._engine is None else self._engine.period
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return 1 if there are local steps between exchanges, because ranks train alone in them."""
+        """Return 1 if there are local steps between exchanges, in which ranks train alone."""
         return world_size if self.global_period == 1 else 1
 
     # ---- the algorithm -----------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class OuterAverager(Averager):
             return self._weights.vector
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the shared weights plus all undelivered changes, which are left out if they have NaN."""
+        """Return the shared weights plus all undelivered changes, unless these contain NaN."""
         with self._holding(vector):
             await self.engine.deliver(step)
             return self._weights.vector
@@ -209,14 +209,14 @@ class OuterAverager(Averager):
             binding.write_(own)
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers: those of every averager, of the exchanges, and residual norms."""
+        """Return plain numbers: those common to all averagers, the exchanges', and residual norms."""
         here = {"period": self.engine.period, "drift": self.engine.drift}
         # without a model, e.g. in a simulation, the averager does not count steps itself
         own = {} if self._binding is None else super().stats()
         return {**reducer_stats(self.reducer, self.steps), **here, **own}
 
     def _count(self, comm: Communicator) -> None:
-        """Count the exchanges that this step has ended; with a delay they started ``delay`` steps ago."""
+        """Count the exchanges that end with this step; with a delay, they started ``delay`` steps ago."""
         while self.participation.averages < self.reducer.step:
             self.participation.note(self.settings.delay, comm.world_size)
 

@@ -86,7 +86,7 @@ class OuterEngine(Stateful):
         state: counts refused exchanges.
         period: the current period.
         drift: the last measured drift, with an ``AdaptivePeriod``.
-        contributions: the number of samples that each rank has seen.
+        contributions: the count of samples that this rank has seen.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class OuterEngine(Stateful):
             residual.load(None)
 
     def read(self, weights: Weights | None = None) -> Tensor:
-        """Return weights, by default the engine's, copied run by run to where the memory is."""
+        """Copy weights, by default the engine's, run by run to the device of ``memory``."""
         weights = weights or self._weights
         size = max((one.span.stop for one in self.layout.fragments), default=0)
         if self._memory_like.device == self._weights_like.device or not size:
@@ -160,8 +160,8 @@ class OuterEngine(Stateful):
         return made
 
     def write(self, weights: Weights, values: Tensor) -> None:
-        """Replace weights by values that are where the memory is."""
-        # all at once where nothing is copied, because each call gathers inside a node
+        """Replace weights by values on the device of ``memory``."""
+        # a single call if nothing moves between devices, because each call gathers inside a node
         most = values.numel() if values.device == self._weights_like.device else None
         for place in self._runs(slice(0, values.numel()), most):
             weights.write(place, values[place])
@@ -271,8 +271,9 @@ class OuterEngine(Stateful):
             self._scratch.keep(exchange.scratch)
         if not refused:
             return
-        # After the first refusal, all ranks return to their weights after the last exchange, without
-        # broken moments.  If the next exchange is broken too, that did not help and would repeat forever.
+        # After the first refusal, all ranks return to the weights that they had after the last
+        # exchange, and drop broken moments. If the next exchange is refused as well, this did not
+        # help, and would repeat forever.
         self.state = OuterState(self.state.refused + 1)
         drop_broken(self.optimizers, self._on_any_part)
         if self.state.refused > 1:
@@ -305,7 +306,7 @@ class OuterEngine(Stateful):
             step: number of this rank's finished local steps; by default ``steps``.
 
         Raises:
-            PeerError: ranks have finished different numbers of local steps, and no more was
+            PeerError: ranks have finished different numbers of local steps, and nothing more was
                 exchanged; or another part of this replica failed, and this part's changes were
                 delivered.
         """
@@ -437,11 +438,11 @@ class OuterEngine(Stateful):
             await self._exchange(exchange)
 
     async def _exchange(self, exchange: Exchange) -> None:
-        """Exchange how far a fragment has moved; the model is not changed yet."""
+        """Exchange the moves of a fragment; the model does not change yet."""
         part, reducer = exchange.part, self.reducer
         fragment = self.layout.fragments[part]
         self._note(exchange.lands - self.settings.delay if exchange.late else exchange.lands)
-        # the distance is measured before weighing, because the drift is a distance of real steps
+        # the distance is measured before weighing, because the drift is that of real steps
         distance = None
         if self.settings.rule is not None:
             moved = self._began(fragment.span).sub_(self._weights.read(fragment.span))
@@ -616,7 +617,7 @@ class OuterEngine(Stateful):
         return made
 
     def _began(self, place: slice) -> Tensor:
-        """Return the base as the model stores it.
+        """Return a copy of this rank's weights after the last exchange, rounded as the model stores them.
 
         A 16-bit model starts from rounded weights.  Rounding is not a move, and must not be added
         to the residual at every exchange.
@@ -665,13 +666,13 @@ class OuterEngine(Stateful):
 
 @final
 class Moves:
-    """How far a rank has moved on one unit, computed on access."""
+    """A rank's moves on one unit, computed on access."""
 
     def __init__(self, engine: OuterEngine, exchange: Exchange, unit: int) -> None:
         self._engine, self._exchange, self._unit = engine, exchange, unit
 
     def run(self, start: int, stop: int, kept: Tensor | None) -> Tensor:
-        """Return elements ``[start, stop)``, given the residual's on the device of the weights."""
+        """Return elements ``[start, stop)``, given the residual there, on the device of the weights."""
         return self._engine.moved(self._exchange, self._unit, start, stop, kept)
 
     def whole(self) -> Tensor:

@@ -18,7 +18,7 @@ __all__ = ["AdaptivePeriod", "drift_of", "followed", "share_of", "warm_exchanges
 
 @dataclass(frozen=True)
 class AdaptivePeriod:
-    """Keeps the drift near a limit, i.e. the distance by which ranks move apart, relative to the weights.
+    """Keeps the drift near a limit.  It is the distance that ranks move apart, relative to the weights.
 
     ::
 
@@ -27,10 +27,10 @@ class AdaptivePeriod:
     The period is halved if the drift exceeds ``drift``, and doubled if it is below half of that, so that
     doubling does not cause halving.
 
-    The drift is a distance, not a fraction of how far the average has moved.  That fraction *falls* as
-    the period grows, because common steps add up faster than noise, so a rule that bounds it runs away to
-    one end.  A step is as long as its rate, and noise grows with the root of the number of steps, so a
-    constant distance keeps ``lr^2 H`` constant: the period grows as the rate is lowered.
+    The drift is a distance, not a fraction of the average's move.  That fraction *falls* as the period
+    grows, because common steps add up faster than noise, so a rule that bounds it runs away to one end.
+    A step is as long as its rate, and noise grows with the root of the number of steps, so a constant
+    distance keeps ``lr^2 H`` constant: the period grows as the rate is lowered.
 
     Args:
         drift: the limit, > 0, e.g. 0.02; ``stats()["drift"]`` has the last measured drift.
@@ -84,7 +84,7 @@ def followed(
 
 
 def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
-    """Return the warm-up steps with an exchange after them; the period starts at 1 and doubles."""
+    """Return the warm-up steps that are followed by an exchange; the period starts at 1 and doubles."""
     doublings, last, ends = math.ceil(math.log2(period)), -1, []
     for step in range(steps):
         # the warm-up is split into equal parts with periods 1, 2, 4, ...

@@ -1,4 +1,4 @@
-"""Save and load a rank's own weights and moments, by parameter name, where ranks differ in them."""
+"""Save and load the weights and moments that differ between ranks, by parameter name."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def own_state(
     """Return copies of this rank's parts of these parameters, of buffers, and of optimizer states."""
     tensors = {name: local_of(t).clone() for name, t in _tensors(module, names).items()}
     moments = {
-        # the state is {} for a parameter without a gradient so far, because every name is saved to
-        # let a missing one be noticed
+        # every name is saved, with {} for a parameter that has had no gradient yet, so that a
+        # missing name is noticed
         name: {key: _copy(value) for key, value in one.state.get(parameter, {}).items()}
         for one in optimizers
         for name, parameter in _named(module, one)

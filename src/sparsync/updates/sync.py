@@ -84,8 +84,8 @@ from sparsync.updates.weights import ModelWeights, trained_of
 
 _ADVISED = 30  # steps whose mean duration is considered reliable
 _NEGLIGIBLE = 0.1  # an allreduce below this fraction of a step is not worth avoiding
-# the least common fraction of lasting gradients; below it, the parts that are particular to single
-# ranks are larger
+# the user is warned if less than this fraction of the lasting gradients is common to all ranks,
+# i.e. if the parts particular to single ranks are larger
 _AGREEING = 0.5
 _PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _EVERYTHING = slice(0, None)
@@ -349,7 +349,7 @@ class UpdateSync(Handle):
         """Stop DDP's own exchange and follow the optimizers' steps, until ``close``."""
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
-            # the hook replaces DDP's allreduce, which no setting turns off for a whole training
+            # the hook replaces DDP's allreduce, which no setting turns off for a whole run
             hook = CommHook.taken(ddp, self, self.on_bucket)
             self.on_close.callback(hook.release)
             self.on_close.callback(_restore, weakref.ref(ddp), ddp.broadcast_buffers)
@@ -402,7 +402,7 @@ class UpdateSync(Handle):
     def _check_start(self) -> None:
         """Before the first step, begin from weights loaded after ``attach``, if all ranks loaded them.
 
-        Otherwise their difference to the old weights would be delivered as if it were an update.  All
+        Otherwise their difference from the old weights would be delivered as if it were an update.  All
         ranks ask once, because a rank cannot know whether others have loaded weights.
         """
         if not self._begins:
@@ -457,9 +457,10 @@ class UpdateSync(Handle):
             check_outside_ddp(module)
         self._weights.reshard()
         if self.outer.optimizers:
-            # Asked before the batch is seen, because SAM, and layers that initialise on the first batch,
-            # change weights themselves.  But a compiled graph cannot send messages, and pipeline stages
-            # wait for each other in their forward passes; there it is asked before the step
+            # Ranks are asked before the batch is seen, because SAM, and layers that initialise on
+            # the first batch, change weights themselves. But a compiled graph cannot send messages,
+            # and pipeline stages wait for each other in their forward passes, so these are asked
+            # before the step.
             if self._inner is None and not torch.compiler.is_compiling():
                 self._check_start()
         elif self._begins:
@@ -517,7 +518,7 @@ class UpdateSync(Handle):
             node.comm.ledger.begin_step(self.outer.steps)
 
     def _count_ranks(self) -> None:
-        """Set the number of ranks over which noise is averaged, by which steps are corrected."""
+        """Set the number of ranks over which noise is averaged, for the correction of steps."""
         counted = self.outer.contributions
         if counted.weighs and counted.ranks:
             self._weights.average_over(counted.ranks)
@@ -677,7 +678,7 @@ class UpdateSync(Handle):
         }
 
     def holds(self, value: object) -> bool:
-        """Return whether this rank's state already contains that of a given model or optimizer."""
+        """Return whether this rank's state already contains the state of a given model or optimizer."""
         ddp, module = self._ddp(), self._plain()
         return any(value is own for own in (ddp, module, *self.outer.optimizers) if own is not None)
 
@@ -812,8 +813,8 @@ class UpdateSync(Handle):
 class _Carried(Operation):
     """An exchange in flight on the engine's thread.
 
-    This is not a coroutine, because Python warns of a coroutine that is never awaited, and that happens
-    if the process ends before the exchange has landed.
+    This is not a coroutine, because Python warns about a coroutine that is never awaited, as when the
+    process ends before the exchange has landed.
     """
 
     def __init__(self, future: Future[float], sync: UpdateSync) -> None:

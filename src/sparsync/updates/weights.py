@@ -120,12 +120,12 @@ class ModelWeights(Weights):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self._like.device
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a parameter."""
+        """The number of bytes per element of a parameter."""
         return self._like.itemsize
 
     def exchanged(self, left_out: Collection[str] | None = None) -> list[str]:
@@ -172,7 +172,7 @@ class ModelWeights(Weights):
 
     @torch.no_grad()
     def pieces(self, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
-        """Yield tensors that form a part of the vector, and where they lie in the part; None: zeros."""
+        """Yield the tensors that form a part of the vector, and their places in it; None means zeros."""
         for name, tensor, inside, here in self._within(place):
             # inside a node, a tensor occupies the length of one run: its size over ranks, rounded up
             first, middle = self._rank * -(-tensor.numel() // self._divisor), here.start
@@ -246,8 +246,8 @@ class ModelWeights(Weights):
     def landed(self, span: slice, shared: Tensor) -> None:
         """Receive the averages of the gradient samples, which are at the end of the vector.
 
-        They are read from the ``shared`` vector, because shares must be equal on all ranks.  A
-        rank's own vector gets a late exchange by addition, which rounds differently on each rank.
+        The averages are read from the ``shared`` vector, because shares must be equal on all ranks.  A
+        late exchange is added to a rank's own vector, which rounds differently on each rank.
         """
         if self.noise is not None and any(name == _SAMPLES for name, *_ in self._within(span)):
             values = self.noise.values

@@ -37,8 +37,7 @@ def set_up_digest(reducer: Reducer, **settings: object) -> int:
 
 def number_of(text: str) -> int:
     """Return a 63-bit hash of a text."""
-    # this is not ``hash``, which differs between processes; it has 63 bits because it is sent as an
-    # int64
+    # not ``hash``, which differs between processes; 63 bits, because the number is sent as an int64
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -64,9 +63,8 @@ def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object
 
 
 def _settings(part: Stateful) -> tuple[object, ...]:
-    """Return the type of a selector or collective, and those of its settings that are plain values."""
-    # settings are found by public attribute, so a third party's class is covered without declaring
-    # any
+    """Return the type of a selector or collective, and its settings that are plain values."""
+    # public attributes count as settings, so that a third party's class need not declare any
     plain = (bool, int, float, str, type(None), Codec)
     kept = [(k, repr(v)) for k, v in sorted(vars(part).items()) if isinstance(v, plain)]
     return (type(part).__name__, *(pair for pair in kept if not pair[0].startswith("_")))

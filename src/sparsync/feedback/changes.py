@@ -37,7 +37,7 @@ class Changes:
     An in-place operation raises a tensor's version counter; an operation on ``parameter.data`` does not.
 
     Args:
-        parameters: of one model.
+        parameters: the parameters of one model.
 
     Cost: remembering takes one small copy and a loop over the parameters, 20 us for a hundred of them;
     comparing takes a loop over them, and more only if all have changed.
@@ -73,8 +73,8 @@ class Changes:
 
     def replaced(self) -> bool:
         """Return whether all parameters were written to, with weights that no step could produce."""
-        # The usual case needs no look at elements: loading a checkpoint writes all parameters, so one
-        # that was not written to rules it out
+        # The usual case needs no look at elements: loading a checkpoint writes all parameters, so a
+        # single unwritten parameter rules it out
         pairs = zip(self._parameters, self._versions, strict=False)
         if not self._versions or any(p._version == version for p, version in pairs):
             return False

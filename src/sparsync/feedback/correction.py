@@ -37,8 +37,8 @@ class Correction:
 
     Attributes:
         momentum: m in [0, 1).
-        nesterov: ``U = m (U + g); V = V + U + g``, which is torch's Nesterov; plain is
-            ``U = m U + g; V = V + U``.
+        nesterov: ``U = m (U + g); V = V + U + g``, which is torch's Nesterov momentum; otherwise ``U =
+            m U + g; V = V + U``.
         masking: reset the velocity of delivered entries (momentum factor masking).
             Parameters that are exchanged whole (dense warm-up, small layers) keep their velocity, because
             their entries were never late.

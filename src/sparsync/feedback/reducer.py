@@ -118,7 +118,7 @@ class Reducer:
         return self.comm.ledger.place(self.step)
 
     def channel(self, use: int | Use) -> Communicator:
-        """Return the channel of a unit, or that of another kind of exchange."""
+        """Return the channel of a unit, or of another kind of exchange."""
         return channel_of(self.comm, len(self.units), use)
 
     def move_to(self, comm: Communicator) -> None:
@@ -258,7 +258,7 @@ class Reducer:
         return totals
 
     def refuse(self) -> None:
-        """Undo all that is uncommitted: restore the state, and zero the memory lent by gradients."""
+        """Undo everything uncommitted: restore the state, and zero the memory lent by gradients."""
         # committed units have no open pieces, so this does not touch them
         for residual in self.residuals:
             residual.restore()
@@ -272,12 +272,12 @@ class Reducer:
         self._committed = committed
 
     def regroup(self, position: Position | None = None) -> None:
-        """Continue with other ranks, already reflected by the communicator, when ranks join or leave.
+        """Continue with other ranks, after the communicator has changed because ranks joined or left.
 
-        This is the whole seam for ``elastic``, its only caller; the reducer must be ``changing``.
-        The accumulated gradients of the open step are exchanged again.  If the others are at another
-        ``position``, this rank closes the open step, and its gradients stay in the residuals, except
-        those already undone (``Residual.restore``).
+        Only ``elastic`` calls this, on a reducer that is ``changing``.  The accumulated gradients of
+        the open step are exchanged again.  If the others are at another ``position``, this rank closes
+        the open step, and its gradients stay in the residuals, except those already undone
+        (``Residual.restore``).
 
         Collectives are reset on all ranks, because boundaries and global thresholds belong to the former
         ranks.  Selectors are local and keep their states.
@@ -309,7 +309,7 @@ class Reducer:
             tell(self.step)
 
     def skip(self) -> None:
-        """Refuse all that is uncommitted; go to the next step unless part of this one is committed."""
+        """Refuse everything uncommitted; go to the next step unless part of this one is committed."""
         self.refuse()
         self.skipped += 1
         if not self._committed:
@@ -361,7 +361,7 @@ class Reducer:
     def _watch(self) -> None:
         """Detect once that residuals grow, from thresholds that selectors already have."""
         # The ratio of residual norm to gradient norm is no indicator: it is 5 to 900 in healthy
-        # trainings, and a constant 20 in one that diverges (docs/design-notes.md).  The threshold bounds
+        # runs, and a constant 20 in one that diverges (docs/design-notes.md).  The threshold bounds
         # all entries in the residual, and costs neither a pass nor a wait for a GPU.
         octaves = []
         for unit, plan in zip(self.units, self.plan.units, strict=True):

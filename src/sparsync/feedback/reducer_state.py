@@ -1,7 +1,7 @@
 """The state of a reducer between steps: save, restore and rescale it.
 
 Under a GradScaler, a hook sees gradients times the scale.  So residual, velocity and thresholds are
-scaled as well, and are rescaled with it: ``residual = residual * new / old``.  As long as scales are
+scaled as well, and change with the scale: ``residual = residual * new / old``.  As long as scales are
 powers of two, the default of GradScaler, this does not round.
 """
 
@@ -70,7 +70,7 @@ _FIELDS: Final = Fields(
 
 
 def reducer_state(reducer: Reducer) -> dict[str, Any]:
-    """Return all that the next step depends on, as plain tensors and numbers, by parameter name."""
+    """Return everything that the next step depends on: plain tensors and numbers, by parameter name."""
     # the state is saved by parameter name rather than by unit, so that ``reshard`` can move tensors
     # to other ranks and shards
     corrector = reducer.corrector
@@ -190,8 +190,7 @@ def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = Fals
     reducer.set_scale(scale)
     reducer.plan.take(parsed.shares)
     reducer.open()
-    # this comes last, because residuals, velocities and keys must all have the saved scale before
-    # it
+    # rescaling comes last, because residuals, velocities and keys must all have the saved scale first
     if not keep_scale:
         rescale_(reducer, wanted)
 

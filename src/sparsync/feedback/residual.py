@@ -23,8 +23,8 @@ __all__ = ["Growth", "Residual", "Runs"]
 # measured
 _OCTAVES, _MEMORY = 2.0, 8
 
-# such a function returns elements [start, stop) of a gradient, in separate memory; it is given those of
-# the residual (None stands for zeros), from which it may compute them
+# Such a function returns elements [start, stop) of a gradient, in separate memory. It may use the
+# residual's elements there, which it is given (None stands for zeros).
 Runs = Callable[[int, int, Tensor | None], Tensor]
 
 
@@ -195,7 +195,7 @@ class Residual:
 
         ``Reducer.regroup`` uses this if the other ranks are at another step.
         """
-        # with pieces added, the buffer is no longer empty
+        # once pieces were added, the buffer is no longer empty
         self.empty = self.empty and not self._pieces
         self._close()
 
@@ -287,8 +287,8 @@ class Growth:
     and the residual grows with them.  All entries in the residual are below the threshold, which
     selectors know without another pass.
 
-    Thresholds are averaged, as logarithms, over windows of 1 / density steps.  The first window, in which
-    the residual fills up, is ignored.  After it, the threshold of a healthy training stays constant or
+    Thresholds are averaged, as logarithms, over windows of 1 / density steps.  The first window, in
+    which the residual fills up, is ignored.  After it, the threshold of a healthy run stays constant or
     falls with the gradients.  If training diverges, or the residual grows linearly, the threshold rises
     by two octaves over the minimum of the last eight windows.  Slower growth is not reported.
 

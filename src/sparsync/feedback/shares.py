@@ -1,4 +1,4 @@
-"""Shares: how many entries each unit selects, so that all units together select the global top-k.
+"""Split k among units, so that all units together select about the global top-k.
 
 A unit cannot know the magnitudes in the other units when its own exchange begins.  So it uses the share
 that, in hindsight, it should have had in the previous step: all ranks add up a small histogram per unit
@@ -41,7 +41,7 @@ class SharesState:
 
 @final
 class Sharing:
-    """Counts the entries that some units, its members, would like to select, and splits k among them."""
+    """Splits k among its member units, in proportion to the entries that each would select."""
 
     def __init__(self, units: Sequence[Unit], members: Sequence[int], dtype: torch.dtype) -> None:
         self.units, self.members, self.dtype = units, members, dtype
@@ -74,7 +74,8 @@ class Sharing:
     ) -> None:
         """Count the entries that a unit would have liked to select.
 
-        ``collected`` holds its entries from ``collect_from``'s key on, or None if there were too many.
+        ``collected`` holds the unit's entries that reach the key of ``collect_from``, or None if there
+        were too many.
         """
         if state.key is not None:
             counted = collected or selected
@@ -95,11 +96,11 @@ class Sharing:
     ) -> SharesState:
         """Return the next step's shares, equal on all ranks, once all members have been counted.
 
-        ``state`` is that of the open step, ``entries`` the k of every unit by its density alone.
+        ``state`` belongs to the open step; ``entries`` is the k of every unit by density alone.
         """
         if len(self._histograms) < len(self.members):
-            # either all ranks return here or none does, because the plan decides this, so no rank
-            # waits in the allgather
+            # the plan decides this, so either all ranks return here or none does, and no rank waits
+            # in the allgather
             return state
         counts = torch.stack([self._histograms[unit] for unit in self.members])
         everyone = await channel.allgather(counts.to(torch.int32), "shares")

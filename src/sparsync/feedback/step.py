@@ -24,7 +24,7 @@ Use = Literal["shares", "xi", "weights", "used", "retry", "drift", "vote", "roll
 
 
 def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
-    """Return the channel of a unit, of which there are ``units``, or of another kind of exchange."""
+    """Return the channel of one of this many ``units``, or of another kind of exchange."""
     # All ranks must number the channels alike, so the order of ``Use`` is part of the protocol, and must
     # not depend on which uses a rank has.
     return comm.channel(use if isinstance(use, int) else units + get_args(Use).index(use))
@@ -34,7 +34,7 @@ def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
 
 
 class UnitPlan(NamedTuple):
-    """How one unit is exchanged."""
+    """The plan for the exchange of one unit."""
 
     k: int  # number of entries to select
     selector: Selector
@@ -42,7 +42,9 @@ class UnitPlan(NamedTuple):
     # the magnitude key from which entries are collected while they are accumulated, and a limit on
     # their number
     wanted: tuple[int, int] | None  # for the selector alone: its ``collect_from``
-    collect: tuple[int, int] | None  # as executed: for the selector, and to count for the shares
+    collect: (
+        tuple[int, int] | None
+    )  # as executed, for the selector and to count entries for the shares
 
 
 @final
@@ -120,7 +122,7 @@ class Plan:
             self._next = await self._dividing.agree(self.shares, channel, self._entries())
 
     def commit(self) -> None:
-        """Switch to the next step's shares."""
+        """Adopt the shares of the next step."""
         self.shares = self._next
 
     def take(self, shares: SharesState) -> None:

@@ -159,7 +159,7 @@ class NodeReducer:
         await self.reducer.exchange(unit)
 
     async def follow(self, unit: int) -> None:
-        """Only sum over the node, because the step has failed on this rank but not on others of the node.
+        """Sum over the node only: the step has failed on this rank, but not on others of the node.
 
         The other ranks learn of the failure from the consensus.  Until then, all ranks of the node
         must start the same collectives.

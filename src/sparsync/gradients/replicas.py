@@ -75,10 +75,10 @@ def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> Gradi
 
 
 def _microbatches(schedule: Any) -> tuple[int, float] | None:
-    """Return the backward passes of a pipeline per step, and the factor on its gradients.
+    """Return the number of a pipeline's backward passes per step, and the factor on its gradients.
 
     The schedule scales ``parameter.grad`` once all micro-batches are done. Gradients whose exchange has
-    already begun are no longer there, and are scaled here.
+    already begun are no longer there, so this factor scales them.
     """
     if schedule is None:
         return None
@@ -133,7 +133,7 @@ def _units(options: Options, model: nn.Module, shards: Sequence[Shard]) -> list[
 
 @final
 class ParameterSource(Source):
-    """Brings the gradients of single parameters to the steps, for a model without DDP.
+    """Passes the gradients of single parameters to the steps, for a model without DDP.
 
     Args:
         model: the plain module.

@@ -24,7 +24,7 @@ _NAMED = 3  # number of tensors named in a message
 @naming_options
 @dataclass(frozen=True, eq=False)
 class Sentinel:
-    """How often replicas are compared, and the policy if they differ.
+    """Settings for comparing replicas, with the policy for differences.
 
     Ranks that apply the same totals to the same parameters stay bit-identical.  A rank drifts away if its
     memory flips a bit, its optimizer has another setting, or its code changes a weight.  Nothing else
@@ -36,7 +36,7 @@ class Sentinel:
 
     Attributes:
         period: steps between comparisons.
-        policy: what to do about a difference: "raise" ``PeerError`` from ``backward()`` on all ranks,
+        policy: the reaction to a difference: "raise" ``PeerError`` from ``backward()`` on all ranks,
             "warn" and continue, or "heal": ranks in the minority get the tensor of the majority, in
             place.  Without a majority (two ranks, or two halves) "heal" raises.
         buffers: names of other buffers that should be equal.

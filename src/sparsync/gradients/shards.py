@@ -1,4 +1,4 @@
-"""The parameters of which this rank holds a part: local tensors, their pieces, and FSDP2's switches.
+"""The parameters that this rank holds in part: local tensors, their pieces, and FSDP2's switches.
 
 ``fully_shard`` reduces over the shards, calls a module's all-reduce hook, writes the shards of gradients,
 and calls the parameters' own hooks.  These see exactly this rank's shards, averaged over the ranks that
@@ -133,10 +133,10 @@ def keys_of(shards: Sequence[Shard]) -> dict[str, int]:
 
 
 def elements_of(shards: Sequence[Shard]) -> int:
-    """Return the number of elements of the parameters of which this rank is the first holder, unsharded.
+    """Count the elements of the unsharded parameters whose first holder is this rank.
 
-    Summed over all parts of a replica, this gives the model's size, with every parameter counted once,
-    sharded or replicated.
+    The sum over all parts of a replica is the model's size, in which every parameter, sharded or
+    replicated, counts once.
     """
     holders, me = _holders(shards), dist.get_rank()
     return sum(p.parameter.numel() for p in shards if min(holders[p.name]) == me)
@@ -154,7 +154,7 @@ def _holders(shards: Sequence[Shard]) -> dict[str, frozenset[int]]:
 
 @final
 class Fsdp:
-    """Reports the gradients that FSDP2 would all-reduce, by its own switches, and changed parameters.
+    """Reports which gradients FSDP2's switches would all-reduce, and which parameters have changed.
 
     With ``set_requires_gradient_sync(False)`` no hook is called at all.  With
     ``set_requires_all_reduce(False)`` the exchange is postponed, and the gradients of several backward

@@ -281,7 +281,7 @@ class Scratch:
 
 
 def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
-    """Replace each run of ``chunk`` elements, the last maybe shorter, by its orthonormal DCT-II, or undo it.
+    """Replace each run of ``chunk`` elements, and the rest, by its orthonormal DCT-II, or undo this.
 
     Norms and sums over ranks are preserved.  If ``chunk`` is None, nothing changes.  Cost: 2 n
     chunk operations.

@@ -1,4 +1,4 @@
-"""The base class of the schemes that average models, and its application to a model."""
+"""The base class of schemes that average models; given a module, it applies the scheme to it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Participation:
 
     averages: int = 0
     stale: int = 0  # averages in which this rank's model was older than the average's step
-    oldest: int = 0  # age in steps of the oldest of these models
+    oldest: int = 0  # age in steps of the oldest such model
     models: int = 0  # total number of models in all these averages
 
     def note(self, age: int, models: int) -> None:
@@ -97,9 +97,9 @@ class Averager(Stateful):
 
     Args:
         model: a plain module (not DDP or FSDP), equal on all ranks, which is averaged in place.
-            Parameters that are frozen at this time are not sent.  With None, only the coroutines
-            are used.
-        comm: default ``sparsync.connect()``.
+            Parameters that are frozen at this time are not sent.  With None, only the coroutines can be
+            used.
+        comm: the communicator; by default ``sparsync.connect()``.
         buffers: floating-point buffers (BatchNorm's statistics) "average" with the parameters, or stay
             "local" until ``finish`` averages them.  Buffers that hold Inf (masks) and integer buffers
             always stay local until then; ``finish`` takes the latter from rank 0.  Buffers that
@@ -115,17 +115,17 @@ class Averager(Stateful):
     Attributes:
         steps: number of local steps done, which is the 0-based number of the next ``step()``.
         memory: vectors that the algorithm keeps, saved with its state.
-        resume_at: the minimal step number at which a rank continues after it was left out.
+        resume_at: the lowest step number at which a rank continues after it was left out.
         averaged: "models", or the "updates" of the ranks' optimizers.
         participation: the averages that included this rank's model; ``stats`` has more.
 
     Raises:
-        ConfigurationError: the scheme does not have an option, or the model is DDP or FSDP; later,
-            the model has changed.
+        ConfigurationError: an option is unknown, or the model is DDP or FSDP; later, the model has
+            changed.
         PeerError: from the first ``step``: ranks differ in settings, tensors or initial values.
 
-    Weights loaded by ``load_state_dict`` before the first step are those from which all ranks begin.
-    Between later steps, schemes with ``memory`` or stale models refuse other weights.
+    If ``load_state_dict`` loads weights before the first step, all ranks begin from them.  Between
+    later steps, schemes with ``memory`` or stale models refuse loaded weights.
     """
 
     averaged: ClassVar[str] = "models"
@@ -171,15 +171,15 @@ class Averager(Stateful):
 
     def _note_loaded(self) -> None:
         """Note whether weights other than those of the last step were loaded into the model."""
-        # Loading an EMA's weights for an evaluation, and then this rank's own again, is no change.  A
-        # scheme that keeps nothing from one average to the next goes on from any weights.
+        # Loading an EMA's weights for an evaluation, and then this rank's own again, is no change.
+        # A scheme that keeps nothing between averages can continue from any weights.
         keeps = bool(self.memory) or self.staleness != "none"
         self._overwritten = self._begun and keeps and self._changes.differ()
 
     # ---- an algorithm -----------------------------------------------------------------------------
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
-        """Prepare, before local step ``step``; all ranks call it with the common initial model.
+        """Prepare for local step ``step``; all ranks call this with the common initial model.
 
         ``vector`` is handed over, so the caller must not change it afterwards.
         """
@@ -213,7 +213,7 @@ class Averager(Stateful):
 
     @property
     def global_period(self) -> int | None:
-        """The steps between averages over all ranks, tau (Q4); None if only ``finish`` has one."""
+        """The steps between averages over all ranks, tau (Q4); None if only ``finish`` takes one."""
         return 1
 
     def effective_group_size(self, world_size: int) -> int:
@@ -236,8 +236,8 @@ class Averager(Stateful):
             if averaged is not vector:
                 binding.write_(averaged)
                 binding.reset_moments()
-        # a rank that was left out continues at the others' step, or it would delay every later global
-        # average
+        # a rank that was left out continues at the others' step; otherwise it would delay every
+        # later global average
         self.steps = max(self.steps + 1, self.resume_at)
         self._changes.remember()
         self._close_books(binding.comm)
@@ -394,12 +394,12 @@ class Averager(Stateful):
             run(agree(binding.comm, facts))
             run(self.begin(binding.comm, run(binding.start()), self.steps))
             self._begun, self._before = True, (self.steps, binding.comm.ledger.of_steps())
-            # ``state_dict`` begins as well, and weights may be loaded before the first step
+            # ``state_dict`` also calls this, and weights may be loaded between it and the first step
             self._changes.remember()
         return binding
 
     def _begin_again(self) -> None:
-        """Let the next step begin with the model as it then is, after a state was loaded."""
+        """After a state was loaded, let the next step begin with the model as it is then."""
         self._begun = self._overwritten = False
         if self._binding is not None:
             self._binding.forget_start()
@@ -457,11 +457,11 @@ class LocalSgd(Averager):
 
     @property
     def global_period(self) -> int:
-        """Its period."""
+        """The number of steps between averages."""
         return self.period
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return 1 if there are steps between two averages, because ranks train alone in them."""
+        """Return 1 if there are steps between two averages, in which ranks train alone."""
         return world_size if self.period == 1 else 1
 
     def is_due(self, step: int) -> bool:
@@ -477,7 +477,7 @@ class LocalSgd(Averager):
 
 
 class Companion(Actor):
-    """An actor that records its messages, and hands the records over to its rank with every answer."""
+    """An actor that records its messages, and passes the records to its rank with every answer."""
 
     def __init__(self) -> None:
         self.ledger, self.participation = Ledger(), Participation()

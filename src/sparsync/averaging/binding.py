@@ -105,7 +105,7 @@ class Binding:
     def follow_loads(self, loaded: Callable[[], None]) -> list[RemovableHandle]:
         """Call ``loaded`` after every ``load_state_dict`` of the model or of one of its modules.
 
-        As long as ``initial`` is needed, it follows what is loaded.
+        Until averaging begins, ``initial`` is updated as well.
         """
         sizes = self._sizes()
         # places, not views: a view would keep ``initial`` alive after the first step
@@ -124,7 +124,7 @@ class Binding:
 
     @torch.no_grad()
     def reread(self, module: nn.Module, places: Mapping[str, slice]) -> None:
-        """Take a module's own tensors into ``initial``, where every rank begins."""
+        """Copy a module's own tensors into ``initial``, from which every rank begins."""
         if self.initial is None:
             return
         for name, place in places.items():
@@ -145,8 +145,8 @@ class Binding:
             piece = pieces[0].new_zeros(size) if tensor is None else tensor.to(pieces[0])
             pieces.append(piece.reshape(-1))
         vector = torch.cat(pieces)
-        # this takes one pass, and a single number to wait for on a GPU; if only the sum overflows,
-        # the model is just as broken
+        # one pass, and one wait for a GPU; a model whose sum overflows is broken even if its
+        # elements are finite
         trained = sum(parameter.numel() for parameter in self.trained.values())
         if self.nonfinite == "raise" and not vector[:trained].sum().isfinite():
             raise NonFiniteGradientError(
@@ -179,8 +179,8 @@ class Binding:
     async def start(self) -> Tensor:
         """Compare the models of all ranks, and return the vector from which all of them start.
 
-        This is ``initial``, with zeros for moments that did not exist yet, or after a restore the current
-        model.  A ``PeerError`` names the first tensor that differs.
+        After a restore, this is the current model; otherwise it is ``initial``, with zeros for moments
+        that did not exist yet.  A ``PeerError`` names the first tensor that differs.
 
         Cost: 8 bytes per tensor from every rank, twice; a digest of all parameters.
         """
@@ -311,7 +311,7 @@ class Binding:
 
 @final
 class _LoadHook:
-    """A hook that follows what is loaded into a module.
+    """A hook that notes the weights loaded into a module.
 
     Its copies do nothing, because a copied model is not bound.
     """
@@ -327,7 +327,7 @@ class _LoadHook:
         self._places, self._loaded = places, loaded
 
     def __call__(self, module: nn.Module, _keys: object) -> None:
-        """Take what was loaded; PyTorch calls this for every loaded module, after its children."""
+        """Note the loaded weights; PyTorch calls this for every loaded module, after its children."""
         if self._binding is not None and (binding := self._binding()) is not None:
             binding.reread(module, self._places)
             if self._loaded is not None:

@@ -140,7 +140,7 @@ class _Saved:
     def _load(self, key: str, target: object) -> Any:
         items = {key: target}
         with warnings.catch_warnings():
-            # DCP warns of no_dist, which is intended: each rank reads different keys, independently
+            # DCP warns about no_dist, which is intended: each rank reads different keys, independently
             warnings.simplefilter("ignore", UserWarning)
             load(items, storage_reader=self._reader, no_dist=True)
         return items[key]

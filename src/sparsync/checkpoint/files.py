@@ -1,4 +1,4 @@
-"""Files of checkpoints: written completely or not at all, and read without running any code in them."""
+"""Write checkpoint files completely or not at all, and read them without running code."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def remove_old(folder: Path, keep: int) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file if possible; failing to remove it must not end the training."""
+    """Remove a file if possible; a failure must not end the training run."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 

@@ -1,12 +1,12 @@
-"""Saved states for another number of ranks, or for other shards of the parameters.
+"""Rebuild saved states for another number of ranks, or for other shards of the parameters.
 
-Residuals are mass that ranks have not delivered yet.  It is not tied to a rank: any rank that holds it
-can deliver it.  So only the sum over ranks is preserved, element by element:
+A residual is mass that has not been delivered yet, and any rank that holds it can deliver it.  So only
+the sum over ranks is preserved, element by element:
 
 * fewer ranks: new rank r adds up the residuals of the old ranks r, r + P', r + 2 P', ...;
 * more ranks: old rank r deals its elements, each as a whole, to the new ranks r, r + P, r + 2 P, ...
 
-Dealing does not round; sums of integers are exact, and other sums round as in the law.
+Dealing does not round.  Sums of integers are exact; other sums round, as in the conservation law.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
 
 
 def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
-    """Return the state of one new rank, built from those of all old ones; see ``reshard``.
+    """Return the state of one new rank, built from the states of all old ranks; see ``reshard``.
 
     Args:
         template: this rank's ``state_dict()`` before loading; it provides the rank, the number of ranks,
@@ -99,7 +99,7 @@ def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
         states: the states of all old ranks.
 
     Raises:
-        ConfigurationError: a state is of a different kind than the template, or of an averager; see also
+        ConfigurationError: a state's kind differs from the template's, or is an averager's; see also
             ``reshard``.
     """
     kind, here = template["kind"], template["content"]
@@ -135,7 +135,7 @@ def _flat(content: State) -> dict[str, Any]:
 
 
 def _place_of(rank: int, olds: Sequence[State]) -> int:
-    """Return the position of old rank r modulo P."""
+    """Return the position in ``olds`` of the old rank that is ``rank`` modulo P."""
     wanted = rank % olds[0]["reducer"]["world_size"]
     return next(at for at, old in enumerate(olds) if old["reducer"]["rank"] == wanted)
 
@@ -187,12 +187,12 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
 
 
 def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[str, Any]]:
-    """Return a content that starts from the shared weights, with its part of the undelivered mass.
+    """Return a new rank's content: the shared weights, and its part of the undelivered mass.
 
     Moments and steps are taken from old rank r modulo P; exchanges in flight are applied first.  If one
     was refused, or would be because a rank's weights are broken, all ranks start without their steps
-    since the last exchange, and without broken moments.  The first result is that old rank's position in
-    ``states``.
+    since the last exchange, and without broken moments.  The first result is the position of old rank r
+    modulo P in ``states``.
     """
     different = {str([state[key] for key in ("steps", "state")]) for state in states}
     require(len(different) == 1, f"the saved states are of {different}; give those of one save")
@@ -336,7 +336,7 @@ def _placed(
 
 def _whole(olds: Olds, what: str, name: str, rank: int) -> Tensor | None:
     """Assemble a parameter's residual on one old rank from its pieces; return None for zeros."""
-    # by piece, as several ranks may hold the same one
+    # keyed by piece, because several ranks may hold the same one
     found: dict[str, tuple[Piece, Tensor | None]] = {}
     for state, pieces in olds:
         if state["rank"] != rank or name not in pieces:

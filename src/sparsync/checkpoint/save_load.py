@@ -63,7 +63,7 @@ _BESIDE: Final = Fields({}, {"own": Mapping, "weights": str})
 T = TypeVar("T")
 
 Use = Literal["own", "part", "check"]
-"""What a state is read for: to become this rank's, to contribute a part of it, or only to be checked."""
+"""The purpose of reading a state: to adopt it, to take a part of it, or only to check it."""
 
 
 class Saveable(Protocol):
@@ -82,7 +82,7 @@ class Saveable(Protocol):
 
 
 class Source(Protocol):
-    """Holds the states of all ranks from one save; converted to a string, its name for messages."""
+    """The states of all ranks from one save; ``str()`` of it is its name in messages."""
 
     def seats(self) -> Collection[Seat]:
         """Return the seats of the saved states."""
@@ -128,7 +128,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
 
     Raises:
         CheckpointError: raised on all ranks if any of them could not write, does not see the others'
-            files, or has made another number of local steps.  Earlier checkpoints are untouched, and
+            files, or has taken another number of local steps.  Earlier checkpoints are untouched, and
             training may continue.
         ConfigurationError: ``keep`` or ``folder`` is not valid.
 
@@ -220,7 +220,7 @@ def load(
     back.
 
     Cost: reads n elements per rank; with another number of ranks, all residuals that a rank sums up.
-    Copies the states of ``shared``, to be able to roll back.
+    Copies the states of ``shared``, for a possible rollback.
     """
     path, older = _chosen(sync, _named(folder), step)
     try:
@@ -310,7 +310,7 @@ def _holds(sync: Saveable, value: object) -> bool:
 
 
 def _holds_shards(sync: Saveable, value: object, state: Mapping[str, Any]) -> bool:
-    """Return whether a handle's state includes that of ``value``, of which this rank has only pieces."""
+    """Return whether a handle's state includes ``value``'s, which this rank holds only in pieces."""
     return _holds(sync, value) and bool(state["content"]["pieces"])
 
 
@@ -320,8 +320,8 @@ def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = Fals
     If ``alone``, the handle is closed, e.g. after training, so ranks cannot be asked.
 
     Raises:
-        CheckpointError: raised on all ranks if any of them has made another number of local steps (then
-            nothing is written), or could not write.
+        CheckpointError: raised on all ranks if any of them has taken another number of local steps
+            (then nothing is written), or could not write.
     """
 
     def write() -> None:
@@ -336,7 +336,7 @@ def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = Fals
 
 
 def load_states(sync: Saveable, folder: Path, weights: str) -> None:
-    """Load the files that ``save_state`` wrote on all ranks: this rank's own, or its part of all.
+    """Load the files that ``save_state`` wrote on all ranks: this rank's own file, or its part of all.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -424,7 +424,7 @@ def _take_state(
     try:
         _together(sync, lambda: sync.load_state_dict(state), f"load its state in {where}")
     except Exception:
-        # loading rescales a state to the current scale, so it must be restored first
+        # the scale comes first, because loading a state rescales it to the current scale
         sync.reducer.set_scale(scale)
         with suppress(CommunicationError):  # peers are gone, as the first error already says
             sync.load_state_dict(before)

@@ -1,4 +1,4 @@
-"""Attaching and resuming, as shared by Accelerate, Lightning and the Hugging Face Trainer."""
+"""Attach and resume, for the adapters of Accelerate, Lightning and the Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -106,11 +106,11 @@ def attach_wrapped(
 def check_processes(seen: int, cure: str) -> None:
     """Refuse a framework that overlooks the other processes, as Accelerate does on a CPU.
 
-    It gives every rank the same batches, so exchanging would be in vain.
+    Such a framework gives every rank the same batches, so an exchange would be useless.
 
     Args:
         seen: the number of processes with which the framework trains.
-        cure: how the user makes the framework see all of them.
+        cure: advice on making the framework see all processes.
     """
     started = dist.get_world_size() if dist.is_initialized() else 1
     if seen < started:
@@ -123,8 +123,8 @@ def check_processes(seen: int, cure: str) -> None:
 def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
     """Write this rank's state into a folder of a framework's checkpoint; all ranks call it.
 
-    The file also has a digest of the weights, because a job may end between the writing of this file and
-    of the framework's weights.
+    The file also has a digest of the weights, because a job may end after writing only this file or
+    only the framework's weights.
 
     Raises:
         CheckpointError: see ``save_state``.
@@ -138,8 +138,8 @@ def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
 def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
     """Load the files of ``save_beside``, after the weights were loaded; all ranks call it.
 
-    A checkpoint of a run without sparsync has no such folder.  In that case residuals are unchanged, and
-    a warning says so.
+    A checkpoint of a run without sparsync has no such folder.  Residuals are then unchanged, and a
+    warning says so.
 
     Raises:
         PeerError: some ranks see a folder and others do not.

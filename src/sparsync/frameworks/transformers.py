@@ -58,8 +58,7 @@ class SparsyncCallback(TrainerCallback):
         self.sync: Handle | None = None
         self._trainer, self._options, self._training = trainer, options, False
         self._model: Any = None
-        # this is the argument of ``trainer.train()`` while that runs: a path, or True for the last
-        # checkpoint
+        # the argument of ``trainer.train()`` while it runs: a path, or True for the last checkpoint
         self._checkpoint: Any = None
         train = trainer.train
         if hasattr(train, "sparsync_callback"):
@@ -104,7 +103,8 @@ class SparsyncCallback(TrainerCallback):
             accelerator = self._trainer.accelerator
             check_processes(accelerator.num_processes, "give TrainingArguments(use_cpu=True)")
             scaler = getattr(accelerator, "scaler", None)
-            # Accelerate 1.15 wraps no model on a CPU that it has prepared before, for an evaluation
+            # On a CPU, Accelerate 1.15 does not wrap a model that it has already prepared for an
+            # evaluation.
             first = "call trainer.train() before trainer.evaluate(), or use eval_on_start=True"
             self.sync = attach_wrapped(model, optimizers, self._options, how, scaler, first)
             self._model = model

@@ -168,7 +168,7 @@ class GradientNoise:
 
     @property
     def agreement(self) -> float | None:
-        """The fraction of lasting gradients that is common to all ranks, in [0, 1]; None if unknown so far.
+        """The fraction of lasting gradients that is common to all ranks, in [0, 1]; None if unknown.
 
         It is 1 if ranks draw from the same data, however noisy, and 0 if they pull in directions that
         cancel out.

@@ -1,6 +1,6 @@
-"""How a rank takes part in a changing group: it asks for quorums, meets others, fetches and recovers.
+"""Take part in a changing group: ask for quorums, meet the others, fetch weights, and recover.
 
-torchft's manager determines which ranks are present; ``members`` decides about the open step.
+torchft's manager determines which ranks are present; ``members`` decides the fate of the open step.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ class Attendance:
     def outside_steps(self) -> Iterator[None]:
         """Return a context in which this rank takes part in an exchange outside of its loop's steps.
 
-        The rank does not catch up in such an exchange: it would take over the states of schedulers,
-        and its loop does not step the schedulers after such an exchange.
+        The rank does not catch up in such an exchange, because it would take over the states of
+        schedulers, which its loop does not step after such an exchange.
         """
         self._outside = True
         try:
@@ -201,8 +201,8 @@ class Attendance:
         failed: CommunicationError | None = failure
         while failed is not None:
             verdict = self.recover(failed)
-            # this is True only if no attempt follows: the roll's rows then hold for the next step,
-            # whose quorum is already known.  After an attempt, its votes' rows hold
+            # ``_met`` stays True only if no attempt follows: the roll's rows then hold for the next
+            # step, whose quorum is already known. After an attempt, the rows of its votes hold.
             failed, self._met = None, False
             if self.reducer.comm.rank in verdict.stale and not missed():
                 self._met = True
@@ -382,7 +382,7 @@ class Attendance:
     def _check_alike(self) -> None:
         """Refuse rates and weights that differ from the rank that has contributed for the longest time.
 
-        Among several such ranks, the lowest decides; ranks that do not contribute yet do not compare.
+        Among several such ranks, the lowest decides.  Ranks that do not contribute yet are not compared.
 
         Raises:
             ConfigurationError: raised on the rank that differs; the others continue without it.

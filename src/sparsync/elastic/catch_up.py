@@ -1,11 +1,11 @@
-"""How a joining rank gets the others' weights while they train on.
+"""Bring a joining rank to the others' weights while they continue training.
 
-It fetches a copy of the state before some step, and keeps all averages from the step in which it started
-to fetch.  Then it applies these to the copy in the same way as the others, so its weights equal theirs,
-bit for bit.
+The rank fetches a copy of the state before some step, and keeps all averages from the step in which the
+fetch began.  Then it applies them to the copy as the others did, so its weights equal theirs, bit for
+bit.
 
-If gradients are exchanged, it keeps the gradients given to its optimizers, and repeats the steps of the
-donor's optimizers, with their learning rates and in their order.
+If gradients are exchanged, the rank keeps the gradients given to its optimizers, and repeats the steps
+of the donor's optimizers in the same order and with the same learning rates.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def keep_gradients(
         few = 3 * at.numel() < flat.numel()
         narrow = torch.int32 if flat.numel() <= 1 << 31 else torch.int64
         here.append((at.to(narrow), flat[at]) if few else flat.clone())
-    # only those of the first step are kept, because a second step with the same gradients would
-    # find none
+    # only the gradients of the first step are kept, because a second step with the same gradients
+    # would find none
     catch_up.log.setdefault(step, {}).setdefault(number, here)
 
 
@@ -183,8 +183,7 @@ def repeat(
             one = optimizers[number]
             for group, its in zip(one.param_groups, groups, strict=True):
                 group.update(its)
-            # the gradients are as they were given to the optimizer, i.e. after clipping and the
-            # like
+            # these are the gradients that the optimizer was given, e.g. after clipping
             for parameter, gradient in zip(_parameters(one), kept, strict=True):
                 parameter.grad = _whole(gradient, parameter)
             one.step()

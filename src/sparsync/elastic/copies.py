@@ -88,7 +88,7 @@ class CopyServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.ipv6 = ":" in interface
         guard: CurveKeys | Password = Password() if keys is None else keys
-        # both before ``bind``, after which strangers may connect
+        # guard and limit come before ``bind``, after which strangers may connect
         guard.guard(self._socket)
         self._socket.maxmsgsize = _LONGEST
         bind(self._socket, tcp(interface), port_range)
@@ -154,7 +154,8 @@ def fetch(
     """Fetch a rank's copy of step ``since`` or later; return its step and its bytes.
 
     Raises:
-        DeadlineError: nothing arrived for ``timeout`` seconds, or no copy was made in six times that.
+        DeadlineError: nothing arrived for ``timeout`` seconds, or no copy was made within six times
+            that.
         PeerError: ``stop`` returned True.
     """
     place, key, keys = Source(source) if isinstance(source, str) else source

@@ -85,7 +85,7 @@ def attach_elastic(
     )
     steps = GradientSteps(model, reducer, engine, options, consensus=consensus, ranks=ranks)
     overlap = options.compression.overlap
-    # because the roll compares the weights
+    # the source does not compare the replicas' weights, because the roll does
     source = ParameterSource(
         model, steps, consensus, shards, Fsdp(model), overlap=overlap, compares=False
     )
@@ -252,8 +252,8 @@ class PresentRanks(Ranks):
         self._position = reducer.step, reducer.skipped
 
         async def attempt() -> None:
-            # In the order in which ``ParameterSource`` starts its jobs, because a rank that has just
-            # joined makes its first attempt with these, while others in its group use the jobs.
+            # This is the order in which ``ParameterSource`` starts its jobs: a rank that has just
+            # joined makes its first attempt here, while others in its group use the jobs.
             units = [reducer.exchange(unit) for unit in range(len(reducer.units))]
             used = self._parts.share_used(reducer.channel("used"), came)
             await together([*units, used, reducer.share()])

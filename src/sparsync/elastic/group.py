@@ -165,8 +165,8 @@ class ElasticGroup(ProcessGroup):
     def reconfigure(self, opts: Any) -> Any:
         """Record the compatible members of a new quorum; torchft's manager calls this on its own thread.
 
-        Incompatible members are left out, so that they end and not the training ranks: a rank that is
-        compatible with no other, and has not met any rank yet, raises an error.
+        Incompatible members are left out.  A rank that is compatible with no other, and has not met any
+        yet, raises an error, so it ends, and not the ranks that train.
         """
         # The quorum is only recorded here: sockets belong to the exchanging thread, which may be in
         # a step.

@@ -77,7 +77,7 @@ class Verdict(NamedTuple):
         commits: ranks that must commit the previous step.
         stale: ranks that missed steps, or come from another history; they start fetching weights.
         donor: the first current rank, preferably one that does not leave; weights are fetched from it.
-        there: the first rank that has committed the previous step, even if this rank is behind.
+        there: the first rank that has committed the previous step, even if that rank is behind.
     """
 
     step: int
@@ -159,7 +159,7 @@ class _Last(NamedTuple):
 
 @final
 class Members:
-    """One rank among those that take the open step.
+    """One of the ranks that take the open step.
 
     Args:
         reducer: a ``changing`` reducer; its totals are not divided, and ``contributors`` is the
@@ -242,7 +242,7 @@ class Members:
         self.behind = False
 
     def count_only(self, came: Tensor) -> None:
-        """Before the commit, count only those contributors in the divisor whose gradients ``came``."""
+        """Before the commit, limit the divisor to contributors whose gradients ``came``."""
         self._present = self._present.clone()
         self._present[:, 0] *= came
 
@@ -354,7 +354,7 @@ class Members:
         return _Part(minus, self._dealt, self.deals, self.reducer.scale)
 
     async def end(self, *, whole: bool = True) -> bool:
-        """Return whether all are at the end with ``whole`` weights; ranks behind may still fetch these.
+        """Return whether all are at the end with ``whole`` weights, which ranks behind may still fetch.
 
         Raises:
             CommunicationError: a rank is gone, or has not committed the last step.
@@ -407,7 +407,7 @@ class Members:
     async def call_the_roll(self, attempt: int, names: Sequence[Hashable], serial: int) -> Verdict:
         """Find out, in a new group of ranks with these names, which ranks continue with which step.
 
-        Brings the reducer to that step.  A rank in ``commits`` must commit the open step as it is.
+        This brings the reducer to that step.  A rank in ``commits`` must commit the open step as it is.
         ``serial`` grows with every group, unless the lighthouse is restarted.
 
         Raises:
@@ -539,8 +539,8 @@ class Members:
         if part is not None:
             self._apply(part)
         else:
-            # the others made the last step closed here in another attempt, or not yet, so exchange
-            # the parts of the two attempts
+            # the others took the step that was closed here last in another attempt, or not yet, so
+            # replace the part of the one attempt by that of the other
             holds = _attempt_of(last.step, self._past, step)
             if holds is not None and holds != last.attempt:
                 self._take_back(last.parts.get(last.attempt))

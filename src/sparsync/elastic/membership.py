@@ -27,7 +27,7 @@ class Membership:
     that a joining rank takes over.
 
     Args:
-        attendance: of this rank.
+        attendance: represents this rank in quorums.
         engine: the handle's engine, on whose thread this rank leaves without training steps.
         take_part: takes part in the others' steps, on that thread and without training, until this
             rank has left; must not keep the handle alive.
@@ -35,7 +35,7 @@ class Membership:
             none.
 
     Attributes:
-        turns: excludes the training thread's steps and a leaving from each other.
+        turns: keeps the training thread's steps and a departure from overlapping.
         gone: this rank has left between two steps, and the program may not know yet.
     """
 
@@ -146,8 +146,8 @@ class Membership:
         except ConfigurationError as error:
             self.turns.end_leaving()
             return str(error)
-        # not after the wait below, which may time out while the job still uses the reducer and the
-        # model
+        # registered before the wait below, which may time out while the job still uses the reducer
+        # and the model
         leaving.add_done_callback(lambda _: self.turns.end_leaving())
         if not wait([leaving], max(until - time.monotonic(), 0)).done:
             return "the others did not take the three steps that leaving needs"
@@ -186,7 +186,7 @@ class Membership:
     def take_over(
         self, extras: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        """Take over learning rates and the like, and the states returned by ``told``."""
+        """Take over the optimizers' rates, and the states returned by ``told``."""
         for one, groups in zip(optimizers, extras["present"], strict=True):
             for group, its in zip(one.param_groups, groups, strict=True):
                 group.update(its)

@@ -50,7 +50,7 @@ from sparsync.updates.weights import ModelWeights, trained_of
 
 __all__ = ["ElasticUpdates", "attach_elastic_updates"]
 
-# The roll has a rank's position as one number: clock = 3 * local steps + phase.  The phases are an
+# In the roll, a rank's position is one number: clock = 3 * local steps + phase.  The phases are an
 # exchange after a local step, the exchange of ``finish``, which delivers everything, and the time
 # after that exchange.
 _PHASES: Final = 3

@@ -1,4 +1,4 @@
-"""The codec seam: ``Codec``, and the header at the start of every message.
+"""The interface of codecs, and the header at the start of every message.
 
 See ``docs/wire-format.md`` for the bytes.
 """
@@ -129,10 +129,10 @@ class Codec(ABC, Generic[V]):
     options: ClassVar[tuple[int, ...]] = (0,)  # legal values of the header's option
     header_bytes: ClassVar[int] = HEADER_BYTES  # or LONG_HEADER_BYTES
     option: int = 0  # the option in the headers of this codec
-    detail: int = 0  # the detail in the headers of this codec; 0: there is none
+    detail: int = 0  # the detail in the headers of this codec; 0 for none
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"  # ranks compare options by repr, so it has no address
+        return f"{type(self).__name__}()"  # no address, because ranks compare options by repr
 
     @abstractmethod
     def encode(self, vector: V) -> Encoded[V]:
@@ -162,11 +162,11 @@ class Codec(ABC, Generic[V]):
         return (header.detail > 0) == (self.detail > 0)
 
     def seeded(self, rank: int, step: int) -> Codec[V]:
-        """Return the codec for a message source and step: this one, unless it draws random numbers."""
+        """Return the codec for one source and step; by default, this one."""
         return self
 
     def for_layers(self, sizes: Sequence[int]) -> Codec[V]:
-        """Return the codec for vectors of layers of these sizes: this one, unless layers matter."""
+        """Return the codec for vectors whose layers have these sizes; by default, this one."""
         return self
 
     def is_exact(self, dtype: torch.dtype) -> bool:
@@ -288,7 +288,7 @@ class Opened(ABC):
     def decode_to(
         self, into: Tensor, divisor: float = 1.0, *, add: bool = False, start: int = 0
     ) -> None:
-        """Decode the elements from ``start`` on, divide them, and write them to ``into`` or add them."""
+        """Decode elements from ``start`` on, divide them, and write or add them to ``into``."""
 
     @abstractmethod
     def is_finite(self) -> bool:

@@ -40,12 +40,12 @@ class Coo(Codec[SparseVector]):
     exact = True
 
     def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
-        """Encode; ``decoded`` is the vector itself."""
+        """Encode a vector; ``decoded`` is the vector itself."""
         start = self.start(vector)
         return Encoded(self.message(start, pack_words(vector.indices), vector.values), vector)
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode and check count, order and range."""
+        """Decode a message; check the count, and the order and range of its indices."""
         header, body = self.body(payload, size)
         middle = INDEX_BYTES * header.entries
         indices = unpack_words(body[:middle], size)
@@ -139,9 +139,9 @@ class Whole(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Decode a message of ``size`` elements, or a run from ``start`` on, divided, into ``into``.
+        """Decode a message of ``size`` elements, or a run from ``start``, and divide it, into ``into``.
 
-        ``add`` adds to ``into`` instead.
+        With ``add``, the result is added to ``into``.
         """
         opened = self.open(payload, into.numel() if size is None else size)
         opened.decode_to(into, divisor, add=add, start=start)
@@ -171,7 +171,7 @@ class _OpenedWhole(Opened):
     def decode_to(
         self, into: Tensor, divisor: float = 1.0, *, add: bool = False, start: int = 0
     ) -> None:
-        """Decode the elements from ``start`` on, divide them, and write them to ``into`` or add them."""
+        """Decode elements from ``start`` on, divide them, and write or add them to ``into``."""
         written(self._values(start, start + into.numel()), into, divisor, add=add)
 
     def is_finite(self) -> bool:

@@ -1,4 +1,4 @@
-"""Writing, summing and joining messages of regions.
+"""Write, sum and join messages of regions.
 
 Each function composes a codec with cutting, merging or joining vectors.  For float32 values in coo and
 packed messages on the CPU, a bit-equal C++ pass (``native/messages.cpp``) avoids the intermediate

@@ -63,7 +63,7 @@ class _Quantised(Codec[V]):
 
     @property
     def levels(self) -> int:
-        """The largest code s; the code -s - 1 stands for nonfinite values."""
+        """The largest code s; the code -s - 1 stands for NaN and Inf."""
         return (1 << (self.bits - 1)) - 1
 
     @property
@@ -192,7 +192,7 @@ class Qsgd(_Quantised[DenseVector]):
         return Encoded(self.message(start, raw), DenseVector(decoded))
 
     def decode(self, payload: Tensor, size: int) -> DenseVector:
-        """Decode, with the parameters that the message states."""
+        """Decode a message with the parameters that it states."""
         return DenseVector(self.unpack(*self.body(payload, size)))
 
 
@@ -226,7 +226,7 @@ class SparseQsgd(_Quantised[SparseVector]):
         return Encoded(payload, SparseVector(indices, rounded, size))
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode, with the parameters that the message states."""
+        """Decode a message with the parameters that it states."""
         header, body = self.body(payload, size)
         middle = super().layout(header).value
         indices = packing.unpack_indices(body[middle:], header.entries, size)

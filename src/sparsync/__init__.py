@@ -69,9 +69,9 @@ __all__ = [
     "simulate",
 ]
 
-# These are imported on first use, so ``import sparsync`` costs little more than ``import torch``.
-# ``attach`` is not among them, because importing the submodule of the same name would rebind
-# ``sparsync.attach`` to the module
+# Names that are imported on first use, so ``import sparsync`` takes little longer than ``import
+# torch``. ``attach`` is not among them: a later import of the submodule ``sparsync.attach`` would
+# rebind the name to the module.
 _LATER = MappingProxyType(
     {
         "Algorithm": "sparsync.algorithm",

@@ -30,7 +30,7 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
         ConfigurationError: an object is not a ``torch.optim.Optimizer``, averages weights itself, or
             never called the constructor of ``Optimizer``.
     """
-    # an ordered set: the order matters, because the last optimizer's step ends an iteration
+    # a dict serves as an ordered set, because the last optimizer's step ends an iteration
     found: dict[Optimizer, None] = {}
     for one, inner in chain_of(given):
         name = type(one).__name__
@@ -100,8 +100,8 @@ def check_stepped(given: Any) -> None:
     """
     for one, inner in chain_of(given):
         name = type(one).__name__
-        # These optimizers are recognised by behaviour, not by name, because other packages have
-        # optimizers of the same kinds. ZeRO lists all parameters, but its inner optimizer holds
+        # Unsuitable optimizers are recognised by behaviour, because other packages have such
+        # optimizers under other names. ZeRO lists all parameters, but its inner optimizer holds
         # only this rank's share.
         wanted, held = (set(map(id, _parameters(its))) for its in ([one], inner))
         if held and not wanted <= held:
@@ -111,7 +111,7 @@ def check_stepped(given: Any) -> None:
                 f"would learn from one rank's data alone.  Give each rank a whole optimizer; {_ALIKE}"
             )
         switches = (getattr(one, "train", None), getattr(one, "eval", None))
-        # wrappers such as Accelerate's define these methods only to forward calls
+        # wrappers such as Accelerate's have train() and eval() only to forward calls
         if not inner and all(map(callable, switches)):
             raise ConfigurationError(
                 f"{name} has train() and eval(), as schedule-free optimizers do: the weights for "

@@ -124,8 +124,8 @@ class Algorithm:
 
     async def on(self, comm: Communicator) -> Algorithm:
         """Return the algorithm fitted to a group; its ranks call this together, on equal algorithms."""
-        # names are compared before measuring, because ranks with different algorithms would wait in
-        # different collectives
+        # compare names before measuring: ranks with different algorithms would wait in different
+        # collectives
         await agree(comm, {"the algorithm": self.name})
         if self.prepare is None:
             return self
@@ -227,7 +227,7 @@ def default_bits(elements: int) -> int:
 
 def check_density(density: float) -> float:
     """Return the density as a float; refuse one outside (0, 1]."""
-    # subnormal floats are refused as well, because their inverse is infinite
+    # a subnormal float is invalid too, because its inverse is infinite
     least = sys.float_info.min
     if (
         isinstance(density, bool)

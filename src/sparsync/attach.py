@@ -133,7 +133,7 @@ def attach(
     residual and O(k + n / P) for an exchange (``benchmarks/memory.md``); dense steps take 2 n more.
     Updates take 2 n, and 3 n / ``fragments`` for an exchange.
     """
-    # these are imported here to keep the engines out of ``import sparsync``
+    # local imports keep the engines out of ``import sparsync``
     from sparsync.accepted_optimizers import check_stepped, plain_optimizers, treatment_of
     from sparsync.exclusive import check_outermost, check_unattached
     from sparsync.presets import PRESETS, resolve
@@ -355,9 +355,9 @@ def _chosen(
         return exchange, ""
     if for_updates:
         return "updates", ""
-    # This is decided by class, not by name, because a subclass of SGD also steps in proportion to
-    # the gradient.  For SGD, a sparse average is a delayed average; moments are not linear in the
-    # gradient, so sparse averages distort them.
+    # For SGD, a sparse average is only a delayed average. Moments are not linear in the gradient,
+    # so sparse averages distort them. The class decides, not the name, because subclasses of SGD
+    # also step in proportion to the gradient.
     others = [one for one in optimizers if not isinstance(one, torch.optim.SGD)]
     if needs or not others:
         return "gradients", ""

@@ -53,8 +53,7 @@ class Guard:
         sync = self.sync()
         if sync is None or any(optimizer is one for one in sync.optimizers):
             return
-        # names are looked up by identity, because ``in`` on a list of tensors would compare their
-        # elements
+        # look names up by identity: ``in`` on a list of tensors would compare their elements
         names = {id(parameter): name for name, parameter in sync.trained.items()}
         stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
         # an optimizer may also wrap one of the handle's optimizers, or be wrapped by one
@@ -91,7 +90,8 @@ def check_outside_ddp(module: nn.Module) -> None:
 
     This cannot be checked earlier: a module does not know whether DDP wraps it until a forward pass runs.
     """
-    # DDP sets this during its forward pass, for torch.compile; there is no public way to ask
+    # DDP sets this private attribute during its forward pass, for torch.compile; there is no public
+    # equivalent
     ddp = DistributedDataParallel._active_ddp_module
     if ddp is not None and any(inner is module for inner in ddp.modules()):
         raise ConfigurationError(

@@ -70,8 +70,8 @@ class Handle(ABC):
         self._scaler, self._sentinel = watched.scaler, watched.sentinel
         self._nonfinite = watched.policy
         self.on_close = ExitStack()
-        # this runs when the model is collected or the process exits.  Finalizers run in the reverse
-        # order of their creation, so the engine ends before the transport
+        # The finalizer runs when the model is collected or the process exits. Finalizers run in the
+        # reverse order of their creation, so the engine ends before the transport.
         self._end = weakref.finalize(self, _end, engine, reducer.comm, groups)
 
     @property
@@ -182,8 +182,8 @@ def make_engine(
 def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None:
     """End the thread, then close the communicator and the groups that it used."""
     engine.end()
-    # A busy engine is in native code that uses both.  This must not wait for the engine, because
-    # the garbage collector may run this function on the engine's own thread
+    # A busy engine is in native code that uses the communicator and the groups. This function must
+    # not wait for it, because the garbage collector may call it on the engine's own thread.
     if not engine.busy:
         comm.close()
         groups.close()
@@ -255,8 +255,7 @@ class CommHook:
         if hook is None:
             hook = CommHook(model)
             model.register_comm_hook(hook, _on_bucket)
-        # a plain list takes the place of a ``_Closed`` one, so copying the model is refused from
-        # now on
+        # a plain list replaces a ``_Closed`` one: copying the model is an error from now on
         model._comm_hooks = list(model._comm_hooks)
         hook.sync, hook.on_bucket = sync, on_bucket
         return hook
@@ -297,8 +296,8 @@ class _Closed(list[Any]):
         return list, ()
 
 
-# This function is not annotated: DDP compares a hook's annotations with the classes themselves, and
-# those of this module are strings (``from __future__ import annotations``), which DDP would reject
+# DDP compares a hook's annotations with classes, and would reject the strings to which ``from
+# __future__ import annotations`` turns them; so this function has none.
 def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]
     if hook.sync is None:
         return allreduce_hook(hook.model().process_group, bucket)

@@ -164,8 +164,8 @@ def sink_of(log: Any, rank: int) -> Sink:
     if isinstance(log, str | os.PathLike) and Path(log).suffix == ".jsonl":
         path = Path(log).with_suffix(f".rank{rank}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # the file is line-buffered, so the numbers of a step are on disk when it ends, even if the
-        # process dies in the next one
+        # line buffering puts a step's numbers on disk when the step ends, even if the process dies
+        # in the next one
         file = path.open("a", buffering=1, encoding="utf-8")
         return Sink(lambda step, v: file.write(json.dumps({"step": step, **v}) + "\n"), file.close)
     if callable(getattr(log, "add_scalar", None)):
@@ -182,8 +182,8 @@ def sink_of(log: Any, rank: int) -> Sink:
                 log.create_gauge(f"sparsync.{name}").set(value, {"rank": rank})
 
         return Sink(gauges)
-    # these numbers are logged without ``step=`` and uncommitted: if they advanced the run's step,
-    # the run would reject the user's own numbers for earlier steps
+    # log without ``step=`` and uncommitted: if these numbers advanced the run's step, the run would
+    # reject the user's own numbers for earlier steps
     if callable(getattr(log, "define_metric", None)):
 
         def metrics(step: int, values: Mapping[str, float]) -> None:

@@ -337,7 +337,7 @@ class Options:
             PeerError: ranks ask for different transports, or run different versions.
         """
         carried = self.transport
-        # Versions are compared first, because other versions may compare other facts later, and
+        # Compare versions first, because another version may compare other facts later. Compare
         # over gloo, which every transport needs to start.
         wanted = {
             "the version of sparsync": _version(),

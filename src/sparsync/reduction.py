@@ -60,7 +60,7 @@ class Reduction:
         Raises:
             ConfigurationError: the operation is not defined on ``dtype``, e.g. "and" on floats.
         """
-        # the operation is tried on one element, because torch cannot list the dtypes that it
+        # try the operation on one element, because torch cannot list the dtypes that an operation
         # supports
         try:
             element = self.neutral(dtype)

@@ -92,8 +92,8 @@ class SparseVector:
             >>> SparseVector.merge([a, b]).to_dense().tolist()
             [5.0, 0.0, 2.0]
         """
-        # vectors are added in the given order, not in order of arrival: float addition is not
-        # associative, and a sum must have the same bits on every run
+        # Add vectors in the given order, not in order of arrival: float addition is not
+        # associative, and a sum must have the same bits on every run.
         if len(parts) == 1 and within is None:
             return parts[0]
         streams, size = [(p.indices, p.values) for p in parts], parts[0].size
@@ -312,8 +312,8 @@ def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
     """Return the first position of NaN or Inf; a vector without any takes a single pass."""
     if dtype == torch.float16:  # the other dtypes have the range of float32 and cannot overflow
         values = values.to(dtype)
-    # keys order Inf and NaN above all numbers, and with limit 0 ``find`` returns None at the first
-    # key as large as that of Inf
+    # Keys order Inf and NaN above all numbers. With a limit of 0, ``find`` returns None as soon as
+    # it finds one of them.
     infinity = int(kernels.magnitude_keys(values.new_full((1,), torch.inf, device="cpu")))
     if kernels.find(values, infinity, 0) is not None:
         return None

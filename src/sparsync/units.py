@@ -174,7 +174,7 @@ def local_of(tensor: Tensor) -> Tensor:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether this rank's part of a tensor has no NaN or Inf; sparse tensors are allowed."""
     part = local_of(tensor)
-    # the tensor is not coalesced, because the sum of finite duplicates is assumed to be finite
+    # no need to coalesce: the sum of finite duplicates is assumed to be finite
     return bool(torch.isfinite(part._values() if part.is_sparse else part).all())
 
 

@@ -231,8 +231,8 @@ class Averager(Stateful):
             averaged = run(self.average(binding.comm, vector, self.steps))
             self._waited += binding.comm.now - started
             self._count(binding.comm)
-            # the same object means that the scheme had no newer model, so parameters and moments
-            # stay
+            # if the scheme returned the same object, it had no newer model, so parameters and
+            # moments stay
             if averaged is not vector:
                 binding.write_(averaged)
                 binding.reset_moments()
@@ -254,8 +254,7 @@ class Averager(Stateful):
     def finish(self) -> None:
         """Make all replicas equal; training may continue."""
         binding = self._bound()
-        # these bytes are recorded separately, because bytes per step describe the algorithm, not
-        # the end of training
+        # book these bytes separately: bytes per step describe the algorithm, not the end of training
         with binding.comm.ledger.outside_steps():
             vector = binding.read()
             binding.write_(run(self.conclude(binding.comm, vector, self.steps)))
@@ -324,8 +323,8 @@ class Averager(Stateful):
         """Check a saved state as far as this rank alone can, and return its content."""
         content = opened(state, "averager")
         self._check_left_out(content.get("left_out"))
-        # The place is checked before the fields, so the state of another scheme is refused as such, not
-        # because of the first missing field.
+        # Check scheme and rank before the fields, so that another scheme's state is refused as
+        # such, and not because of its first missing field.
         place = {name: Exactly(value) for name, value in self._place().items()}
         check_saved(content, Fields(place, more=object), "state", _CURE)
         check_saved(content, Fields({**place, **self.kinds(content)}), "state", _CURE)
@@ -394,7 +393,8 @@ class Averager(Stateful):
             run(agree(binding.comm, facts))
             run(self.begin(binding.comm, run(binding.start()), self.steps))
             self._begun, self._before = True, (self.steps, binding.comm.ledger.of_steps())
-            # ``state_dict`` also calls this, and weights may be loaded between it and the first step
+            # ``state_dict`` also calls ``_bound``, and weights may be loaded between that call and
+            # the first step
             self._changes.remember()
         return binding
 
@@ -493,7 +493,7 @@ class Companion(Actor):
 
     def answer(self, reply: Reply, result: object) -> None:
         """Send the rank the result that it waits for."""
-        # The records are handed over and new ones started, so the actor's thread and the rank's thread
+        # Hand the records over and start new ones, so that the actor's thread and the rank's thread
         # never write to the same objects.
         books = self.ledger, self.participation
         self.ledger, self.participation = Ledger(), Participation()
@@ -519,7 +519,7 @@ class Accompanied(Averager):
         """Run an actor on all ranks, until the communicator is closed or gets another actor."""
         if not isinstance(comm, HostsActors):
             raise ConfigurationError(f"{type(comm).__name__} runs no actors; use zmq, torch or mpi")
-        # there is one agent per communicator, because two would take each other's messages
+        # one agent per communicator: two would take each other's messages
         old = comm.companions.pop("averaging", None)
         if old is not None:
             old.close()

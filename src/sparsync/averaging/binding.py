@@ -33,8 +33,8 @@ NonFiniteRule = Literal["raise", "spread"]
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that ``state_dict`` saves, i.e. all but those with ``persistent=False``."""
-    # The set is private (PyTorch 2.13), but there is no public alternative.  ``state_dict`` itself would
-    # run the state-dict hooks of the model's classes.
+    # This set of names is private (PyTorch 2.13), but there is no public alternative.
+    # ``state_dict`` itself would run the state-dict hooks of the model's classes.
     unsaved = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -89,8 +89,7 @@ class Binding:
         _check_model(model)
         self.model, self.comm, self.nonfinite = model, comm, nonfinite
         self.buffers, self.optimizer, self.moments = buffers, optimizer, moments
-        # this is decided once, before training, because a buffer that gets Inf later is broken, not
-        # a mask
+        # decided once, before training, because a buffer that gets Inf later is broken, not a mask
         self._averaged = set(averaged_buffers(model) if buffers == "average" else ())
         floating = [n for n, b in saved_buffers(model).items() if b.is_floating_point()]
         self.left_out = [n for n in floating if buffers == "average" and n not in self._averaged]
@@ -159,7 +158,7 @@ class Binding:
     @torch.no_grad()
     def write_(self, vector: Tensor) -> None:
         """Write a vector back, to the same tensors, with their dtypes and strides."""
-        # tensors are written in place, because optimizers, views and compiled graphs refer to them
+        # write in place, because optimizers, views and compiled graphs refer to these tensors
         tensors = self._travelling().values()
         for tensor, piece in zip(tensors, torch.split(vector, self._sizes()), strict=True):
             if tensor is not None:
@@ -195,8 +194,8 @@ class Binding:
         most = await self.comm.allreduce(torch.tensor([len(labels)]), "agreement", "max")
         # ``agree`` needs the same number of facts on every rank
         labels += ["nothing"] * (int(most) - len(labels))
-        # names and shapes come first, because ranks that differ in them would pass different
-        # numbers of facts, or vectors of different lengths, to every later exchange
+        # Compare names and shapes first: ranks that differ in them would pass different numbers of
+        # facts, or vectors of different lengths, to every later exchange.
         await agree(
             self.comm, {f"tensor {i} of the model": label for i, label in enumerate(labels)}
         )
@@ -339,8 +338,7 @@ class _LoadHook:
 
 def _check_model(model: nn.Module) -> None:
     """Refuse a model that does not hold its own parameters, or that averages gradients itself."""
-    # this compares the names of base classes, because FSDP2 derives a new class from each module's
-    # class
+    # compare the names of base classes, because FSDP2 derives a new class from each module's class
     wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
     bases = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     require(

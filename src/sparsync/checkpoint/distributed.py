@@ -123,8 +123,7 @@ class _Saved:
 
     def read(self, seat: Seat, use: Use) -> dict[str, Any]:
         """Return a rank's state; if it is only checked, its tensors are zeros that take no memory."""
-        # most residuals go to other ranks than this one, so only their sizes are checked and not
-        # their values
+        # most residuals go to other ranks, so this rank checks their sizes but not their values
         prefix = self._prefixes[seat]
 
         def read(name: str) -> Any:

@@ -100,8 +100,7 @@ def write_file(path: Path, content: Any) -> None:
     except Exception as error:  # an object may raise anything when it is pickled
         remove_file(temporary)
         refused = _by_the_system(error)
-        # the search for the culprit pickles all values again, so it is done only if the disk is
-        # fine
+        # the search for the culprit pickles all values again, so search only if the disk is fine
         on_disk = refused is not None or isinstance(error, RuntimeError)
         raise CheckpointError(
             f"cannot write {path}: {'' if on_disk else _culprit(content)}{first_line(refused or error)}"

@@ -32,7 +32,7 @@ State = Mapping[str, Any]
 # saved states, each with the pieces of all its parameters
 Olds = Sequence[tuple[State, Mapping[str, Piece]]]
 
-# these fields are equal on all ranks; the others are particular to each rank
+# fields that are equal on all ranks; the others are particular to each rank
 _EQUAL: Final = ("algorithm", "world_size", "momentum", "scale", "step", "skipped", "density")
 
 
@@ -109,7 +109,7 @@ def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
     else:
         reducer = _checked_like(_flat(here), [_flat(old) for old in olds])
         at = _place_of(reducer["rank"], olds)
-        # an optimizer's torch part comes from the old rank; pieces are those of this run
+        # an optimizer's torch part comes from the old rank, the pieces from this run
         content = {**(here if kind == "gradients" else olds[at]), "reducer": reducer}
     return {**states[at], "content": content}
 
@@ -163,7 +163,7 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
     pieces = _pieces_of(template)
     for what in ("residual", "velocity"):
         new[what] = {}
-        # the check is by unit, because a residual exists for all parameters of a unit, or for none
+        # check unit by unit, because either all parameters of a unit have a residual or none
         for names, sizes in zip(template["units"], template["sizes"], strict=True):
             placed = [_placed(olds, what, name, before, rank, world_size) for name in names]
             if all(values is None for values in placed):
@@ -293,9 +293,8 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
             own[span] = shared[span] - (residual - hidden)[span] * in_weights
     if returns:
         own = shared - (residual - hidden) if in_weights else shared
-    # shared - own has the local steps since the last exchange, and with residual="weights" the
-    # shown residual. These steps weigh the same on all ranks, because the counts since then are
-    # unknown here.
+    # shared - own contains the local steps since the last exchange, and with residual="weights" the
+    # shown residual. These steps weigh the same on all ranks, because later counts are unknown here.
     missing = shared - own + (hidden if in_weights else residual)
     momentum = state["memory"].get("momentum", shared[:0])
     named = {"shared vector": shared, "momentum vector": momentum, "residual": missing}
@@ -326,8 +325,7 @@ def _placed(
     old = _whole(olds, what, name, rank % before)
     if old is None:
         return None
-    # elements are dealt in turn rather than in ranges, so that layers with large entries are spread
-    # evenly
+    # deal elements in turn rather than in ranges, to spread layers with large entries evenly
     heirs = len(range(rank % before, world_size, before))
     new = torch.zeros_like(old)
     new[rank // before :: heirs] = old[rank // before :: heirs]
@@ -406,7 +404,7 @@ def _check_states(states: Sequence[State]) -> None:
                 f"a saved state belongs to rank {rank} of {world_size}; give those of one save"
             )
     missing = next((rank for rank in range(world_size) if rank not in ranks), None)
-    # only the first is named, because a damaged world_size may be any number
+    # name only the first missing rank, because a damaged world_size may be any number
     if missing is not None:
         raise ConfigurationError(
             f"the saved state of rank {missing} of {world_size} is missing; give those of all ranks"

@@ -170,8 +170,8 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         if seat.place == 0:
             write_file(target / SHARED, {**states, **plain})
 
-    # all write, and then all look, so older checkpoints are removed only if every rank sees the new
-    # one complete
+    # First all ranks write, then all look: older checkpoints are removed only if every rank sees
+    # the new one complete.
     try:
         _together(sync, write, f"write its part of {target}")
         _together(sync, lambda: await_whole(target, _LATE), f"see all files of {target}")
@@ -241,9 +241,8 @@ def _named(folder: Path | str) -> Path:
 
 def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[int]]:
     """Return the last checkpoint that all ranks see complete, and the steps of older ones."""
-    # The newest checkpoint that every rank sees is the least of the ranks' last ones.  A rank may
-    # still lack it, e.g. because its folder is a different one, which the second question reveals.
-    # All ranks ask both questions.
+    # The newest checkpoint that every rank sees is the least of the ranks' newest ones. A rank may still
+    # lack it, e.g. because its folder is a different one, so all ranks then ask whether any lacks it.
     whole = _together(sync, lambda: whole_checkpoints(folder), f"list {folder}")
     wanted = [number for number, path in whole.items() if step in (None, step_of(path))]
     number = -_greatest(sync, -max(wanted, default=0))
@@ -460,7 +459,7 @@ def _same_steps(sync: Saveable) -> int:
     Raises:
         CheckpointError: ranks have taken different numbers of steps.
     """
-    # the minimum is minus the maximum of the negatives, so one primitive serves for both
+    # the minimum is minus the maximum of the negatives, so one primitive serves both
     here = getattr(sync, "steps", sync.reducer.step)
     least, most = -_greatest(sync, -here), _greatest(sync, here)
     if least != most:

@@ -62,8 +62,7 @@ def load_copy(
     raw: bytes | bytearray, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Load a state returned by ``make_copy``."""
-    # ``unpacked`` is used instead of pickle, because the bytes come from another machine, and must
-    # not run code
+    # ``unpacked`` instead of pickle: the bytes come from another machine, and must not run code
     content = Fields({"model": Mapping, "optimizers": Each((Mapping,) * len(optimizers))})
     states = opened(unpacked(raw), "elastic gradients", content)
     model.load_state_dict(states["model"])
@@ -142,8 +141,8 @@ def keep_gradients(
             continue
         flat = gradient.reshape(-1)
         at = flat.nonzero().flatten()
-        # averages of sparse messages are mostly zero: up to a third nonzero, pairs with 32-bit indices
-        # save at least a third of the memory
+        # Averages of sparse messages are mostly zero. If at most a third is nonzero, pairs with
+        # 32-bit indices save at least a third of the memory.
         few = 3 * at.numel() < flat.numel()
         narrow = torch.int32 if flat.numel() <= 1 << 31 else torch.int64
         here.append((at.to(narrow), flat[at]) if few else flat.clone())
@@ -183,7 +182,7 @@ def repeat(
             one = optimizers[number]
             for group, its in zip(one.param_groups, groups, strict=True):
                 group.update(its)
-            # these are the gradients that the optimizer was given, e.g. after clipping
+            # the gradients that the optimizer was given, e.g. after clipping
             for parameter, gradient in zip(_parameters(one), kept, strict=True):
                 parameter.grad = _whole(gradient, parameter)
             one.step()

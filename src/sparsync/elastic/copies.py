@@ -41,8 +41,8 @@ def pack(raw: bytes | memoryview) -> bytes:
         >>> unpack(pack(b"0123456789")) == b"0123456789"
         True
     """
-    # the bytes are arranged in columns, so that the compressor sees exponents next to each other;
-    # the last column is the highest byte, because numbers are little-endian
+    # Arrange the bytes in columns, so that the compressor sees exponents next to each other. The
+    # last column is the highest byte, because numbers are little-endian.
     words = np.frombuffer(raw, np.uint8, count=len(raw) // 4 * 4).reshape(-1, 4)
     high, low = zlib.compress(words[:, 3].tobytes(), 1), words[:, :3].tobytes()
     return struct.pack("<II", len(raw), len(high)) + high + low + bytes(raw[words.size :])
@@ -107,8 +107,8 @@ class CopyServer:
 
     def offer(self, step: int, raw: bytes | memoryview) -> None:
         """Serve a copy of the state before the optimizer's step ``step``."""
-        # An older copy is kept for a rank in the middle of fetching it.  A new dictionary is created,
-        # because the thread may be iterating over the current one, and would fail if it grew
+        # Keep an older copy for a rank in the middle of fetching it. Create a new dictionary: the
+        # thread may be iterating over the current one, and would fail if it grew.
         self._copies = {**self._copies, step: raw}
         self.wanted.clear()
 
@@ -195,8 +195,7 @@ def fetch(
             step, size = _ANSWER.unpack(answer()[3])
             if not size:
                 time.sleep(_LOOK)
-            # this may take longer than a piece, because the donor makes its copy at its next
-            # exchange
+            # a copy may take longer than a piece, because the donor makes it at its next exchange
             if time.monotonic() > began + 6 * timeout:
                 raise DeadlineError(f"there was no copy of the weights at {endpoint}")
         whole, asked, came = bytearray(size), 0, 0

@@ -64,7 +64,7 @@ def attach_elastic(
     options = options.for_size(elements, said.append)
     assert options.density is not None
     names = [shard.name for shard in shards]
-    # no other rank holds a part of this replica, so its consensus is with itself in every group
+    # no other rank holds a part of this replica, so in every group it needs only its own consent
     consensus = PartsConsensus(SoloCommunicator(), {n: i for i, n in enumerate(sorted(names))})
     reducer = Reducer(
         group.comm,
@@ -194,8 +194,7 @@ class PresentRanks(Ranks):
     def watch(self) -> list[Any]:
         """Watch forward passes and optimizers; return handles whose ``remove()`` stops the watching."""
         model = self._model()
-        # the references are weak, because the model holds its hooks, and the handle must end with
-        # the model
+        # weak references, because the model holds its hooks, and the handle must end with the model
         hooks: list[Any] = [model.register_forward_pre_hook(weakly(self._before_forward))]
         before = weakly(self._before_step)
         return hooks + [one.register_step_pre_hook(before) for one in self._optimizers]
@@ -217,8 +216,8 @@ class PresentRanks(Ranks):
 
         Ranks that have abandoned a step meet again in any case, so ``again`` is ignored.
         """
-        # this comes before the first gradient is accumulated, because the group decides whether
-        # this rank's gradients count, and how entries are collected
+        # Meet before the first gradient is accumulated: the group decides whether this rank's
+        # gradients count, and how entries are collected.
         self.membership.turns.take()
         if self._is_late():
             self.membership.turns.end()
@@ -229,8 +228,8 @@ class PresentRanks(Ranks):
 
     def _is_late(self) -> bool:
         """Return whether this rank has left and the program does not know yet."""
-        # one backward pass is dropped without an error, so that a program can read ``sync.left`` after
-        # its step; the next one is refused by ``Membership.check_here``
+        # Drop one backward pass without an error, so that a program can read ``sync.left`` after
+        # its step. ``Membership.check_here`` refuses the next one.
         if not self.membership.gone:
             return False
         # the same private number by which ``ParameterSource`` tells backward passes apart, because
@@ -267,7 +266,7 @@ class PresentRanks(Ranks):
             run(self._agree() if jobs else attempt())
         except CommunicationError as error:
             # ``missed`` returns False: the roll has closed this rank's step and put its gradients
-            # into the residual, and there are no others before the next backward pass
+            # into the residual, and the next gradients come only with the next backward pass
             if not self.attendance.persist(error, attempt, missed=lambda: False):
                 self._missed = True
                 return None
@@ -278,8 +277,7 @@ class PresentRanks(Ranks):
 
     def finished(self) -> None:
         """Continue with the next step and the current ranks."""
-        # this is left out after a missed step, because the roll has already brought the reducer to
-        # the others' step
+        # not after a missed step, because the roll has already brought the reducer to the others' step
         if self._exchanged:
             step, skipped = self._position
             self.attendance.close(step, applied=self._reducer.skipped == skipped)
@@ -322,7 +320,8 @@ class PresentRanks(Ranks):
     def settled(self, applies: bool) -> bool:
         """Bring this rank's weights to the state to which the averages apply, if it has caught up."""
         if applies:
-            # processes start independently, so only the first step reveals which rank should print it
+            # processes start independently, so only the first step reveals which rank should print
+            # the line
             said, self._said = self._said, ""
             if said and not self.attendance.members.behind and self._reducer.comm.rank == 0:
                 say(said)

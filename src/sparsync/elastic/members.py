@@ -109,7 +109,8 @@ def judge(entries: Sequence[Entry]) -> Verdict:
     verdicts = []
     for step, history in dict.fromkeys((entry.step, entry.history) for entry in entries):
         there = {r for r, e in enumerate(entries) if (e.step, e.history) == (step, history)}
-        # these ranks have all data of a step that others have applied, so they apply it and fetch nothing
+        # these ranks have all data of a step that others have applied, so they apply the step and
+        # fetch nothing
         commits = {
             rank
             for rank, entry in enumerate(entries)
@@ -188,9 +189,8 @@ class Members:
         self.reducer, self._set_up = reducer, set_up
         self.attempt, self.first, self.newcomers = 0, 0, dict[int, int]()
         self.behind = self._ready = self.leaving = self.left = self.idle = False
-        # each pair is (step, attempt): from that step on, this attempt's group committed.  The
-        # first entry represents the initial weights, so ranks that start from other weights have
-        # another history
+        # Pairs of step and attempt: from that step on, this attempt's group committed. The first pair
+        # represents the initial weights, so ranks that start from other weights have another history.
         self._past, self._prepared, self._view = [(-1, start)], 0, 0
         self._parts: dict[int, _Part] = {}  # in the open step, from attempts before the current one
         self._last = _Last(-1, start, {})
@@ -262,12 +262,12 @@ class Members:
         Raises:
             CommunicationError: a vote did not arrive.
         """
-        # This is set before the vote is sent.  A rank with all votes may commit, and if this rank
-        # is cut off now, it must say at the next roll call that it is prepared.
+        # Set ``_prepared`` before sending the vote: a rank with all votes may commit, and if this
+        # rank is cut off now, it must say at the next roll call that it is prepared.
         self._prepared, self._ready = self.attempt, ready and not self.idle
         reduced = self.reducer.reduced
-        # these are saved here, because the reducer drops its results when the commit opens the next
-        # step
+        # save the delivered entries now: the reducer drops its results when the commit opens the
+        # next step
         self._delivered = [reduced[unit].delivered for unit in range(len(reduced))]
         leaves = 2 if self.deals or self._spent else int(self.leaving)
         counts = (not self.behind or self._ready) and leaves < 2 and not self.idle
@@ -300,15 +300,14 @@ class Members:
         arrived = still and self.behind and self._ready
         if arrived:
             self.behind = self._ready = False
-        # this is set before ``_hand_over``: a rank leaves one step after its residual was dealt,
-        # because only that step's votes show that all have applied the dealing step
+        # Set ``left`` before ``_hand_over``: a rank leaves one step after its residual was dealt,
+        # because only that step's votes show that all have applied the dealing step.
         self.left = self._spent
         part = self._applied() if applied else _Part([], [], False, 1.0)
         self._last = _Last(step, self._prepared, {**self._parts, self._prepared: part})
         self._parts, self._delivered = {}, []
         self._hand_over()
-        # there is one entry for all steps committed by a group, so the history grows with changes,
-        # not with steps
+        # one entry for all steps committed by a group, so the history grows with changes, not with steps
         if self._past[-1][1] != self._prepared:
             self._past = [*self._past[1 - _PAST :], (step, self._prepared)]
         self._prepared = 0
@@ -384,8 +383,7 @@ class Members:
         comm = self.reducer.channel("roll")
         leaves = self._present[:, 1].tolist()
         stay = [rank for rank, when in enumerate(leaves) if not when]
-        # the dealt residual is only recorded here: the commit adds it, and an abandoned attempt is
-        # dealt again
+        # only record the dealt residual: the commit adds it, and an abandoned attempt is dealt again
         self._dealt = []
         for leaver in [rank for rank, when in enumerate(leaves) if when == 1 and stay]:
             for unit, residual in enumerate(self.reducer.residuals):
@@ -416,8 +414,8 @@ class Members:
             ConfigurationError: this rank's set-up differs from the ranks that continue.
         """
         reducer, self.attempt = self.reducer, attempt
-        # The roll is outside of any step: ranks may be at different steps, and messages are matched
-        # by the step of the ledger, which is a fresh one on all ranks here
+        # The roll is outside of any step. Messages are matched by the step of the ledger, but ranks
+        # may be at different steps, so the channel has a fresh ledger on all ranks.
         comm = reducer.channel("roll").apart()
         history = self._past[-1][1]
         leaves = 2 if self._spent else int(self.leaving)
@@ -435,13 +433,12 @@ class Members:
                 "all ranks"
             )
         if comm.rank in verdict.stale:
-            # this is the furthest clock: some ranks of this history have not started the open
-            # exchange yet, and still report the previous one
+            # take the furthest clock: some ranks of this history have not started the open exchange
+            # yet, and still report the previous one
             first = entries[verdict.there]
             alike = [e for e in entries if (e.step, e.history) == (first.step, first.history)]
             self.clock = max(entry.clock for entry in alike)
-        # rows are looked up by name before ``_note`` stores the new names, because ranks are
-        # renumbered
+        # look rows up by name before ``_note`` stores the new names, because ranks are renumbered
         rows = self._present.tolist()
         norms = {name: row[3] for name, row in zip(self._names, rows, strict=False)}
         self._note(tuple(names), verdict)
@@ -470,8 +467,7 @@ class Members:
         self._dealt = []
         self._count(self._next)
         self._norm = 0.0  # measured again, because the new group has no value
-        # this comes last, because thresholds, regions and shares are planned for the ranks of this
-        # group
+        # regroup last, because thresholds, regions and shares are planned for the ranks of this group
         self.reducer.regroup()
 
     async def _brief(self, comm: Communicator, verdict: Verdict) -> None:
@@ -512,8 +508,7 @@ class Members:
                 for residual, delivered in zip(reducer.residuals, self._delivered, strict=True):
                     whole = type(delivered) is DenseVector
                     if self.deals or (whole and delivered.values is residual.accumulated):
-                        # the values are copied, because the buffer itself is accumulated into from
-                        # now on
+                        # copy the values, because the buffer itself accumulates gradients from now on
                         delivered = DenseVector(residual.accumulated.clone())
                     minus.append(delivered)
             while len(self._parts) >= _ATTEMPTS:

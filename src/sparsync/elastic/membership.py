@@ -49,8 +49,8 @@ class Membership:
         self.attendance, self.turns, self.gone = attendance, Turns(), False
         self._engine, self._take_part, self._needs_steps = engine, take_part, needs_steps
         self._carried: dict[str, Any] = {}
-        # the reference is weak, because Python's table of signal handlers lives as long as the
-        # process, but this object must live only as long as its model
+        # a weak reference: Python's table of signal handlers lives as long as the process, but this
+        # object must live only as long as its model
         me = weakref.ref(self)
 
         def begin() -> bool:

@@ -45,7 +45,7 @@ class Turns:
 
     def unless_leaving(self, call: Callable[[], None]) -> None:
         """Call a function on the training thread, unless this rank is leaving."""
-        # this never blocks, because such calls only save time, and must not delay a forward pass
+        # never block: such calls only save time, and must not delay a forward pass
         if self._training:
             call()
         elif self._lock.acquire(blocking=False):

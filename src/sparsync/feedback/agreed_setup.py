@@ -43,8 +43,8 @@ def number_of(text: str) -> int:
 
 def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object]:
     parameters = [(slot.name, slot.size) for unit in reducer.units for slot in unit.slots]
-    # The first difference is the one reported, so causes come before their consequences: another
-    # algorithm also has other parts, and other parameters make other units.
+    # Only the first difference is reported, so causes come before their consequences: a different
+    # algorithm also has different parts, and different parameters make different units.
     return {
         "the version of the saved state": STATE_VERSION,
         "the algorithm": reducer.algorithm.name,
@@ -128,8 +128,7 @@ def reducer_stats(
             for slot in unit.slots
         ],
         "choices": [c.explain() for c in reducer.collectives],
-        # these are errors of this rank in the units of gradients; no residual contains their sum
-        # over ranks
+        # errors of this rank, in units of the gradient; no residual contains their sum over ranks
         "lost_norm": [float(torch.linalg.vector_norm(v.values)) for v in reducer.lost],
         "residual_norm": [
             0.0 if r.value is None else float(torch.linalg.vector_norm(r.value)) / reducer.scale

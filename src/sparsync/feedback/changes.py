@@ -46,8 +46,7 @@ class Changes:
     def __init__(self, parameters: Collection[Tensor]) -> None:
         self._parameters = list(parameters)
         found = sorted(self._parameters, key=torch.numel, reverse=True)
-        # the list is limited to one dtype and device, so that the samples can be concatenated
-        # without further copies
+        # one dtype and device only, so that the samples can be concatenated without further copies
         self._largest = [
             p for p in found if (p.dtype, p.device) == (found[0].dtype, found[0].device)
         ]
@@ -73,8 +72,8 @@ class Changes:
 
     def replaced(self) -> bool:
         """Return whether all parameters were written to, with weights that no step could produce."""
-        # The usual case needs no look at elements: loading a checkpoint writes all parameters, so a
-        # single unwritten parameter rules it out
+        # In the usual case, no elements are read: loading a checkpoint writes all parameters, so a
+        # single unwritten parameter rules a load out.
         pairs = zip(self._parameters, self._versions, strict=False)
         if not self._versions or any(p._version == version for p, version in pairs):
             return False
@@ -104,7 +103,7 @@ def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> 
     ``digest`` if ``loaded``.
     """
     # Two rounds: replicas of this part compare weights, then all parts of this replica take the worst
-    # outcome.  A part that raised after the first would leave the others waiting in the second.
+    # outcome.  A part that raised after the first round would leave the others waiting in the second.
     failure: PeerError | None = None
     try:
         run(agree(comms[0], {_LOADED: digest(own) if loaded else "none, but those of attach"}))

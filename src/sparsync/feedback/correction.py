@@ -117,8 +117,8 @@ class Corrector:
             wide = torch.promote_types(unit.dtype, torch.float32)
             size = unit.size if correction.momentum else 0
             self.velocities.append(torch.zeros(size, dtype=wide, device=unit.device))
-        # There are two buffers: a step writes the second one and a commit swaps them, so a refused
-        # step is undone exactly by not swapping.  The price is 2 n elements.
+        # Two buffers: a step writes the second one, and a commit swaps them. Without the swap, a
+        # refused step is undone exactly. The price is 2 n elements.
         self._next = [torch.zeros_like(velocity) for velocity in self.velocities]
 
     @property
@@ -145,16 +145,14 @@ class Corrector:
                 raise ConfigurationError(
                     "weight_decay needs the weights together with their gradient"
                 )
-            # the weights are multiplied by the scale of the gradients, which a GradScaler has
-            # multiplied
+            # scale the weights like the gradients, which a GradScaler has multiplied
             gradient.add_(weights.reshape(-1), alpha=decay * self.scale)
         if not momentum:
             return
         here = slice(start, start + gradient.numel())
         before, after = self.velocities[unit][here], self._next[unit][here]
         if self.correction.nesterov:
-            # this computes U = m (U + g) and accumulates g + U; with U = m buf, that is torch's g +
-            # m (m buf + g)
+            # U = m (U + g); accumulate g + U, which for U = m buf is torch's g + m (m buf + g)
             torch.add(before, gradient, out=after).mul_(momentum)
             gradient.add_(after)
         else:

@@ -108,7 +108,7 @@ class Reducer:
         self.reduced.clear()
         self._later.clear()
         self._committed.clear()
-        # states are frozen and replaced whole, so references serve as a snapshot
+        # references serve as a snapshot, because states are frozen and replaced as a whole
         self._settled = [part.state for part in (*self.selectors, *self.collectives)]
         self.plan.open(self.step, zip(self.selectors, self.collectives, strict=True))
 
@@ -173,8 +173,8 @@ class Reducer:
 
     async def exchange(self, unit: int) -> None:
         """Select, then sum over ranks; the result is kept until the commit."""
-        # Everything before the first ``await`` runs when the coroutine is started.  So ``share``, which
-        # is started after all exchanges, finds all units selected
+        # Everything before the first ``await`` runs when the coroutine starts. ``share`` starts
+        # after all exchanges, so all units are selected by then.
         plan = self.plan.units[unit]
         with self.comm.stage("select"):
             selected = self._select(unit)
@@ -228,18 +228,18 @@ class Reducer:
             if not propagate_nonfinite:
                 raise proposal.refusal(broken)
             self.skip()
-            # NaN is returned in all gradients, because a second optimizer whose gradients stayed
-            # finite would otherwise apply mass that the restored residuals still hold
+            # Return NaN in all gradients: a second optimizer whose gradients stayed finite would
+            # otherwise apply mass that the restored residuals still hold.
             return [DenseVector(torch.full_like(r.accumulated, torch.nan)) for r in self.residuals]
         if prepare is not None:
             prepare()
-        # xi is measured before totals are divided, because it is defined on sums
+        # measure xi before dividing the totals, because xi is defined on sums
         probe = self.monitor.xi if self.monitor else None
         measured = probe.measure(self.step, totals, self.plan.quotas) if probe else None
         for unit, result in reduced.items():
             if self.comm.world_size > 1 and self.algorithm.average:
-                # this is safe in place, because ``delivered`` shares no memory with the total, or
-                # is all that was accumulated
+                # dividing in place is safe: ``delivered`` shares no memory with the total, or is
+                # the whole accumulated gradient
                 result.total.divide_(self.comm.world_size)
             with self.comm.stage("mask"):
                 self.residuals[unit].retain(result.delivered)  # residual = accumulated - delivered
@@ -259,7 +259,7 @@ class Reducer:
 
     def refuse(self) -> None:
         """Undo everything uncommitted: restore the state, and zero the memory lent by gradients."""
-        # committed units have no open pieces, so this does not touch them
+        # committed units have no open pieces, so ``restore`` does not touch them
         for residual in self.residuals:
             residual.restore()
         if self.corrector:
@@ -302,8 +302,8 @@ class Reducer:
 
     def fail(self) -> None:
         """Tell the consensus, if others are part of it, that the exchange has failed on this rank."""
-        # Shards and stages of this replica have separate exchanges, which may have succeeded.  Without
-        # this, they would wait for this rank's vote until their deadline
+        # Shards and stages of this replica have separate exchanges, which may have succeeded.
+        # Without this call, they would wait for this rank's vote until their deadline.
         tell = getattr(self.consensus, "fail", None)
         if tell is not None:
             tell(self.step)

@@ -19,12 +19,11 @@ from sparsync.sparse import DenseVector, SparseVector, Vector, host_memory, runs
 
 __all__ = ["Growth", "Residual", "Runs"]
 
-# the growth that counts as too much, in doublings, and the number of windows over which it is
-# measured
+# the excessive growth, in doublings, and the number of windows over which growth is measured
 _OCTAVES, _MEMORY = 2.0, 8
 
-# Such a function returns elements [start, stop) of a gradient, in separate memory. It may use the
-# residual's elements there, which it is given (None stands for zeros).
+# A function that returns elements [start, stop) of a gradient, in separate memory. It also gets the
+# residual's elements (None stands for zeros), from which it may compute them.
 Runs = Callable[[int, int, Tensor | None], Tensor]
 
 
@@ -98,8 +97,8 @@ class Residual:
         if found is None or key is None or self._found is None:
             self._found = None
             return
-        # the tensors are copied, because kernels return slices of buffers with room for ``limit``,
-        # which views would keep alive
+        # copy the tensors: kernels return slices of buffers with room for ``limit`` entries, which
+        # views would keep alive
         self._key, self._count = key, self._count + found[1].numel()
         narrow = torch.int32 if len(self.accumulated) < 1 << 31 else torch.int64
         indices = found[0].to(narrow, copy=True).add_(start)
@@ -132,7 +131,7 @@ class Residual:
     def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """Return a run of the gradient, in separate memory, and of the residual, on its device."""
         assert self._later is not None
-        # copied once, also for the gradient, because the residual may be in host memory
+        # one copy serves the gradient as well, because the residual may be in host memory
         residual = None if self.empty else self.accumulated[start:stop].to(self._device)
         return self._later(start, stop, residual), residual
 
@@ -172,8 +171,8 @@ class Residual:
                     delivered.subtract_from_(made, start)
                     here.copy_(made)
                     continue
-                # the result is in the residual's own memory if that is on the device of the
-                # gradients, because a copy back would be one more pass over all elements
+                # The residual's own memory takes the result if it is on the gradients' device,
+                # because a copy back would be one more pass over all elements.
                 delivered.subtract_from_(rest, start, plus=made)
                 if rest.device != here.device:
                     here.copy_(rest)
@@ -201,9 +200,8 @@ class Residual:
 
     def restore(self) -> None:
         """Undo the open step, bit for bit, and zero the memory lent by gradients."""
-        # old values are copied back rather than subtracted: (residual + gradient) - gradient
-        # rounds, and gives NaN if the gradient is NaN or Inf, which is the very reason for refusing
-        # a step
+        # Copy the old values back instead of subtracting the gradient: (residual + gradient) - gradient
+        # rounds, and is NaN if the gradient is NaN or Inf, which is the very reason for refusing a step.
         for piece in self._pieces:
             if not self.empty:
                 self.accumulated[piece.start : piece.start + piece.before.numel()] = piece.before

@@ -50,8 +50,7 @@ class Sharing:
     @staticmethod
     def among(units: Sequence[Unit]) -> Sharing | None:
         """Let the sparse units share k; return None unless there are several of them, with one dtype."""
-        # all have one dtype, because magnitudes are compared as integer keys, which depend on the
-        # dtype
+        # one dtype for all, because magnitudes are compared as integer keys, which depend on the dtype
         members = [i for i, unit in enumerate(units) if not unit.dense]
         dtypes = {torch.promote_types(units[i].dtype, torch.float32) for i in members}
         return Sharing(units, members, dtypes.pop()) if len(members) > 1 == len(dtypes) else None
@@ -80,8 +79,7 @@ class Sharing:
         if state.key is not None:
             counted = collected or selected
         elif selected.nnz:
-            # no magnitude is known yet, so the search starts an octave below this unit's smallest
-            # selected entry
+            # no magnitude is known yet: search from an octave below this unit's smallest selected entry
             _, octave = kernels.key_range(self.dtype)
             key = int(kernels.magnitude_keys(selected.values).min()) - octave
             counted = reaching(accumulated, max(key, 1), _ROOM * selected.nnz + 64) or selected
@@ -155,8 +153,7 @@ def next_shares(
         (45, 5)
     """
     least = [min(1, size) for size in sizes]
-    # this is pure Python on equal integers, so all ranks compute the same shares without another
-    # message
+    # pure Python on equal integers, so all ranks compute the same shares without another message
     wanted = max(k, sum(least)) * world_size
     totals = [sum(column) for column in zip(*counts, strict=True)]
     if totals[0] < wanted:

@@ -25,8 +25,8 @@ Use = Literal["shares", "xi", "weights", "used", "retry", "drift", "vote", "roll
 
 def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
     """Return the channel of one of this many ``units``, or of another kind of exchange."""
-    # All ranks must number the channels alike, so the order of ``Use`` is part of the protocol, and must
-    # not depend on which uses a rank has.
+    # All ranks must number the channels alike, so the order of ``Use`` is part of the protocol. It
+    # must not depend on the uses that a rank has.
     return comm.channel(use if isinstance(use, int) else units + get_args(Use).index(use))
 
 
@@ -116,8 +116,8 @@ class Plan:
 
     async def agree(self, channel: Communicator) -> None:
         """Agree on the next step's shares of k, once all units have been counted."""
-        # the shares are held back until the commit, because a refused step is planned again with
-        # its old shares
+        # hold the shares back until the commit, because a refused step is planned again with its
+        # old shares
         if self._dividing:
             self._next = await self._dividing.agree(self.shares, channel, self._entries())
 

@@ -46,7 +46,7 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
             ``sparsync.attach`` refuses an argument.
         PeerError: ranks disagree.
     """
-    # models are compared without DDP, because on a CPU Accelerate records models without it
+    # compare models without DDP, because on a CPU Accelerate records them without it
     inner = accelerator.unwrap_model(model)
     prepared = [accelerator.unwrap_model(one) is inner for one in accelerator._models]
     if not any(prepared):

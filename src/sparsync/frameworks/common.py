@@ -46,8 +46,7 @@ def replace_method(owner: Any, name: str, method: Any) -> Callable[[], None]:
 
     If other code has replaced it again in the meantime, the function does nothing.
     """
-    # only the object is searched, because a method of its class reappears once the replacement is
-    # deleted
+    # search only the object: a method of its class reappears once the replacement is deleted
     former = vars(owner).get(name)
     setattr(owner, name, method)
 
@@ -146,8 +145,7 @@ def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
         CheckpointError, ConfigurationError: see ``load_states``; the weights differ from the ones saved
             with the state.
     """
-    # this is checked first, because loading is collective and a rank without the folder would not
-    # join
+    # compare first, because loading is collective, and a rank without the folder would not join
     present = folder.is_dir()
     run(agree(sync.reducer.comm, {f"whether there is a saved state in {folder}": present}))
     if present:

@@ -67,7 +67,7 @@ class SparsyncCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the wrapped module, after all states were restored and before any gradient."""
         self._follow(trainer)
-        # this refuses a folder in which ranks cannot write now, rather than at the first checkpoint
+        # refuse a folder in which ranks cannot write now, rather than at the first checkpoint
         for checkpoints in trainer.checkpoint_callbacks:
             _folder(getattr(checkpoints, "dirpath", None) or trainer.default_root_dir)
         how = 'give Trainer(strategy="ddp", devices=2)'
@@ -118,7 +118,7 @@ class SparsyncCallback(Callback):
     def _follow(self, trainer: Any) -> None:
         """Save and remove every rank's state with each of the Trainer's checkpoints."""
         strategy = trainer.strategy
-        # there is one callback per strategy, because two would save and exchange everything twice
+        # one callback per strategy: two would save and exchange everything twice
         former = getattr(strategy, _FOLLOWER, None)
         if former is self:
             return

@@ -74,8 +74,7 @@ class PartsConsensus:
         mine = torch.tensor([name in used for name in self._names], dtype=torch.bool)
         everyone = torch.stack(await replicas.allgather(mine, "used"))
         self.came = everyone.any(1)
-        # these marks cover only this part; ``_ask`` sends them to the other parts along with the
-        # outcome
+        # the marks cover only this part; ``_ask`` sends them to the other parts along with the outcome
         self._marks.zero_()
         self._marks[self._places] = everyone.any(0)
 
@@ -85,8 +84,7 @@ class PartsConsensus:
         Raises:
             PeerError: the exchange of another part failed.
         """
-        # a message is always sent, even if all totals are finite here, because other parts may have
-        # failed
+        # always send a message, even if all totals are finite here, because other parts may have failed
         broken = proposal.broken()
         found = self._ask(proposal.step, _FINE if broken is None else _BROKEN, broken or "")
         if found.severity == _FAILED:

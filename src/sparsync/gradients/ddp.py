@@ -164,8 +164,8 @@ class BucketSource(Source):
         """Check all parameters on every forward pass, and every gradient; take DDP's buckets."""
         model = self._model()
         assert model is not None
-        # the references are weak, because the model keeps the handle by the communication hook, and
-        # a parameter may outlive the handle
+        # weak references suffice, because the communication hook keeps the handle alive; a
+        # parameter may outlive the handle
         handles: list[Any] = [model.register_forward_pre_hook(weakly(self._check_model))]
         check = weakly(self._check_gradient)
         for parameter in self._trained.values():
@@ -207,8 +207,8 @@ class BucketSource(Source):
 
     def _check_gradient(self, parameter: Tensor) -> None:
         """Refuse a gradient with a graph, or from a backward pass that is not exchanged."""
-        # This runs for every parameter in every step, and nearly always returns here. Grad mode is
-        # enabled within a backward pass only with create_graph=True.
+        # This hook runs for every parameter in every step, and nearly always returns here. Grad
+        # mode is enabled within a backward pass only with create_graph=True.
         if not (self._exchanged or torch.is_grad_enabled()):
             return
         _, slot = self._place[parameter]
@@ -268,8 +268,8 @@ class BucketSource(Source):
             self._check_join()
         this, steps = self._open, self._steps
         future = this.take(Bucket(bucket.buffer(), self._places_of(bucket)))
-        # a clip by the norm of all gradients needs all of them before the first is accumulated: then
-        # nothing overlaps with the backward pass
+        # a clip by the norm of all gradients needs all of them before the first can be accumulated,
+        # so nothing overlaps with the backward pass
         complete = self._accumulate(this) if bucket.is_last() or not steps.measures else []
         # autograd's thread has queued the accumulation on its stream; the engine's thread uses another
         steps.wait_for_gpu()
@@ -361,6 +361,6 @@ def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
         if parameter.grad is None and bool(average.any()):
             parameter.grad = average.clone()
         elif parameter.grad is not None and not parameter.grad.is_sparse:
-            # DDP does not copy the bucket to a parameter that it considers unused; otherwise, this
-            # changes nothing
+            # DDP does not copy the bucket to a parameter that it considers unused; for all others,
+            # this line changes nothing
             parameter.grad.copy_(average)

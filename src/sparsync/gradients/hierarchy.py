@@ -206,7 +206,8 @@ class NodeReducer:
     def _gathered(self, unit: int) -> Vector:
         flat, total = self._flat[unit], self.reducer.reduced[unit].total
         length = flat.numel() // self.node.world_size
-        # the residual's dtype is the total's, which may not be decoded yet (``collectives/quantised.py``)
+        # the total, which may not be decoded yet (``collectives/quantised.py``), has the residual's
+        # dtype
         dtype = self.reducer.residuals[unit].accumulated.dtype
         average = torch.zeros(length, dtype=dtype, device=flat.device)
         total.write_to_(average[: total.size])
@@ -214,7 +215,7 @@ class NodeReducer:
         # division comes before the cast to 16 bits, in which the sum could overflow.
         if self.reducer.algorithm.average:
             average.div_(self.reducer.comm.world_size)
-        # this reuses the memory of this step's gradients, which the reduce-scatter has already read
+        # reuse the memory of this step's gradients, which the reduce-scatter has already read
         _gather(self.node, flat, average.to(flat.dtype))
         return DenseVector(flat[: self.units[unit].size])
 
@@ -234,8 +235,8 @@ class Node:
     def __init__(self, options: Options, ranks: Sequence[int], groups: Groups) -> None:
         inner, self.peers = nodes_of(options, ranks, groups)
         timeout = options.transport.timeout
-        # there are two groups of the same ranks, because the collectives of a group must start in
-        # the same order on all ranks, which two threads that share a group could not guarantee
+        # The same ranks form two groups: a group's collectives must start in the same order on all
+        # ranks, which two threads that shared a group could not guarantee.
         self.comm = TorchCommunicator(groups.make(inner, backend=None), timeout=timeout)
         self.consensus = PartsConsensus(TorchCommunicator(groups.make(inner), timeout=timeout))
         options.agree_with(self.consensus.parts)

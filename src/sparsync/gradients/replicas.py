@@ -82,7 +82,7 @@ def _microbatches(schedule: Any) -> tuple[int, float] | None:
     """
     if schedule is None:
         return None
-    # torch (2.13) has no public way to ask a schedule for these two numbers
+    # torch (2.13) has no public way to ask a schedule for its number of micro-batches and its scaling
     count, scales = (getattr(schedule, name, None) for name in ("_n_microbatches", "scale_grads"))
     if not isinstance(count, int) or not isinstance(scales, bool):
         raise ConfigurationError(
@@ -185,15 +185,15 @@ class ParameterSource(Source):
         """Check the model on every forward pass, and count gradients, until the handle is closed."""
         model = self._model()
         assert model is not None
-        # the reference is weak, because a parameter must not keep this source, which keeps the
+        # a weak reference, because a parameter must not keep this source alive, which keeps the
         # parameter
         hook = weakly(self.on_gradient)
         handles = [p.register_post_accumulate_grad_hook(hook) for p in self._place]  # type: ignore[no-untyped-call]
         # a ModuleList or ModuleDict is never called itself, so its hooks would never run
         several = isinstance(model, nn.ModuleList | nn.ModuleDict)
         modules = list(model.children()) if several else [model]
-        # this reference is strong: through this hook the model keeps the handle alive, even if the
-        # user drops the handle
+        # a strong reference: through this hook, the model keeps the handle alive even if the user
+        # drops it
         check = Hook(partial(self._check_model, sync))
         handles += [module.register_forward_pre_hook(check) for module in modules]
         for handle in handles:
@@ -224,7 +224,7 @@ class ParameterSource(Source):
 
     def on_gradient(self, parameter: Tensor) -> None:
         """Count a gradient; exchange the units whose turn has come."""
-        # this gradient is not counted: it accumulates in ``parameter.grad``, from which a later
+        # such a gradient is not counted: it accumulates in ``parameter.grad``, from which a later
         # pass takes the sum
         if not self._fsdp.admits(parameter) or self._paused:
             return
@@ -299,8 +299,7 @@ class ParameterSource(Source):
         gradients = [local_of(this.take(*pair)) for pair in zip(names, parameters, strict=True)]
         if scale != 1:
             torch._foreach_mul_(gradients, scale)
-        # these are kept for ``write``; for a large parameter, the residual uses the same memory
-        # until the commit
+        # kept for ``write``; for a large parameter, the residual uses the same memory until the commit
         this.gradients[unit] = gradients
         for its in self._runs[unit]:
             # the copy is needed because ``reshape`` alone keeps the strides of a 1-D tensor that
@@ -327,8 +326,7 @@ class ParameterSource(Source):
             reducer.corrector.measure(map(local_of, grads))
         while this.order:
             self._launch(this, 1.0)  # the schedule has scaled gradients still in ``parameter.grad``
-        # jobs must start in the same order on all ranks: units, and then the rest in the order of
-        # these lines
+        # jobs must start in the same order on all ranks: first the units, then the jobs below
         if not self._compared:
             this.jobs.append(engine.submit(self._check_first_weights()))
         used = self._parts.share_used(reducer.channel("used"), this.came)

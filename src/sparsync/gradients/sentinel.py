@@ -94,8 +94,8 @@ class Sentinel:
                 f"{', '.join(buffers) or 'none'}"
             )
         chosen = {name: local_of(buffers[name]) for name in self.buffers if name not in ignored}
-        # The order is by name and then by key, because the optimizer's own order may differ between
-        # ranks, e.g. after a load, and digests are compared in the order of this dict.
+        # Sort by name and then by key: digests are compared in the order of this dict, and the
+        # optimizer's own order may differ between ranks, e.g. after a load.
         moments = {
             f"{kind} of {name}": local_of(value)
             for name, parameter in model.named_parameters()

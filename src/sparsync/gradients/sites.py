@@ -182,8 +182,8 @@ def measured_sites(options: Options, ranks: Sequence[int], groups: Groups) -> li
     with options.connect(groups.make(ranks)) as comm:
         seconds, nbytes = run(time_pairs(comm))
         sites = sites_of(seconds, ranks, nbytes)
-        # All ranks compute the sites from the same numbers, and compare them nevertheless: ranks that
-        # disagree would build different groups and wait for each other until the timeout
+        # All ranks compute the sites from the same numbers, but compare them anyway: ranks that
+        # disagreed would build different groups, and wait for each other until the timeout.
         run(agree(comm, {"the sites that hierarchy='links' found": sites}))
         if comm.rank == 0:
             logging.getLogger("sparsync").info("hierarchy='links' found the sites %s", sites)

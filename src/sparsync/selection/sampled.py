@@ -91,7 +91,7 @@ class Sampled(Selector):
         count = math.ceil(max(self.fraction, self.least / k) * size)
         if count >= size:
             return
-        # numbers are drawn on the CPU, so that every device samples the same positions
+        # draw on the CPU, so that every device samples the same positions
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, calls))
         positions = torch.randint(size, (count,), generator=generator).to(accumulated.device)
         sample = kernels.magnitude_keys(accumulated[positions]).sort(descending=True).values

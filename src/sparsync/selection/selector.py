@@ -180,7 +180,7 @@ def _factor(collected: int | None, k: int) -> float:
     """Return the factor for the gap, 1/2 to 2; ``collected`` is None if there were too many."""
     if collected is None:
         return 0.5
-    # this assumes that the number in excess of k grows with the square of the gap
+    # assumes that the number in excess of k grows with the square of the gap
     excess = max(collected - k, 0) / (_aim(k) - k)
     return float(min(max(excess, 0.25) ** -0.5, 2.0) if excess < 1 else max(excess**-0.5, 0.5))
 
@@ -209,7 +209,6 @@ def room(k: int) -> int:
 
 def mixed_seed(seed: int, step: int) -> int:
     """Return the seed for a step's random numbers."""
-    # this is not ``seed + step``, because seeds 0 and 1 would draw the same sequence, one step
-    # apart
+    # not ``seed + step``, because seeds 0 and 1 would draw the same sequence, one step apart
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

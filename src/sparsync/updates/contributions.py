@@ -69,8 +69,8 @@ class Contributions:
 
     def __init__(self, *, weighs: bool | None = False) -> None:
         self.weighs, self.ranks = weighs, 0.0
-        # there is one total, and a mark per fragment: fragments are exchanged at different times,
-        # so each counts from its own last exchange
+        # One total, and a mark per fragment: fragments are exchanged at different times, and each
+        # counts from its own last exchange.
         self._kind, self._total = 0, 0.0
         self._sent: list[float] = []  # by fragment, the total at its last exchange
         self.shown: list[float] = []
@@ -188,7 +188,7 @@ def contributions_kind(fragments: int, state: Any) -> Kind:
     return Fields(
         {
             "weighs": Common(Either((Exactly(None), bool))),
-            # this is not ``Common``, because a rank that has not counted yet has kind 0
+            # not ``Common``, because the kind is 0 on a rank that has not counted yet
             "kind": Number(0, len(_KINDS) - 1, whole=True),
             "total": Number(0),
             "sent": Each((counted,) * fragments),

@@ -59,8 +59,7 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         # the block learning rate is 1; nesterov=True gives NBM instead of CBM; the period is our choice
         "bmuf": {"algorithm": "dense", "density": 1.0, "period": 8, "momentum": None},
-        # these settings are Algorithm 1 with Top_k; the experiments use H = 1, 4, 8; the density is
-        # our choice
+        # Algorithm 1 with Top_k; the experiments use H = 1, 4, 8; the density is our choice
         "qsparse-local": {"algorithm": "allgather", "density": 0.01, "period": 8},
         # section 3 has H = 500, and Nesterov momentum with outer rate 0.7 and momentum 0.9
         "diloco": {
@@ -92,19 +91,17 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "momentum": 0.9,
             "nesterov": True,
         },
-        # these settings are Algorithm 1; the experiments use H = 15 to 250; 0.95 is the paper's
-        # beta for outer momentum
+        # Algorithm 1; the experiments use H = 15 to 250; 0.95 is the paper's beta for outer momentum
         "sparseloco": {
             "algorithm": sparseloco(),
             "density": _ENTRIES / _CHUNK,
             "period": 30,
             "residual_decay": 0.95,
         },
-        # These settings are those of section 3, for SGD without momentum as the inner optimizer:
-        # the residual is the momentum, and 0.999 is its beta.  A chunk is 64 consecutive elements
-        # of a unit; the paper uses 64 x 64 blocks of a matrix.  Every 64 chunks send 32
-        # coefficients, as pairs of 32 + 32 bits.  The momentum accumulates steps, i.e. gradients
-        # times learning rates, and includes weight decay
+        # Section 3, with SGD without momentum as the inner optimizer: the residual is the momentum,
+        # and 0.999 is its beta.  A chunk is 64 consecutive elements of a unit; the paper uses 64 x 64
+        # blocks of a matrix.  Every 64 chunks send 32 coefficients, as pairs of 32 + 32 bits.  The
+        # momentum accumulates steps, i.e. gradients times learning rates, and includes weight decay
         "demo": {
             "algorithm": _chunkwise(),
             "density": 32 / _CHUNK,

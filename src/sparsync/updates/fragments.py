@@ -73,8 +73,8 @@ class Layout:
         self.units: list[Unit] = []
         # Ends are computed from the sizes of whole parameters, not of shards, so that all parts of
         # a replica split alike and exchange the same fragments at the same time.  A parameter
-        # belongs to the fragment that contains its middle.  Everything is doubled to get integers,
-        # which are equal on all ranks.
+        # belongs to the fragment that contains its middle.  All sizes are doubled, because integers
+        # are equal on all ranks.
         ends = list(itertools.accumulate(p.numel() for p in parameters.values()))
         total = 2 * max(ends[-1] if ends else 0, 1)
         middles = [2 * e - p.numel() for e, p in zip(ends, parameters.values(), strict=True)]
@@ -251,8 +251,8 @@ class Exchange:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields that a loaded exchange needs to be applied."""
-        # States are taken when all exchanges have settled, so none is carried by the engine any more.
-        # Scratch memory is not worth saving.
+        # A state is taken once all exchanges have settled, when the engine carries none. Scratch
+        # memory is not worth saving.
         passing = ("carried", "scratch", "last")
         kept = {name: value for name, value in vars(self).items() if name not in passing}
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}

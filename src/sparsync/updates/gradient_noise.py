@@ -31,15 +31,14 @@ __all__ = [
 
 _SIDE: Final = 8  # each gradient is projected to 8 x 8 sums, so 64 numbers are exchanged
 _RUN: Final = 1 << 18  # elements; a few runs fit into a cache, and their memory is reused
-# a number of elements; joining tensors of up to this size costs no more than Python's overhead per
-# tensor
+# elements; joining tensors of up to this size costs no more than Python's overhead per tensor
 _SMALL: Final = 1 << 13
 _JOINED: Final = 64  # how many small tensors are joined at a time
 _PAIRS: Final = 25  # pairs of measurements until ``agreement`` is known
 _FORGETS: Final = 0.98  # factor on older pairs, per pair
 _STEPS_KEPT: Final = 0.98  # factor on older measurements of steps, per local step
-# Ranks count as pulling apart only if the lasting part of their differences exceeds this fraction of all
-# differences; by chance alone it stays below 0.02.
+# Ranks count as pulling apart only if the lasting part of their differences exceeds this fraction
+# of all differences. By chance alone, the fraction stays below 0.02.
 _SURE: Final = 0.1
 
 # first and second moment of a parameter, its weights, and the constants of the pass over them
@@ -123,7 +122,7 @@ class GradientNoise:
         self.values.zero_()
         for at, (row, parameter) in enumerate(zip(self.values, self._parameters, strict=True)):
             # Each parameter has its own seed.  Tensor-parallel ranks hold shards of different sizes
-            # between parameters that are whole on all of them; these need the same signs
+            # between parameters that are whole on all of them; the latter need the same signs
             # everywhere, because their copies must make equal steps.  With // 2, pairs of
             # measurements share their signs.
             draw.manual_seed(self._measured // 2 * len(self._parameters) + at)
@@ -182,8 +181,8 @@ class GradientNoise:
         of_average, of_ranks = self._squares
         shares = torch.where(of_ranks > 0, of_average / of_ranks.clamp(min=1e-300), 1.0)
         # Transports differ in the order of a sum, and so in its last bit, which must not affect the
-        # steps. Rounded to 64 values per octave, training over MPI is bit-identical to training over gloo
-        # unless a share falls right between two of these values.
+        # steps. Shares are therefore rounded to 64 values per octave: training over MPI is
+        # bit-identical to training over gloo unless a share falls right between two of these values.
         shares = (shares.log2() * 64).round().div(64).exp2()
         named = zip(self._parameters, shares.clamp(max=1.0).tolist(), strict=True)
         self.shares = dict(named) if self._measured else {}
@@ -238,8 +237,9 @@ def _gradient_of(parameter: Tensor) -> Tensor | None:
 
 def _projected(gradient: Tensor, draw: torch.Generator) -> Tensor:
     """Return sums of elements with random signs, over a matrix's rows and then over every 8th column."""
-    # A sign is the product of one per row (drawn 8 times) and one per column: two small draws and one
-    # matrix product.  With a single draw per row, low-rank gradients were too noisy (design notes).
+    # An element's sign is the product of a sign per row (drawn 8 times) and a sign per column,
+    # which takes two small draws and one matrix product.  With a single draw per row, low-rank
+    # gradients were too noisy (design notes).
     matrix = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
     height, width = matrix.shape
     rows, columns = (
@@ -272,7 +272,7 @@ def noise_of(
     }
     steps = {parameter for one in several for parameter, *_ in of_own_length(one)}
     memory.update(dict.fromkeys(steps, _STEPS_KEPT))
-    # the order is the model's, because ranks may give optimizers their parameters in other orders
+    # use the model's order, because ranks may give optimizers their parameters in different orders
     found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
     return GradientNoise(found, [one for one in found if one in steps]) if found else None
 
@@ -310,7 +310,7 @@ def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ra
     jobs: list[_Job] = []
     for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
         (beta1, beta2), share = group["betas"], max(shares[parameter], 1 / ranks)
-        # these are the bias corrections as factors: v / (1 - beta2^t) and lr m / (1 - beta1^t)
+        # the bias corrections as factors: v / (1 - beta2^t) and lr m / (1 - beta1^t)
         own = 1 / (1 - beta2**step)
         rate = -float(group["lr"]) / (1 - beta1**step)
         moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
@@ -407,8 +407,7 @@ def _lengthen_plainly(
     first: Tensor, second: Tensor, weights: Tensor, numbers: native.Moments
 ) -> None:
     lengthened, own, eps, rate = numbers
-    # this computes m lr (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)), in float32 if moments have
-    # 16 bits
+    # m lr (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)), in float32 if moments have 16 bits
     dtype = torch.promote_types(second.dtype, torch.float32)
     square = second.to(dtype)
     missing = _sqrt(square * lengthened).add_(eps).reciprocal_()

@@ -80,8 +80,8 @@ class OuterAverager(Averager):
         self.settings = OuterStep(**own)
         self._engine: OuterEngine | None = None
         self._loaded: Mapping[str, Any] | None = None
-        # this object is created only once, because the engine holds a weak reference; ``hold``
-        # gives it the vector of each step
+        # created only once, because the engine holds a weak reference; ``hold`` gives it each
+        # step's vector
         self._weights = Weights()
         # the exchange detects NaN on all ranks
         super().__init__(model, nonfinite="spread", **given)
@@ -162,7 +162,7 @@ class OuterAverager(Averager):
             )
             engine.restore(loaded, None)
             await restore_reducer(reducer, loaded["reducer"])
-        # the loaded state is kept until all ranks have adopted theirs, so ``begin`` can be retried
+        # keep the loaded state until all ranks have adopted theirs, so that ``begin`` can be retried
         self._engine, self._loaded = engine, None
         self.memory = engine.memory
         self._weights.hold(torch.zeros(0))
@@ -249,11 +249,11 @@ class OuterAverager(Averager):
 
     def restore(self, content: Mapping[str, Any]) -> None:
         """Adopt a saved state; the engine adopts its part when the first step begins."""
-        # the engine needs a communicator to start; until then the state is kept as it was given
+        # the engine needs a communicator to start; until then, keep the state as it was given
         self.steps = int(content["steps"])
         memory = {name: vector.clone() for name, vector in content["memory"].items()}
         self._loaded = None if content["reducer"] is None else {**content, "memory": memory}
-        # an existing engine is kept, for its numbers, until all ranks create a new one in the next step
+        # an existing engine stays, for its numbers, until all ranks create a new one in the next step
         if self._engine is not None and self._loaded is not None:
             self._engine.restore(self._loaded, None)
             self.memory = self._engine.memory

@@ -131,8 +131,8 @@ class OuterEngine(Stateful):
 
     def go_on_with(self, weights: Weights, carry: Carry) -> None:
         """Switch to other weights, e.g. to a copy when a rank leaves and its program keeps the model."""
-        # the reference is weak, because an exchange in flight keeps this engine alive and must not
-        # keep a dropped model
+        # a weak reference: an exchange in flight keeps this engine alive, and must not keep a
+        # dropped model
         self._kept, self._carry = weakref.ref(weights), carry
 
     @property
@@ -176,8 +176,8 @@ class OuterEngine(Stateful):
 
     def _due(self, step: int) -> list[int]:
         """Return the fragments whose period ends with local step ``step``."""
-        # This depends only on the step, and on the last exchange, which all ranks had together.  So all
-        # ranks start the same exchanges after the same step without a message.
+        # The result depends only on the step and on the last exchange, which all ranks made
+        # together. So all ranks start the same exchanges after the same step, without a message.
         if step < self.settings.warmup_steps:
             return (
                 list(range(len(self.layout.fragments) or 1)) if step in self.settings.warm else []
@@ -344,9 +344,9 @@ class OuterEngine(Stateful):
 
     def _missing(self, place: slice, weights: Sequence[Weight]) -> Tensor:
         """Return the difference between the shared and this rank's weights, on a part of the vector."""
-        # If the weights include the residual, this is a plain subtraction; otherwise it is the moves
-        # since the last exchange plus the residual.  With weighed updates both need the second form,
-        # because only the moves get a weight.
+        # If the weights include the residual, this is a plain subtraction; otherwise it is the
+        # moves since the last exchange plus the residual.  Weighed updates always need the second
+        # form, because only the moves get a weight.
         if self.settings.residual == "weights" and not self.contributions.weighs:
             return self._shared(place).sub_(self._weights.read(place))
         moved = self._began(place).sub_(self._weights.read(place))
@@ -525,7 +525,8 @@ class OuterEngine(Stateful):
             if reducer.accumulates_later(unit) and not self.settings.dct:
                 reducer.accumulate_later(unit, its.run)
             else:
-                # copied if the residual is in host memory, where the whole unit is exchanged
+                # if the residual is in host memory, copy the move there, because the whole unit is
+                # exchanged there
                 whole[unit] = its.whole().to(reducer.residuals[unit].accumulated.device)
                 reducer.accumulate(unit, 0, whole[unit])
         try:

@@ -121,7 +121,7 @@ class OuterStep:
     sign: bool = False
 
     def __post_init__(self) -> None:
-        # each rank checks every argument here by itself, before anything is sent
+        # each rank checks its own arguments, before anything is sent
         check_number_fields(self)
         period, given = self.period, vars(self)
         first = period.least if isinstance(period, AdaptivePeriod) else period
@@ -185,9 +185,9 @@ class OuterStep:
             return self.period
         if self.algorithm is None:
             return _PERIOD  # until ``for_size``
-        # The period at which the bytes per step equal those of pairs at this density,
-        # H = bits / (64 density): for 32 bits per element at 1 %, every 50 steps.  ``bits`` is 0 for
-        # algorithms that select entries, which are exchanged on every step.
+        # Bytes per step equal those of pairs at this density if H = bits / (64 density): at 1 %, 32
+        # bits per element are exchanged every 50 steps. ``bits`` is 0 for algorithms that select
+        # entries, which are exchanged on every step.
         return max(1, math.ceil((self.chosen.bits or 0) / (_PAIR_BITS * self.density)))
 
     @cached_property

@@ -64,8 +64,7 @@ class AdaptivePeriod:
 
     def next(self, period: int, *, far: bool, near: bool) -> int:
         """Return the next period, given whether the drift was above the limit, or below half of it."""
-        # ``far`` is tested first, because some parts may be far and others near, and the largest
-        # drift decides
+        # test ``far`` first: some parts may be far and others near, and the largest drift decides
         if far:
             return max(period // 2, self.least)
         return min(2 * period, self.most) if near else period
@@ -97,8 +96,7 @@ def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
 
 def share_of(moved: Tensor, shared: Tensor, end: int) -> float:
     """Return ``|moved|^2 / |shared|^2`` of a rank, over the parameters, which end at ``end``."""
-    # only parameters count, because buffers and moments have other magnitudes, and are averaged
-    # anyway
+    # only parameters count: buffers and moments have other magnitudes, and are averaged anyway
     far, whole = (float(torch.linalg.vector_norm(vector[:end])) for vector in (moved, shared))
     share = far / max(whole, sys.float_info.min) if far else 0.0
     return share * share  # Inf if the weights are near zero, which exceeds any limit
@@ -106,9 +104,8 @@ def share_of(moved: Tensor, shared: Tensor, end: int) -> float:
 
 async def drift_of(square: float, reducer: Reducer) -> float:
     """Return the root mean square over ranks, which is equal on all of them."""
-    # The values are gathered, and each rank sums them in rank order: the period that follows from
-    # the sum must be equal on all ranks, and a native allreduce promises equal sums only up to
-    # rounding
+    # Gather the values, and sum them in rank order on each rank: the sum decides the next period,
+    # which must be equal on all ranks, and a native allreduce promises equal sums only up to rounding.
     mine = torch.tensor([square], dtype=torch.float64)
     try:
         everyone = await reducer.channel("drift").allgather(mine, "drift")

@@ -35,7 +35,7 @@ _OWN_LENGTH: Final[Mapping[str, bool]] = MappingProxyType(
         "NAdam": False,
         "RAdam": False,
         "RMSprop": False,
-        # these are classes of the package pytorch-optimizer; other classes of the same name count as well
+        # classes of the package pytorch-optimizer; other classes of the same name count as well
         "AdEMAMix": True,
         "ADOPT": False,
         "Lamb": False,
@@ -55,7 +55,7 @@ def of_own_length(
     for group in optimizer.param_groups if name is not None else ():
         if name in ("Adam", "AdamW") and not group.get("amsgrad"):
             continue
-        # these are the names of this setting in torch, pytorch-optimizer and others
+        # the setting's names in torch, pytorch-optimizer and other packages
         told = map(group.get, ("decoupled_weight_decay", "weight_decouple", "decouple"))
         apart = next((bool(one) for one in told if one is not None), _OWN_LENGTH[name or ""])
         for parameter in group["params"]:

@@ -285,7 +285,7 @@ class UpdateSync(Handle):
         self._busy = self._waited = 0.0  # seconds of exchanges; seconds the training thread waited
         self._advises, self._started = advises, time.perf_counter()
         self._warned = False  # whether the user was warned that ranks hardly agree
-        # a replica of several ranks would have to agree on one count before it is weighed
+        # the ranks of a split replica would have to agree on one count before it is weighed
         parts = 1 if consensus is None else consensus.parts.world_size
         self._countable = weights.node is None and parts == 1
         me = weakref.ref(self)
@@ -394,8 +394,8 @@ class UpdateSync(Handle):
             "checkpoint; load it by sparsync.load or sync.load_state_dict(), as all ranks do, or close() "
             "the handle on all ranks, load, and attach again",
         )
-        # this comes after the checks and before the optimizer writes, because the step is computed
-        # as a difference
+        # remember the weights after the checks and before the optimizer writes: the step is
+        # computed as a difference
         if (noise := self._weights.noise) is not None:
             remember(optimizer, noise.steps)
 
@@ -427,7 +427,8 @@ class UpdateSync(Handle):
         return begin_together(self.communicators, loaded, own)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        # a skipped step has no gradients worth measuring, but counts: other ranks may have made it
+        # a skipped step has no gradients worth measuring, but it counts, because other ranks may
+        # have made it
         if skipped:
             self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
         elif (noise := self._weights.noise) is not None:
@@ -562,8 +563,8 @@ class UpdateSync(Handle):
             )
         if self.reducer.monitor is not None:
             self.reducer.monitor.write()
-        # the shared weights are compared, because the ranks' own weights differ by design; inside a node
-        # the ranks' own weights must be equal as well
+        # Compare the shared weights, because the ranks' own weights differ by design. Inside a
+        # node, the ranks' own weights must be equal as well.
         sentinel = self._sentinel
         if sentinel is not None and sentinel.due(outer.steps - 1):
             run(outer.settle())
@@ -605,8 +606,8 @@ class UpdateSync(Handle):
         """Estimate the seconds of an allreduce of all gradients from two small allreduces."""
         run(self.outer.settle())
         size, channel = self.outer.layout.end, self.reducer.channel("weights").apart()
-        # alpha is the time of one element, and beta follows from the difference; both are the least
-        # of three times, because other load on the machine only adds time
+        # Alpha is the time of one element, and beta follows from the difference. Each time is the
+        # least of three, because other load on the machine only adds time.
         best = []
         for count in (1, min(size, _PROBE)):
             spent = []
@@ -626,10 +627,10 @@ class UpdateSync(Handle):
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Put the shared weights into the model, to evaluate or save them; then restore this rank's."""
-        # the rank's own weights are restored even if the block raises, because training on from the
-        # shared weights would lose them
+        # Restore the rank's own weights even if the block raises: training that continued from the
+        # shared weights would lose them.
         with self._swap:
-            # these are the model's weights, because an engine that runs apart has its own copy
+            # use the model's weights, because an engine that runs apart has its own copy
             outside, before = self._own, self.outer.read(self._weights)
             self._weights.reshard()
             self.outer.write(self._weights, self.outer.memory["shared"])

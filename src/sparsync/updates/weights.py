@@ -108,8 +108,7 @@ class ModelWeights(Weights):
             return local_of(parameter)
         if name == _SAMPLES and self.noise is not None:
             return self.noise.values
-        # the buffer is looked up every time, because a module may replace a buffer with another
-        # tensor
+        # look the buffer up every time, because a module may replace it with another tensor
         return local_of(self._module.get_buffer(name))
 
     @property

@@ -84,8 +84,7 @@ class Header(NamedTuple):
     @staticmethod
     def read(buffer: Tensor, nbytes: int = HEADER_BYTES) -> Header:
         """Read the header at the start of ``buffer``, with a size if 16 bytes are asked for and exist."""
-        # this slices an array rather than the tensor, and copies once, because a rank reads dozens
-        # of headers per step
+        # slice an array rather than the tensor, and copy once: a rank reads dozens of headers per step
         host = buffer if buffer.is_cpu else buffer[:nbytes].cpu()
         raw = host.numpy()[:nbytes].tobytes()
         if len(raw) < HEADER_BYTES:

@@ -219,8 +219,8 @@ class StreamCodec(Codec[Vector]):
                 "sparse, in [0, 1], or None"
             )
         self.sparse, self.dense, self.factor = sparse or Coo(), dense or Whole(), factor
-        # limits are cached, because each takes a bisection and is needed for every region of every
-        # step; seeded copies share the cache
+        # cached, because a limit takes a bisection and is needed for every region of every step;
+        # seeded copies share the cache
         self._limits: dict[tuple[int, torch.dtype], int] = {}
 
     def __repr__(self) -> str:

@@ -20,7 +20,7 @@ _ALIKE: Final = "exchange='gradients' suits it, because all ranks then make the 
 
 
 def plain_optimizers(given: Any) -> list[Optimizer]:
-    """Return the optimizers that actually step, without the wrappers of Accelerate, SAM and the like.
+    """Return the optimizers that actually step, without wrappers such as Accelerate's or SAM.
 
     A wrapper is any object with another optimizer in one of its attributes.  Training loops call the
     wrapper or the inner optimizer (SAM's ``second_step``).  Either way the inner optimizer steps
@@ -131,7 +131,7 @@ def _parameters(several: Sequence[Any]) -> list[Tensor]:
 
 
 def held_by(optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> str:
-    """Return a text, for ranks to compare, that identifies the trained parameters the optimizers step.
+    """Return a fingerprint, for comparison between ranks, of the parameters that the optimizers step.
 
     Example:
         >>> net = torch.nn.Linear(2, 2)

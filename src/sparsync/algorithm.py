@@ -83,7 +83,7 @@ class Algorithm:
 
     @property
     def result(self) -> Result:
-        """The kind of the total; "whole" means that no entries are selected."""
+        """The kind of total; "whole" if no entries are selected."""
         return self.make_collective().result
 
     @property
@@ -123,7 +123,7 @@ class Algorithm:
         return sent[True] / total if total else 0.0
 
     async def on(self, comm: Communicator) -> Algorithm:
-        """Return the algorithm fitted to a group; its ranks call this together, on equal algorithms."""
+        """Adapt the algorithm to a group; all ranks of the group must call this, on equal algorithms."""
         # compare names before measuring: ranks with different algorithms would wait in different
         # collectives
         await agree(comm, {"the algorithm": self.name})
@@ -142,7 +142,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Preset:
-    """A row of the table, from which commands, ``auto``, contracts and docs learn about an algorithm.
+    """A row of the table: everything that commands, ``auto``, contracts and docs need on an algorithm.
 
     If ``planned`` is set, ``auto`` and ``sparsync plan`` may choose the algorithm, whose default
     options must then round no more than bf16 does.  Of rows with equal predictions, the first wins.

@@ -207,7 +207,7 @@ def _run(program: _Program[T], comm: Any) -> T:
 
 
 def _communicator(comm: Any) -> Communicator:
-    """Return the given communicator; wrap one of mpi4py."""
+    """Return a communicator; wrap it first if it is mpi4py's."""
     if isinstance(comm, Communicator):
         return comm
     if type(comm).__module__.partition(".")[0] == "mpi4py":
@@ -280,7 +280,7 @@ def _prepare(
     op: str | Reduction,
     options: dict[str, Any],
 ) -> _Program[Reduced]:
-    """Check the arguments and select; return a program that checks agreement, then reduces."""
+    """Check the arguments and select entries; return a program that compares the call, then reduces."""
     given, operation = as_vector(vector), reduction(op)
     operation.check(given.values.dtype)
     if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 0):
@@ -322,7 +322,7 @@ def _prepare(
 
 
 def _prepare_gather(vector: Any) -> _Program[list[Vector]]:
-    """Check the vector and encode it; return a program that checks agreement, then collects."""
+    """Check the vector; return a program that compares the call, then collects all vectors."""
     given, codec = as_vector(vector), StreamCodec()
     size, dtype = given.size, given.values.dtype
     few = SparseVector.from_dense(given.values) if isinstance(given, DenseVector) else given

@@ -27,12 +27,12 @@ class _Guarded(Protocol):
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """The optimizers after whose steps updates are exchanged."""
+        """The optimizers whose steps are followed by exchanges of updates."""
 
 
 @final
 class Guard:
-    """A hook on the steps of all optimizers in the process, which refuses foreign steps of a model.
+    """A hook on all optimizers of the process, which refuses steps by optimizers unknown to a handle.
 
     An optimizer created after ``attach`` does not have the handle's hook, so its steps would never be
     exchanged.  These hooks also show a second ``attach`` which parameters are taken.  The parameters
@@ -86,7 +86,7 @@ def check_outermost(model: nn.Module) -> None:
 
 
 def check_outside_ddp(module: nn.Module) -> None:
-    """Refuse a forward pass of an attached module inside a DDP model, which exchanges its gradients.
+    """Refuse a forward pass of an attached module inside DDP, which would exchange its gradients too.
 
     This cannot be checked earlier: a module does not know whether DDP wraps it until a forward pass runs.
     """

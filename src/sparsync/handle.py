@@ -31,7 +31,7 @@ __all__ = ["CommHook", "Handle", "Hook", "call_after_backward", "make_engine", "
 
 
 class Handle(ABC):
-    """The state, the thread and the groups of one model; as a context manager it closes itself.
+    """Owns the state, the thread and the groups of one model; as a context manager, it closes itself.
 
     ``GradientSync`` and ``UpdateSync`` are the two kinds: they decide what is exchanged, and when.
 
@@ -220,7 +220,7 @@ def weakly(method: Callable[..., None]) -> Hook:
 
 
 def call_after_backward(callback: Callable[[], None]) -> bool:
-    """Run a callback once DDP has finished; ``backward()`` raises an error of the callback.
+    """Run a callback once DDP has finished; ``backward()`` raises the callback's error, if any.
 
     Returns:
         Whether there is a backward pass: False on a rank that has run out of data (``join()``).

@@ -31,7 +31,7 @@ __all__ = ["Measured", "Monitor", "Sink", "XiProbe", "sink_of"]
 
 @final
 class Monitor:
-    """Follows every stage of a reducer's steps, estimates xi, and writes the numbers of a step to a sink.
+    """Measures every stage of a reducer's steps, estimates xi, and writes each step's numbers to a sink.
 
     ============================  =====================================================================
     bytes_sent, bytes_received    by this rank in this step, headers included

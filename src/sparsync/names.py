@@ -1,4 +1,4 @@
-"""Names of rows and options: equivalent spellings, and suggestions for unknown names."""
+"""Compare names of rows and options in any spelling, and suggest a known name for an unknown one."""
 
 from __future__ import annotations
 

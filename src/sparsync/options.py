@@ -111,7 +111,7 @@ class Compression:
         self.warmup()
 
     def warmup(self) -> Warmup | None:
-        """Return the schedule of the initial steps, or None if they are like all others."""
+        """Return the schedule of the warm-up, or None if there is no warm-up."""
         if not self.warmup_steps and not self.warmup_densities:
             return None
         return Warmup(self.warmup_steps, tuple(self.warmup_densities))
@@ -216,7 +216,7 @@ class Monitoring:
 
     @property
     def policy(self) -> Nonfinite:
-        """The policy on NaN and Inf; if none was given, it depends on whether there is a scaler."""
+        """The policy on NaN and Inf; by default, it depends on whether there is a scaler."""
         return self.nonfinite or ("raise" if self.scaler is None else "propagate")
 
 

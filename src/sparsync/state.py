@@ -99,7 +99,7 @@ def brief(value: object) -> str:
 
 
 def parse_parts(owner: Stateful, parts: Sequence[Stateful], saved: object) -> tuple[Any, ...]:
-    """Return the state objects of an owner's parts for their saved dictionaries."""
+    """Return the state objects of an owner's parts, parsed from their saved dictionaries."""
     if not isinstance(saved, list) or len(saved) != len(parts):
         raise ConfigurationError(
             f"the saved state of {type(owner).__name__} has "

@@ -393,8 +393,8 @@ class Averager(Stateful):
             run(agree(binding.comm, facts))
             run(self.begin(binding.comm, run(binding.start()), self.steps))
             self._begun, self._before = True, (self.steps, binding.comm.ledger.of_steps())
-            # ``state_dict`` also calls ``_bound``, and weights may be loaded between that call and
-            # the first step
+            # saving an ``OuterAverager`` also calls this method, and weights may be loaded between
+            # that and the first step
             self._changes.remember()
         return binding
 
@@ -500,7 +500,7 @@ class Companion(Actor):
         reply((result, *books))
 
     def failure(self, peer: int, step: int, reason: str) -> PeerError:
-        """Return the error for waiting on a peer that is gone."""
+        """Return the error for a wait on a peer that is gone."""
         where = f"rank {self.host.rank}, local step {step}, phase 'average'"
         return PeerError(f"{where}: rank {peer}: {reason}")
 

@@ -37,7 +37,7 @@ _KEY: Final = re.compile(
 
 @final
 class DistributedState:
-    """A handle returned by ``attach``, in the form of DCP's ``Stateful``.
+    """Wraps a handle returned by ``attach`` as a ``Stateful`` of DCP.
 
     ::
 

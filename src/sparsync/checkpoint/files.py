@@ -130,7 +130,7 @@ def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
 
 
 def _by_the_system(error: BaseException | None) -> OSError | None:
-    """Return the system's error, if that is the cause of another error.
+    """Return the operating system's error if it caused another one.
 
     When a disk is full, torch's writer raises a second error while closing, because its position in the
     file is wrong; only the context of that error has the reason.

@@ -258,7 +258,7 @@ def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[
 
 
 def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Let every object load its state, and return the rest; or change nothing."""
+    """Let every object load its state, and return the rest; change nothing if one fails."""
     # all ranks read and check everything before any rank changes anything
     before, state, beside = _read_states(sync, _Folder(path))
 
@@ -409,7 +409,7 @@ def _read_states(
 
 
 def _use(old: Seat, new: Seat) -> Use:
-    """Return how a new rank uses an old rank's state; the state of rank 0 has the common fields."""
+    """Return the use of an old rank's state on a new rank; rank 0's state has the common fields."""
     shared = old.rank == 0
     heir = old.rank % new.ranks == new.rank or new.rank % old.ranks == old.rank
     return "part" if shared or heir else "check"

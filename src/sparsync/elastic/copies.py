@@ -1,7 +1,6 @@
-"""Copies of a rank's state for joining ranks: sent in pieces, losslessly, while training continues.
+"""Send joining ranks a copy of a rank's state: in pieces, losslessly, while training continues.
 
-Of the four bytes of a float32, only the one with most of the exponent is compressed; the others are
-noise.
+Only the byte of a float32 that holds most of the exponent is compressed; the other three are noise.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ class PresentRanks(Ranks):
         return True
 
     def _is_late(self) -> bool:
-        """Return whether this rank has left and the program does not know yet."""
+        """Return whether this rank has left without the program's knowledge."""
         # Drop one backward pass without an error, so that a program can read ``sync.left`` after
         # its step. ``Membership.check_here`` refuses the next one.
         if not self.membership.gone:
@@ -350,7 +350,7 @@ class PresentRanks(Ranks):
         self.membership.turns.end()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Keep this step's gradients if this rank is catching up, or its rates for a rank that is."""
+        """Keep this step's gradients if this rank is catching up, or its rates if another rank is."""
         number = next(i for i, one in enumerate(self._optimizers) if one is optimizer)
         # the commit has already counted the step that this optimizer applies
         step, attendance = self._reducer.step - 1, self.attendance

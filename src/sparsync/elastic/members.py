@@ -368,7 +368,7 @@ class Members:
         return all(map(bool, rows))
 
     def _count(self, rows: Tensor) -> None:
-        """Record which ranks contribute to the open step, and for which it is the last."""
+        """Record which ranks contribute to the open step, and which leave after it."""
         counts, leaves, *_ = rows[self.reducer.comm.rank].tolist()
         self._present, self.counts, self.deals = rows, counts == 1, leaves == 1
 
@@ -403,7 +403,7 @@ class Members:
     # ---- a change ----------------------------------------------------------------------------------
 
     async def call_the_roll(self, attempt: int, names: Sequence[Hashable], serial: int) -> Verdict:
-        """Find out, in a new group of ranks with these names, which ranks continue with which step.
+        """Determine, in a new group of ranks with these names, which ranks continue, and with which step.
 
         This brings the reducer to that step.  A rank in ``commits`` must commit the open step as it is.
         ``serial`` grows with every group, unless the lighthouse is restarted.

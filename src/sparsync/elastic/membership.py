@@ -130,7 +130,7 @@ class Membership:
         return fetched or self._needs_steps
 
     def _leave_alone(self, until: float) -> str:
-        """Leave on the engine's thread; training steps wait until that is over, regardless of ``until``.
+        """Leave on the engine's thread; training steps wait until this is done, regardless of ``until``.
 
         Returns:
             The reason why it has not left; empty if it has.

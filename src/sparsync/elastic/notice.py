@@ -78,7 +78,7 @@ class Notice:
         threading.Thread(target=hear, name="sparsync-notice", daemon=True).start()
 
     def watch(self) -> None:
-        """Take the place of the program's handler; called in every step, as programs may set a new one.
+        """Replace the program's handler; called in every step, because the program may set a new one.
 
         This is a no-op on threads other than the main one, where Python sets no handlers, and for a
         handler that was not set from Python.

@@ -23,7 +23,7 @@ class Turns:
         self._lock, self._training = threading.Lock(), False
 
     def take(self) -> None:
-        """Begin a step once no leaving is in progress; within a step, this does nothing."""
+        """Begin a step once no departure is in progress; within a step, do nothing."""
         if not self._training:
             self._lock.acquire()
             self._training = True
@@ -55,7 +55,7 @@ class Turns:
                 self._lock.release()
 
     def begin_leaving(self, seconds: float) -> bool:
-        """Wait for the end of a step; return whether it came in time, after which steps must wait."""
+        """Wait for the end of a step; if it comes in time, return True, and further steps must wait."""
         return self._lock.acquire(timeout=seconds)
 
     def end_leaving(self) -> None:

@@ -209,7 +209,7 @@ class Reducer:
         propagate_nonfinite: bool = False,
         prepare: Callable[[], None] | None = None,
     ) -> list[Vector]:
-        """Write the residuals of units and return their averages; the last units close the step.
+        """Write the residuals of these units and return their averages; the last units close the step.
 
         ``prepare`` is called once the step is certain to be applied, before anything changes; it may
         raise.  If a total contains NaN or Inf, nothing is changed and NonFiniteGradientError is raised
@@ -321,7 +321,7 @@ class Reducer:
         weights: Sequence[Tensor] = (),
         units: Sequence[int] | None = None,
     ) -> list[Vector]:
-        """Do a whole step, or its part for some units.
+        """Run a whole step, or the part of a step for some units.
 
         Each unit's flat gradient is overwritten by its average.  Weight decay needs the weights.
         """
@@ -359,7 +359,7 @@ class Reducer:
         self.open()
 
     def _watch(self) -> None:
-        """Detect once that residuals grow, from thresholds that selectors already have."""
+        """Notice once that residuals grow, from thresholds that selectors already know."""
         # The ratio of residual norm to gradient norm is no indicator: it is 5 to 900 in healthy
         # runs, and a constant 20 in one that diverges (docs/design-notes.md).  The threshold bounds
         # all entries in the residual, and costs neither a pass nor a wait for a GPU.

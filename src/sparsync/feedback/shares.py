@@ -141,7 +141,7 @@ def next_shares(
     sizes: Sequence[int],
     world_size: int,
 ) -> SharesState:
-    """Split k among units by the number of the ``k * world_size`` largest entries that each contains.
+    """Split k among units by how many of the ``k * world_size`` largest entries each contains.
 
     ``counts`` are the histograms of all units over the edges ``at``, summed over ranks.  Each unit gets
     at least one entry and at most its size.  If even the smallest counted entry of a unit is among the

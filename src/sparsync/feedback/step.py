@@ -81,7 +81,7 @@ class Plan:
         return tuple(unit.k for unit in self.units)
 
     def open(self, step: int, parts: Iterable[tuple[Selector, Collective]]) -> None:
-        """Plan a step, only once; the cost grows with the number of units, not of parameters."""
+        """Plan a step, once; the cost grows with the number of units, not with that of parameters."""
         planned = self.warmup.density(step, self.density) if self.warmup else self.density
         quotas, sharing = self.shares.quotas, self._sharing
         self.regular = planned == self.density

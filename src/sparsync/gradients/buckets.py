@@ -1,4 +1,4 @@
-"""Map the gradients in DDP's buckets to units, once and not in every step.
+"""Map the gradients in DDP's buckets to units, once rather than in every step.
 
 Small parameters that are adjacent in a unit form one run.  DDP's order is roughly the reverse of a
 unit's. A bucket of small parameters only is permuted in place into the unit's order; a bucket that also

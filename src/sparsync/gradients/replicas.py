@@ -100,7 +100,7 @@ def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -
 
 
 def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:
-    """Turn off decisions that would differ from part to part, or refuse the options."""
+    """Turn off decisions that would differ between parts, or refuse the options."""
     # With several kinds, some parameters are copied to several ranks of this replica, next to different
     # shards. All these ranks must select the same entries of the copies, so nothing may depend on the
     # shards.
@@ -355,7 +355,7 @@ class ParameterSource(Source):
 
 @final
 class ReplicaStep(Step):
-    """One step; it takes gradients out of ``parameter.grad``, so no code scales or clips them meanwhile.
+    """One step, which takes gradients out of ``parameter.grad``, so nothing else scales or clips them.
 
     Units start in the same order on all ranks, the last unit first, because gradients mostly arrive
     in this order.  If they arrive in another order on one rank, that rank must not wait for a unit

@@ -1,4 +1,4 @@
-"""Sites, found by measurement: groups of ranks with fast links inside and slow links between them.
+"""Find sites by measurement: groups of ranks with fast links inside and slow links between them.
 
 The resulting grid is used like a mesh (nodes, ranks of a node).
 """
@@ -130,7 +130,7 @@ async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], 
 
 
 def _peers(rank: int, ranks: int) -> Iterator[int]:
-    """Yield every other rank once, such that all ranks are paired up, or idle, in each turn.
+    """Yield every other rank once, in an order that pairs up all ranks in each turn, or lets them idle.
 
     This is a round-robin tournament: the last of an even number stays fixed, the others rotate.
     """

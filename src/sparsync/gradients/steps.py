@@ -149,7 +149,7 @@ class AllRanks(Ranks):
 
 @final
 class GradientSteps:
-    """Takes the steps of one model's gradients.
+    """Runs the steps in which one model's gradients are exchanged.
 
     ``ignored`` are parameters and buffers that may differ between ranks. ``nodes`` exchanges whole units,
     while the reducer has only this rank's part of them.

@@ -134,7 +134,7 @@ class Layout:
         self._placed = sorted(placed, key=lambda pair: pair[0].vector)
 
     def units_at(self, place: slice) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the units in a part of the vector: number, elements, and their place in the part."""
+        """Yield each unit in a part of the vector: number, elements, and their place in the part."""
         first = bisect_right(self._placed, place.start, key=lambda pair: pair[0].vector) - 1
         for piece, unit in self._placed[max(first, 0) :]:
             low, high = max(piece.vector, place.start), min(piece.vector + piece.size, place.stop)
@@ -146,7 +146,7 @@ class Layout:
                 return
 
     def places(self, unit: int, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
-        """Yield where elements ``[start, stop)`` of a unit lie in the vector, and in the run."""
+        """Yield the places of elements ``[start, stop)`` of a unit, in the vector and in the run."""
         pieces = self._pieces[unit]
         first = bisect_right(pieces, start, key=lambda piece: piece.unit) - 1
         for piece in pieces[max(first, 0) :]:

@@ -347,7 +347,7 @@ def drop_broken(
 
 
 def _steps(stepped: Sequence[tuple[Tensor, dict[str, Any], dict[str, Any]]]) -> list[float]:
-    """Return the number of steps made by each parameter."""
+    """Return the number of steps taken on each parameter."""
     counts = [state["step"] for _, state, _ in stepped]
     if any(isinstance(count, Tensor) and not count.is_cpu for count in counts):
         return list(map(float, torch.stack(counts).tolist()))  # a single wait for all counts
@@ -416,5 +416,5 @@ def _lengthen_plainly(
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Return correctly rounded square roots; torch's are not for float32 on a CPU."""
+    """Return correctly rounded square roots, unlike torch's for float32 on a CPU."""
     return x.double().sqrt_().to(x.dtype) if x.is_cpu else x.sqrt_()

@@ -131,7 +131,7 @@ class OuterAverager(Averager):
     # ---- the algorithm -----------------------------------------------------------------------------
 
     def parts(self, vector: Tensor) -> Mapping[str, Tensor]:
-        """Return the parameters in a vector by name: those of the model, or a single one."""
+        """Return the parameters in a vector by name: the model's, or a single one without a model."""
         return {"model": vector} if self._binding is None else self._binding.trained
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
@@ -209,7 +209,7 @@ class OuterAverager(Averager):
             binding.write_(own)
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers: those common to all averagers, the exchanges', and residual norms."""
+        """Return plain numbers on the averager, its exchanges, and the residual norms."""
         here = {"period": self.engine.period, "drift": self.engine.drift}
         # without a model, e.g. in a simulation, the averager does not count steps itself
         own = {} if self._binding is None else super().stats()

@@ -288,19 +288,19 @@ class OuterEngine(Stateful):
             self.period = period
 
     def restart(self) -> None:
-        """Reset the weights to this rank's weights after its last exchange."""
+        """Reset the weights to their values after this rank's last exchange."""
         self.contributions.drop()
         self._weights.reshard()
         for part in range(len(self.layout.fragments)):
             self._return(part)
 
     def _return(self, part: int) -> None:
-        """Reset the weights of a fragment to those after its last exchange."""
+        """Reset the weights of a fragment to their values after its last exchange."""
         for place in self._runs(self.layout.fragments[part].span):
             self._weights.write(place, self._base(place))
 
     async def deliver(self, step: int | None = None) -> None:
-        """Finish the exchanges in flight, then deliver all that is left, uncompressed.
+        """Finish the exchanges in flight, then deliver everything left, uncompressed.
 
         Args:
             step: number of this rank's finished local steps; by default ``steps``.
@@ -411,7 +411,7 @@ class OuterEngine(Stateful):
         return {**self.place(), **kinds_of(self.settings, state, self.layout, self.memory)}
 
     def restore(self, state: Mapping[str, Any], parsed: ParsedState | None) -> None:
-        """Adopt a saved state, and its reducer's state, ``parsed`` by ``validate``, if there is one."""
+        """Adopt a saved state and, if given, its reducer's state, which ``validate`` has ``parsed``."""
         super().load_state_dict(state["state"])
         if parsed is not None:
             take_state(self.reducer, parsed)
@@ -541,7 +541,7 @@ class OuterEngine(Stateful):
         return averages
 
     def _apply(self, exchange: Exchange, unit: int, average: Vector, momentum: float) -> None:
-        """Apply the average of a unit to the shared weights; a late exchange stores the result apart."""
+        """Apply a unit's average to the shared weights; a late exchange stores its result separately."""
         assert isinstance(average, DenseVector)
         span, like = self.layout.fragments[exchange.part].span, average.run(0, 0)
         shared, late, size = self.memory["shared"], exchange.shared, self.layout.units[unit].size

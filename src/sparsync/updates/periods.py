@@ -95,7 +95,7 @@ def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
 
 
 def share_of(moved: Tensor, shared: Tensor, end: int) -> float:
-    """Return ``|moved|^2 / |shared|^2`` of a rank, over the parameters, which end at ``end``."""
+    """Return ``|moved|^2 / |shared|^2`` of a rank over the parameters, i.e. up to ``end``."""
     # only parameters count: buffers and moments have other magnitudes, and are averaged anyway
     far, whole = (float(torch.linalg.vector_norm(vector[:end])) for vector in (moved, shared))
     share = far / max(whole, sys.float_info.min) if far else 0.0

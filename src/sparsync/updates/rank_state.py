@@ -124,7 +124,7 @@ def _weights_kind(module: nn.Module, names: Collection[str], finite: Collection[
 def _kept_after_a_step(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Mapping[str, Any] | None]:
-    """Return an optimizer's state of each parameter, now or after a step, or None if it is unknown.
+    """Return an optimizer's state of each parameter, now or after a first step; None if unknown.
 
     For torch's own optimizers, a step on tensors without memory finds the state at no cost. Other
     optimizers may do anything in a step, even exchange messages.
@@ -203,7 +203,7 @@ def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> K
 
 
 def _number_kind(least: float, value: Any = 0.0) -> Kind:
-    """Describe a number or a tensor of one number; a rate may be either, in this run or the saved one."""
+    """Describe a number or a one-element tensor; a rate may be either, in this run or the saved one."""
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     tensors = [Values(shape, dtype, least) for dtype in (torch.float64, torch.float32)]
     # Inf counts as damage unless it is the live setting, e.g. of a clip that is off
@@ -225,7 +225,7 @@ def _setting_kind(name: str, value: Any) -> Kind:
 
 @torch.no_grad()
 def load_weights(module: nn.Module, names: Collection[str], state: Mapping[str, Any]) -> None:
-    """Load the weights of a state from ``own_state``, unless it was resharded and has none."""
+    """Load the weights that ``own_state`` returned; a resharded state has none."""
     # copy in place, because optimizers and hooks hold these tensors
     for name, tensor in _tensors(module, names).items() if state["parameters"] is not None else ():
         local_of(tensor).copy_(state["parameters"][name])
@@ -234,7 +234,7 @@ def load_weights(module: nn.Module, names: Collection[str], state: Mapping[str, 
 def load_optimizers(
     module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]
 ) -> None:
-    """Load the optimizer states of a state from ``own_state``."""
+    """Load the optimizer states that ``own_state`` returned."""
     for one, groups in zip(optimizers, state["groups"], strict=True):
         # convert the state to torch's own form, with numbered parameters, and let
         # ``load_state_dict`` load it, so that the optimizer's hooks and casts run

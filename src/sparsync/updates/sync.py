@@ -236,7 +236,7 @@ def attach_updates(
 
 
 def _parts(module: nn.Module, replicate: Any, groups: Groups, options: Options) -> Any:
-    """Return how this replica is split over ranks: pieces, kinds by name, replica ranks, consensus."""
+    """Return the split of this replica over ranks: pieces, kinds by name, replica ranks, consensus."""
     from sparsync.gradients.consensus import PartsConsensus  # DTensor takes 0.4 s to import
     from sparsync.gradients.shards import Fsdp, ranks_of, shards_of
 
@@ -311,7 +311,7 @@ class UpdateSync(Handle):
 
     @property
     def steps(self) -> int:
-        """The number of finished local steps; a rank that joins starts from the number of its peers."""
+        """The number of finished local steps; a rank that joins takes this number from its peers."""
         return self.outer.steps
 
     @property
@@ -653,7 +653,7 @@ class UpdateSync(Handle):
         )
 
     def finish(self) -> None:
-        """Exchange all that is left and make replicas equal; all ranks call this, and may train on."""
+        """Exchange everything left and make replicas equal; all ranks call this, and may train on."""
         self._check_own("finish()")
         run(self.outer.settle())  # exchanges in flight are booked on the steps that began them
         with self.reducer.comm.ledger.outside_steps():

@@ -229,7 +229,7 @@ class ModelWeights(Weights):
         return ""
 
     def strayed(self) -> str:
-        """Return the name of a buffer left out for its NaN or Inf that is finite now, or "".
+        """Return the name of a buffer that was left out for NaN or Inf and is finite now, or "".
 
         Each buffer is reported once.  Cost: a pass over the buffers that were written to.
         """

@@ -83,7 +83,7 @@ class Header(NamedTuple):
 
     @staticmethod
     def read(buffer: Tensor, nbytes: int = HEADER_BYTES) -> Header:
-        """Read the header at the start of ``buffer``, with a size if 16 bytes are asked for and exist."""
+        """Read the header at the start of ``buffer``, with a size if 16 bytes are wanted and present."""
         # slice an array rather than the tensor, and copy once: a rank reads dozens of headers per step
         host = buffer if buffer.is_cpu else buffer[:nbytes].cpu()
         raw = host.numpy()[:nbytes].tobytes()
@@ -281,7 +281,7 @@ class Writer(Protocol):
 
 
 class Opened(ABC):
-    """A message with a dense vector whose header and length were checked, to be decoded in runs."""
+    """A message of a dense vector, already checked, to be decoded in runs."""
 
     @abstractmethod
     def decode_to(
@@ -295,7 +295,7 @@ class Opened(ABC):
 
 
 def decode_as(codec: Codec[V], message: Tensor, size: int, dtype: torch.dtype) -> V:
-    """Decode another rank's message, and refuse values of another dtype than this rank's own."""
+    """Decode another rank's message, and refuse values whose dtype is not this rank's."""
     # a codec decodes to the dtype that the header claims, and sums of two dtypes would fail or
     # round elsewhere
     vector = codec.decode(message, size)

@@ -122,7 +122,7 @@ class Whole(Codec[DenseVector]):
         payload[at : at + sent.numel()] = sent
 
     def writer(self, payload: Tensor) -> Writer:
-        """Return ``write_`` for one blank message; the writer adds the tensors that it is given."""
+        """Return ``write_`` for one blank message; given two tensors, the writer writes their sum."""
 
         def write(start: int, values: Tensor, more: Tensor | None = None) -> None:
             self.write_(payload, start, values if more is None else values + more)
@@ -139,7 +139,7 @@ class Whole(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Decode a message of ``size`` elements, or a run from ``start``, and divide it, into ``into``.
+        """Decode a message of ``size`` elements, or a run from ``start``, into ``into``, and divide it.
 
         With ``add``, the result is added to ``into``.
         """

@@ -99,7 +99,7 @@ class LloydMax(Codec[DenseVector]):
         self.writer(payload)(start, values)
 
     def writer(self, payload: Tensor) -> Writer:
-        """Return ``write_`` for a blank message, which it reads only once; it adds the tensors given."""
+        """Return ``write_`` for one blank message; given two tensors, the writer writes their sum."""
         header = self.read_header(payload)
         codes = _codes_of(header, payload[header.nbytes :], _largest_scale(header.dtype, self.bits))
 
@@ -135,7 +135,7 @@ class LloydMax(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Decode a message of ``size`` elements, or a run from ``start``, and divide it, into ``into``.
+        """Decode a message of ``size`` elements, or a run from ``start``, into ``into``, and divide it.
 
         With ``add``, the result is added to ``into``.  One pass suffices if both are float32.
         """

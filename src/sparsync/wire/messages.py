@@ -103,7 +103,7 @@ def join_messages(
 def _layout(
     codec: Codec[SparseVector], vectors: Sequence[SparseVector], messages: Sequence[Tensor] = ()
 ) -> native.Layout | None:
-    """Return the codec's message layout for C++, or None if C++ does not take the codec or tensors."""
+    """Return the codec's message layout for C++, or None if C++ does not support codec or tensors."""
     if not isinstance(codec, Coo | Packed) or not in_cpp(vectors, messages):
         return None
     header = codec.header(0, 0, torch.float32)

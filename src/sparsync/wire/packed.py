@@ -240,12 +240,12 @@ def decode_undealt(
 def _in_cpp(
     codec: Codec[SparseVector], vector: SparseVector, messages: Sequence[Tensor] = ()
 ) -> TypeGuard[Packed]:
-    """Return whether C++ has the codec and takes the tensors."""
+    """Return whether C++ supports the codec and the tensors."""
     return isinstance(codec, Packed) and in_cpp([vector], messages)
 
 
 def in_cpp(vectors: Sequence[SparseVector], messages: Sequence[Tensor]) -> bool:
-    """Return whether C++ takes these vectors and messages."""
+    """Return whether C++ supports these vectors and messages."""
     return all(
         kernels.backend_of(vector.values) is native
         and kernels.backend_of(vector.indices, dtype=torch.int64) is native

@@ -23,8 +23,8 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
     """Return the optimizers that actually step, without wrappers such as Accelerate's or SAM.
 
     A wrapper is any object with another optimizer in one of its attributes.  Training loops call the
-    wrapper or the inner optimizer (SAM's ``second_step``).  Either way the inner optimizer steps
-    exactly once, so its hooks are used.
+    wrapper or the inner optimizer (SAM's ``second_step``).  Either way, the inner optimizer steps
+    exactly once, so ``attach`` hooks the inner one.
 
     Raises:
         ConfigurationError: an object is not a ``torch.optim.Optimizer``, averages weights itself, or
@@ -75,8 +75,8 @@ def _held(one: Any) -> list[Optimizer]:
 def chain_of(given: Any, around: Sequence[Any] = ()) -> Iterator[tuple[Any, list[Optimizer]]]:
     """Yield each given optimizer with a list of the optimizers inside it, then recurse into that list.
 
-    ``around`` lists the wrappers on the path so far.  An inner optimizer may refer back to its wrapper,
-    which would make the recursion endless.
+    ``around`` lists the wrappers on the path so far: an inner optimizer that refers back to its wrapper
+    would otherwise make the recursion endless.
     """
     for one in () if given is None else given if isinstance(given, Sequence) else (given,):
         inner = [held for held in _held(one) if all(held is not other for other in around)]

@@ -239,7 +239,7 @@ class Options:
     def for_size(self, elements: int, tell: Callable[[str], object]) -> Options:
         """Choose the density for a model with this many trained elements, if none was given.
 
-        ``tell`` gets a line about the choice, once per job.
+        ``tell`` receives a line about the choice.
         """
         if self.density is not None:
             return self
@@ -289,7 +289,7 @@ class Options:
         """Compare the settings that must be equal on the ranks that hold the other parts of a replica.
 
         Raises:
-            ConfigurationError: the correction clips.
+            ConfigurationError: the correction clips, which needs the norm of whole gradients.
             PeerError: ranks were given different settings.
         """
         watched = self.monitoring

@@ -133,7 +133,7 @@ def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None 
     """Return ``a operation b`` for vectors of one size and dtype, each sparse or dense.
 
     The result is sparse if both operands are sparse and ``|a| + |b|``, a cheap bound on its entries, is
-    at most ``limit``.  With ``limit`` None, two sparse vectors always give a sparse one.
+    at most ``limit``.  If ``limit`` is None, the sum of two sparse vectors is always sparse.
 
     Cost: O(|a| + |b|) if both are sparse; disjoint consecutive supports are just concatenated.
 

@@ -265,11 +265,11 @@ class Averager(Stateful):
     def stats(self) -> dict[str, Any]:
         """Return this rank's statistics since its process began; call it between two steps.
 
-        ``group_size`` and ``sync_period`` are the effective S and tau.  ``averages`` counts the averages
-        that included this rank's model, with ``models_per_average`` models on average.  In a fraction
-        ``stale_share`` of them the model was older than the average's step, by at most
-        ``largest_staleness`` steps.  ``seconds_waited`` is the time in ``step()`` spent waiting for
-        messages and other ranks.  Bytes per step exclude the initial comparison of the ranks and
+        ``group_size`` and ``sync_period`` are the effective S and tau.  ``averages`` counts the
+        averages that included this rank's model, with ``models_per_average`` models on average.  In a
+        fraction ``stale_share`` of them, this rank's model was older than the average's step, by at
+        most ``largest_staleness`` steps.  ``seconds_waited`` is the time in ``step()`` spent waiting
+        for messages and other ranks.  Bytes per step exclude the initial comparison of the ranks and
         ``finish``.
 
         Raises:
@@ -306,8 +306,8 @@ class Averager(Stateful):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from this rank's ``state_dict``; call it before the first ``step()``.
 
-        Load the model and the optimizer as well, in any order.  The ranks' models need not be equal
-        in this case.
+        Load the model and the optimizer as well, in any order.  The ranks' models then need not be
+        equal.
         """
         self.restore(self.check(state))
 

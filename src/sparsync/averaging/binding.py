@@ -178,8 +178,8 @@ class Binding:
     async def start(self) -> Tensor:
         """Compare the models of all ranks, and return the vector from which all of them start.
 
-        After a restore, this is the current model; otherwise it is ``initial``, with zeros for moments
-        that did not exist yet.  A ``PeerError`` names the first tensor that differs.
+        After a restore, all start from their current models; otherwise from ``initial``, with zeros for
+        moments that did not exist yet.  A ``PeerError`` names the first tensor that differs.
 
         Cost: 8 bytes per tensor from every rank, twice; a digest of all parameters.
         """
@@ -282,7 +282,7 @@ class Binding:
     def _find_moments(self) -> dict[str, tuple[Tensor, str]]:
         """Return parameter and key of every moment to average.
 
-        A parameter without state, which has had no gradient on this rank, is assumed to have the moments
+        A parameter without state has had no gradient on this rank, and is assumed to have the moments
         of its group.
         """
         if self.moments != "average" or self.optimizer is None:

@@ -161,7 +161,7 @@ def await_whole(path: Path, seconds: float) -> None:
     """Wait until this rank sees all files of a checkpoint, which a shared folder may show late.
 
     Raises:
-        CheckpointError: this rank does not see them in time, so the ranks' folders are not the
+        CheckpointError: this rank does not see all files in time, so the ranks' folders are not the
             same.
     """
     deadline = time.monotonic() + seconds

@@ -52,7 +52,7 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
         world_size: the new number of ranks P', by which residuals are divided when they are delivered.
 
     Returns:
-        One state per new rank; for the same shards of the parameters, if they are sharded.
+        One state per new rank.  If parameters are sharded, their shards stay the same.
 
     Raises:
         ConfigurationError: a rank or shard is missing, states are from different steps, a residual has
@@ -189,10 +189,10 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
 def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[str, Any]]:
     """Return a new rank's content: the shared weights, and its part of the undelivered mass.
 
-    Moments and steps are taken from old rank r modulo P; exchanges in flight are applied first.  If one
-    was refused, or would be because a rank's weights are broken, all ranks start without their steps
-    since the last exchange, and without broken moments.  The first result is the position of old rank r
-    modulo P in ``states``.
+    Moments and steps are taken from old rank r modulo P, after exchanges in flight are applied.  If an
+    exchange was refused, or would be because a rank's weights are broken, all ranks start without their
+    steps since the last exchange, and without broken moments.  The first result is the position of old
+    rank r modulo P in ``states``.
     """
     different = {str([state[key] for key in ("steps", "state")]) for state in states}
     require(len(different) == 1, f"the saved states are of {different}; give those of one save")

@@ -316,7 +316,7 @@ def _holds_shards(sync: Saveable, value: object, state: Mapping[str, Any]) -> bo
 def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = False) -> None:
     """Write this rank's file, and a digest of its weights; this is collective.
 
-    If ``alone``, the handle is closed, e.g. after training, so ranks cannot be asked.
+    If ``alone``, the handle is already closed, e.g. after training, so other ranks cannot be asked.
 
     Raises:
         CheckpointError: raised on all ranks if any of them has taken another number of local steps

@@ -90,7 +90,7 @@ def _numbers(rates: Rates) -> list[list[tuple[str, str]]]:
 def summing(algorithm: Algorithm) -> Algorithm:
     """Return the algorithm without averaging, because ``Attendance.commit`` divides.
 
-    Not all ranks have gradients in a total: a rank that is behind, or leaves, contributes none.
+    Not all ranks contribute gradients to a total: ranks that are behind or leave do not.
     """
     return replace(algorithm, average=False)
 
@@ -220,7 +220,7 @@ class Attendance:
         return self._meet(self._again(error))
 
     def end(self, copy: Callable[[], memoryview]) -> bytearray | None:
-        """Wait until all have applied the last step, and ranks that are behind have a copy.
+        """Wait until all ranks have applied the last step, and those that are behind have a copy.
 
         Returns:
             Another rank's copy if this rank was behind, otherwise None.

@@ -80,9 +80,9 @@ class CatchUp:
         since: the first step whose averages are kept.
 
     Attributes:
-        copy: None until the copy has arrived, then the step before which it was made, and its bytes.
-        log: by step, the gradients of each optimizer that has stepped, by its number; or averages of
-            updates with their momentum.
+        copy: the step before which the copy was made, and its bytes; None until it has arrived.
+        log: by step, either the gradients of each optimizer that has stepped, by its number, or the
+            averages of updates, with their momentum.
     """
 
     def __init__(self, donor: str, source: Source | str, timeout: float, since: int) -> None:

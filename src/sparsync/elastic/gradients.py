@@ -1,8 +1,8 @@
 """Exchange gradients among the ranks present, for ``attach(model, optimizer, elastic=manager)``.
 
-In every step torchft's manager is asked for a quorum while the forward pass runs. If its members differ
-from those of the previous step, or an exchange fails, they call the roll (``members``) before they
-continue.
+In every step, torchft's manager is asked for a quorum while the forward pass runs.  If the quorum's
+members differ from those of the previous step, or an exchange fails, the members call the roll
+(``members``) before they continue.
 """
 
 from __future__ import annotations

@@ -79,9 +79,9 @@ class Quorum(NamedTuple):
 class ElasticGroup(ProcessGroup):
     """The ``pg`` of a ``torchft.Manager``, for ``attach(elastic=manager)``.
 
-    A member's handle contains its addresses and its public key.  A change of the quorum is only recorded,
-    and takes effect when the exchange of a step begins, on the thread that owns the sockets.  The group
-    is only for sparsync's exchanges; torchft's ``manager.allreduce`` is refused.
+    A member's handle contains its addresses and its public key.  A change of the quorum is first
+    recorded.  It takes effect when the exchange of a step begins, on the thread that owns the sockets.
+    The group serves only sparsync's exchanges, and refuses torchft's ``manager.allreduce``.
 
     Args:
         transport: "zmq", or "torch" (gloo); copies of the weights use ZeroMQ in any case.
@@ -166,7 +166,7 @@ class ElasticGroup(ProcessGroup):
         """Record the compatible members of a new quorum; torchft's manager calls this on its own thread.
 
         Incompatible members are left out.  A rank that is compatible with no other, and has not met any
-        yet, raises an error, so it ends, and not the ranks that train.
+        yet, raises an error, so that rank ends, and not the ranks that train.
         """
         # The quorum is only recorded here: sockets belong to the exchanging thread, which may be in
         # a step.

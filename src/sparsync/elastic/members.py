@@ -4,9 +4,9 @@
 
     exchange --all data received--> prepared --all votes received--> committed
 
-A rank commits once it knows that all ranks are prepared.  If an exchange fails before that, it
-gives up the step, which ends the waits of the others.  The remaining ranks meet in a new group and
-call the roll:
+A rank commits once it knows that all ranks are prepared.  If an exchange fails before that, the rank
+gives up the step, which ends the waits of the others.  The remaining ranks meet in a new group and call
+the roll:
 
 * if a rank has committed, then all ranks were prepared, and those that still are prepared commit as
   well;
@@ -15,13 +15,13 @@ call the roll:
 So a step is applied by all remaining ranks or by none, its gradients count once, and residuals match the
 ranks that took part.  The residual of a killed rank is lost.
 
-A rank that committed and was then cut off may find on return that the others have redone the step without
-it.  The history of the latest group counts: the rank adds its delivered entries back to its residual, and
-fetches the weights.  For this it remembers its part in the last step, for every attempt that it
-completed. This is exact as long as every group contains a rank of the last group that applied a step,
-which is guaranteed if every group has more than half of the ranks.  With smaller groups, two histories
-can diverge by many steps.  The weights still end up equal, but only the last step of the abandoned
-history is undone.
+A rank that committed and was then cut off may find on return that the others have redone the step
+without it.  The history of the latest group counts: the rank adds its delivered entries back to its
+residual, and fetches the weights.  For this purpose, a rank remembers its part in the last step, for
+every attempt that it completed.  The correction is exact as long as every group contains a rank of the
+last group that applied a step, which is guaranteed if every group has more than half of the ranks.
+With smaller groups, two histories can diverge by many steps.  The weights still end up equal, but only
+the last step of the abandoned history is undone.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class Verdict(NamedTuple):
 def judge(entries: Sequence[Entry]) -> Verdict:
     """Decide which ranks continue, which must commit first, and which are stale.
 
-    Candidates are the histories that end with complete weights, at most one step before the furthest of
-    them.  The history with the latest group wins, then the furthest, then the one with the most
-    ranks (before the first step, the most ranks of equal weights), and then the one with the lowest
-    rank.
+    The candidates are the histories that end with complete weights, at most one step before the
+    furthest of them.  The history with the latest group wins.  Ties go to the furthest history, then to
+    the one with the most ranks (before the first step, with the most ranks of equal weights), and then
+    to the one with the lowest rank.
 
     Raises:
         CheckpointError: the ranks with the weights are gone, and ranks with fresh weights must not
@@ -172,9 +172,9 @@ class Members:
         attempt: number of the current group, > 0.
         behind: this rank is fetching its weights; until then its gradients do not count.
         first: the lowest rank with current weights.
-        leaving: this rank wants to leave.  Leaving takes a step in which its residual is dealt to
-            the others, and one more to which it contributes nothing, whose commit shows that all
-            have applied the first.
+        leaving: this rank wants to leave.  Leaving takes two steps: one in which its residual is dealt
+            to the others, and one to which it contributes nothing, whose commit shows that all have
+            applied the first.
         left: this rank has left.
         idle: this rank takes part without training until it has left, and cannot serve its weights.
         counts: this rank's gradient counts in the open step.
@@ -249,7 +249,7 @@ class Members:
     async def vote(
         self, facts: Sequence[float] = (), *, donor: int = 0, ready: bool = False
     ) -> None:
-        """Announce that this rank has all data of the open step, and wait until all others do so.
+        """Announce that this rank has all data of the open step, and wait for all others to do the same.
 
         The vote also says whether this rank contributes to the next step, and whether that is its last.
 
@@ -603,10 +603,10 @@ class Members:
     def state(self) -> dict[str, Any]:
         """Return plain numbers: the current ranks, and all changes of the group.
 
-        Every entry of "changes" has the step, the number of ranks from then on, and how many joined, left
-        and died.  "lost_norm" is the norm of the residuals of dead ranks, measured at most 10 steps
-        before. A rank only presumed dead returns with its residual; it is then counted in "back", and its
-        norm is removed from "lost_norm".
+        Every entry of "changes" has the step, the number of ranks from then on, and how many joined,
+        left and died.  "lost_norm" is the norm of the residuals of dead ranks, measured at most 10
+        steps before their death.  A rank that was only presumed dead returns with its residual.  It is
+        then counted in "back", and its norm is removed from "lost_norm".
         """
         return {
             "ranks": len(self._present),

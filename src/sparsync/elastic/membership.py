@@ -106,7 +106,8 @@ class Membership:
         """Once this rank's step has ended, take part in the others' steps until it has left.
 
         Returns:
-            A line that says why it has not left; empty if it has, or has not met any other rank yet.
+            A line that says why this rank has not left; empty if it has left, or has met no other rank
+            yet.
         """
         until, members = time.monotonic() + seconds, self.attendance.members
         if not self.turns.begin_leaving(seconds):
@@ -133,7 +134,7 @@ class Membership:
         """Leave on the engine's thread; training steps wait until this is done, regardless of ``until``.
 
         Returns:
-            The reason why it has not left; empty if it has.
+            The reason why this rank has not left; empty if it has.
         """
 
         def job() -> None:

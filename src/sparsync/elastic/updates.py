@@ -1,9 +1,8 @@
 """Exchange updates among the ranks present, for ``attach(model, optimizer, elastic=manager)``.
 
-Before every exchange, torchft's manager is asked for a quorum; between exchanges ranks are independent.
-A rank that joins takes part in the exchange that the others are in, with no changes of its own, and
-continues with their count of local steps.  Once it has caught up with the shared weights, it trains from
-them.
+Before every exchange, torchft's manager is asked for a quorum; between exchanges, ranks are independent.
+A rank that joins takes part in the others' current exchange, with no changes of its own, and continues
+with their count of local steps.  Once it has caught up with the shared weights, it trains from them.
 """
 
 from __future__ import annotations

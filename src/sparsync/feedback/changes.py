@@ -39,8 +39,8 @@ class Changes:
     Args:
         parameters: the parameters of one model.
 
-    Cost: remembering takes one small copy and a loop over the parameters, 20 us for a hundred of them;
-    comparing takes a loop over them, and more only if all have changed.
+    Cost: remembering takes one small copy and a loop over the parameters, 20 us for a hundred of them.
+    Comparing takes another loop, and more only if all parameters have changed.
     """
 
     def __init__(self, parameters: Collection[Tensor]) -> None:
@@ -99,7 +99,7 @@ def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> 
         PeerError: ranks have loaded different weights, or only some have loaded any; raised on all
             ranks.
 
-    Cost: an allgather of 8 bytes, the cost of ``worst`` if a replica is split over ranks, and that of
+    Cost: an allgather of 8 bytes, plus that of ``worst`` if a replica is split over ranks, and that of
     ``digest`` if ``loaded``.
     """
     # Two rounds: replicas of this part compare weights, then all parts of this replica take the worst

@@ -1,8 +1,8 @@
 """Momentum, weight decay and clipping, applied to the local gradient before it is accumulated.
 
 Error feedback delays entries, and momentum applied after the exchange is wrong for delayed entries.
-Momentum correction accumulates the *velocity* instead of the gradient, so entries that arrive late bring
-their momentum with them.  Weight decay and clipping are applied at the same place.
+Momentum correction accumulates the *velocity* instead of the gradient, so entries that arrive late
+bring their momentum with them.  Weight decay and clipping are applied at the same point.
 
 References: Lin et al., Deep Gradient Compression, ICLR 2018, section 3; Fang et al., RedSync,
 sections 5.5, 5.6 and Algorithm 4.

@@ -323,7 +323,8 @@ class Reducer:
     ) -> list[Vector]:
         """Run a whole step, or the part of a step for some units.
 
-        Each unit's flat gradient is overwritten by its average.  Weight decay needs the weights.
+        Each unit's flat gradient is overwritten by its average.  ``weights`` are needed for weight
+        decay.
         """
         chosen = range(len(self.units)) if units is None else units
         if self.corrector and self.corrector.waits:

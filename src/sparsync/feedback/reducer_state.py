@@ -348,9 +348,9 @@ def _check_scale(scale: object) -> float:
 def rescale_(reducer: Reducer, scale: float) -> None:
     """Adapt a reducer, between two steps, to gradients that are multiplied by ``scale``.
 
-    If a residual or velocity would exceed the range of float32, it is not changed, and this rank's next
-    step overflows instead: all ranks refuse it, and their GradScaler returns to a lower scale.  At
-    a scale <= 1, there is no lower scale: ConfigurationError is raised, and nothing is changed.
+    If a residual or velocity would exceed the range of float32, it does not change, and this rank's next
+    step overflows instead: all ranks refuse that step, and their GradScaler returns to a lower scale.
+    At a scale <= 1, there is no lower scale: ConfigurationError is raised, and nothing is changed.
 
     Cost: a pass over the residual, and another if it grows.
 

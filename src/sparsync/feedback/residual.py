@@ -36,10 +36,10 @@ class _Piece(NamedTuple):
 
 
 class Residual:
-    """The residual of one unit; while a step is open, its accumulated gradient.
+    """The residual of one unit, which holds the accumulated gradient while a step is open.
 
-    It is float32 if gradients have 16 bits.  A bfloat16 residual 256 times as large as a gradient would
-    not change when the gradient is added, and mass would vanish.
+    The residual is float32 if gradients have 16 bits.  A bfloat16 residual 256 times as large as a
+    gradient would not change when the gradient is added, and mass would vanish.
 
     Memory: n elements; while a step is open, 8 bytes per collected entry and one more copy of 16-bit
     gradients.  A gradient that exists only in runs (``accumulate_later``) takes none.  With ``on_host``,
@@ -138,7 +138,7 @@ class Residual:
     def collected(self, key: int = 1, limit: int | None = None) -> SparseVector | None:
         """Return the collected entries that reach ``key``, with 32-bit indices if those suffice.
 
-        The result is None if there are more than ``limit``, or if there were too many to collect.
+        The result is None if more than ``limit`` entries reach it, or if there were too many to collect.
         """
         if not self._found:
             return None
@@ -192,7 +192,7 @@ class Residual:
     def keep(self) -> None:
         """Close the open step with nothing delivered: ``residual = accumulated``.
 
-        ``Reducer.regroup`` uses this if the other ranks are at another step.
+        ``Reducer.regroup`` calls this if the other ranks are at another step.
         """
         # once pieces were added, the buffer is no longer empty
         self.empty = self.empty and not self._pieces

@@ -51,7 +51,7 @@ class UnitPlan(NamedTuple):
 class Plan:
     """Decides for every step each unit's k, selector and collective, and which entries are collected.
 
-    If ``shared``, the units share the global k by the number of large entries in each, except in warm-up
+    If ``shared``, the units share the global k in proportion to their large entries, except in warm-up
     steps with another density.  If ``overwrites``, dense steps sum in the memory of the accumulated
     gradient.
     """

@@ -161,8 +161,8 @@ def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
 def _weights(sync: Handle, model: torch.nn.Module) -> str:
     """Return a digest of a model's weights as a framework saves them.
 
-    Shards have none, because they may be cut differently later.  With an exchange of updates only rank 0
-    has one, because frameworks save the weights of rank 0.
+    The text is empty for shards, because they may be cut differently later.  If updates are exchanged,
+    only rank 0 has a digest, because frameworks save the weights of rank 0.
     """
     if isinstance(sync, UpdateSync) and sync.reducer.comm.rank:
         return ""

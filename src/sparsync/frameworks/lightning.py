@@ -37,8 +37,8 @@ class SparsyncCallback(Callback):
     """Attaches sparsync when training starts, saves with every checkpoint, resumes with the Trainer.
 
     Args:
-        options: arguments of ``sparsync.attach``.  By default ``optimizer`` are the module's optimizers,
-            and ``scaler`` is that of the Trainer's precision plugin.
+        options: arguments of ``sparsync.attach``.  By default, ``optimizer`` lists the module's
+            optimizers, and ``scaler`` is the one of the Trainer's precision plugin.
 
     Attributes:
         sync: the handle of ``sparsync.attach``; None before training starts.

@@ -40,7 +40,7 @@ class SparsyncCallback(TrainerCallback):
     Args:
         trainer: the ``Trainer`` to which the callback is added; only the trainer knows the wrapped model
             and the checkpoint from which it resumes.
-        options: arguments of ``sparsync.attach``.  By default ``optimizer`` and ``scaler`` are the
+        options: arguments of ``sparsync.attach``.  By default, ``optimizer`` and ``scaler`` are the
             trainer's.
 
     Attributes:
@@ -48,7 +48,7 @@ class SparsyncCallback(TrainerCallback):
 
     Raises:
         ConfigurationError: the trainer already has an open callback of this class.  From
-            ``trainer.train()``: ``sparsync.attach`` refuses something.
+            ``trainer.train()``: ``sparsync.attach`` refuses an argument.
         PeerError: from ``trainer.train()``; see ``sparsync.attach``.
 
     When updates are exchanged, evaluations during training use the weights that all ranks share.

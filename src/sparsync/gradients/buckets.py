@@ -1,8 +1,8 @@
 """Map the gradients in DDP's buckets to units, once rather than in every step.
 
 Small parameters that are adjacent in a unit form one run.  DDP's order is roughly the reverse of a
-unit's. A bucket of small parameters only is permuted in place into the unit's order; a bucket that also
-contains large ones keeps a copy of its small ones until the step ends.
+unit's. A bucket that contains only small parameters is permuted in place into the unit's order; a
+bucket that also contains large ones keeps a copy of its small ones until the step ends.
 """
 
 from __future__ import annotations

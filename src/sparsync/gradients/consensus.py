@@ -3,9 +3,9 @@
 Ranks that exchange with each other see the same totals and decide alike without a message.  Ranks that
 hold other parts of the same replica see other totals, but if one part refuses a step, all must.
 
-Without DDP they also agree on which parameters any rank used.  A gradient must not be None on one rank
-and zeros on another: weight decay and momentum skip None, so replicas would drift apart, and norms over
-shards would wait for shards that have none.
+Without DDP, the ranks also agree on which parameters any of them used.  A gradient must not be None on
+one rank and zeros on another: weight decay and momentum skip None, so replicas would drift apart, and
+norms over shards would wait for shards that have none.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class PartsConsensus:
     """Asks the other parts of this replica before a step is committed (``sparsync.feedback.step``).
 
     Args:
-        parts: the ranks that hold the parts of this replica, including this one; constructing the
-            consensus is collective over them.
+        parts: the ranks that hold the parts of this replica, including this one; all of them must
+            construct the consensus together.
         keys: a 64-bit number per parameter of this part, by name, in the same order on all its replicas,
             and equal on all parts that hold the parameter.  With None, the usage of parameters is
             not tracked.

@@ -94,12 +94,11 @@ def nodes_of(options: Options, ranks: Sequence[int], groups: Groups) -> tuple[li
 class NodeReducer:
     """Takes whole gradients, as a ``Reducer`` does, and gives each rank of the node a part of them.
 
-    Constructing it is collective over the model's process group.
+    All ranks of the model's process group must construct it together.
 
     Attributes:
         reducer: exchanges this rank's part of every unit between nodes.
-        node: the communicator of this node's ranks; its ledger counts the bytes that a ring would
-            send.
+        node: the communicator of this node's ranks; its ledger counts the bytes of a ring allreduce.
         consensus: the joint decision of this node's ranks on every step.
         pieces: the part of every parameter that this rank exchanges.
 

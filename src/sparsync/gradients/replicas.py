@@ -363,7 +363,7 @@ class ReplicaStep(Step):
 
     Attributes:
         task: the number of autograd's task in which the step was opened.
-        gradients: those of the units that have started, by slot.
+        gradients: the gradients of the units that have started, by slot.
         passes: number of backward passes that have reached each parameter.
         ready: number of complete parameters, by unit.
         order: the units that have not started.
@@ -384,8 +384,8 @@ class ReplicaStep(Step):
     def take(self, name: str, parameter: Tensor) -> Tensor:
         """Take the gradient out of ``parameter.grad``, the sum of one or more backward passes.
 
-        A parameter without a gradient counts as zeros: peers may have used it, and a residual may
-        wait for it.
+        A parameter without a gradient counts as zeros, because peers may have used it, and its residual
+        may be delivered.
         """
         if parameter.grad is None:
             gradient = torch.zeros_like(parameter.detach())

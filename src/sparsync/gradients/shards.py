@@ -1,9 +1,10 @@
 """The parameters that this rank holds in part: local tensors, their pieces, and FSDP2's switches.
 
-``fully_shard`` reduces over the shards, calls a module's all-reduce hook, writes the shards of gradients,
-and calls the parameters' own hooks.  These see exactly this rank's shards, averaged over the ranks that
-hold the other shards.  The all-reduce hook is unsuitable for the exchange: its flat tensor has padding
-between uneven shards, does not say which parameters it contains, and may still have to be divided.
+``fully_shard`` reduces over the shards, calls a module's all-reduce hook, writes the shards of
+gradients, and calls the parameters' own hooks.  The parameters' hooks see exactly this rank's shards,
+averaged over the ranks that hold the other shards.  The all-reduce hook is unsuitable for the exchange:
+its flat tensor has padding between uneven shards, does not say which parameters it contains, and may
+still have to be divided.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def keys_of(shards: Sequence[Shard]) -> dict[str, int]:
 
 
 def elements_of(shards: Sequence[Shard]) -> int:
-    """Count the elements of the unsharded parameters whose first holder is this rank.
+    """Count the elements, before sharding, of the parameters whose first holder is this rank.
 
     The sum over all parts of a replica is the model's size, in which every parameter, sharded or
     replicated, counts once.

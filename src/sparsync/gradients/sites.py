@@ -102,8 +102,8 @@ async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], 
     """Time a round-trip to every other rank; this call is collective.
 
     Ranks take turns in pairs.  In the rounds of a collective, as timed by ``measure_links``, a message
-    may wait for a receiver that a slow link keeps busy, which says nothing about the message's own link.
-    Sizes grow while time permits.
+    may wait for a receiver that a slow link keeps busy, which says nothing about the message's own
+    link.  Message sizes grow while time permits.
 
     Returns:
         Half of the fastest round-trip of every pair, and the bytes of its messages; equal on all ranks.

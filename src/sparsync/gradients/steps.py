@@ -1,7 +1,7 @@
 """The steps of gradients: begin, accumulate, exchange, commit, and write the averages back.
 
 ``GradientSteps`` is the same for all models.  A ``Source`` (``gradients/sync.py``) provides gradients
-and calls it. The ``Ranks`` that exchange them are fixed by ``attach``, or join and leave
+and calls it. The ``Ranks`` that exchange the gradients are fixed by ``attach``, or join and leave
 (``elastic/gradients.py``).
 """
 
@@ -112,7 +112,8 @@ class AllRanks(Ranks):
     def begin(self, *, again: bool) -> bool:
         """Begin a step again only if all ranks do so.
 
-        Otherwise messages of a rank still in the first attempt would be mistaken for those of the second.
+        Otherwise, messages from a rank still in the first attempt would be mistaken for messages of the
+        second.
         """
         reducer = self._reducer
         if again:

@@ -110,11 +110,11 @@ class GradientSync(Handle):
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: local steps, exchanges, bytes per exchange and phase, residual norms.
 
-        Every exchange of gradients is also a local step. Mean bytes are per local step and exclude those
-        sent by ``finish``, which are listed separately. "inner" has the phases between shards of one
-        replica, whose bytes are not counted elsewhere. "spans_last_exchange" has ``[unit, begin, end]``,
-        "waited_last_exchange" the begin and end of the training thread's wait; in seconds of this
-        machine's ``time.perf_counter()``.
+        Every exchange of gradients is also a local step. Mean bytes are per local step and exclude
+        those sent by ``finish``, which are listed separately. "inner" has the phases between shards of
+        one replica, whose bytes are not counted elsewhere. "spans_last_exchange" has ``[unit, begin,
+        end]``, and "waited_last_exchange" the begin and end of the training thread's wait, both in
+        seconds of this machine's ``time.perf_counter()``.
         """
         stats, last = self._numbers(self._steps.before), self._steps.last
         if self._inner is not None:
@@ -129,7 +129,7 @@ class GradientSync(Handle):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: residuals of its "pieces" of the parameters, thresholds and more.
 
-        After a failed ``backward()`` it is the state before that step.
+        After a failed ``backward()``, this is the state before that step.
         """
         if self._engine.running:
             self._source.discard()

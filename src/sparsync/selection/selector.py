@@ -58,10 +58,9 @@ class Selector(Stateful):
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
         """Choose the entries to collect during the accumulating pass, where collecting is almost free.
 
-        This is called before the step's gradients are accumulated.  It returns the smallest
-        magnitude, as a key (``kernels.magnitude_keys`` of ``dtype``), and the maximal number of
-        entries: if more entries reach the magnitude, none are collected.  With None, no entries are
-        collected.
+        This is called before the step's gradients are accumulated.  It returns the smallest magnitude
+        to collect, as a key (``kernels.magnitude_keys`` of ``dtype``), and a limit: if more entries
+        reach the magnitude, none are collected.  If it returns None, no entries are collected.
         """
         return None
 

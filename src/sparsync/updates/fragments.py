@@ -43,7 +43,7 @@ class Layout:
     The ``rest`` of the vector, i.e. buffers and moments, belongs to the last fragment.
 
     Attributes:
-        end: where the parameters end in the vector, and the rest begins.
+        end: the index at which the parameters end in the vector and the rest begins.
         fragments: the fragments, with their places in the vector and their units.
         units: the units of all fragments.
     """
@@ -181,7 +181,7 @@ class Layout:
 
 @dataclass(eq=False)
 class Exchange:
-    """The exchange of a fragment, in flight.
+    """The exchange of a fragment, while in flight.
 
     Attributes:
         lands: the local step after which the exchange is applied.

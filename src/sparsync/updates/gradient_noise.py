@@ -60,9 +60,9 @@ class GradientNoise:
     lengthened before v has forgotten these are too long.
 
     A single rank cannot measure this.  Its first moment reveals which part of the gradient *lasts*, but
-    not a part that all ranks share although its sign changes from step to step; such a part exists along
-    the steepest directions at every useful rate.  Mistaken for noise, it would be lengthened as well,
-    which costs 15 % of the loss at dense Adam's best rate.
+    not a part that all ranks share although its sign changes from step to step; such a part exists
+    along the steepest directions at every useful rate.  Mistaken for noise, this part would be
+    lengthened as well, which costs up to 15 % of loss at dense Adam's best rate.
 
     Two consecutive measurements use the same signs.  Their noise is independent, so the product of the
     two reveals the part of gradients that *lasts*: ``E p p' = s^2`` for the average, and ``s^2 + d^2``
@@ -169,8 +169,8 @@ class GradientNoise:
     def agreement(self) -> float | None:
         """The fraction of lasting gradients that is common to all ranks, in [0, 1]; None if unknown.
 
-        It is 1 if ranks draw from the same data, however noisy, and 0 if they pull in directions that
-        cancel out.
+        The fraction is 1 if ranks draw from the same data, however noisy, and 0 if they pull in
+        directions that cancel out.
         """
         if self._pairs < _PAIRS:
             return None

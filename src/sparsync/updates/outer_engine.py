@@ -470,7 +470,7 @@ class OuterEngine(Stateful):
     ) -> Tensor:
         """Return this rank's move on a run of a unit, multiplied by the weight of the exchange.
 
-        ``kept`` is the unit's residual on the run, on the device of the weights; None: zeros.
+        ``kept`` is the unit's residual on the run, on the device of the weights; None means zeros.
 
         ``moved = shared - residual - weights``, or ``shared - weights``: like a gradient, it is positive
         where weights have decreased.  The reducer adds its residual: ``accumulated = residual + moved``.

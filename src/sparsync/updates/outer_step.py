@@ -65,9 +65,9 @@ class OuterStep:
             if it has ``average=False``.  None means "quantised" in blocks of 512, with as many bits
             as suit the size of the model (``default_bits``).
         density: k / n of the index-value pairs sent in an exchange.
-        period: local steps between exchanges, H.  None means 1 for sparse algorithms; for
-            algorithms that send every element, the period at which the bytes per step equal those
-            of pairs at this density; and with ``algorithm=None`` 2, or 1 for models below a million
+        period: local steps between exchanges, H.  None means 1 for sparse algorithms.  For algorithms
+            that send every element, None means the period at which the bytes per step equal those of
+            pairs at this density.  With ``algorithm=None``, it means 2, or 1 for models below a million
             elements.  An ``AdaptivePeriod`` follows the measured drift.
         fragments: number of runs of parameters, of about equal size, exchanged in turn within a period.
         delay: local steps from the start of an exchange until it is applied; less than the period.

@@ -28,9 +28,10 @@ class AdaptivePeriod:
     doubling does not cause halving.
 
     The drift is a distance, not a fraction of the average's move.  That fraction *falls* as the period
-    grows, because common steps add up faster than noise, so a rule that bounds it runs away to one end.
-    A step is as long as its rate, and noise grows with the root of the number of steps, so a constant
-    distance keeps ``lr^2 H`` constant: the period grows as the rate is lowered.
+    grows, because common steps add up faster than noise, so a rule that bounded it would drive the
+    period to an extreme.  The length of a step is proportional to the rate, and noise grows with the
+    root of the number of steps.  A constant distance therefore keeps ``lr^2 H`` constant: the period
+    grows as the rate is lowered.
 
     Args:
         drift: the limit, > 0, e.g. 0.02; ``stats()["drift"]`` has the last measured drift.

@@ -126,8 +126,8 @@ def _kept_after_a_step(
 ) -> dict[str, Mapping[str, Any] | None]:
     """Return an optimizer's state of each parameter, now or after a first step; None if unknown.
 
-    For torch's own optimizers, a step on tensors without memory finds the state at no cost. Other
-    optimizers may do anything in a step, even exchange messages.
+    For torch's own optimizers, a step on tensors without memory reveals the state at no cost.  Other
+    optimizers are not tried: they may do anything in a step, even exchange messages.
     """
     kept: dict[Tensor, Mapping[str, Any]] = {}
     if type(optimizer).__module__.startswith("torch.optim"):

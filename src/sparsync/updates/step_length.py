@@ -84,8 +84,8 @@ def lengthen(
 
         w += step (1 / sqrt(k) - 1),    1 / P <= k <= 1
 
-    where the step excludes weight decay.  ``remember`` must have filled ``steps`` before; afterwards it
-    holds the step.  The optimizer's state is not changed.
+    where the step excludes weight decay.  ``remember`` must have filled ``steps`` before the step; this
+    function overwrites them with the step.  The optimizer's state is not changed.
 
     Cost: ``remember`` reads the weights and writes a copy; this function reads and writes both.  Memory:
     a copy of the weights.

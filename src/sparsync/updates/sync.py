@@ -402,8 +402,8 @@ class UpdateSync(Handle):
     def _check_start(self) -> None:
         """Before the first step, begin from weights loaded after ``attach``, if all ranks loaded them.
 
-        Otherwise their difference from the old weights would be delivered as if it were an update.  All
-        ranks ask once, because a rank cannot know whether others have loaded weights.
+        Otherwise their difference from the old weights would be delivered as if it were an update.
+        Every rank asks once, because it cannot know whether others have loaded weights.
         """
         if not self._begins:
             return
@@ -525,9 +525,9 @@ class UpdateSync(Handle):
             self._weights.average_over(counted.ranks)
 
     def step(self) -> None:
-        """Count a local step; begin and end exchanges.  The optimizer's hook calls it, if there is one.
+        """Count a local step; begin and end exchanges.  The optimizer's hook, if any, calls this.
 
-        Call it yourself in place of an iteration that this rank skips and others do not.
+        Call this yourself when this rank skips an iteration that other ranks run.
 
         Raises:
             NonFiniteGradientError: NaN or Inf on some rank, twice in a row.

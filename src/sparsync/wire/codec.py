@@ -114,9 +114,9 @@ class Encoded(Generic[V]):
 class Codec(ABC, Generic[V]):
     """Turns vectors into bytes and back, without any state.
 
-    ``V`` is the kind of vectors: ``SparseVector``, ``DenseVector``, or ``Vector`` for both.  Messages are
-    self-describing, through their headers, and never get shorter with more entries.  Their length
-    follows from the header alone, never from values or positions, so pad to the longest case.
+    ``V`` is the kind of vectors: ``SparseVector``, ``DenseVector``, or ``Vector`` for both.  Messages
+    are self-describing, through their headers, and never get shorter with more entries.  A message's
+    length follows from the header alone, never from values or positions, so pad to the longest case.
 
     ``docs/extending.md`` writes a codec; ``sparsync.testing.check_codec`` checks one.
     """

@@ -236,8 +236,8 @@ class _Background:
             raise ConfigurationError(
                 f"{len(self._open)} reductions are under way; wait for some of them first"
             )
-        # there are twice as many channels as calls in flight, because another rank may lag by that
-        # many calls, and must not receive a new call's messages on the channel of an old one
+        # Use twice as many channels as calls may be in flight: another rank may lag behind by that
+        # many calls, and must not receive a new call's messages on an old call's channel.
         channel = comm.channel(1 + self._calls % (2 * _MOST_OUTSTANDING))
         self._calls += 1
         future = self._engine.submit(program(channel))

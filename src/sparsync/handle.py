@@ -296,8 +296,8 @@ class _Closed(list[Any]):
         return list, ()
 
 
-# DDP compares a hook's annotations with classes, and would reject the strings to which ``from
-# __future__ import annotations`` turns them; so this function has none.
+# This function has no annotations: DDP compares a hook's annotations with classes, and would reject
+# the strings that ``from __future__ import annotations`` makes of them.
 def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]
     if hook.sync is None:
         return allreduce_hook(hook.model().process_group, bucket)

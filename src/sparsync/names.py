@@ -16,7 +16,7 @@ __all__ = ["fold", "naming_options", "no_option", "parameters_of", "suggestion",
 
 C = TypeVar("C")
 
-# the separators are hyphens as typed and as printed in papers, underscores, spaces, and commas in
+# separators: hyphens, as typed or as printed in papers, underscores, spaces, and the commas of
 # codec names
 _BETWEEN: Final = re.compile(r"[-_,\s\u2010-\u2015]+")
 

@@ -135,7 +135,7 @@ class Binding:
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """Return a new vector; NaN or Inf in a trained parameter is an error unless it may spread."""
+        """Return the model as a new vector; refuse NaN or Inf in trained parameters unless it may spread."""
         tensors = self._travelling()
         device = next((t.device for t in tensors.values() if t is not None), None)
         # the first piece is empty, because a model may have no parameters

@@ -276,8 +276,8 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
     kept = state["reducer"]["residual"]
     residual = torch.cat([kept.get(name, shared.new_zeros(size)) for name, size in sizes.items()])
     in_weights = state["residual"] == "weights"
-    # With weights of updates above 1, a rank's own weights show only part of the residual
-    # (``Contributions``).  The hidden part is not in shared - own, so it is added
+    # If an update's weight exceeds 1, a rank's own weights show only part of the residual
+    # (``Contributions``). The hidden part is not in shared - own, so it is added.
     hidden = torch.zeros_like(residual)
     for place, shown in zip(state["spans"], state["contributions"]["shown"], strict=True):
         hidden[slice(*place)] = residual[slice(*place)] * (1 - shown)

@@ -372,7 +372,7 @@ def restore(sync: Saveable, state: Callable[[], dict[str, Any]], where: str) -> 
 def _read_states(
     sync: Saveable, source: Source
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return this rank's current state, its saved state, valid on all ranks, and the additions to it."""
+    """Return this rank's current state, its saved state (valid on all ranks), and the additions to it."""
     seat, before = seat_of(sync), sync.state_dict()
     seats = _together(sync, source.seats, f"list {source}")
 
@@ -409,7 +409,7 @@ def _read_states(
 
 
 def _use(old: Seat, new: Seat) -> Use:
-    """Return the use of an old rank's state on a new rank; rank 0's state has the common fields."""
+    """Return whether a new rank needs part of an old state; all need the common fields of rank 0's."""
     shared = old.rank == 0
     heir = old.rank % new.ranks == new.rank or new.rank % old.ranks == old.rank
     return "part" if shared or heir else "check"

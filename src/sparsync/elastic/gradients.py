@@ -232,7 +232,7 @@ class PresentRanks(Ranks):
         # its step. ``Membership.check_here`` refuses the next one.
         if not self.membership.gone:
             return False
-        # the same private number by which ``ParameterSource`` tells backward passes apart, because
+        # ``ParameterSource`` tells backward passes apart by the same private number, because
         # PyTorch has no public one
         task = torch._C._current_graph_task_id()
         if self._last_task is None:

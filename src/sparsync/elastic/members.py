@@ -229,7 +229,7 @@ class Members:
         self.leaving = True
 
     def withdraw(self) -> None:
-        """Leave without further training: this rank's residual still counts, but no further gradients."""
+        """Leave without further training: the others get this rank's residual, but no more gradients."""
         self.leaving = self.idle = True
         self._ready = False
 
@@ -284,7 +284,7 @@ class Members:
         self.newcomers = {rank: int(self._next[rank, 2]) for rank in new}
 
     def committed(self, step: int, *, still: bool, applied: bool = True) -> bool:
-        """Advance to the step after ``step``, with the same group (``still``) or the last roll's.
+        """Advance to the step after ``step``, with the same group (``still``) or that of the last roll.
 
         A step that all ranks refuse, e.g. because of NaN, is not ``applied``, and no rank leaves with it.
 
@@ -335,8 +335,8 @@ class Members:
         minus, spare = list[Vector](), self._last.parts.get(self._last.attempt)
         for unit, residual in enumerate(self.reducer.residuals):
             delivered = self._delivered[unit]
-            # the check is by type, as in ``Residual.retain``, because ``values`` of a vector held
-            # in messages decodes them
+            # compare types first, as in ``Residual.retain``: reading ``values`` of a vector held in messages
+            # decodes the messages
             if type(delivered) is DenseVector and delivered.values is residual.accumulated:
                 # Everything was delivered, and the next gradients will overwrite it.  The copy reuses the
                 # memory of the last step's copy, since that step is final: fresh memory costs more than
@@ -622,8 +622,8 @@ class Members:
 
 def rest_of(residual: Residual, delivered: Vector) -> Tensor:
     """Return the residual that committing the open step would leave, without changing anything."""
-    # the check is by type, as in ``Residual.retain``, because ``values`` of a vector held in
-    # messages decodes them
+    # compare types first, as in ``Residual.retain``: reading ``values`` of a vector held in messages
+    # decodes the messages
     if type(delivered) is DenseVector and delivered.values is residual.accumulated:
         return torch.zeros_like(residual.accumulated)
     rest = residual.accumulated.clone()

@@ -181,8 +181,8 @@ class Residual:
             return
         self._close()
         # The check is by identity, because a dense allreduce in place has put the total into this
-        # very buffer, so no vector is left to subtract from.  It is also by type, because
-        # ``values`` of a vector held in messages decodes them.
+        # very buffer, so no vector is left to subtract from.  It is also by type, because reading
+        # ``values`` of a vector held in messages decodes these.
         if type(delivered) is DenseVector and delivered.values is self.accumulated:
             self.empty = True  # everything was delivered; the buffer will be overwritten
             return

@@ -24,7 +24,7 @@ Use = Literal["shares", "xi", "weights", "used", "retry", "drift", "vote", "roll
 
 
 def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
-    """Return the channel of one of this many ``units``, or of another kind of exchange."""
+    """Return the channel of a unit, or of another use; ``units`` is the number of units."""
     # All ranks must number the channels alike, so the order of ``Use`` is part of the protocol. It
     # must not depend on the uses that a rank has.
     return comm.channel(use if isinstance(use, int) else units + get_args(Use).index(use))

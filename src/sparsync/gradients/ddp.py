@@ -277,8 +277,8 @@ class BucketSource(Source):
             steps.launch(this, unit)
         if bucket.is_last():
             this.check_complete()
-            # a coroutine is submitted after those of all units, and then a callable, which the
-            # engine starts only when every coroutine before it has ended
+            # Submit a coroutine after those of all units, and then a callable, which the engine
+            # starts only after every earlier coroutine has ended.
             this.jobs.append(steps.engine.submit(self._share(this)))
             finished = steps.engine.submit(lambda: self._finish(this))
             if not call_after_backward(lambda: self._after(this, finished)):

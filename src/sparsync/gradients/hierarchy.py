@@ -205,8 +205,8 @@ class NodeReducer:
     def _gathered(self, unit: int) -> Vector:
         flat, total = self._flat[unit], self.reducer.reduced[unit].total
         length = flat.numel() // self.node.world_size
-        # the total, which may not be decoded yet (``collectives/quantised.py``), has the residual's
-        # dtype
+        # take the total's dtype from the residual: the total may not be decoded yet
+        # (``collectives/quantised.py``)
         dtype = self.reducer.residuals[unit].accumulated.dtype
         average = torch.zeros(length, dtype=dtype, device=flat.device)
         total.write_to_(average[: total.size])

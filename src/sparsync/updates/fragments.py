@@ -250,7 +250,7 @@ class Exchange:
         self.done = self.refused = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields that a loaded exchange needs to be applied."""
+        """Return the fields that are needed to apply the exchange after a load."""
         # A state is taken once all exchanges have settled, when the engine carries none. Scratch
         # memory is not worth saving.
         passing = ("carried", "scratch", "last")

@@ -216,7 +216,7 @@ class OuterEngine(Stateful):
         self._under_way.append(exchange)
 
     async def conclude_with(self) -> None:
-        """Exchange the only fragment with the units that the reducer has planned, without momentum."""
+        """Exchange the only fragment, in the units planned by the reducer, without momentum."""
         await self.land()
         self._begin(0, self.steps, last=True)
         await self.land()

@@ -18,14 +18,14 @@ __all__ = ["AdaptivePeriod", "drift_of", "followed", "share_of", "warm_exchanges
 
 @dataclass(frozen=True)
 class AdaptivePeriod:
-    """Keeps the drift near a limit.  It is the distance that ranks move apart, relative to the weights.
+    """Keeps the drift near a limit.  The drift is how far ranks move apart, relative to the weights.
 
     ::
 
         measured = sqrt(mean over ranks of |moved|^2 / |shared weights|^2)     at every exchange
 
-    The period is halved if the drift exceeds ``drift``, and doubled if it is below half of that, so that
-    doubling does not cause halving.
+    The period is halved if the drift exceeds ``drift``, and doubled if the drift is below half of it,
+    so that doubling does not cause halving.
 
     The drift is a distance, not a fraction of the average's move.  That fraction *falls* as the period
     grows, because common steps add up faster than noise, so a rule that bounded it would drive the

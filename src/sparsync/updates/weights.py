@@ -83,8 +83,8 @@ class ModelWeights(Weights):
         self._rank = 0 if node is None else node.comm.rank
         floating = {n: b for n, b in saved_buffers(module).items() if b.is_floating_point()}
         self.buffers = list(floating) if buffers else []
-        # If they were exchanged, NaN or Inf would make ranks refuse every exchange.  ``strayed`` reports
-        # a buffer that turns out not to be constant
+        # If buffers with NaN or Inf were exchanged, ranks would refuse every exchange. ``strayed``
+        # reports a buffer that turns out not to be constant.
         self.left_out = frozenset(self.buffers) - frozenset(averaged_buffers(module))
         # buffers to be watched
         self._marks = {name: _mark(floating[name]) for name in self.left_out}

@@ -25,7 +25,7 @@ __all__ = ["encode_regions", "join_messages", "sum_messages"]
 def encode_regions(
     codec: Codec[SparseVector], vector: SparseVector, boundaries: Sequence[int], own: int
 ) -> tuple[list[Tensor], SparseVector]:
-    """Return a message per region, empty for ``own``, and the own region's entries, unrounded.
+    """Return a message per region, empty for ``own``, and the unrounded entries of the own region.
 
     Example:
         >>> v = SparseVector.from_dense(torch.ones(4))

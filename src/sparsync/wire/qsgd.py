@@ -128,7 +128,7 @@ class _Quantised(Codec[V]):
         return values * packing.spread(scales, self.block, count)
 
     def _scales(self, magnitudes: Tensor, largest: float) -> Tensor:
-        """Return one float32 per row; even if clamped to ``largest``, no entry exceeds its scale."""
+        """Return a float32 scale per row; even if clamped to ``largest``, no entry exceeds its scale."""
         if self.scale == "max":
             return magnitudes.amax(1)
         # squares of float32 values neither overflow nor underflow in float64

@@ -135,7 +135,7 @@ class Binding:
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """Return the model as a new vector; refuse NaN or Inf in trained parameters unless it may spread."""
+        """Return the model as a new vector; refuse NaN or Inf in trained parameters unless allowed."""
         tensors = self._travelling()
         device = next((t.device for t in tensors.values() if t is not None), None)
         # the first piece is empty, because a model may have no parameters

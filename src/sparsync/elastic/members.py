@@ -335,8 +335,8 @@ class Members:
         minus, spare = list[Vector](), self._last.parts.get(self._last.attempt)
         for unit, residual in enumerate(self.reducer.residuals):
             delivered = self._delivered[unit]
-            # compare types first, as in ``Residual.retain``: reading ``values`` of a vector held in messages
-            # decodes the messages
+            # compare types first, as in ``Residual.retain``: reading ``values`` of a vector held in
+            # messages decodes the messages
             if type(delivered) is DenseVector and delivered.values is residual.accumulated:
                 # Everything was delivered, and the next gradients will overwrite it.  The copy reuses the
                 # memory of the last step's copy, since that step is final: fresh memory costs more than

@@ -266,7 +266,7 @@ class Options:
     ) -> None:
         """Tell the user if the algorithm's own rule leaves most of a step's bytes dense."""
         rule, density = self.compression.compress, self.density
-        # users know their own rule, and density 1 asks for dense training
+        # no message about the user's own rule, nor at density 1, which asks for dense training
         if rule is None or rule is not self.algorithm.compress or density is None or density == 1:
             return
         share = self.algorithm.dense_share(units, density, world_size)

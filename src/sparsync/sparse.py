@@ -253,9 +253,9 @@ class DenseVector:
         return self.values[start:stop]
 
     def terms(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return one or two vectors of one dtype whose sum is the ``run``.
+        """Return the ``run`` as one vector, or as two vectors of one dtype to be added.
 
-        The caller may overwrite only the first of two, which is in separate memory.
+        Of two vectors, the caller may overwrite only the first, which is in separate memory.
         """
         return (self.run(start, stop),)
 

@@ -409,7 +409,7 @@ def _read_states(
 
 
 def _use(old: Seat, new: Seat) -> Use:
-    """Return whether a new rank needs part of an old state; all need the common fields of rank 0's."""
+    """Return the ``Use`` of an old rank's state on a new rank; all need rank 0's common fields."""
     shared = old.rank == 0
     heir = old.rank % new.ranks == new.rank or new.rank % old.ranks == old.rank
     return "part" if shared or heir else "check"

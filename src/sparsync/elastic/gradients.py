@@ -318,7 +318,7 @@ class PresentRanks(Ranks):
         return {**self.membership.told(), **mine}
 
     def settled(self, applies: bool) -> bool:
-        """Bring this rank's weights to the state to which the averages apply, if it has caught up."""
+        """If this rank has caught up, bring its weights to the state to which the averages apply."""
         if applies:
             # processes start independently, so only the first step reveals which rank should print
             # the line

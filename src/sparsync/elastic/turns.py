@@ -17,8 +17,8 @@ class Turns:
     Leaving has a deadline, so no step waits forever.
     """
 
-    # A plain lock and a flag instead of an RLock, which only its own thread can release: autograd's
-    # thread may begin a step, with its first gradient, and the training thread ends it.
+    # A plain lock and a flag, because only the thread that has acquired an RLock can release it:
+    # autograd's thread may begin a step, with its first gradient, and the training thread ends the step.
     def __init__(self) -> None:
         self._lock, self._training = threading.Lock(), False
 

@@ -174,9 +174,8 @@ class ParameterSource(Source):
         ]
         self._scheduled = schedule is not None
         passes, self._scale = schedule or (1, 1.0)
-        # FSDP2 adds micro-batches up in the whole gradient.  A stage lets FSDP2 reduce only after
-        # the last one (torch.distributed.pipelining.stage), so the hook of a shard is called once
-        # per step
+        # FSDP2 adds up micro-batches in the unsharded gradient. A stage lets FSDP2 reduce only after
+        # the last one (torch.distributed.pipelining.stage), so a shard's hook is called once per step.
         self._passes = {p.parameter: 1 if fsdp.manages(p.parameter) else passes for p in shards}
         self._paused = False
         self._open: ReplicaStep | None = None

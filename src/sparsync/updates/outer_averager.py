@@ -253,7 +253,8 @@ class OuterAverager(Averager):
         self.steps = int(content["steps"])
         memory = {name: vector.clone() for name, vector in content["memory"].items()}
         self._loaded = None if content["reducer"] is None else {**content, "memory": memory}
-        # an existing engine stays, for its numbers, until all ranks create a new one in the next step
+        # keep an existing engine, whose numbers ``stats`` reports, until all ranks create a new one
+        # in the next step
         if self._engine is not None and self._loaded is not None:
             self._engine.restore(self._loaded, None)
             self.memory = self._engine.memory

@@ -51,7 +51,7 @@ _SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_mo
 def own_state(
     module: nn.Module, names: Collection[str], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """Return copies of this rank's parts of these parameters, of buffers, and of optimizer states."""
+    """Return copies of this rank's parts of these parameters, its buffers and its optimizer states."""
     tensors = {name: local_of(t).clone() for name, t in _tensors(module, names).items()}
     moments = {
         # every name is saved, with {} for a parameter that has had no gradient yet, so that a

@@ -147,7 +147,7 @@ class Whole(Codec[DenseVector]):
         opened.decode_to(into, divisor, add=add, start=start)
 
     def open(self, payload: Tensor, size: int) -> Opened:
-        """Check a message of ``size`` elements, to be decoded in runs."""
+        """Check a message of ``size`` elements before it is decoded in runs."""
         header, body = self.body(payload, size)
         self._check_count(header, size)
         return _OpenedWhole(body, header.dtype)

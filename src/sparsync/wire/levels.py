@@ -143,7 +143,7 @@ class LloydMax(Codec[DenseVector]):
         opened.decode_to(into, divisor, add=add, start=start)
 
     def open(self, payload: Tensor, size: int) -> OpenedLevels:
-        """Check a message of ``size`` elements, to be decoded in runs."""
+        """Check a message of ``size`` elements before it is decoded in runs."""
         header, raw = self.body(payload, size)
         return OpenedLevels(header, raw)
 

@@ -241,8 +241,9 @@ def _named(folder: Path | str) -> Path:
 
 def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[int]]:
     """Return the last checkpoint that all ranks see complete, and the steps of older ones."""
-    # The newest checkpoint that every rank sees is the least of the ranks' newest ones. A rank may still
-    # lack it, e.g. because its folder is a different one, so all ranks then ask whether any lacks it.
+    # No checkpoint newer than the least of the ranks' newest ones is visible to all. A rank may
+    # lack that one as well, e.g. because its folder is a different one, so all ranks then ask
+    # whether any lacks it.
     whole = _together(sync, lambda: whole_checkpoints(folder), f"list {folder}")
     wanted = [number for number, path in whole.items() if step in (None, step_of(path))]
     number = -_greatest(sync, -max(wanted, default=0))

@@ -196,9 +196,9 @@ class Members:
         self._last = _Last(-1, start, {})
         self.counts, self.deals, self.clock = True, False, 0
         self._spent = False  # whether the residual was dealt
-        # A row per rank, for the open step and for the next, as sent with votes: whether it contributes,
-        # whether it leaves, its donor, and the norm of its residual some steps ago.  Two tables are
-        # needed: the open step is averaged, and may be repeated, with the rows of the previous vote
+        # Two tables with a row per rank, for the open step and for the next, as sent with votes:
+        # whether the rank contributes, whether it leaves, its donor, and the norm of its residual some
+        # steps ago. The open step is averaged, and may be repeated, with the rows of the previous vote.
         self._present = self._next = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64)
         self._norm, self.told = 0.0, torch.zeros(1, 0)
         self._names: tuple[Hashable, ...] = ()  # of the group's ranks

@@ -163,7 +163,7 @@ class Reducer:
             residual.accumulate(start, gradient, *self.plan.units[unit].collect or ())
 
     def accumulates_later(self, unit: int) -> bool:
-        """Return whether a unit's gradient is read run by run, so it need not be stored."""
+        """Return whether a unit's gradient is read run by run, so that it need not be stored."""
         collective = self.plan.units[unit].collective
         return collective.by_runs and not (self.corrector or self.monitor or self.overflows)
 

@@ -56,7 +56,7 @@ class Sharing:
         return Sharing(units, members, dtypes.pop()) if len(members) > 1 == len(dtypes) else None
 
     def collect_from(self, state: SharesState) -> tuple[int, int] | None:
-        """Return the key from which the entries of any unit are counted, and a limit on their number."""
+        """Return the smallest key of the entries to count in a unit, and a limit on their number."""
         if state.key is None:
             return None
         _, octave = kernels.key_range(self.dtype)

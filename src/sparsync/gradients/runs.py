@@ -1,6 +1,6 @@
 """Runs: small parameters that are adjacent in a unit, accumulated and written as one.
 
-For a small parameter, a pass takes less time than Python's overhead for starting it.
+For a small parameter, Python's overhead of starting a pass takes longer than the pass itself.
 """
 
 from __future__ import annotations

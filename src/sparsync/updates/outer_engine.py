@@ -273,7 +273,7 @@ class OuterEngine(Stateful):
             return
         # After the first refusal, all ranks return to the weights that they had after the last
         # exchange, and drop broken moments. If the next exchange is refused as well, this did not
-        # help, and would repeat forever.
+        # help, and doing it again might never end.
         self.state = OuterState(self.state.refused + 1)
         drop_broken(self.optimizers, self._on_any_part)
         if self.state.refused > 1:

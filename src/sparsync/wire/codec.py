@@ -325,7 +325,7 @@ def check_end(raw: Tensor, bits: int, count: int) -> None:
 
 
 def written(values: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
-    """Divide values and write them to ``into``, or add them; they may be on another device."""
+    """Divide values and write them to ``into``, or add them to it; the devices may differ."""
     if add:
         if divisor != 1:  # divided in the wider dtype, as below
             values = values.to(torch.promote_types(values.dtype, into.dtype)) / divisor

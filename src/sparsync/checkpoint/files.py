@@ -36,7 +36,7 @@ __all__ = [
 SHARED: Final = "shared.pt"
 _FOLDER: Final = re.compile(r"(\d{6,})-step-\d{8,}")
 _STATE: Final = re.compile(r"sparsync-rank-(\d+)-of-(\d+)(?:-part-(\d+)-of-(\d+))?\.pt")
-# errors of network file systems on which a folder cannot be flushed
+# errors raised by network file systems that cannot flush a folder
 _NO_FOLDER_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 

@@ -232,7 +232,7 @@ class PresentRanks(Ranks):
         # its step. ``Membership.check_here`` refuses the next one.
         if not self.membership.gone:
             return False
-        # ``ParameterSource`` tells backward passes apart by the same private number, because
+        # autograd's private number for a backward pass, which ``ParameterSource`` uses as well;
         # PyTorch has no public one
         task = torch._C._current_graph_task_id()
         if self._last_task is None:

@@ -42,8 +42,8 @@ if not hasattr(Manager, "_reconfigure_pg"):
 
 __all__ = ["ElasticGroup", "Quorum", "group_of", "make_manager"]
 
-# the interval of heartbeats: a tenth of the 500 ms after which a lighthouse started as in
-# docs/elastic.md considers a silent rank gone
+# The interval of heartbeats: a tenth of 500 ms. After that time, a lighthouse that is started as in
+# docs/elastic.md considers a silent rank gone.
 _BEAT = timedelta(milliseconds=50)
 # time without an answer after which the quorum is requested again: a lighthouse that ends loses requests
 _ASK_AGAIN = timedelta(seconds=20)

@@ -564,7 +564,7 @@ class Members:
 
     def _add(self, part: _Part, sign: float) -> None:
         """Add a part's changes to the residuals, or subtract them."""
-        # residuals have the current GradScaler scale, but the part has that of its step
+        # residuals are at the GradScaler's current scale, but the part is at the scale of its step
         factor = sign * self.reducer.scale / part.scale
         for residual, vector in zip(self.reducer.residuals, part.minus, strict=True):
             _add_to(residual, slice(None), -factor * vector.to_dense())

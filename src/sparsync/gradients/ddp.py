@@ -161,7 +161,7 @@ class BucketSource(Source):
     # ---- gradients that DDP's hook would not see -----------------------------------------------
 
     def watch(self, sync: Handle) -> None:
-        """Check all parameters on every forward pass, and every gradient; take DDP's buckets."""
+        """Check all parameters on every forward pass and each gradient on arrival; take DDP's buckets."""
         model = self._model()
         assert model is not None
         # weak references suffice, because the communication hook keeps the handle alive; a

@@ -128,7 +128,7 @@ class Exact(Selector):
         self.state = ExactState()
 
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Collect from the expected threshold minus the gap, at most twice the intended entries."""
+        """Collect entries from the expected threshold minus the gap on, at most twice the number intended."""
         key = self._lowest(dtype)
         return None if key is None or k <= 0 else (key, round(2 * _aim(k)) + 64)
 

@@ -694,8 +694,8 @@ class UpdateSync(Handle):
             **self.outer.state_dict(),
             **self.outer.layout.extents(),
             **own,
-            # Marks NaN made by this rank's own steps, which the next exchange repairs.  Without the mark,
-            # ``validate`` would take NaN in a state for damage.
+            # True marks NaN from this rank's own steps, which the next exchange repairs.  Without
+            # the mark, ``validate`` would take NaN in a state for damage.
             "broken": is_broken(own, self._weights.exchanged()),
             "left_out": {name: name in self._weights.left_out for name in self._weights.buffers},
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -773,8 +773,7 @@ class UpdateSync(Handle):
         """Load the states of optimizers and scaler; if one fails on any rank, all are rolled back."""
         module, scaler = self._plain(), self._scaler if state["scaler"] else None
         assert module is not None
-        # references suffice, because a load replaces these objects, and restoring them by a second
-        # load might raise
+        # keep references: a load replaces these objects, and a second load to restore them might raise
         former = [(one, one.state, one.param_groups) for one in self.outer.optimizers]
         scale = None if scaler is None else scaler.state_dict()
 

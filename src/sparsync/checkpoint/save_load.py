@@ -240,7 +240,7 @@ def _named(folder: Path | str) -> Path:
 
 
 def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[int]]:
-    """Return the last checkpoint that all ranks see complete, and the steps of older ones."""
+    """Return the last checkpoint that is complete on all ranks, and the steps of older ones."""
     # No checkpoint newer than the least of the ranks' newest ones is visible to all. A rank may
     # lack that one as well, e.g. because its folder is a different one, so all ranks then ask
     # whether any lacks it.

@@ -188,7 +188,7 @@ class PresentRanks(Ranks):
 
     @property
     def counts(self) -> bool:
-        """Whether this rank is up to date; gradients at old weights do not count."""
+        """Whether this rank is up to date; gradients at outdated weights do not count."""
         return self.attendance.members.counts
 
     def watch(self) -> list[Any]:

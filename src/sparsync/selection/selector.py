@@ -128,7 +128,7 @@ class Exact(Selector):
         self.state = ExactState()
 
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Collect entries from the expected threshold minus the gap on, at most twice the number intended."""
+        """Collect entries above the expected threshold minus the gap, up to twice as many as intended."""
         key = self._lowest(dtype)
         return None if key is None or k <= 0 else (key, round(2 * _aim(k)) + 64)
 

@@ -82,7 +82,7 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "momentum": 0.9,
             "nesterov": True,
         },
-        # the inner optimizer should be torch.optim.Muon; 2 bits with error feedback
+        # meant for torch.optim.Muon as the inner optimizer; 2 bits with error feedback
         "muloco": {
             "algorithm": "quantised",
             "density": 1.0,

@@ -717,7 +717,7 @@ class UpdateSync(Handle):
                 self._weights.trained,
                 outer.optimizers,
                 exchanged=self._weights.exchanged(left_out),
-                # a resharded state has no thresholds and boundaries, which start afresh
+                # a resharded state has no thresholds and boundaries; they start afresh
                 resharded=isinstance(saved, Mapping) and saved.get("selectors", ()) is None,
                 finite=content.get("broken") is not True,
             ),

@@ -17,9 +17,9 @@ One line in a training script::
 
     sync = sparsync.attach(model, optimizer)
 
-With SGD this exchanges gradients, as above.  With AdamW, Muon and others it exchanges the changes made by
-the optimizer, every second step, in two bits per element (more for small models); these changes take the
-place of ``gradient`` in the drawing (``docs/optimizers.md``).
+With SGD this exchanges gradients, as above.  With AdamW, Muon and others it exchanges the changes made
+by the optimizer, every second step, in two bits per element (more for small models); these changes then
+replace ``gradient`` in the drawing (``docs/optimizers.md``).
 
 Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector, comm, k=...)``, or
 ``sparsync.iallreduce`` for a future, or ``sparsync.allgather(vector, comm)``.
@@ -69,9 +69,9 @@ __all__ = [
     "simulate",
 ]
 
-# These are imported on first use, so ``import sparsync`` costs little more than ``import torch``.
-# ``attach`` is not among them, because importing the submodule of the same name would rebind
-# ``sparsync.attach`` to the module
+# Names that are imported on first use, so ``import sparsync`` takes little longer than ``import
+# torch``. ``attach`` is not among them: a later import of the submodule ``sparsync.attach`` would
+# rebind the name to the module.
 _LATER = MappingProxyType(
     {
         "Algorithm": "sparsync.algorithm",

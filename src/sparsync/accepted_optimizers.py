@@ -20,17 +20,17 @@ _ALIKE: Final = "exchange='gradients' suits it, because all ranks then make the 
 
 
 def plain_optimizers(given: Any) -> list[Optimizer]:
-    """Return the optimizers that actually step, without the wrappers of Accelerate, SAM and the like.
+    """Return the optimizers that actually step, without wrappers such as Accelerate's or SAM.
 
     A wrapper is any object with another optimizer in one of its attributes.  Training loops call the
-    wrapper or the inner optimizer (SAM's ``second_step``).  Either way the inner optimizer steps
-    exactly once, so its hooks are used.
+    wrapper or the inner optimizer (SAM's ``second_step``).  Either way, the inner optimizer steps
+    exactly once, so ``attach`` hooks the inner one.
 
     Raises:
         ConfigurationError: an object is not a ``torch.optim.Optimizer``, averages weights itself, or
             never called the constructor of ``Optimizer``.
     """
-    # this serves as an ordered set, because a step of the last optimizer ends an iteration
+    # a dict serves as an ordered set, because the last optimizer's step ends an iteration
     found: dict[Optimizer, None] = {}
     for one, inner in chain_of(given):
         name = type(one).__name__
@@ -73,10 +73,10 @@ def _held(one: Any) -> list[Optimizer]:
 
 
 def chain_of(given: Any, around: Sequence[Any] = ()) -> Iterator[tuple[Any, list[Optimizer]]]:
-    """Yield every given optimizer with the optimizers inside it, then recurse into these.
+    """Yield each given optimizer with a list of the optimizers inside it, then recurse into that list.
 
-    ``around`` lists the wrappers on the path so far.  An inner optimizer may refer back to its wrapper,
-    which would make the recursion endless.
+    ``around`` lists the wrappers on the path so far: an inner optimizer that refers back to its wrapper
+    would otherwise make the recursion endless.
     """
     for one in () if given is None else given if isinstance(given, Sequence) else (given,):
         inner = [held for held in _held(one) if all(held is not other for other in around)]
@@ -85,7 +85,7 @@ def chain_of(given: Any, around: Sequence[Any] = ()) -> Iterator[tuple[Any, list
 
 
 def holds(given: Any, optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether one of these optimizers is wrapped by a given one."""
+    """Return whether a given optimizer wraps one of these optimizers."""
     inside = (held for _, inner in chain_of(given) for held in inner)
     return any(held is one for held in inside for one in optimizers)
 
@@ -94,14 +94,14 @@ def check_stepped(given: Any) -> None:
     """Refuse an optimizer whose local steps cannot be averaged.
 
     Raises:
-        ConfigurationError: the optimizer leaves parameters to the optimizers of other ranks (ZeRO),
-            computes the weights for evaluation from private memory (schedule-free), or compares
-            gradients at several points (LBFGS).
+        ConfigurationError: the optimizer leaves some parameters to other ranks (ZeRO), computes the
+            evaluation weights from local state (schedule-free), or compares gradients at several points
+            (LBFGS).
     """
     for one, inner in chain_of(given):
         name = type(one).__name__
-        # These optimizers are recognised by behaviour, not by name, because other packages have
-        # optimizers of the same kinds. ZeRO lists all parameters, but its inner optimizer holds
+        # Unsuitable optimizers are recognised by behaviour, because other packages have such
+        # optimizers under other names. ZeRO lists all parameters, but its inner optimizer holds
         # only this rank's share.
         wanted, held = (set(map(id, _parameters(its))) for its in ([one], inner))
         if held and not wanted <= held:
@@ -111,7 +111,7 @@ def check_stepped(given: Any) -> None:
                 f"would learn from one rank's data alone.  Give each rank a whole optimizer; {_ALIKE}"
             )
         switches = (getattr(one, "train", None), getattr(one, "eval", None))
-        # wrappers such as Accelerate's define these methods only to forward calls
+        # wrappers such as Accelerate's have train() and eval() only to forward calls
         if not inner and all(map(callable, switches)):
             raise ConfigurationError(
                 f"{name} has train() and eval(), as schedule-free optimizers do: the weights for "
@@ -131,7 +131,7 @@ def _parameters(several: Sequence[Any]) -> list[Tensor]:
 
 
 def held_by(optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> str:
-    """Return a text that identifies which trained parameters the optimizers step, for ranks to compare.
+    """Return a fingerprint, for comparison between ranks, of the parameters that the optimizers step.
 
     Example:
         >>> net = torch.nn.Linear(2, 2)
@@ -144,7 +144,7 @@ def held_by(optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> s
 
 
 def treatment_of(optimizers: Sequence[Optimizer], *, noise_correction: bool) -> str:
-    """Return a phrase that says how the updates of these optimizers are treated.
+    """Describe how the updates of these optimizers are treated before they are averaged.
 
     Example:
         >>> treatment_of([torch.optim.Adagrad([torch.zeros(1)])], noise_correction=True)

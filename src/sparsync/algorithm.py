@@ -1,4 +1,4 @@
-"""Algorithm: how gradients are averaged, by a combination of a selector and a collective."""
+"""Algorithms combine a selector and a collective to average gradients."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ __all__ = [
     "row",
 ]
 
-# At this many elements and above, 1 % is exchanged.  As a model shrinks, delay costs more steps and fewer
-# bytes save less time, so below LARGE the density rises with the power of 3/2, to 1 at 46,415 elements.
+# Models with at least this many elements exchange 1 %. In a smaller model, delay costs more steps
+# and saving bytes saves less time, so the density grows as elements ** -1.5, up to 1 at 46,415
+# elements.
 LARGE = 1_000_000
 USUAL_DENSITY = 0.01
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How gradients are averaged.
+    """A way to average gradients.
 
     Attributes:
         name: the name in messages and tables.
         make_selector: builds one selector; called once per unit.
         make_collective: builds one collective; called once per unit.
-        options: the preset's options as they were given, for ranks to compare.
+        options: the options given to the preset; ranks compare them.
         source: the paper and its equation, for tables.
         average: whether the total is divided by world_size; SparCML applies the sum.
-        shared: whether several units share the global k, each by the number of large entries in it;
+        shared: whether several units share a global k, each in proportion to its large entries;
             otherwise, each unit has its own k.
-        unit_bytes: size of the units in which entries are selected together, unless the user gives it;
-            see ``plan_units``.
+        unit_bytes: size of the units within which entries are selected, unless the user gives one; see
+            ``plan_units``.
         compress: which parameters are exchanged sparsely, unless the user decides; None for all.
         bits: bits per element if every element is sent in few bits; None if selected entries are
             sent, or full-width numbers.
@@ -60,9 +61,9 @@ class Algorithm:
         make_dense: builds the collective of dense units, once per unit; None for ``Dense``.
         prepare: measures the group before the first step and returns the algorithm for this group;
             None if there is nothing to measure.
-        calls: tells the planner how often a step that asks for a job calls the collective, and with
-            which job, because selectors may find more than k, or layers may be sent in several
-            messages.
+        calls: for the planner, maps a step's job to the number of calls of the collective and the job
+            of each call.  The two jobs differ if the selector finds more than k entries, or if layers
+            are sent in several messages.
     """
 
     name: str
@@ -82,7 +83,7 @@ class Algorithm:
 
     @property
     def result(self) -> Result:
-        """The kind of the total; "whole" means that no entries are selected."""
+        """The kind of total; "whole" if no entries are selected."""
         return self.make_collective().result
 
     @property
@@ -91,7 +92,7 @@ class Algorithm:
         return self.make_collective().cost(Job(2, 1, 2)) is not None
 
     def cost(self, job: Job) -> Cost:
-        """Return the cost of a step for the busiest rank.
+        """Return the cost of one step on the busiest rank.
 
         Raises:
             ConfigurationError: the collective declares no cost.
@@ -106,9 +107,9 @@ class Algorithm:
         return cost if times == 1 else cost.times(times)
 
     def dense_share(self, units: Sequence[Unit], density: float, world_size: int) -> float:
-        """Return the fraction of a step's bytes sent by dense units, in [0, 1], by the declared costs.
+        """Return the fraction of a step's bytes, in [0, 1], that dense units send by the declared costs.
 
-        It is 0 if a sparse unit's collective declares no cost.
+        The fraction is 0 if a collective declares no cost.
         """
         sent = {True: 0.0, False: 0.0}
         for unit in units:
@@ -122,9 +123,9 @@ class Algorithm:
         return sent[True] / total if total else 0.0
 
     async def on(self, comm: Communicator) -> Algorithm:
-        """Return the algorithm for a group; all of its ranks call this with the same algorithm."""
-        # names are compared before measuring, because ranks with different algorithms would wait in
-        # different collectives
+        """Adapt the algorithm to a group; all ranks of the group must call this, on equal algorithms."""
+        # compare names before measuring: ranks with different algorithms would wait in different
+        # collectives
         await agree(comm, {"the algorithm": self.name})
         if self.prepare is None:
             return self
@@ -141,10 +142,10 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Preset:
-    """A row of the table: all that commands, ``auto``, contracts and docs know about an algorithm.
+    """A row of the table: everything that commands, ``auto``, contracts and docs need on an algorithm.
 
-    If ``planned`` is set, ``auto`` and ``sparsync plan`` may choose the algorithm, whose default options
-    must then round no more than bf16 does.  If two predictions are equal, the earlier row wins.
+    If ``planned`` is set, ``auto`` and ``sparsync plan`` may choose the algorithm, whose default
+    options must then round no more than bf16 does.  Of rows with equal predictions, the first wins.
     """
 
     make: Callable[..., Algorithm]  # its keyword-only arguments are the options
@@ -178,7 +179,7 @@ def row(
     planned: bool = False,
     **more: Any,
 ) -> Preset:
-    """Return the preset of a collective whose arguments are the options; its selector has none.
+    """Return a preset whose options are the collective's arguments; the selector takes none.
 
     Args:
         name: name of the algorithm.
@@ -197,11 +198,11 @@ def row(
 
 
 def default_density(elements: int) -> float:
-    """Return the density for a model if the user gives none: 1 %, and more for small models.
+    """Return the default density for a model: 1 %, and more for small models.
 
     Delay costs steps, most of all when momentum or a high learning rate acts on late entries.  Below
-    ``LARGE`` elements, ``LARGE ** 1.5 / (100 elements ** 0.5)`` entries are exchanged; up to 46,415
-    elements, all.
+    ``LARGE`` elements, ``LARGE ** 1.5 / (100 elements ** 0.5)`` entries are exchanged, i.e. all of them
+    up to 46,415 elements.
 
     Example:
         >>> [round(default_density(n), 3) for n in (5_000, 100_000, 300_000, 1_000_000, 25_000_000)]
@@ -212,10 +213,10 @@ def default_density(elements: int) -> float:
 
 
 def default_bits(elements: int) -> int:
-    """Return the bits per element for updates of a model if the user gives none: 2, or more if small.
+    """Return the default bits per element for a model's updates: 2, and more for small models.
 
-    Rounding costs steps, and for small models there is no need to save every byte: an exchange sends 8
-    or 4 bits if these are at most ``LARGE`` bits in all, 125 kB, and otherwise 2.
+    Rounding costs steps, and a small model need not save every byte.  An exchange therefore sends 8 or
+    4 bits per element if that makes at most ``LARGE`` bits in all (125 kB), and otherwise 2.
 
     Example:
         >>> [default_bits(n) for n in (5_000, 125_000, 150_000, 300_000, 25_000_000)]
@@ -226,7 +227,7 @@ def default_bits(elements: int) -> int:
 
 def check_density(density: float) -> float:
     """Return the density as a float; refuse one outside (0, 1]."""
-    # subnormal floats are refused as well, because their inverse is infinite
+    # a subnormal float is invalid too, because its inverse is infinite
     least = sys.float_info.min
     if (
         isinstance(density, bool)

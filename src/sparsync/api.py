@@ -89,11 +89,11 @@ def allreduce(
     op: str | Reduction = "sum",
     **options: Any,
 ) -> Reduced:
-    """Reduce a vector over ranks, once; every rank calls it.
+    """Reduce a vector over all ranks once; every rank must call this.
 
-    Every call computes exact thresholds and boundaries.  Training reuses them from step to step: use
-    ``attach`` there.  The communicator only remembers how many entries the last total had, because
-    "sparcml-auto" chooses by that number.
+    Every call computes exact thresholds and boundaries.  For training, use ``attach``, which reuses
+    them from step to step.  Between calls, the communicator remembers only the number of entries in the
+    last total, by which "sparcml-auto" chooses.
 
     Args:
         vector: a 1-D tensor or NumPy array; ``(indices, values, size)`` of NumPy arrays or tensors, with
@@ -107,8 +107,8 @@ def allreduce(
             without ``k``: the lossless "sparcml-auto" in COO, which takes any dtype and operation.
         k: number of entries to take, per rank and in the total; equal on all ranks.  None for all.
         op: "sum", "max", "min", "prod", "and", "or", "xor", "logical_and", "logical_or", or your own
-            ``Reduction``; elements that a vector does not store count as its neutral element.
-            Only SparCML's collectives take operations other than the sum.
+            ``Reduction``; elements that a vector does not store count as the operation's neutral
+            element.  Only SparCML's collectives take operations other than the sum.
         options: options of the preset.
 
     Returns:
@@ -167,7 +167,7 @@ def iallreduce(
 
 
 def allgather(vector: Any, comm: Any) -> list[Vector]:
-    """Collect every rank's vector, in rank order; every rank calls it.
+    """Collect every rank's vector, in rank order; every rank must call this.
 
     Nothing is summed.  To assemble a vector from parts that do not overlap, use
     ``sparsync.reduction.fold``, or ``SparseVector.join`` if the parts ascend from rank to rank.
@@ -177,14 +177,14 @@ def allgather(vector: Any, comm: Any) -> list[Vector]:
         comm: as for ``allreduce``.
 
     Returns:
-        P vectors, exact, each sparse or dense, whichever was shorter to send.
+        P exact vectors, each sparse or dense, whichever takes fewer bytes.
 
     Raises:
         ConfigurationError: the vector is not 1-D, or its dtype has no wire format.
         PeerError: ranks disagree on size or dtype; a peer died.
 
-    Cost: ceil(log2 P) messages and the bytes of all other ranks received, plus one small allgather in
-    which ranks compare the call and exchange their lengths.
+    Cost: ceil(log2 P) messages, in which every rank receives the bytes of all others, plus one small
+    allgather in which ranks compare the call and exchange lengths.
 
     References: Renggli et al., SparCML, SC 2019, section 5.2.
 
@@ -207,7 +207,7 @@ def _run(program: _Program[T], comm: Any) -> T:
 
 
 def _communicator(comm: Any) -> Communicator:
-    """Return the communicator itself, or one that wraps an mpi4py communicator."""
+    """Return a communicator; wrap it first if it is mpi4py's."""
     if isinstance(comm, Communicator):
         return comm
     if type(comm).__module__.partition(".")[0] == "mpi4py":
@@ -220,24 +220,24 @@ def _communicator(comm: Any) -> Communicator:
 
 @final
 class _Background:
-    """The thread of a communicator's non-blocking calls, and their channels."""
+    """A thread that runs a communicator's non-blocking calls, each on a channel of its own."""
 
     def __init__(self, comm: Communicator) -> None:
-        # the channel is taken ``apart``, because the companions hold this object and with it the
-        # engine, which must not keep its own communicator alive
+        # The communicator's companions hold this object, and with it the engine. The channel is
+        # taken ``apart`` so that the engine does not keep its own communicator alive.
         self._engine = Engine("iallreduce", [comm.channel(0).apart()])
         self._open: list[Future[Any]] = []
         self._calls = 0
 
     def start(self, program: _Program[T], comm: Communicator) -> Future[T]:
-        """Start a program on the next channel; all ranks count the calls alike."""
+        """Start a program on the next channel; all ranks number their calls alike."""
         self._open = [future for future in self._open if not future.done()]
         if len(self._open) >= _MOST_OUTSTANDING:
             raise ConfigurationError(
                 f"{len(self._open)} reductions are under way; wait for some of them first"
             )
-        # there are twice as many channels as calls in flight, because another rank may lag by that
-        # many calls, and must not receive a new call's messages on the channel of an old one
+        # Use twice as many channels as calls may be in flight: another rank may lag behind by that
+        # many calls, and must not receive a new call's messages on an old call's channel.
         channel = comm.channel(1 + self._calls % (2 * _MOST_OUTSTANDING))
         self._calls += 1
         future = self._engine.submit(program(channel))
@@ -254,7 +254,7 @@ class _Background:
 
 @final
 class _Totals:
-    """Remembers for a communicator how many entries the last total of every kind of call had."""
+    """Remembers the number of entries in the last total, for each kind of call on a communicator."""
 
     def __init__(self) -> None:
         self._entries: dict[str, int] = {}
@@ -270,7 +270,7 @@ class _Totals:
             del self._entries[next(iter(self._entries))]
 
     def close(self) -> None:
-        """Do nothing; this method exists because every companion of a communicator has ``close``."""
+        """Do nothing; a communicator calls ``close`` on each of its companions."""
 
 
 def _prepare(
@@ -280,7 +280,7 @@ def _prepare(
     op: str | Reduction,
     options: dict[str, Any],
 ) -> _Program[Reduced]:
-    """Check the arguments and select; return a program that checks agreement, then reduces."""
+    """Check the arguments and select entries; return a program that compares the call, then reduces."""
     given, operation = as_vector(vector), reduction(op)
     operation.check(given.values.dtype)
     if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 0):
@@ -307,8 +307,9 @@ def _prepare(
 
     async def reduce(comm: Communicator) -> Reduced:
         totals = comm.companions.setdefault("totals", _Totals())
-        # Ranks exchange what they remember: with several calls in flight, one may have ended on this rank
-        # but not yet on another, and ranks expecting different totals would choose different collectives
+        # Ranks exchange the totals that they remember. With several calls in flight, one may have
+        # ended on this rank but not yet on another, and ranks that expect different totals would
+        # choose different collectives.
         told = await agree(comm, facts, [ready.nnz, totals.last(kind)])
         entries, total = (max(column) for column in zip(*told, strict=True))
         collective = chosen.make_collective()
@@ -321,7 +322,7 @@ def _prepare(
 
 
 def _prepare_gather(vector: Any) -> _Program[list[Vector]]:
-    """Check the vector and encode it; return a program that checks agreement, then collects."""
+    """Check the vector; return a program that compares the call, then collects all vectors."""
     given, codec = as_vector(vector), StreamCodec()
     size, dtype = given.size, given.values.dtype
     few = SparseVector.from_dense(given.values) if isinstance(given, DenseVector) else given
@@ -348,7 +349,7 @@ def _prepare_gather(vector: Any) -> _Program[list[Vector]]:
 def _filled_in(
     algorithm: str | Algorithm, k: int | None, operation: Reduction, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Add the preset's options that follow from the call: the operation, and no cap without k."""
+    """Add the options that follow from the call: the operation, and no cap if there is no k."""
     known = preset(algorithm).options if isinstance(algorithm, str) else {}
     filled = {"cap": None, **options} if k is None and "cap" in known else dict(options)
     if operation is not SUM:
@@ -364,7 +365,7 @@ def _filled_in(
 
 
 def _select(given: Vector, algorithm: Algorithm, k: int | None, operation: Reduction) -> Vector:
-    """Take the k largest entries of a dense vector, or all that are not neutral elements."""
+    """Take the k largest entries of a dense vector; without k, drop only neutral elements."""
     neutral = operation.neutral(given.values.dtype)
     if isinstance(given, SparseVector):
         says_nothing = given.values == neutral

@@ -1,4 +1,4 @@
-"""Conversion of NumPy, SciPy and PyTorch vectors."""
+"""Convert vectors of NumPy, SciPy and PyTorch to those of sparsync."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _flat(values: Tensor) -> Tensor:
 
 
 def _tensor(array: Any) -> Tensor:
-    """Return an array as a tensor, which shares memory unless PyTorch cannot use that."""
+    """Return an array as a tensor, sharing its memory if PyTorch can use it."""
     if isinstance(array, Tensor):
         return array.detach()
     array = np.asarray(array)
@@ -120,7 +120,7 @@ def _from_scipy(matrix: Any) -> SparseVector:
 
 
 def _along(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the dimension in which a sparse matrix of one row or column extends, and its size."""
+    """Return the dimension along which a matrix of one row or column extends, and its size."""
     if not 1 <= len(shape) <= 2 or (len(shape) == 2 and 1 not in shape):
         raise ConfigurationError(
             f"the sparse matrix has shape {shape}; give one row, one column, or its flattened form"

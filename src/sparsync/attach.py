@@ -33,8 +33,8 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# These optimizers divide by a second moment but have no ``betas``; those with ``betas`` are found
-# by them.
+# Adaptive optimizers without ``betas``; ``check_optimizer`` recognises all others by their
+# ``betas``.
 _ADAPTIVE = tuple(
     getattr(torch.optim, name)
     for name in ("Adafactor", "Adagrad", "Adadelta", "RMSprop", "Rprop")
@@ -43,7 +43,7 @@ _ADAPTIVE = tuple(
 
 
 def _naming_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Answer unknown keywords with the list of known ones, and say where an option belongs.
+    """Refuse unknown keywords with a list of the known ones, and say where an option belongs.
 
     This is a decorator, not ``**kwargs``, so the signature survives and type checkers still reject
     unknown keywords.
@@ -87,22 +87,22 @@ def attach(
         model: a ``DistributedDataParallel`` module without a communication hook, compiled or not.  With
             ``replicate``, any other module: FSDP2, a pipeline stage, tensor-parallel, plain
             (``docs/fsdp.md``).  Updates also work with a plain module that is equal on all ranks.
-        optimizer: the optimizer of the model, or a list of all of them.  Local steps are counted by the
-            last one.
+        optimizer: the optimizer of the model, or a list of all of them.  The steps of the last one are
+            counted as local steps.
         algorithm: for gradients, the name of a preset in any spelling ("budgeted", the default, "auto",
             "Ok-Topk", ...), or an ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", cap=None)``.
             For updates, the name of a member of the family ("diloco", "sparseloco", ...), an
             ``OuterStep``, or an algorithm for ``OuterStep`` to exchange with.  None sends 2 bits on
             every second step; below a million parameters it sends up to 8 bits on every step
-            (``default_bits``).  With DDP, "auto" measures the group and chooses dense gradients
-            where they take fewer seconds per step, or hardly more.  It does not know how many steps
-            reach a given loss.
+            (``default_bits``).  With DDP, "auto" measures the group and chooses dense gradients if they
+            take fewer seconds per step, or hardly more.  It does not know how many steps either
+            exchange needs to reach a given loss.
         density: fraction k / n of every unit that is exchanged, in (0, 1], if entries are selected.
             None means 1 %, and more below a million parameters: up to 100 % at 46,000
             (``default_density``).  Rank 0 reports the choice once.
-        exchange: "gradients", "updates", or "auto": updates if an optimizer other than SGD is given, or
-            an ``algorithm`` that only exchanges updates.  Rank 0 reports the choice and the reason once,
-            and how the optimizer's steps are treated.
+        exchange: "gradients", "updates", or "auto", which takes updates if an optimizer other than SGD
+            is given, or an ``algorithm`` that only exchanges updates.  Rank 0 reports once what is
+            exchanged and why, and how the optimizer's steps are treated.
         correction: momentum, decay and clipping, applied to local gradients before they are accumulated.
         replicate: the ranks that hold the same part of the model as this one: a one-dimensional mesh,
             e.g. ``mesh["replicate"]``, or a process group.
@@ -118,11 +118,11 @@ def attach(
         itself.  A handle of updates also has ``shared()`` and ``finish()`` (``UpdateSync``).
 
     Raises:
-        ConfigurationError: there is neither DDP nor ``replicate``, or a container around DDP; the
-            model is attached already; the algorithm is unknown, the density bad, or the optimizer's
-            updates cannot be averaged (``docs/optimizers.md``).  It is raised later if the module
-            runs inside DDP, or if an optimizer that ``attach`` was not given steps parameters whose
-            updates are exchanged.
+        ConfigurationError: there is neither DDP nor ``replicate``; the model contains a DDP module, or
+            is attached already; the algorithm is unknown or the density invalid; or the optimizer's
+            updates cannot be averaged (``docs/optimizers.md``).  A later step raises it if the module
+            runs inside DDP, or if an optimizer unknown to ``attach`` steps parameters whose updates are
+            exchanged.
         PeerError: ranks were given different arguments or models, or a rank is gone.
         DeadlineError: a rank does not attach; the error names it.
 
@@ -133,7 +133,7 @@ def attach(
     residual and O(k + n / P) for an exchange (``benchmarks/memory.md``); dense steps take 2 n more.
     Updates take 2 n, and 3 n / ``fragments`` for an exchange.
     """
-    # these are imported here to keep the engines out of ``import sparsync``
+    # local imports keep the engines out of ``import sparsync``
     from sparsync.accepted_optimizers import check_stepped, plain_optimizers, treatment_of
     from sparsync.exclusive import check_outermost, check_unattached
     from sparsync.presets import PRESETS, resolve
@@ -152,8 +152,8 @@ def attach(
     # torch.compile(ddp) wraps the module; the hooks and parameters belong to the DDP module inside
     if isinstance(inner := getattr(model, "_orig_mod", None), DistributedDataParallel):
         model = inner
-    # this is checked before the first message: each rank detects these errors alone, and no peer is
-    # waiting yet
+    # These checks precede the first message: each rank finds these errors alone, while no peer
+    # waits.
     check_outermost(model)
     check_unattached(model)
     if isinstance(model, DistributedDataParallel):
@@ -216,8 +216,8 @@ def attach(
     assert not isinstance(algorithm, OuterStep)
     resolved = resolve("budgeted" if algorithm is None else algorithm)
     if density is None:
-        # this size is only for the warning below; the density is decided later, by the size of a
-        # whole replica
+        # This size serves only the warning below; the density is chosen later, by the size of a
+        # whole replica.
         size = sum(p.numel() for p in model.parameters() if p.requires_grad)
         sparse = default_density(size) < 1
     else:
@@ -264,8 +264,8 @@ def _named(algorithm: str) -> str:
     from sparsync.tables import unknown
     from sparsync.updates import OUTER_SETTINGS
 
-    # the name is looked up here before the tables, which import every paper's module to resolve an
-    # unknown name
+    # outer-step methods are looked up first, because the tables import every paper's module to
+    # resolve a name that they do not know
     if algorithm in OUTER_SETTINGS:
         return algorithm
     if algorithm in PRESETS:
@@ -283,7 +283,7 @@ def _named(algorithm: str) -> str:
 def _no_argument(
     unknown: list[str], known: list[str], algorithm: str | Algorithm | OuterStep | None
 ) -> ConfigurationError:
-    """Return the error for unknown keywords of ``attach``, which says where else an option belongs."""
+    """Return the error for unknown keywords of ``attach``; it says where each option belongs."""
     from sparsync.feedback.correction import Correction
     from sparsync.presets import PRESETS, preset
     from sparsync.updates import OUTER_SETTINGS, OuterStep
@@ -355,9 +355,9 @@ def _chosen(
         return exchange, ""
     if for_updates:
         return "updates", ""
-    # This is decided by class, not by name, because a subclass of SGD also steps in proportion to
-    # the gradient.  To SGD a sparse average is a delayed average; moments are not linear in the
-    # gradient and get distorted.
+    # For SGD, a sparse average is only a delayed average. Moments are not linear in the gradient,
+    # so sparse averages distort them. The class decides, not the name, because subclasses of SGD
+    # also step in proportion to the gradient.
     others = [one for one in optimizers if not isinstance(one, torch.optim.SGD)]
     if needs or not others:
         return "gradients", ""
@@ -375,7 +375,8 @@ def check_optimizer(
 ) -> None:
     """Refuse an optimizer that would apply the correction's momentum or decay a second time.
 
-    With ``sparse`` (only some gradient entries are exchanged), warn of an optimizer that converges worse.
+    With ``sparse`` (only some gradient entries are exchanged), warn about adaptive optimizers, which
+    then converge worse.
     """
     if optimizer is None:
         return

@@ -1,6 +1,6 @@
-"""Messages for people on standard error, about choices that were made and about waits.
+"""Tell the user on standard error about choices and waits.
 
-No message is worth a job: standard error may be closed (``2>&-``), or its reader may be gone.
+A message must never end a job, even if standard error is closed (``2>&-``) or its reader is gone.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def say(message: str, prefix: str = "sparsync") -> None:
         'sparsync: exchanges updates\n'
     """
     line = f"{prefix}: {message}\n"
-    # AttributeError means that it was closed before Python started, so it is None; ValueError that
-    # it was closed later
+    # AttributeError: standard error was closed before Python started, so ``sys.stderr`` is None;
+    # ValueError: it was closed later
     with suppress(AttributeError, OSError, ValueError):
         sys.stderr.flush()
         try:

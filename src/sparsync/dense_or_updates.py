@@ -22,8 +22,9 @@ from sparsync.updates import OuterStep
 
 __all__ = ["Choice", "by_seconds", "measured_choice"]
 
-# Updates must take less than this fraction of dense's seconds, because predictions err by up to 10 %.  In
-# doubt dense is chosen, which leaves every training step unchanged
+# Updates must take less than this fraction of the dense exchange's seconds, because predictions err
+# by up to 10 %. In doubt, dense gradients are better, because they leave every training step
+# unchanged.
 _CLEARLY = 0.9
 _UNKNOWN = (
     "the number of steps to a given loss differs between the two and is not known here (sparsync "
@@ -41,13 +42,14 @@ class Choice:
 
 
 def by_seconds(outer: OuterStep, size: int, world_size: int, machine: Machine) -> Choice:
-    """Choose the exchange with fewer seconds per step, or dense gradients if updates save under 10 %.
+    """Choose the exchange with fewer seconds per step; updates must save at least 10 %.
 
-    Before the first step the duration of a backward pass is unknown, so no part of the dense exchange
-    counts as hidden behind it.  This is pure arithmetic: ranks with the same machine choose alike.
+    The duration of a backward pass is unknown before the first step, so no part of the dense exchange
+    is assumed to overlap with it.  The choice is pure arithmetic, so ranks with the same machine choose
+    alike.
 
     Args:
-        outer: the updates that would be exchanged, with all their elements.
+        outer: the settings for exchanging updates; all elements are assumed to be sent.
         size: number of trained elements.
         world_size: number of ranks.
         machine: the measured constants of the group.
@@ -86,7 +88,7 @@ def measured_choice(
     """Measure the group for a few seconds, then choose; all ranks call this.
 
     Raises:
-        ConfigurationError: the model is not DDP, or cannot be attached; or links are too slow to
+        ConfigurationError: the model is not DDP or cannot be attached, or the links are too slow to
             measure.
         PeerError: ranks were given different arguments.
     """

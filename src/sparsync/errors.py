@@ -105,7 +105,7 @@ def require(fits: bool, message: str) -> None:
 
 
 def check_numbers(owner: str, types: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse non-numbers given to arguments annotated as numbers; the owner checks the ranges.
+    """Refuse values that are not numbers for arguments annotated as such; the owner checks ranges.
 
     Args:
         owner: the function or class, for the message.

@@ -27,18 +27,18 @@ class _Guarded(Protocol):
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """The optimizers after whose steps updates are exchanged."""
+        """The optimizers whose steps are followed by exchanges of updates."""
 
 
 @final
 class Guard:
-    """A hook on the steps of all optimizers in the process, which refuses foreign steps of a model.
+    """A hook on all optimizers of the process, which refuses steps by optimizers unknown to a handle.
 
     An optimizer created after ``attach`` does not have the handle's hook, so its steps would never be
-    exchanged.  A second ``attach`` finds the first one by these hooks.  The parameters themselves are
-    not marked, because copies and saved models would inherit the mark.
+    exchanged.  These hooks also show a second ``attach`` which parameters are taken.  The parameters
+    carry no mark, because copies and saved models would inherit it.
 
-    Cost: none for the handle's own optimizers; for others, a look at every parameter.
+    Cost: none for the handle's own optimizers; for others, a look at each of their parameters.
     """
 
     def __init__(self, sync: _Guarded) -> None:
@@ -53,12 +53,10 @@ class Guard:
         sync = self.sync()
         if sync is None or any(optimizer is one for one in sync.optimizers):
             return
-        # names are looked up by identity, because ``in`` on a list of tensors would compare their
-        # elements
+        # look names up by identity: ``in`` on a list of tensors would compare their elements
         names = {id(parameter): name for name, parameter in sync.trained.items()}
         stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
-        # a wrapper around one of the handle's optimizers is allowed, and so is an optimizer inside
-        # one
+        # an optimizer may also wrap one of the handle's optimizers, or be wrapped by one
         if not stepped or holds(optimizer, sync.optimizers) or holds(sync.optimizers, [optimizer]):
             return
         known = ", ".join(type(one).__name__ for one in sync.optimizers)
@@ -88,11 +86,12 @@ def check_outermost(model: nn.Module) -> None:
 
 
 def check_outside_ddp(module: nn.Module) -> None:
-    """Refuse a forward pass of an attached module inside a DDP model, which exchanges its gradients.
+    """Refuse a forward pass of an attached module inside DDP, which would exchange its gradients too.
 
     This cannot be checked earlier: a module does not know whether DDP wraps it until a forward pass runs.
     """
-    # DDP sets this during its forward pass, for torch.compile; there is no public way to ask
+    # DDP sets this private attribute during its forward pass, for torch.compile; there is no public
+    # equivalent
     ddp = DistributedDataParallel._active_ddp_module
     if ddp is not None and any(inner is module for inner in ddp.modules()):
         raise ConfigurationError(
@@ -111,7 +110,7 @@ def check_unattached(model: nn.Module) -> None:
         return  # ``check_ddp`` sees its communication hook
     exchanged = {id(p) for sync in _guarded() for p in sync.trained.values()}
     for name, parameter in model.named_parameters():
-        # torch's own registry of a parameter's hooks, which has no public name
+        # torch's registry of a parameter's hooks has no public name
         marks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         what = "gradient" if any(isinstance(mark, Hook) for mark in marks.values()) else ""
         if what or id(parameter) in exchanged:

@@ -1,7 +1,7 @@
-"""Schemas of saved states, field by field, and the one function that checks a state against them.
+"""Describe saved states field by field, and check a state against its schema.
 
 A schema is derived from the live state, so it has the names, shapes and counts of this run.  A saved
-state may come from anywhere; it is checked as a whole before anything is changed.
+state is untrusted, so all of it is checked before anything changes.
 
 Every saved state is wrapped in an envelope with its kind and a version: see ``sealed`` and ``opened``.
 """
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 STATE_VERSION: Final = 3
-"""Raised whenever this version would misread an older state of any kind; ranks compare it on attach."""
+"""Incremented whenever an older state of any kind would be misread; ranks compare it on ``attach``."""
 
 STATE_KINDS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -54,7 +54,7 @@ STATE_KINDS: Final[Mapping[str, str]] = MappingProxyType(
         "elastic updates": "a rank that joins others that exchange updates",
     }
 )
-"""All kinds of saved states, and the objects that save and load each."""
+"""All kinds of saved states, each with the object that saves and loads it."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Exactly:
 
 @dataclass(frozen=True)
 class Fields:
-    """A dictionary with all ``required`` keys, any ``optional`` ones, and others only if of ``more``."""
+    """A dictionary with all ``required`` and any ``optional`` keys; other values must match ``more``."""
 
     required: Mapping[str, Kind]
     optional: Mapping[str, Kind] = field(default_factory=dict)
@@ -221,7 +221,7 @@ def _wrong(value: Any, kind: Kind, name: str) -> Iterator[str]:
 
 
 def _is(value: Any, kind: Kind) -> bool:
-    """Return whether a value without named parts matches a kind."""
+    """Return whether a single value, with no fields to report, matches a kind."""
     if isinstance(kind, Number):
         return fits(value, int if kind.whole else float) and kind.least <= value <= kind.most
     if isinstance(kind, Values):
@@ -276,7 +276,7 @@ def _is_plain(value: Any, finite: bool = True) -> bool:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Compare plain values.  True is not 1, but a tuple equals a list, as files store tuples as lists."""
+    """Compare plain values. True is not 1, but a tuple equals a list, which files store instead."""
     if _is_list(expected):
         return _is_list(value) and len(value) == len(expected) and all(map(same, value, expected))
     if isinstance(expected, Mapping):
@@ -290,7 +290,7 @@ def same(value: Any, expected: Any) -> bool:
 
 
 def like(value: Any) -> Kind:
-    """Return the kind of values like a live one: equal keys, counts, shapes, dtypes; finite numbers.
+    """Return the kind that matches a live value's keys, counts, shapes and dtypes, with finite numbers.
 
     A live None, usually an option that is not set, allows any plain value.
     """
@@ -320,7 +320,7 @@ def opened(state: Any, kind: str, content: Kind = Mapping) -> dict[str, Any]:
         state: an untrusted state of any type.  The file of a checkpoint has further entries under
             "beside", next to the content.
         kind: one of ``STATE_KINDS``.
-        content: the kind of the content, if its fields alone decide.
+        content: the kind that the content must match.
 
     Raises:
         ConfigurationError: a part of the envelope, or a field, is missing or wrong; the message
@@ -360,7 +360,7 @@ def common_facts(
 ) -> dict[str, str]:
     """Return a text for every key of a state that holds ``Common`` values.
 
-    The texts of two ranks are equal if the values are, and all ranks have the same number of texts.
+    All ranks return the same number of texts.  Texts are equal if the values are.
     """
     found: dict[str, str] = {}
     for key, inner in {**kind.required, **kind.optional}.items():

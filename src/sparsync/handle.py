@@ -31,7 +31,7 @@ __all__ = ["CommHook", "Handle", "Hook", "call_after_backward", "make_engine", "
 
 
 class Handle(ABC):
-    """The state, the thread and the groups of one model; as a context manager it closes itself.
+    """Owns the state, the thread and the groups of one model; as a context manager, it closes itself.
 
     ``GradientSync`` and ``UpdateSync`` are the two kinds: they decide what is exchanged, and when.
 
@@ -43,8 +43,9 @@ class Handle(ABC):
         reducer: the reducer, which accumulates and exchanges.
         engine: the thread of the model's exchanges (``make_engine``).
         groups: the process groups that were opened for this model.
-        options: the options of ``attach`` on NaN and Inf, GradScaler, sentinel and logs.
-        consensus: for a replica split over ranks, asks the ranks that hold its other parts.
+        options: the settings of ``attach``, including those for NaN and Inf, GradScaler and sentinel.
+        consensus: for a replica split over ranks, decides together with the ranks that hold its other
+            parts.
         pieces: for a replica split over ranks, this rank's pieces of the parameters.
 
     Attributes:
@@ -69,13 +70,13 @@ class Handle(ABC):
         self._scaler, self._sentinel = watched.scaler, watched.sentinel
         self._nonfinite = watched.policy
         self.on_close = ExitStack()
-        # this runs when the model is collected or the process exits.  Finalizers run in the reverse
-        # order of their creation, so the engine ends before the transport
+        # The finalizer runs when the model is collected or the process exits. Finalizers run in the
+        # reverse order of their creation, so the engine ends before the transport.
         self._end = weakref.finalize(self, _end, engine, reducer.comm, groups)
 
     @property
     def communicators(self) -> list[Communicator]:
-        """The communicators to the replicas and to the other parts of this replica, idle and safe."""
+        """The communicators to other replicas and to the other parts of this one, once they are idle."""
         if self._engine.running:
             # the engine runs callables only after all exchanges in flight have ended
             self._engine.submit(lambda: None).result()
@@ -89,7 +90,7 @@ class Handle(ABC):
     @property
     @abstractmethod
     def steps(self) -> int:
-        """The number of finished local steps; a rank that joins starts from the number of its peers."""
+        """The number of finished local steps; a rank that joins takes this number from its peers."""
 
     # ---- training ----------------------------------------------------------------------------------
 
@@ -124,10 +125,10 @@ class Handle(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms."""
+        """Return plain numbers: local steps, exchanges, bytes per exchange and phase, residual norms."""
 
     def _numbers(self, before: tuple[int, Traffic] | None) -> dict[str, Any]:
-        """Return the numbers of both kinds; ``before`` has steps and bytes before the first step here."""
+        """Return the numbers common to both kinds; ``before`` holds earlier steps and bytes."""
         stats = reducer_stats(self.reducer, self.steps, before)
         return {**stats, "choices": [self.decided]} if self.decided else stats
 
@@ -171,7 +172,7 @@ class Handle(ABC):
 def make_engine(
     reducer: Reducer, groups: Groups | ExitStack, consensus: PartsConsensus | None = None
 ) -> Engine:
-    """Start the thread of a model's exchanges; to break them off, it aborts all that they use."""
+    """Start the thread that runs a model's exchanges and can abort everything that they use."""
     comms: list[Abortable] = [reducer.comm]
     comms += [] if consensus is None else [consensus.parts]
     comms += [groups] if isinstance(groups, Groups) else []
@@ -181,8 +182,8 @@ def make_engine(
 def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None:
     """End the thread, then close the communicator and the groups that it used."""
     engine.end()
-    # A busy engine is in native code that uses both.  This must not wait for the engine, because
-    # the garbage collector may run this function on the engine's own thread
+    # A busy engine is in native code that uses the communicator and the groups. This function must
+    # not wait for it, because the garbage collector may call it on the engine's own thread.
     if not engine.busy:
         comm.close()
         groups.close()
@@ -219,7 +220,7 @@ def weakly(method: Callable[..., None]) -> Hook:
 
 
 def call_after_backward(callback: Callable[[], None]) -> bool:
-    """Run a callback when DDP has finished; an error in the callback is raised by ``backward()``.
+    """Run a callback once DDP has finished; ``backward()`` raises the callback's error, if any.
 
     Returns:
         Whether there is a backward pass: False on a rank that has run out of data (``join()``).
@@ -254,14 +255,13 @@ class CommHook:
         if hook is None:
             hook = CommHook(model)
             model.register_comm_hook(hook, _on_bucket)
-        # a plain list takes the place of a ``_Closed`` one, so copying the model is refused from
-        # now on
+        # a plain list replaces a ``_Closed`` one: copying the model is an error from now on
         model._comm_hooks = list(model._comm_hooks)
         hook.sync, hook.on_bucket = sync, on_bucket
         return hook
 
     def release(self) -> None:
-        """Let go of the handle; copies of the model that are made from now on have no hook."""
+        """Release the handle; later copies of the model have no hook."""
         self.sync = self.on_bucket = None
         if (model := self.model()) is not None:
             model._comm_hooks = _Closed(model._comm_hooks)
@@ -280,14 +280,14 @@ class CommHook:
                 "residuals belong to this rank; copy or save model.module, and attach to the copy's own "
                 "DDP"
             )
-        return CommHook, ()  # copied on its own, without its model: the copy belongs to no model
+        return CommHook, ()  # a copy of the hook alone belongs to no model
 
 
 @final
 class _Closed(list[Any]):
     """DDP's list of hooks after ``close``; a copy of it is empty.
 
-    Copying a DDP module copies its attributes, this list among them, but builds a new reducer for the
+    Copying a DDP module copies its attributes, including this list, but builds a new reducer for the
     copy (2.13: ``__getstate__``, ``__setstate__``).  The copied list would name a hook that the new
     reducer does not know, and ``attach`` would reuse it.
     """
@@ -296,8 +296,8 @@ class _Closed(list[Any]):
         return list, ()
 
 
-# This function is not annotated: DDP compares a hook's annotations with the classes themselves, and
-# those of this module are strings (``from __future__ import annotations``), which DDP would reject
+# This function has no annotations: DDP compares a hook's annotations with classes, and would reject
+# the strings that ``from __future__ import annotations`` makes of them.
 def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]
     if hook.sync is None:
         return allreduce_hook(hook.model().process_group, bucket)

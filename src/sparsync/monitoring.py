@@ -31,18 +31,18 @@ __all__ = ["Measured", "Monitor", "Sink", "XiProbe", "sink_of"]
 
 @final
 class Monitor:
-    """Follows every stage of a reducer's steps, estimates xi, and writes the numbers of a step to a sink.
+    """Measures every stage of a reducer's steps, estimates xi, and writes each step's numbers to a sink.
 
     ============================  =====================================================================
     bytes_sent, bytes_received    by this rank in this step, headers included
-    imbalance                     received over sent.  Over all ranks the two sums are equal, so if all
-                                  send alike, this is load over mean load.  Absent if nothing was sent
+    imbalance                     received over sent: the load over the mean load, if all ranks send
+                                  the same number of bytes.  Absent if nothing was sent
     density                       k / n asked for
     density_local, _delivered     of the entries selected on this rank, and of the delivered ones
     density_reduced               of the total
     threshold                     smallest magnitude selected; absent if all entries were selected
     residual_norm                 2-norm of everything this rank has not delivered yet
-    seconds_accumulate, ...       of the stages of the ledger
+    seconds_accumulate, ...       spent in each stage of the ledger
     skipped                       1: NaN or Inf on some rank; nothing was applied, densities are absent
     xi, signal_to_noise           if measured (``xi_period``)
     ============================  =====================================================================
@@ -137,7 +137,7 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Sink:
-    """Receives the numbers of one step after the other, and is closed at the end."""
+    """Receives the numbers of each step, in order; closed at the end."""
 
     write: Callable[[int, dict[str, float]], object]
     close: Callable[[], object] = lambda: None
@@ -146,8 +146,8 @@ class Sink:
 def sink_of(log: Any, rank: int) -> Sink:
     """Return the sink that writes to ``log``, as given to ``attach``.
 
-    Every rank logs to its own file, so ranks may log or not independently.  Lines are appended: a resumed
-    run continues its file, and the last line counts for a step that was repeated.
+    Every rank logs to its own file, so each rank may log or not.  Lines are appended, so a resumed run
+    continues its file; if a step was repeated, its last line counts.
 
     Args:
         log: a path that ends in ``.jsonl``: a line of JSON per step, ``{"step": 0, "bytes_sent": ...}``,
@@ -164,8 +164,8 @@ def sink_of(log: Any, rank: int) -> Sink:
     if isinstance(log, str | os.PathLike) and Path(log).suffix == ".jsonl":
         path = Path(log).with_suffix(f".rank{rank}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # the file is line-buffered, so the numbers of a step are on disk when it ends, even if the
-        # process dies in the next one
+        # line buffering puts a step's numbers on disk when the step ends, even if the process dies
+        # in the next one
         file = path.open("a", buffering=1, encoding="utf-8")
         return Sink(lambda step, v: file.write(json.dumps({"step": step, **v}) + "\n"), file.close)
     if callable(getattr(log, "add_scalar", None)):
@@ -182,8 +182,8 @@ def sink_of(log: Any, rank: int) -> Sink:
                 log.create_gauge(f"sparsync.{name}").set(value, {"rank": rank})
 
         return Sink(gauges)
-    # these numbers are logged without ``step=`` and uncommitted: if they advanced the run's step,
-    # the run would reject the user's own numbers for earlier steps
+    # log without ``step=`` and uncommitted: if these numbers advanced the run's step, the run would
+    # reject the user's own numbers for earlier steps
     if callable(getattr(log, "define_metric", None)):
 
         def metrics(step: int, values: Mapping[str, float]) -> None:
@@ -208,10 +208,11 @@ class Measured:
 
     Attributes:
         xi: the difference between this step's average and the k largest entries of the mean accumulated
-            vector, in norms of the mean gradient.  A value below P is harmless (section 5.1).
-        signal_to_noise: for the mean gradient, the squared norm of its expectation over that of its
-            noise, which comes from finite batches.  It is 0 if there is only noise and infinite if
-            there is none (world_size 1 shows none).
+            vector, relative to the norm of the mean gradient.  A value below P is harmless (section
+            5.1).
+        signal_to_noise: the squared norm of the mean gradient's expectation, divided by the squared
+            norm of its noise, which comes from finite batches.  0 means that there is only noise,
+            infinity that there is none (or world_size is 1).
     """
 
     xi: float
@@ -282,7 +283,7 @@ class XiProbe:
         self._gradients[unit][low:high] = gradient[here]
 
     async def share(self, step: int, comm: Communicator, accumulated: Sequence[Tensor]) -> None:
-        """Sum over ranks: sampled accumulated vectors, sampled gradients, and squares of the latter."""
+        """Sum the sampled accumulated vectors, the sampled gradients and the squared norms over ranks."""
         if not self.due(step):
             return
         self._ranks = comm.world_size
@@ -295,7 +296,7 @@ class XiProbe:
     def measure(
         self, step: int, totals: Sequence[Vector], quotas: Sequence[int]
     ) -> Measured | None:
-        """Compare with the totals before averaging; None if not due, or if all gradients are zero."""
+        """Estimate xi from the totals before averaging; None if not due or if all gradients are zero."""
         if not self.due(step):
             return None
         assert self._sums is not None, "share comes first"
@@ -307,7 +308,7 @@ class XiProbe:
         k = sum(quota for quota, size in zip(quotas, self.sizes, strict=True) if size)
         largest = kernels.top(accumulated, math.ceil(k * drawn / max(sum(self.sizes), 1)))
         lacking[largest] += accumulated[largest]
-        # all of these are sums instead of means, because the factors 1 / P cancel in equation 5
+        # sums can replace the means, because the factors 1 / P cancel in equation 5
         square = _square(gradients)
         if not square > 0:
             return None

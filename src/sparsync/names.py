@@ -1,4 +1,4 @@
-"""Names of rows and options: equivalent spellings, and suggestions for unknown names."""
+"""Compare names of rows and options in any spelling, and suggest a known name for an unknown one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["fold", "naming_options", "no_option", "parameters_of", "suggestion",
 
 C = TypeVar("C")
 
-# the separators are hyphens as typed and as printed in papers, underscores, spaces, and commas in
+# separators: hyphens, as typed or as printed in papers, underscores, spaces, and the commas of
 # codec names
 _BETWEEN: Final = re.compile(r"[-_,\s\u2010-\u2015]+")
 
@@ -79,13 +79,14 @@ def no_option(
 
 
 def naming_options(kind: type[C]) -> type[C]:
-    """Make a dataclass answer unknown keywords with the nearest options and the list of all.
+    """Make a dataclass refuse unknown keywords with the nearest options and a list of all.
 
     This is a decorator, not ``**kwargs``, so the signature survives and type checkers still reject
     unknown keywords.
 
     Raises:
-        ConfigurationError: by the constructor, where a dataclass alone would raise ``TypeError``.
+        ConfigurationError: the constructor got an unknown keyword, for which a plain dataclass raises
+            ``TypeError``.
 
     Example:
         >>> from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""``SPARSYNC_DISABLE=1``: the same script with plain DDP, for comparison.
+"""Run the same script with plain DDP, for comparison (``SPARSYNC_DISABLE=1``).
 
-``attach`` then returns a handle that exchanges nothing.  DDP keeps its own exchange, and the methods that
-scripts call still work, so nothing has to be changed for the dense run.
+``attach`` then returns a handle that exchanges nothing.  DDP keeps its own exchange, and all methods of
+the handle still work, so the script needs no changes for the dense run.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def leave_dense(
 ) -> NotAttached:
     """Leave a DDP model as it is, and return a handle; this is collective, like ``attach``.
 
-    ``elsewhere`` names an argument by which something other than DDP would exchange, or is empty.
+    ``elsewhere`` names an argument that asks for an exchange outside DDP, or is empty.
 
     Raises:
-        ConfigurationError: there is no DDP module whose exchange could remain.
+        ConfigurationError: the model is not a DDP module, or its exchange would not be DDP's.
         PeerError: not all ranks have disabled sparsync.
     """
     if elsewhere or not isinstance(model, DistributedDataParallel):
@@ -60,7 +60,7 @@ def leave_dense(
     say_on_rank_0(f"{_SAYS}; DistributedDataParallel exchanges whole gradients{applied}")
     groups = Groups(model.process_group, **options.transport.waits)
     try:
-        # for checkpoints, whose ranks write and read together
+        # checkpoints need a communicator, because ranks write and read them together
         group = groups.make(dist.get_process_group_ranks(model.process_group))
         comm = TorchCommunicator(group, timeout=options.transport.timeout)
         run(agree(comm, {"the version of sparsync": f"none, by {DISABLE}=1"}))
@@ -74,8 +74,8 @@ def leave_dense(
 class NotAttached(GradientSync):
     """The handle of a model that was left to DDP: all methods work, and none of them exchanges.
 
-    It counts local steps: those of the last optimizer, if ``attach`` was given one, otherwise forward
-    passes whose backward pass DDP exchanges.  Its bytes are those of agreements and checkpoints.
+    Local steps are the steps of the last optimizer or, if ``attach`` was given none, the forward passes
+    after which DDP exchanges gradients.  Only the bytes of agreements and checkpoints are counted.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class NotAttached(GradientSync):
         """Do nothing: DDP weighs all ranks alike."""
 
     def stats(self) -> dict[str, Any]:
-        """Return the numbers of a handle of gradients that has no units."""
+        """Return the numbers of a gradient handle without units."""
         return {**super().stats(), "exchange": "none"}
 
 
 @final
 class _LeftToDdp(Source):
-    """Brings no gradients; counts local steps."""
+    """Provides no gradients, and only counts local steps."""
 
     def __init__(
         self, model: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]
@@ -118,8 +118,8 @@ class _LeftToDdp(Source):
         """Count steps until the handle is closed."""
         model = self._model()
         assert model is not None
-        # the reference is strong: by this hook the model keeps its handle, like a model that is
-        # attached
+        # The reference is strong, so this hook makes the model keep its handle alive, like an
+        # attached model.
         handles = [model.register_forward_pre_hook(Hook(partial(self._before_forward, sync)))]
         if self._optimizers:
             handles += follow(self._optimizers[-1], Hook(), Hook(partial(self._count, sync)))
@@ -141,7 +141,7 @@ class _LeftToDdp(Source):
         return nullcontext() if model is None else model.no_sync()
 
     def discard(self) -> None:
-        """Do nothing: no backward pass has begun anything here."""
+        """Do nothing: a backward pass leaves nothing unfinished here."""
 
     def step(self) -> None:
-        """Do nothing: the step that it would close was DDP's."""
+        """Do nothing: DDP has already finished the step."""

@@ -77,8 +77,8 @@ class Compression:
         warmup_steps: the number of initial steps that are dense, or have ``warmup_densities``.
         warmup_densities: densities of the warm-up, each for an equal part of it (``DGC_RAMP``).
         overlap: exchange a unit as soon as its gradients are complete.  False, which needs a model
-            without DDP, waits until all gradients are complete; FSDP2 modules that run several
-            times per forward pass need this.
+            without DDP, waits until all gradients are complete; FSDP2 modules that run several times
+            per forward pass need False.
         offload: for exchanges of updates by a model on an accelerator.  True keeps the shared weights,
             the residual and the outer momentum in host memory; False keeps them on the device.  None:
             only the residual is in host memory, unless the device has no room for the shared weights.
@@ -111,7 +111,7 @@ class Compression:
         self.warmup()
 
     def warmup(self) -> Warmup | None:
-        """Return the schedule of the initial steps, or None if they are like all others."""
+        """Return the schedule of the warm-up, or None if there is no warm-up."""
         if not self.warmup_steps and not self.warmup_densities:
             return None
         return Warmup(self.warmup_steps, tuple(self.warmup_densities))
@@ -120,7 +120,7 @@ class Compression:
 @naming_options
 @dataclass(frozen=True)
 class Transport:
-    """Which ranks exchange with each other, and over which transport.
+    """Settings for which ranks exchange with each other, and over which transport.
 
     Attributes:
         name: "zmq" (its own sockets), "torch" (gloo), "mpi", or "auto": the fastest one (zmq).
@@ -129,8 +129,8 @@ class Transport:
         curve_keys: folder with one certificate per rank; zmq then encrypts and authenticates.
         interface, port_range, advertise: settings of zmq's sockets, see ``sparsync.connect``.
         hierarchy: for DDP, exchange densely inside a node on every step, and sparsely (or updates)
-            between nodes.  With "node", a node is as many consecutive ranks as the launcher started
-            on a machine; with "links", a node is a site, found by measuring all links at
+            between nodes.  With "node", a node is a machine, i.e. as many consecutive ranks as the
+            launcher started on it; with "links", a node is a site, found by measuring all links at
             ``attach``; or give a mesh (nodes, ranks of a node).
         world: without DDP, the ranks that train the model together, and refuse steps together; None
             for all ranks.
@@ -168,16 +168,15 @@ class Transport:
 @naming_options
 @dataclass(frozen=True)
 class Monitoring:
-    """Logs, the policy on NaN and Inf, and the check that replicas stay equal.
+    """Settings for logs, for NaN and Inf, and for the check that replicas stay equal.
 
     Attributes:
-        nonfinite: what all ranks do when the sum contains NaN or Inf: "raise" from ``backward()``,
-            "skip" (gradients become None, so the optimizer does nothing), or "propagate" (every
-            gradient of every rank becomes NaN, so a GradScaler skips the step everywhere).
-            Residuals keep their values.  None means "propagate" with ``scaler``, and otherwise
-            "raise".
-        scaler: the ``GradScaler`` that scales the gradients.  The residual is rescaled with it, and
-            overflows are propagated to it.
+        nonfinite: the action of all ranks when the sum contains NaN or Inf: "raise" from ``backward()``,
+            "skip" (gradients become None, so the optimizer does nothing), or "propagate" (every gradient
+            of every rank becomes NaN, so a GradScaler skips the step everywhere).  Residuals keep their
+            values.  None means "propagate" with ``scaler``, and otherwise "raise".
+        scaler: the ``GradScaler`` that scales the gradients.  The residual is rescaled whenever the
+            scale changes, and overflows are propagated to the scaler.
         sentinel: compares replicas every ``Sentinel.period`` steps; None to compare only at
             ``attach``.
         log: receives the numbers of every step (``sparsync.monitoring.Monitor``) on this rank: a path
@@ -217,7 +216,7 @@ class Monitoring:
 
     @property
     def policy(self) -> Nonfinite:
-        """The policy on NaN and Inf; if none was given, it depends on whether there is a scaler."""
+        """The policy on NaN and Inf; by default, it depends on whether there is a scaler."""
         return self.nonfinite or ("raise" if self.scaler is None else "propagate")
 
 
@@ -240,7 +239,7 @@ class Options:
     def for_size(self, elements: int, tell: Callable[[str], object]) -> Options:
         """Choose the density for a model with this many trained elements, if none was given.
 
-        ``tell`` gets a line about the choice, once per job.
+        ``tell`` receives a line about the choice.
         """
         if self.density is not None:
             return self
@@ -250,8 +249,8 @@ class Options:
         said = f"{100 * density:.3g} % of {elements:,} gradient entries on every step"
         if density == 1:
             said = f"all {elements:,} gradient entries on every step"
-            # this uses the dense collective, bit-identical to the baseline, instead of sparse
-            # vectors with all entries
+            # use the dense collective, which is bit-identical to the baseline, not sparse vectors
+            # with all entries
             given = replace(given, compress=given.compress or _nothing)
         lag = "in a model this small, delay costs more than bytes"
         if elements >= LARGE:
@@ -267,7 +266,7 @@ class Options:
     ) -> None:
         """Tell the user if the algorithm's own rule leaves most of a step's bytes dense."""
         rule, density = self.compression.compress, self.density
-        # users know their own rule, and density 1 asks for dense training
+        # no message about the user's own rule, nor at density 1, which asks for dense training
         if rule is None or rule is not self.algorithm.compress or density is None or density == 1:
             return
         share = self.algorithm.dense_share(units, density, world_size)
@@ -290,8 +289,8 @@ class Options:
         """Compare the settings that must be equal on the ranks that hold the other parts of a replica.
 
         Raises:
-            ConfigurationError: the correction clips.
-            PeerError: parts were given different settings.
+            ConfigurationError: the correction clips, which needs the norm of whole gradients.
+            PeerError: ranks were given different settings.
         """
         watched = self.monitoring
         facts = {
@@ -311,11 +310,11 @@ class Options:
             )
 
     def parts(self, ranks: Sequence[int], groups: Groups) -> TorchCommunicator:
-        """Connect the ranks that hold the parts of this replica; ``ranks`` hold the same part as this.
+        """Connect the ranks that together hold this replica; ``ranks`` hold the same part as this rank.
 
-        Ranks with the same position among their replicas hold one whole replica.
+        Ranks with equal positions in their own ``ranks`` hold one whole replica.
         """
-        # each rank knows only its own peers; its position among them is the number of a whole replica
+        # a rank knows only the ranks that hold its own part; its position among them numbers its replica
         place = [sorted(ranks).index(dist.get_rank())]
         world = dist.get_process_group_ranks(groups.world or dist.group.WORLD)
         places = zip(world, groups.gathered(place), strict=True)
@@ -325,7 +324,7 @@ class Options:
         return parts
 
     def units(self, trained: Iterable[tuple[str, Tensor]], module: nn.Module) -> list[Unit]:
-        """Plan the units of a plain module's parameters, or of this rank's shards of the parameters."""
+        """Plan the units of a plain module's parameters, or of this rank's shards of them."""
         given = self.compression
         apart = output_parameters(module, given.output_layer)
         output = apart if self.algorithm.output else ()
@@ -338,8 +337,8 @@ class Options:
             PeerError: ranks ask for different transports, or run different versions.
         """
         carried = self.transport
-        # This comes first, and over gloo, which every transport needs to start: ranks of different
-        # versions may not even send the same facts in the later comparisons.
+        # Compare versions first, because another version may compare other facts later. Compare
+        # over gloo, which every transport needs to start.
         wanted = {
             "the version of sparsync": _version(),
             "the version of torch": torch.__version__,

@@ -114,13 +114,13 @@ def auto(
     gain: float = 0.1,
     patience: int = 2,
 ) -> Algorithm:
-    """For each unit, the collective that is predicted fastest at the given density, possibly dense.
+    """Use the collective predicted to be fastest for each unit at the given density, possibly dense.
 
     Args:
         machine: seconds per message, byte, element and entry.  If None, ``attach`` and the
             optimizers measure them; ``allreduce``, which has one step, uses the defaults of
             ``Machine`` (gigabit Ethernet).
-        budget: bytes that a rank may send or receive per unit and step; None for any number.
+        budget: bytes that a rank may send or receive per unit and step; None for no limit.
         candidates: names of presets; None for all rows that are ``planned``.
         check_period: steps between comparisons of measured and predicted seconds; None for no
             comparisons, which keeps runs exactly repeatable.

@@ -60,7 +60,7 @@ class Reduction:
         Raises:
             ConfigurationError: the operation is not defined on ``dtype``, e.g. "and" on floats.
         """
-        # the operation is tried on one element, because torch cannot list the dtypes that it
+        # try the operation on one element, because torch cannot list the dtypes that an operation
         # supports
         try:
             element = self.neutral(dtype)
@@ -72,7 +72,7 @@ class Reduction:
         return element
 
     def __repr__(self) -> str:
-        return f"Reduction({self.name!r})"  # ranks compare options by repr, so it has no address
+        return f"Reduction({self.name!r})"  # no address, because ranks compare options by repr
 
 
 def reduction(operation: str | Reduction) -> Reduction:
@@ -132,8 +132,8 @@ OPERATIONS: MappingProxyType[str, Reduction] = MappingProxyType(
 def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None = None) -> Vector:
     """Return ``a operation b`` for vectors of one size and dtype, each sparse or dense.
 
-    The result is sparse if both operands are and ``|a| + |b|``, a bound that costs nothing to compute, is
-    at most ``limit``.  With ``limit`` None, two sparse vectors always give a sparse one.
+    The result is sparse if both operands are sparse and ``|a| + |b|``, a cheap bound on its entries, is
+    at most ``limit``.  If ``limit`` is None, the sum of two sparse vectors is always sparse.
 
     Cost: O(|a| + |b|) if both are sparse; disjoint consecutive supports are just concatenated.
 
@@ -176,14 +176,14 @@ def fold(vectors: Iterable[Vector], operation: Reduction = SUM, limit: int | Non
 
 
 def densify(vector: Vector, operation: Reduction = SUM) -> DenseVector:
-    """Store all elements; absent ones become the operation's neutral element."""
+    """Return the dense form of a vector; absent elements become the operation's neutral element."""
     if isinstance(vector, DenseVector):
         return vector
     return DenseVector(vector.to_dense(operation.neutral(vector.values.dtype)))
 
 
 def entries_of(vector: Vector, operation: Reduction = SUM) -> int:
-    """Count the elements that the sparse form of a vector would store, i.e. those that are not neutral.
+    """Count the elements that are not neutral, which the sparse form of the vector would store.
 
     Example:
         >>> entries_of(DenseVector(torch.tensor([0.0, 2.0])))

@@ -82,7 +82,7 @@ class SparseVector:
 
     @staticmethod
     def merge(parts: Sequence[SparseVector], within: Tensor | None = None) -> SparseVector:
-        """Sum vectors of one size in the given order (a left fold); sums of zero are not stored.
+        """Sum vectors of one size in the given order (a left fold); zero sums are not stored.
 
         Elements outside ``within`` (ascending indices) are dropped.
 
@@ -92,8 +92,8 @@ class SparseVector:
             >>> SparseVector.merge([a, b]).to_dense().tolist()
             [5.0, 0.0, 2.0]
         """
-        # vectors are added in the given order, not in order of arrival: float addition is not
-        # associative, and a sum must have the same bits on every run
+        # Add vectors in the given order, not in order of arrival: float addition is not
+        # associative, and a sum must have the same bits on every run.
         if len(parts) == 1 and within is None:
             return parts[0]
         streams, size = [(p.indices, p.values) for p in parts], parts[0].size
@@ -118,7 +118,7 @@ class SparseVector:
         return SparseVector(self.indices + start if start else self.indices, self.values, size)
 
     def restrict(self, indices: Tensor) -> SparseVector:
-        """Keep the elements whose index is in ``indices``, which ascend."""
+        """Keep the elements whose index is among the ascending ``indices``."""
         return self.keep(kernels.restrict(self.indices, indices))
 
     def keep(self, which: Tensor | builtins.slice) -> SparseVector:
@@ -187,7 +187,7 @@ class SparseVector:
         return None if at is None else int(self.indices[at])
 
     def check(self) -> SparseVector:
-        """Return this vector; raise ``ConfigurationError`` unless its shapes, dtypes and indices fit."""
+        """Return this vector; raise ``ConfigurationError`` if shapes, dtypes or indices are invalid."""
         if self.indices.dim() != 1 or self.indices.shape != self.values.shape:
             raise ConfigurationError(
                 f"SparseVector: indices {tuple(self.indices.shape)} and values "
@@ -253,20 +253,20 @@ class DenseVector:
         return self.values[start:stop]
 
     def terms(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return one or two vectors of one dtype whose sum is the ``run``.
+        """Return the ``run`` as one vector, or as two vectors of one dtype to be added.
 
-        The caller may overwrite only the first of two, which is in separate memory.
+        Of two vectors, the caller may overwrite only the first, which is in separate memory.
         """
         return (self.run(start, stop),)
 
     def subtract_from_(self, dense: Tensor, start: int = 0, plus: Tensor | None = None) -> None:
-        """Compute ``dense = dense + plus - self`` in place; ``dense`` may be a run from ``start`` on."""
+        """Compute ``dense = dense + plus - self`` in place; ``dense`` may be a run from ``start``."""
         if plus is not None:
             dense += plus
         dense -= self.run(start, start + dense.numel())
 
     def write_to_(self, dense: Tensor, start: int = 0) -> None:
-        """Write ``dense = self``, in place, in its dtype; ``dense`` may be a run from ``start`` on."""
+        """Write ``dense = self``, in the dtype of ``dense``, which may be a run from ``start``."""
         dense.copy_(self.run(start, start + dense.numel()))
 
     def divide_(self, divisor: int) -> None:
@@ -286,7 +286,7 @@ Vector = SparseVector | DenseVector
 
 
 def run_length(like: Tensor) -> int:
-    """Return how many elements of a long vector to process at a time, on the device of ``like``.
+    """Return the number of elements of a long vector to process at a time, on the device of ``like``.
 
     On a CPU, a few vectors of that length fit into the cache.  On an accelerator, one is enough to keep
     the device busy.
@@ -310,10 +310,10 @@ def host_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
     """Return the first position of NaN or Inf; a vector without any takes a single pass."""
-    if dtype == torch.float16:  # no other dtype can overflow: they have the range of float32
+    if dtype == torch.float16:  # the other dtypes have the range of float32 and cannot overflow
         values = values.to(dtype)
-    # keys order Inf and NaN above all numbers, and ``find`` returns None as soon as one key reaches that
-    # of Inf
+    # Keys order Inf and NaN above all numbers. With a limit of 0, ``find`` returns None as soon as
+    # it finds one of them.
     infinity = int(kernels.magnitude_keys(values.new_full((1,), torch.inf, device="cpu")))
     if kernels.find(values, infinity, 0) is not None:
         return None

@@ -1,4 +1,4 @@
-"""State is in frozen dataclasses, which are replaced, never modified: a reference is a snapshot."""
+"""Keep state in frozen dataclasses, which are replaced, never modified, so a reference is a snapshot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NoState:
 
 
 class Stateful(ABC):  # noqa: B024 (subclasses give a ``state``, no method)
-    """An object whose whole memory is ``self.state``, a frozen dataclass of plain numbers.
+    """An object that remembers only ``self.state``, a frozen dataclass of plain numbers.
 
     Refusing a step restores the previous ``state`` object; nothing is copied.
     """
@@ -99,7 +99,7 @@ def brief(value: object) -> str:
 
 
 def parse_parts(owner: Stateful, parts: Sequence[Stateful], saved: object) -> tuple[Any, ...]:
-    """Return the state objects of an owner's parts for their saved dictionaries."""
+    """Return the state objects of an owner's parts, parsed from their saved dictionaries."""
     if not isinstance(saved, list) or len(saved) != len(parts):
         raise ConfigurationError(
             f"the saved state of {type(owner).__name__} has "

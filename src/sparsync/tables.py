@@ -38,7 +38,7 @@ class Table(Mapping[str, V], Generic[V]):
     """The rows of one kind by name: those of the core, of the papers' packages, and of plug-ins.
 
     Names are looked up in any spelling, ignoring case and hyphens, and then among the ``ALIASES``.
-    Listings contain every row once, under its declared name.
+    Iteration yields each row once, under its declared name.
 
     A package of ``ROOMS`` declares ``ROWS[kind][name]``; others declare an entry point ``name`` of the
     group ``sparsync.<kind>``.  These packages are imported only to look up a name that the core does not

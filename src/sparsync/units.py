@@ -174,7 +174,7 @@ def local_of(tensor: Tensor) -> Tensor:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether this rank's part of a tensor has no NaN or Inf; sparse tensors are allowed."""
     part = local_of(tensor)
-    # the tensor is not coalesced, because the sum of finite duplicates is assumed to be finite
+    # no need to coalesce: the sum of finite duplicates is assumed to be finite
     return bool(torch.isfinite(part._values() if part.is_sparse else part).all())
 
 
@@ -192,7 +192,7 @@ def unflatten(joined: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
     """Return the tensors that replicas share: parameters and the statistics of ``SyncBatchNorm``.
 
-    Tensors whose names are in ``ignored`` are private to each rank.
+    Tensors named in ``ignored`` are private to each rank, and left out.
     """
     synchronised = {
         f"{name}.{buffer}" if name else buffer: tensor
@@ -226,9 +226,9 @@ def check_same_parameters(
 ) -> None:
     """Refuse a model that trains parameters which are neither ``exchanged`` nor ``ignored``.
 
-    Parameters may have been unfrozen, added or replaced since.  Those named in ``alone`` are private to
-    each rank and may be any tensors.  Tensors that ``torch.func.functional_call`` substitutes for
-    parameters are ignored, because they exist only during that call.
+    Such parameters were unfrozen, added or replaced after the exchange was set up.  Parameters named in
+    ``alone`` are private to each rank, and not checked.  Tensors that ``torch.func.functional_call``
+    substitutes for parameters are ignored, because they exist only during that call.
 
     Example:
         >>> model = nn.Linear(2, 1); exchanged = list(model.parameters())

@@ -1,4 +1,4 @@
-"""Averaging models instead of gradients: the seam, and local SGD.
+"""Averaging models instead of gradients: the base class, and local SGD.
 
 WAGMA-SGD is in ``sparsync.published.wagma``, gossip and Eager-SGD are in
 ``sparsync.published.baselines``, and the outer step is in ``sparsync.updates``.

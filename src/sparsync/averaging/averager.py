@@ -1,4 +1,4 @@
-"""The base class of the schemes that average models, and its application to a model."""
+"""The base class of schemes that average models; given a module, it applies the scheme to it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Participation:
 
     averages: int = 0
     stale: int = 0  # averages in which this rank's model was older than the average's step
-    oldest: int = 0  # age in steps of the oldest of these models
+    oldest: int = 0  # age in steps of the oldest such model
     models: int = 0  # total number of models in all these averages
 
     def note(self, age: int, models: int) -> None:
@@ -97,9 +97,9 @@ class Averager(Stateful):
 
     Args:
         model: a plain module (not DDP or FSDP), equal on all ranks, which is averaged in place.
-            Parameters that are frozen at this time are not sent.  With None, only the coroutines
-            are used.
-        comm: default ``sparsync.connect()``.
+            Parameters that are frozen at this time are not sent.  With None, only the coroutines can be
+            used.
+        comm: the communicator; by default ``sparsync.connect()``.
         buffers: floating-point buffers (BatchNorm's statistics) "average" with the parameters, or stay
             "local" until ``finish`` averages them.  Buffers that hold Inf (masks) and integer buffers
             always stay local until then; ``finish`` takes the latter from rank 0.  Buffers that
@@ -115,17 +115,17 @@ class Averager(Stateful):
     Attributes:
         steps: number of local steps done, which is the 0-based number of the next ``step()``.
         memory: vectors that the algorithm keeps, saved with its state.
-        resume_at: the minimal step number at which a rank continues after it was left out.
+        resume_at: the lowest step number at which a rank continues after it was left out.
         averaged: "models", or the "updates" of the ranks' optimizers.
         participation: the averages that included this rank's model; ``stats`` has more.
 
     Raises:
-        ConfigurationError: the scheme does not have an option, or the model is DDP or FSDP; later,
-            the model has changed.
+        ConfigurationError: an option is unknown, or the model is DDP or FSDP; later, the model has
+            changed.
         PeerError: from the first ``step``: ranks differ in settings, tensors or initial values.
 
-    Weights loaded by ``load_state_dict`` before the first step are those from which all ranks begin.
-    Between later steps, schemes with ``memory`` or stale models refuse other weights.
+    If ``load_state_dict`` loads weights before the first step, all ranks begin from them.  Between
+    later steps, schemes with ``memory`` or stale models refuse loaded weights.
     """
 
     averaged: ClassVar[str] = "models"
@@ -171,15 +171,15 @@ class Averager(Stateful):
 
     def _note_loaded(self) -> None:
         """Note whether weights other than those of the last step were loaded into the model."""
-        # Loading an EMA's weights for an evaluation, and then this rank's own again, is no change.  A
-        # scheme that keeps nothing from one average to the next goes on from any weights.
+        # Loading an EMA's weights for an evaluation, and then this rank's own again, is no change.
+        # A scheme that keeps nothing between averages can continue from any weights.
         keeps = bool(self.memory) or self.staleness != "none"
         self._overwritten = self._begun and keeps and self._changes.differ()
 
     # ---- an algorithm -----------------------------------------------------------------------------
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
-        """Prepare, before local step ``step``; all ranks call it with the common initial model.
+        """Prepare for local step ``step``; all ranks call this with the common initial model.
 
         ``vector`` is handed over, so the caller must not change it afterwards.
         """
@@ -213,7 +213,7 @@ class Averager(Stateful):
 
     @property
     def global_period(self) -> int | None:
-        """The steps between averages over all ranks, tau (Q4); None if only ``finish`` has one."""
+        """The steps between averages over all ranks, tau (Q4); None if only ``finish`` takes one."""
         return 1
 
     def effective_group_size(self, world_size: int) -> int:
@@ -231,13 +231,13 @@ class Averager(Stateful):
             averaged = run(self.average(binding.comm, vector, self.steps))
             self._waited += binding.comm.now - started
             self._count(binding.comm)
-            # the same object means that the scheme had no newer model, so parameters and moments
-            # stay
+            # if the scheme returned the same object, it had no newer model, so parameters and
+            # moments stay
             if averaged is not vector:
                 binding.write_(averaged)
                 binding.reset_moments()
-        # a rank that was left out continues at the others' step, or it would delay every later global
-        # average
+        # a rank that was left out continues at the others' step; otherwise it would delay every
+        # later global average
         self.steps = max(self.steps + 1, self.resume_at)
         self._changes.remember()
         self._close_books(binding.comm)
@@ -254,8 +254,7 @@ class Averager(Stateful):
     def finish(self) -> None:
         """Make all replicas equal; training may continue."""
         binding = self._bound()
-        # these bytes are recorded separately, because bytes per step describe the algorithm, not
-        # the end of training
+        # book these bytes separately: bytes per step describe the algorithm, not the end of training
         with binding.comm.ledger.outside_steps():
             vector = binding.read()
             binding.write_(run(self.conclude(binding.comm, vector, self.steps)))
@@ -266,11 +265,11 @@ class Averager(Stateful):
     def stats(self) -> dict[str, Any]:
         """Return this rank's statistics since its process began; call it between two steps.
 
-        ``group_size`` and ``sync_period`` are the effective S and tau.  ``averages`` counts the averages
-        that included this rank's model, with ``models_per_average`` models on average.  In a fraction
-        ``stale_share`` of them the model was older than the average's step, by at most
-        ``largest_staleness`` steps.  ``seconds_waited`` is the time in ``step()`` spent waiting for
-        messages and other ranks.  Bytes per step exclude the initial comparison of the ranks and
+        ``group_size`` and ``sync_period`` are the effective S and tau.  ``averages`` counts the
+        averages that included this rank's model, with ``models_per_average`` models on average.  In a
+        fraction ``stale_share`` of them, this rank's model was older than the average's step, by at
+        most ``largest_staleness`` steps.  ``seconds_waited`` is the time in ``step()`` spent waiting
+        for messages and other ranks.  Bytes per step exclude the initial comparison of the ranks and
         ``finish``.
 
         Raises:
@@ -307,8 +306,8 @@ class Averager(Stateful):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from this rank's ``state_dict``; call it before the first ``step()``.
 
-        Load the model and the optimizer as well, in any order.  The ranks' models need not be equal
-        in this case.
+        Load the model and the optimizer as well, in any order.  The ranks' models then need not be
+        equal.
         """
         self.restore(self.check(state))
 
@@ -324,8 +323,8 @@ class Averager(Stateful):
         """Check a saved state as far as this rank alone can, and return its content."""
         content = opened(state, "averager")
         self._check_left_out(content.get("left_out"))
-        # The place is checked before the fields, so the state of another scheme is refused as such, not
-        # because of the first missing field.
+        # Check scheme and rank before the fields, so that another scheme's state is refused as
+        # such, and not because of its first missing field.
         place = {name: Exactly(value) for name, value in self._place().items()}
         check_saved(content, Fields(place, more=object), "state", _CURE)
         check_saved(content, Fields({**place, **self.kinds(content)}), "state", _CURE)
@@ -394,12 +393,13 @@ class Averager(Stateful):
             run(agree(binding.comm, facts))
             run(self.begin(binding.comm, run(binding.start()), self.steps))
             self._begun, self._before = True, (self.steps, binding.comm.ledger.of_steps())
-            # ``state_dict`` begins as well, and weights may be loaded before the first step
+            # saving an ``OuterAverager`` also calls this method, and weights may be loaded between
+            # that and the first step
             self._changes.remember()
         return binding
 
     def _begin_again(self) -> None:
-        """Let the next step begin with the model as it then is, after a state was loaded."""
+        """After a state was loaded, let the next step begin with the model as it is then."""
         self._begun = self._overwritten = False
         if self._binding is not None:
             self._binding.forget_start()
@@ -457,11 +457,11 @@ class LocalSgd(Averager):
 
     @property
     def global_period(self) -> int:
-        """Its period."""
+        """The number of steps between averages."""
         return self.period
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return 1 if there are steps between two averages, because ranks train alone in them."""
+        """Return 1 if there are steps between two averages, in which ranks train alone."""
         return world_size if self.period == 1 else 1
 
     def is_due(self, step: int) -> bool:
@@ -477,7 +477,7 @@ class LocalSgd(Averager):
 
 
 class Companion(Actor):
-    """An actor that records its messages, and hands the records over to its rank with every answer."""
+    """An actor that records its messages, and passes the records to its rank with every answer."""
 
     def __init__(self) -> None:
         self.ledger, self.participation = Ledger(), Participation()
@@ -493,14 +493,14 @@ class Companion(Actor):
 
     def answer(self, reply: Reply, result: object) -> None:
         """Send the rank the result that it waits for."""
-        # The records are handed over and new ones started, so the actor's thread and the rank's thread
+        # Hand the records over and start new ones, so that the actor's thread and the rank's thread
         # never write to the same objects.
         books = self.ledger, self.participation
         self.ledger, self.participation = Ledger(), Participation()
         reply((result, *books))
 
     def failure(self, peer: int, step: int, reason: str) -> PeerError:
-        """Return the error for waiting on a peer that is gone."""
+        """Return the error for a wait on a peer that is gone."""
         where = f"rank {self.host.rank}, local step {step}, phase 'average'"
         return PeerError(f"{where}: rank {peer}: {reason}")
 
@@ -519,7 +519,7 @@ class Accompanied(Averager):
         """Run an actor on all ranks, until the communicator is closed or gets another actor."""
         if not isinstance(comm, HostsActors):
             raise ConfigurationError(f"{type(comm).__name__} runs no actors; use zmq, torch or mpi")
-        # there is one agent per communicator, because two would take each other's messages
+        # one agent per communicator: two would take each other's messages
         old = comm.companions.pop("averaging", None)
         if old is not None:
             old.close()

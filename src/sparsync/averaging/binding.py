@@ -33,8 +33,8 @@ NonFiniteRule = Literal["raise", "spread"]
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that ``state_dict`` saves, i.e. all but those with ``persistent=False``."""
-    # The set is private (PyTorch 2.13), but there is no public alternative.  ``state_dict`` itself would
-    # run the state-dict hooks of the model's classes.
+    # This set of names is private (PyTorch 2.13), but there is no public alternative.
+    # ``state_dict`` itself would run the state-dict hooks of the model's classes.
     unsaved = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -89,8 +89,7 @@ class Binding:
         _check_model(model)
         self.model, self.comm, self.nonfinite = model, comm, nonfinite
         self.buffers, self.optimizer, self.moments = buffers, optimizer, moments
-        # this is decided once, before training, because a buffer that gets Inf later is broken, not
-        # a mask
+        # decided once, before training, because a buffer that gets Inf later is broken, not a mask
         self._averaged = set(averaged_buffers(model) if buffers == "average" else ())
         floating = [n for n, b in saved_buffers(model).items() if b.is_floating_point()]
         self.left_out = [n for n in floating if buffers == "average" and n not in self._averaged]
@@ -105,7 +104,7 @@ class Binding:
     def follow_loads(self, loaded: Callable[[], None]) -> list[RemovableHandle]:
         """Call ``loaded`` after every ``load_state_dict`` of the model or of one of its modules.
 
-        As long as ``initial`` is needed, it follows what is loaded.
+        Until averaging begins, ``initial`` is updated as well.
         """
         sizes = self._sizes()
         # places, not views: a view would keep ``initial`` alive after the first step
@@ -124,7 +123,7 @@ class Binding:
 
     @torch.no_grad()
     def reread(self, module: nn.Module, places: Mapping[str, slice]) -> None:
-        """Take a module's own tensors into ``initial``, where every rank begins."""
+        """Copy a module's own tensors into ``initial``, from which every rank begins."""
         if self.initial is None:
             return
         for name, place in places.items():
@@ -136,7 +135,7 @@ class Binding:
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """Return a new vector; NaN or Inf in a trained parameter is an error unless it may spread."""
+        """Return the model as a new vector; refuse NaN or Inf in trained parameters unless allowed."""
         tensors = self._travelling()
         device = next((t.device for t in tensors.values() if t is not None), None)
         # the first piece is empty, because a model may have no parameters
@@ -145,8 +144,8 @@ class Binding:
             piece = pieces[0].new_zeros(size) if tensor is None else tensor.to(pieces[0])
             pieces.append(piece.reshape(-1))
         vector = torch.cat(pieces)
-        # this takes one pass, and a single number to wait for on a GPU; if only the sum overflows,
-        # the model is just as broken
+        # one pass, and one wait for a GPU; a model whose sum overflows is broken even if its
+        # elements are finite
         trained = sum(parameter.numel() for parameter in self.trained.values())
         if self.nonfinite == "raise" and not vector[:trained].sum().isfinite():
             raise NonFiniteGradientError(
@@ -159,7 +158,7 @@ class Binding:
     @torch.no_grad()
     def write_(self, vector: Tensor) -> None:
         """Write a vector back, to the same tensors, with their dtypes and strides."""
-        # tensors are written in place, because optimizers, views and compiled graphs refer to them
+        # write in place, because optimizers, views and compiled graphs refer to these tensors
         tensors = self._travelling().values()
         for tensor, piece in zip(tensors, torch.split(vector, self._sizes()), strict=True):
             if tensor is not None:
@@ -179,8 +178,8 @@ class Binding:
     async def start(self) -> Tensor:
         """Compare the models of all ranks, and return the vector from which all of them start.
 
-        This is ``initial``, with zeros for moments that did not exist yet, or after a restore the current
-        model.  A ``PeerError`` names the first tensor that differs.
+        After a restore, all start from their current models; otherwise from ``initial``, with zeros for
+        moments that did not exist yet.  A ``PeerError`` names the first tensor that differs.
 
         Cost: 8 bytes per tensor from every rank, twice; a digest of all parameters.
         """
@@ -195,8 +194,8 @@ class Binding:
         most = await self.comm.allreduce(torch.tensor([len(labels)]), "agreement", "max")
         # ``agree`` needs the same number of facts on every rank
         labels += ["nothing"] * (int(most) - len(labels))
-        # names and shapes come first, because ranks that differ in them would pass different
-        # numbers of facts, or vectors of different lengths, to every later exchange
+        # Compare names and shapes first: ranks that differ in them would pass different numbers of
+        # facts, or vectors of different lengths, to every later exchange.
         await agree(
             self.comm, {f"tensor {i} of the model": label for i, label in enumerate(labels)}
         )
@@ -283,7 +282,7 @@ class Binding:
     def _find_moments(self) -> dict[str, tuple[Tensor, str]]:
         """Return parameter and key of every moment to average.
 
-        A parameter without state, which has had no gradient on this rank, is assumed to have the moments
+        A parameter without state has had no gradient on this rank, and is assumed to have the moments
         of its group.
         """
         if self.moments != "average" or self.optimizer is None:
@@ -311,7 +310,7 @@ class Binding:
 
 @final
 class _LoadHook:
-    """A hook that follows what is loaded into a module.
+    """A hook that notes the weights loaded into a module.
 
     Its copies do nothing, because a copied model is not bound.
     """
@@ -327,7 +326,7 @@ class _LoadHook:
         self._places, self._loaded = places, loaded
 
     def __call__(self, module: nn.Module, _keys: object) -> None:
-        """Take what was loaded; PyTorch calls this for every loaded module, after its children."""
+        """Note the loaded weights; PyTorch calls this for every loaded module, after its children."""
         if self._binding is not None and (binding := self._binding()) is not None:
             binding.reread(module, self._places)
             if self._loaded is not None:
@@ -339,8 +338,7 @@ class _LoadHook:
 
 def _check_model(model: nn.Module) -> None:
     """Refuse a model that does not hold its own parameters, or that averages gradients itself."""
-    # this compares the names of base classes, because FSDP2 derives a new class from each module's
-    # class
+    # compare the names of base classes, because FSDP2 derives a new class from each module's class
     wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
     bases = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     require(

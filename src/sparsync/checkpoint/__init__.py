@@ -1,4 +1,4 @@
-"""Checkpoints hold every rank's residual and everything that ranks share, complete or not at all.
+"""Checkpoints of every rank's residual and all that ranks share, written completely or not at all.
 
 ::
 

@@ -37,7 +37,7 @@ _KEY: Final = re.compile(
 
 @final
 class DistributedState:
-    """A handle returned by ``attach``, in the form of DCP's ``Stateful``.
+    """Wraps a handle returned by ``attach`` as a ``Stateful`` of DCP.
 
     ::
 
@@ -123,8 +123,7 @@ class _Saved:
 
     def read(self, seat: Seat, use: Use) -> dict[str, Any]:
         """Return a rank's state; if it is only checked, its tensors are zeros that take no memory."""
-        # most residuals go to other ranks than this one, so only their sizes are checked and not
-        # their values
+        # most residuals go to other ranks, so this rank checks their sizes but not their values
         prefix = self._prefixes[seat]
 
         def read(name: str) -> Any:
@@ -140,7 +139,7 @@ class _Saved:
     def _load(self, key: str, target: object) -> Any:
         items = {key: target}
         with warnings.catch_warnings():
-            # DCP warns of no_dist, which is intended: each rank reads different keys, independently
+            # DCP warns about no_dist, which is intended: each rank reads different keys, independently
             warnings.simplefilter("ignore", UserWarning)
             load(items, storage_reader=self._reader, no_dist=True)
         return items[key]

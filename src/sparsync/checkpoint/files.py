@@ -1,4 +1,4 @@
-"""Files of checkpoints: written completely or not at all, and read without running any code in them."""
+"""Write checkpoint files completely or not at all, and read them without running code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 SHARED: Final = "shared.pt"
 _FOLDER: Final = re.compile(r"(\d{6,})-step-\d{8,}")
 _STATE: Final = re.compile(r"sparsync-rank-(\d+)-of-(\d+)(?:-part-(\d+)-of-(\d+))?\.pt")
-# errors of network file systems on which a folder cannot be flushed
+# errors raised by network file systems that cannot flush a folder
 _NO_FOLDER_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 
@@ -100,8 +100,7 @@ def write_file(path: Path, content: Any) -> None:
     except Exception as error:  # an object may raise anything when it is pickled
         remove_file(temporary)
         refused = _by_the_system(error)
-        # the search for the culprit pickles all values again, so it is done only if the disk is
-        # fine
+        # the search for the culprit pickles all values again, so search only if the disk is fine
         on_disk = refused is not None or isinstance(error, RuntimeError)
         raise CheckpointError(
             f"cannot write {path}: {'' if on_disk else _culprit(content)}{first_line(refused or error)}"
@@ -131,7 +130,7 @@ def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
 
 
 def _by_the_system(error: BaseException | None) -> OSError | None:
-    """Return the system's error, if that is the cause of another error.
+    """Return the operating system's error if it caused another one.
 
     When a disk is full, torch's writer raises a second error while closing, because its position in the
     file is wrong; only the context of that error has the reason.
@@ -162,7 +161,7 @@ def await_whole(path: Path, seconds: float) -> None:
     """Wait until this rank sees all files of a checkpoint, which a shared folder may show late.
 
     Raises:
-        CheckpointError: this rank does not see them in time, so the ranks' folders are not the
+        CheckpointError: this rank does not see all files in time, so the ranks' folders are not the
             same.
     """
     deadline = time.monotonic() + seconds
@@ -214,7 +213,7 @@ def remove_old(folder: Path, keep: int) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file if possible; failing to remove it must not end the training."""
+    """Remove a file if possible; a failure must not end the training run."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 

@@ -1,12 +1,12 @@
-"""Saved states for another number of ranks, or for other shards of the parameters.
+"""Rebuild saved states for another number of ranks, or for other shards of the parameters.
 
-Residuals are mass that ranks have not delivered yet.  It is not tied to a rank: any rank that holds it
-can deliver it.  So only the sum over ranks is preserved, element by element:
+A residual is mass that has not been delivered yet, and any rank that holds it can deliver it.  So only
+the sum over ranks is preserved, element by element:
 
 * fewer ranks: new rank r adds up the residuals of the old ranks r, r + P', r + 2 P', ...;
 * more ranks: old rank r deals its elements, each as a whole, to the new ranks r, r + P, r + 2 P, ...
 
-Dealing does not round; sums of integers are exact, and other sums round as in the law.
+Dealing does not round.  Sums of integers are exact; other sums round, as in the conservation law.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ State = Mapping[str, Any]
 # saved states, each with the pieces of all its parameters
 Olds = Sequence[tuple[State, Mapping[str, Piece]]]
 
-# these fields are equal on all ranks; the others are particular to each rank
+# fields that are equal on all ranks; the others are particular to each rank
 _EQUAL: Final = ("algorithm", "world_size", "momentum", "scale", "step", "skipped", "density")
 
 
@@ -52,7 +52,7 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
         world_size: the new number of ranks P', by which residuals are divided when they are delivered.
 
     Returns:
-        One state per new rank; for the same shards of the parameters, if they are sharded.
+        One state per new rank.  If parameters are sharded, their shards stay the same.
 
     Raises:
         ConfigurationError: a rank or shard is missing, states are from different steps, a residual has
@@ -90,7 +90,7 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
 
 
 def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
-    """Return the state of one new rank, built from those of all old ones; see ``reshard``.
+    """Return the state of one new rank, built from the states of all old ranks; see ``reshard``.
 
     Args:
         template: this rank's ``state_dict()`` before loading; it provides the rank, the number of ranks,
@@ -99,7 +99,7 @@ def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
         states: the states of all old ranks.
 
     Raises:
-        ConfigurationError: a state is of a different kind than the template, or of an averager; see also
+        ConfigurationError: a state's kind differs from the template's, or is an averager's; see also
             ``reshard``.
     """
     kind, here = template["kind"], template["content"]
@@ -109,7 +109,7 @@ def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
     else:
         reducer = _checked_like(_flat(here), [_flat(old) for old in olds])
         at = _place_of(reducer["rank"], olds)
-        # an optimizer's torch part comes from the old rank; pieces are those of this run
+        # an optimizer's torch part comes from the old rank, the pieces from this run
         content = {**(here if kind == "gradients" else olds[at]), "reducer": reducer}
     return {**states[at], "content": content}
 
@@ -135,7 +135,7 @@ def _flat(content: State) -> dict[str, Any]:
 
 
 def _place_of(rank: int, olds: Sequence[State]) -> int:
-    """Return the position of old rank r modulo P."""
+    """Return the position in ``olds`` of the old rank that is ``rank`` modulo P."""
     wanted = rank % olds[0]["reducer"]["world_size"]
     return next(at for at, old in enumerate(olds) if old["reducer"]["rank"] == wanted)
 
@@ -163,7 +163,7 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
     pieces = _pieces_of(template)
     for what in ("residual", "velocity"):
         new[what] = {}
-        # the check is by unit, because a residual exists for all parameters of a unit, or for none
+        # check unit by unit, because either all parameters of a unit have a residual or none
         for names, sizes in zip(template["units"], template["sizes"], strict=True):
             placed = [_placed(olds, what, name, before, rank, world_size) for name in names]
             if all(values is None for values in placed):
@@ -187,12 +187,12 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
 
 
 def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[str, Any]]:
-    """Return a content that starts from the shared weights, with its part of the undelivered mass.
+    """Return a new rank's content: the shared weights, and its part of the undelivered mass.
 
-    Moments and steps are taken from old rank r modulo P; exchanges in flight are applied first.  If one
-    was refused, or would be because a rank's weights are broken, all ranks start without their steps
-    since the last exchange, and without broken moments.  The first result is that old rank's position in
-    ``states``.
+    Moments and steps are taken from old rank r modulo P, after exchanges in flight are applied.  If an
+    exchange was refused, or would be because a rank's weights are broken, all ranks start without their
+    steps since the last exchange, and without broken moments.  The first result is the position of old
+    rank r modulo P in ``states``.
     """
     different = {str([state[key] for key in ("steps", "state")]) for state in states}
     require(len(different) == 1, f"the saved states are of {different}; give those of one save")
@@ -276,8 +276,8 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
     kept = state["reducer"]["residual"]
     residual = torch.cat([kept.get(name, shared.new_zeros(size)) for name, size in sizes.items()])
     in_weights = state["residual"] == "weights"
-    # With weights of updates above 1, a rank's own weights show only part of the residual
-    # (``Contributions``).  The hidden part is not in shared - own, so it is added
+    # If an update's weight exceeds 1, a rank's own weights show only part of the residual
+    # (``Contributions``). The hidden part is not in shared - own, so it is added.
     hidden = torch.zeros_like(residual)
     for place, shown in zip(state["spans"], state["contributions"]["shown"], strict=True):
         hidden[slice(*place)] = residual[slice(*place)] * (1 - shown)
@@ -293,9 +293,8 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
             own[span] = shared[span] - (residual - hidden)[span] * in_weights
     if returns:
         own = shared - (residual - hidden) if in_weights else shared
-    # shared - own has the local steps since the last exchange, and with residual="weights" the
-    # shown residual. These steps weigh the same on all ranks, because the counts since then are
-    # unknown here.
+    # shared - own contains the local steps since the last exchange, and with residual="weights" the
+    # shown residual. These steps weigh the same on all ranks, because later counts are unknown here.
     missing = shared - own + (hidden if in_weights else residual)
     momentum = state["memory"].get("momentum", shared[:0])
     named = {"shared vector": shared, "momentum vector": momentum, "residual": missing}
@@ -326,8 +325,7 @@ def _placed(
     old = _whole(olds, what, name, rank % before)
     if old is None:
         return None
-    # elements are dealt in turn rather than in ranges, so that layers with large entries are spread
-    # evenly
+    # deal elements in turn rather than in ranges, to spread layers with large entries evenly
     heirs = len(range(rank % before, world_size, before))
     new = torch.zeros_like(old)
     new[rank // before :: heirs] = old[rank // before :: heirs]
@@ -336,7 +334,7 @@ def _placed(
 
 def _whole(olds: Olds, what: str, name: str, rank: int) -> Tensor | None:
     """Assemble a parameter's residual on one old rank from its pieces; return None for zeros."""
-    # by piece, as several ranks may hold the same one
+    # keyed by piece, because several ranks may hold the same one
     found: dict[str, tuple[Piece, Tensor | None]] = {}
     for state, pieces in olds:
         if state["rank"] != rank or name not in pieces:
@@ -406,7 +404,7 @@ def _check_states(states: Sequence[State]) -> None:
                 f"a saved state belongs to rank {rank} of {world_size}; give those of one save"
             )
     missing = next((rank for rank in range(world_size) if rank not in ranks), None)
-    # only the first is named, because a damaged world_size may be any number
+    # name only the first missing rank, because a damaged world_size may be any number
     if missing is not None:
         raise ConfigurationError(
             f"the saved state of rank {missing} of {world_size} is missing; give those of all ranks"

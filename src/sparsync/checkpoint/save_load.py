@@ -63,7 +63,7 @@ _BESIDE: Final = Fields({}, {"own": Mapping, "weights": str})
 T = TypeVar("T")
 
 Use = Literal["own", "part", "check"]
-"""What a state is read for: to become this rank's, to contribute a part of it, or only to be checked."""
+"""The purpose of reading a state: to adopt it, to take a part of it, or only to check it."""
 
 
 class Saveable(Protocol):
@@ -82,7 +82,7 @@ class Saveable(Protocol):
 
 
 class Source(Protocol):
-    """Holds the states of all ranks from one save; converted to a string, its name for messages."""
+    """The states of all ranks from one save; ``str()`` of it is its name in messages."""
 
     def seats(self) -> Collection[Seat]:
         """Return the seats of the saved states."""
@@ -128,7 +128,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
 
     Raises:
         CheckpointError: raised on all ranks if any of them could not write, does not see the others'
-            files, or has made another number of local steps.  Earlier checkpoints are untouched, and
+            files, or has taken another number of local steps.  Earlier checkpoints are untouched, and
             training may continue.
         ConfigurationError: ``keep`` or ``folder`` is not valid.
 
@@ -170,8 +170,8 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         if seat.place == 0:
             write_file(target / SHARED, {**states, **plain})
 
-    # all write, and then all look, so older checkpoints are removed only if every rank sees the new
-    # one complete
+    # First all ranks write, then all look: older checkpoints are removed only if every rank sees
+    # the new one complete.
     try:
         _together(sync, write, f"write its part of {target}")
         _together(sync, lambda: await_whole(target, _LATE), f"see all files of {target}")
@@ -220,7 +220,7 @@ def load(
     back.
 
     Cost: reads n elements per rank; with another number of ranks, all residuals that a rank sums up.
-    Copies the states of ``shared``, to be able to roll back.
+    Copies the states of ``shared``, for a possible rollback.
     """
     path, older = _chosen(sync, _named(folder), step)
     try:
@@ -240,10 +240,10 @@ def _named(folder: Path | str) -> Path:
 
 
 def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[int]]:
-    """Return the last checkpoint that all ranks see complete, and the steps of older ones."""
-    # The newest checkpoint that every rank sees is the least of the ranks' last ones.  A rank may
-    # still lack it, e.g. because its folder is a different one, which the second question reveals.
-    # All ranks ask both questions.
+    """Return the last checkpoint that is complete on all ranks, and the steps of older ones."""
+    # No checkpoint newer than the least of the ranks' newest ones is visible to all. A rank may
+    # lack that one as well, e.g. because its folder is a different one, so all ranks then ask
+    # whether any lacks it.
     whole = _together(sync, lambda: whole_checkpoints(folder), f"list {folder}")
     wanted = [number for number, path in whole.items() if step in (None, step_of(path))]
     number = -_greatest(sync, -max(wanted, default=0))
@@ -259,7 +259,7 @@ def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[
 
 
 def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Let every object load its state, and return the rest; or change nothing."""
+    """Let every object load its state, and return the rest; change nothing if one fails."""
     # all ranks read and check everything before any rank changes anything
     before, state, beside = _read_states(sync, _Folder(path))
 
@@ -310,18 +310,18 @@ def _holds(sync: Saveable, value: object) -> bool:
 
 
 def _holds_shards(sync: Saveable, value: object, state: Mapping[str, Any]) -> bool:
-    """Return whether a handle's state includes that of ``value``, of which this rank has only pieces."""
+    """Return whether a handle's state includes ``value``'s, which this rank holds only in pieces."""
     return _holds(sync, value) and bool(state["content"]["pieces"])
 
 
 def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = False) -> None:
     """Write this rank's file, and a digest of its weights; this is collective.
 
-    If ``alone``, the handle is closed, e.g. after training, so ranks cannot be asked.
+    If ``alone``, the handle is already closed, e.g. after training, so other ranks cannot be asked.
 
     Raises:
-        CheckpointError: raised on all ranks if any of them has made another number of local steps (then
-            nothing is written), or could not write.
+        CheckpointError: raised on all ranks if any of them has taken another number of local steps
+            (then nothing is written), or could not write.
     """
 
     def write() -> None:
@@ -336,7 +336,7 @@ def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = Fals
 
 
 def load_states(sync: Saveable, folder: Path, weights: str) -> None:
-    """Load the files that ``save_state`` wrote on all ranks: this rank's own, or its part of all.
+    """Load the files that ``save_state`` wrote on all ranks: this rank's own file, or its part of all.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -373,7 +373,7 @@ def restore(sync: Saveable, state: Callable[[], dict[str, Any]], where: str) -> 
 def _read_states(
     sync: Saveable, source: Source
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return this rank's current state, its saved state, valid on all ranks, and the additions to it."""
+    """Return this rank's current state, its saved state (valid on all ranks), and the additions to it."""
     seat, before = seat_of(sync), sync.state_dict()
     seats = _together(sync, source.seats, f"list {source}")
 
@@ -410,7 +410,7 @@ def _read_states(
 
 
 def _use(old: Seat, new: Seat) -> Use:
-    """Return how a new rank uses an old rank's state; the state of rank 0 has the common fields."""
+    """Return the ``Use`` of an old rank's state on a new rank; all need rank 0's common fields."""
     shared = old.rank == 0
     heir = old.rank % new.ranks == new.rank or new.rank % old.ranks == old.rank
     return "part" if shared or heir else "check"
@@ -424,7 +424,7 @@ def _take_state(
     try:
         _together(sync, lambda: sync.load_state_dict(state), f"load its state in {where}")
     except Exception:
-        # loading rescales a state to the current scale, so it must be restored first
+        # the scale comes first, because loading a state rescales it to the current scale
         sync.reducer.set_scale(scale)
         with suppress(CommunicationError):  # peers are gone, as the first error already says
             sync.load_state_dict(before)
@@ -460,7 +460,7 @@ def _same_steps(sync: Saveable) -> int:
     Raises:
         CheckpointError: ranks have taken different numbers of steps.
     """
-    # the minimum is minus the maximum of the negatives, so one primitive serves for both
+    # the minimum is minus the maximum of the negatives, so one primitive serves both
     here = getattr(sync, "steps", sync.reducer.step)
     least, most = -_greatest(sync, -here), _greatest(sync, here)
     if least != most:

@@ -1,6 +1,6 @@
-"""How a rank takes part in a changing group: it asks for quorums, meets others, fetches and recovers.
+"""Take part in a changing group: ask for quorums, meet the others, fetch weights, and recover.
 
-torchft's manager determines which ranks are present; ``members`` decides about the open step.
+torchft's manager determines which ranks are present; ``members`` decides the fate of the open step.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _numbers(rates: Rates) -> list[list[tuple[str, str]]]:
 def summing(algorithm: Algorithm) -> Algorithm:
     """Return the algorithm without averaging, because ``Attendance.commit`` divides.
 
-    Not all ranks have gradients in a total: a rank that is behind, or leaves, contributes none.
+    Not all ranks contribute gradients to a total: ranks that are behind or leave do not.
     """
     return replace(algorithm, average=False)
 
@@ -158,8 +158,7 @@ class Attendance:
                 self._meet(quorum)
         self._met = False
         if self.catch_up is not None and self.members.behind:
-            # this comes before the vote, which tells the others that this rank counts from the next
-            # step on
+            # look before the vote, which tells the others that this rank counts from the next step on
             try:
                 self._ready = self.catch_up.done and not self._outside
             except PeerError:
@@ -175,8 +174,8 @@ class Attendance:
     def outside_steps(self) -> Iterator[None]:
         """Return a context in which this rank takes part in an exchange outside of its loop's steps.
 
-        The rank does not catch up in such an exchange: it would take over the states of schedulers,
-        and its loop does not step the schedulers after such an exchange.
+        The rank does not catch up in such an exchange, because it would take over the states of
+        schedulers, which its loop does not step after such an exchange.
         """
         self._outside = True
         try:
@@ -201,8 +200,8 @@ class Attendance:
         failed: CommunicationError | None = failure
         while failed is not None:
             verdict = self.recover(failed)
-            # this is True only if no attempt follows: the roll's rows then hold for the next step,
-            # whose quorum is already known.  After an attempt, its votes' rows hold
+            # ``_met`` stays True only if no attempt follows: the roll's rows then hold for the next
+            # step, whose quorum is already known. After an attempt, the rows of its votes hold.
             failed, self._met = None, False
             if self.reducer.comm.rank in verdict.stale and not missed():
                 self._met = True
@@ -221,7 +220,7 @@ class Attendance:
         return self._meet(self._again(error))
 
     def end(self, copy: Callable[[], memoryview]) -> bytearray | None:
-        """Wait until all have applied the last step, and ranks that are behind have a copy.
+        """Wait until all ranks have applied the last step, and those that are behind have a copy.
 
         Returns:
             Another rank's copy if this rank was behind, otherwise None.
@@ -296,14 +295,12 @@ class Attendance:
                     f"{self.reducer.place}: no quorum yet ({reason}); training waits, and "
                     "nothing is lost"
                 )
-            # there is no pause after a long wait, because the quorum that is forming now may
-            # include this rank
+            # no pause after a long wait, because the quorum that is forming now may include this rank
             time.sleep(max(began + _PAUSE - time.monotonic(), 0))
 
     def _again(self, error: CommunicationError) -> Quorum:
         """Abandon the exchange, make the others abandon it too, and return the next quorum."""
-        # this comes first, because the others may be waiting for this rank's messages until their
-        # deadline
+        # give up first, because the others may be waiting for this rank's messages until their deadline
         self.group.comm.give_up()
         # torchft counts failed steps, and after one the lighthouse forms a new quorum even if its members
         # are the same.  A quorum is needed whether or not the report succeeds
@@ -347,8 +344,7 @@ class Attendance:
     async def agree(self, told: Callable[[], dict[str, Any]]) -> None:
         """Vote, and send the states of ``told`` to ranks whose gradients count from the next step on."""
         members, comm = self.members, self.reducer.channel("roll")
-        # this comes before the vote, because an undelivered share makes the attempt fail, like any
-        # other message
+        # deal before the vote: an undelivered share makes the attempt fail, like any other message
         await members.deal()
         compared = members.counts and not members.idle
         facts = [compared, *(self._numbers() if compared else (0, 0, 0)), self._since]
@@ -372,8 +368,8 @@ class Attendance:
         """Return a digest of all rates, the learning rate, and, periodically, a digest of the weights."""
         present = self.rates()
         rates, lr = number_of(repr(_numbers(present))), float(present[0][0].get("lr") or 0)
-        # the digest is sent periodically, and in the step after a rank has joined; otherwise it is
-        # 0
+        # the digest of the weights is sent periodically, and in the step after a rank has joined;
+        # otherwise, 0 is sent
         looks = self._joined or self.reducer.step % _LOOK == 0
         weights = number_of(self.weights()) if looks else 0
         # reduced from 64 bits, because float64 holds only 53
@@ -382,7 +378,7 @@ class Attendance:
     def _check_alike(self) -> None:
         """Refuse rates and weights that differ from the rank that has contributed for the longest time.
 
-        Among several such ranks, the lowest decides; ranks that do not contribute yet do not compare.
+        Among several such ranks, the lowest decides.  Ranks that do not contribute yet are not compared.
 
         Raises:
             ConfigurationError: raised on the rank that differs; the others continue without it.
@@ -391,7 +387,7 @@ class Attendance:
         if not told[me][0]:
             return
         # The longest time decides, not the majority: there may be many newcomers with a different
-        # schedule, and they are the ones that must end.
+        # schedule, and these must end.
         counted = [rank for rank, (counts, *_) in enumerate(told) if counts]
         first = min(counted, key=lambda rank: (told[rank][-1], rank))
         _, rates, lr, weights, _ = told[me]
@@ -429,9 +425,9 @@ class Attendance:
             self._since = step + 1
         else:
             self._extras = None
-        # This serves only torchft's own step count, by which its quorums recognise lagging ranks.
-        # The count is set to this library's, because a rank that has joined could never reach the
-        # others' count by counting.
+        # These calls serve only torchft's own step count, by which its quorums recognise lagging
+        # ranks. The count is set to this library's, because a rank that has joined could never
+        # reach the others' count by counting.
         with suppress(Exception):
             self.manager.should_commit()
             batches = self.manager.batches_committed()

@@ -1,11 +1,11 @@
-"""How a joining rank gets the others' weights while they train on.
+"""Bring a joining rank to the others' weights while they continue training.
 
-It fetches a copy of the state before some step, and keeps all averages from the step in which it started
-to fetch.  Then it applies these to the copy in the same way as the others, so its weights equal theirs,
-bit for bit.
+The rank fetches a copy of the state before some step, and keeps all averages from the step in which the
+fetch began.  Then it applies them to the copy as the others did, so its weights equal theirs, bit for
+bit.
 
-If gradients are exchanged, it keeps the gradients given to its optimizers, and repeats the steps of the
-donor's optimizers, with their learning rates and in their order.
+If gradients are exchanged, the rank keeps the gradients given to its optimizers, and repeats the steps
+of the donor's optimizers in the same order and with the same learning rates.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ def load_copy(
     raw: bytes | bytearray, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Load a state returned by ``make_copy``."""
-    # ``unpacked`` is used instead of pickle, because the bytes come from another machine, and must
-    # not run code
+    # ``unpacked`` instead of pickle: the bytes come from another machine, and must not run code
     content = Fields({"model": Mapping, "optimizers": Each((Mapping,) * len(optimizers))})
     states = opened(unpacked(raw), "elastic gradients", content)
     model.load_state_dict(states["model"])
@@ -81,9 +80,9 @@ class CatchUp:
         since: the first step whose averages are kept.
 
     Attributes:
-        copy: None until the copy has arrived, then the step before which it was made, and its bytes.
-        log: by step, the gradients of each optimizer that has stepped, by its number; or averages of
-            updates with their momentum.
+        copy: the step before which the copy was made, and its bytes; None until it has arrived.
+        log: by step, either the gradients of each optimizer that has stepped, by its number, or the
+            averages of updates, with their momentum.
     """
 
     def __init__(self, donor: str, source: Source | str, timeout: float, since: int) -> None:
@@ -142,13 +141,13 @@ def keep_gradients(
             continue
         flat = gradient.reshape(-1)
         at = flat.nonzero().flatten()
-        # averages of sparse messages are mostly zero: up to a third nonzero, pairs with 32-bit indices
-        # save at least a third of the memory
+        # Averages of sparse messages are mostly zero. If at most a third is nonzero, pairs with
+        # 32-bit indices save at least a third of the memory.
         few = 3 * at.numel() < flat.numel()
         narrow = torch.int32 if flat.numel() <= 1 << 31 else torch.int64
         here.append((at.to(narrow), flat[at]) if few else flat.clone())
-    # only those of the first step are kept, because a second step with the same gradients would
-    # find none
+    # only the gradients of the first step are kept, because a second step with the same gradients
+    # would find none
     catch_up.log.setdefault(step, {}).setdefault(number, here)
 
 
@@ -183,8 +182,7 @@ def repeat(
             one = optimizers[number]
             for group, its in zip(one.param_groups, groups, strict=True):
                 group.update(its)
-            # the gradients are as they were given to the optimizer, i.e. after clipping and the
-            # like
+            # the gradients that the optimizer was given, e.g. after clipping
             for parameter, gradient in zip(_parameters(one), kept, strict=True):
                 parameter.grad = _whole(gradient, parameter)
             one.step()

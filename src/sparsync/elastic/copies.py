@@ -1,7 +1,6 @@
-"""Copies of a rank's state for joining ranks: sent in pieces, losslessly, while training continues.
+"""Send joining ranks a copy of a rank's state: in pieces, losslessly, while training continues.
 
-Of the four bytes of a float32, only the one with most of the exponent is compressed; the others are
-noise.
+Only the byte of a float32 that holds most of the exponent is compressed; the other three are noise.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def pack(raw: bytes | memoryview) -> bytes:
         >>> unpack(pack(b"0123456789")) == b"0123456789"
         True
     """
-    # the bytes are arranged in columns, so that the compressor sees exponents next to each other;
-    # the last column is the highest byte, because numbers are little-endian
+    # Arrange the bytes in columns, so that the compressor sees exponents next to each other. The
+    # last column is the highest byte, because numbers are little-endian.
     words = np.frombuffer(raw, np.uint8, count=len(raw) // 4 * 4).reshape(-1, 4)
     high, low = zlib.compress(words[:, 3].tobytes(), 1), words[:, :3].tobytes()
     return struct.pack("<II", len(raw), len(high)) + high + low + bytes(raw[words.size :])
@@ -88,7 +87,7 @@ class CopyServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.ipv6 = ":" in interface
         guard: CurveKeys | Password = Password() if keys is None else keys
-        # both before ``bind``, after which strangers may connect
+        # guard and limit come before ``bind``, after which strangers may connect
         guard.guard(self._socket)
         self._socket.maxmsgsize = _LONGEST
         bind(self._socket, tcp(interface), port_range)
@@ -107,8 +106,8 @@ class CopyServer:
 
     def offer(self, step: int, raw: bytes | memoryview) -> None:
         """Serve a copy of the state before the optimizer's step ``step``."""
-        # An older copy is kept for a rank in the middle of fetching it.  A new dictionary is created,
-        # because the thread may be iterating over the current one, and would fail if it grew
+        # Keep an older copy for a rank in the middle of fetching it. Create a new dictionary: the
+        # thread may be iterating over the current one, and would fail if it grew.
         self._copies = {**self._copies, step: raw}
         self.wanted.clear()
 
@@ -154,7 +153,8 @@ def fetch(
     """Fetch a rank's copy of step ``since`` or later; return its step and its bytes.
 
     Raises:
-        DeadlineError: nothing arrived for ``timeout`` seconds, or no copy was made in six times that.
+        DeadlineError: nothing arrived for ``timeout`` seconds, or no copy was made within six times
+            that.
         PeerError: ``stop`` returned True.
     """
     place, key, keys = Source(source) if isinstance(source, str) else source
@@ -194,8 +194,7 @@ def fetch(
             step, size = _ANSWER.unpack(answer()[3])
             if not size:
                 time.sleep(_LOOK)
-            # this may take longer than a piece, because the donor makes its copy at its next
-            # exchange
+            # a copy may take longer than a piece, because the donor makes it at its next exchange
             if time.monotonic() > began + 6 * timeout:
                 raise DeadlineError(f"there was no copy of the weights at {endpoint}")
         whole, asked, came = bytearray(size), 0, 0

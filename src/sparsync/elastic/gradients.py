@@ -1,8 +1,8 @@
 """Exchange gradients among the ranks present, for ``attach(model, optimizer, elastic=manager)``.
 
-In every step torchft's manager is asked for a quorum while the forward pass runs. If its members differ
-from those of the previous step, or an exchange fails, they call the roll (``members``) before they
-continue.
+In every step, torchft's manager is asked for a quorum while the forward pass runs.  If the quorum's
+members differ from those of the previous step, or an exchange fails, the members call the roll
+(``members``) before they continue.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def attach_elastic(
     options = options.for_size(elements, said.append)
     assert options.density is not None
     names = [shard.name for shard in shards]
-    # no other rank holds a part of this replica, so its consensus is with itself in every group
+    # no other rank holds a part of this replica, so in every group it needs only its own consent
     consensus = PartsConsensus(SoloCommunicator(), {n: i for i, n in enumerate(sorted(names))})
     reducer = Reducer(
         group.comm,
@@ -85,7 +85,7 @@ def attach_elastic(
     )
     steps = GradientSteps(model, reducer, engine, options, consensus=consensus, ranks=ranks)
     overlap = options.compression.overlap
-    # because the roll compares the weights
+    # the source does not compare the replicas' weights, because the roll does
     source = ParameterSource(
         model, steps, consensus, shards, Fsdp(model), overlap=overlap, compares=False
     )
@@ -188,14 +188,13 @@ class PresentRanks(Ranks):
 
     @property
     def counts(self) -> bool:
-        """Whether this rank is up to date; gradients at old weights do not count."""
+        """Whether this rank is up to date; gradients at outdated weights do not count."""
         return self.attendance.members.counts
 
     def watch(self) -> list[Any]:
         """Watch forward passes and optimizers; return handles whose ``remove()`` stops the watching."""
         model = self._model()
-        # the references are weak, because the model holds its hooks, and the handle must end with
-        # the model
+        # weak references, because the model holds its hooks, and the handle must end with the model
         hooks: list[Any] = [model.register_forward_pre_hook(weakly(self._before_forward))]
         before = weakly(self._before_step)
         return hooks + [one.register_step_pre_hook(before) for one in self._optimizers]
@@ -217,8 +216,8 @@ class PresentRanks(Ranks):
 
         Ranks that have abandoned a step meet again in any case, so ``again`` is ignored.
         """
-        # this comes before the first gradient is accumulated, because the group decides whether
-        # this rank's gradients count, and how entries are collected
+        # Meet before the first gradient is accumulated: the group decides whether this rank's
+        # gradients count, and how entries are collected.
         self.membership.turns.take()
         if self._is_late():
             self.membership.turns.end()
@@ -228,12 +227,12 @@ class PresentRanks(Ranks):
         return True
 
     def _is_late(self) -> bool:
-        """Return whether this rank has left and the program does not know yet."""
-        # one backward pass is dropped without an error, so that a program can read ``sync.left`` after
-        # its step; the next one is refused by ``Membership.check_here``
+        """Return whether this rank has left without the program's knowledge."""
+        # Drop one backward pass without an error, so that a program can read ``sync.left`` after
+        # its step. ``Membership.check_here`` refuses the next one.
         if not self.membership.gone:
             return False
-        # the same private number by which ``ParameterSource`` tells backward passes apart, because
+        # autograd's private number for a backward pass, which ``ParameterSource`` uses as well;
         # PyTorch has no public one
         task = torch._C._current_graph_task_id()
         if self._last_task is None:
@@ -252,8 +251,8 @@ class PresentRanks(Ranks):
         self._position = reducer.step, reducer.skipped
 
         async def attempt() -> None:
-            # In the order in which ``ParameterSource`` starts its jobs, because a rank that has just
-            # joined makes its first attempt with these, while others in its group use the jobs.
+            # This is the order in which ``ParameterSource`` starts its jobs: a rank that has just
+            # joined makes its first attempt here, while others in its group use the jobs.
             units = [reducer.exchange(unit) for unit in range(len(reducer.units))]
             used = self._parts.share_used(reducer.channel("used"), came)
             await together([*units, used, reducer.share()])
@@ -267,7 +266,7 @@ class PresentRanks(Ranks):
             run(self._agree() if jobs else attempt())
         except CommunicationError as error:
             # ``missed`` returns False: the roll has closed this rank's step and put its gradients
-            # into the residual, and there are no others before the next backward pass
+            # into the residual, and the next gradients come only with the next backward pass
             if not self.attendance.persist(error, attempt, missed=lambda: False):
                 self._missed = True
                 return None
@@ -278,8 +277,7 @@ class PresentRanks(Ranks):
 
     def finished(self) -> None:
         """Continue with the next step and the current ranks."""
-        # this is left out after a missed step, because the roll has already brought the reducer to
-        # the others' step
+        # not after a missed step, because the roll has already brought the reducer to the others' step
         if self._exchanged:
             step, skipped = self._position
             self.attendance.close(step, applied=self._reducer.skipped == skipped)
@@ -320,9 +318,10 @@ class PresentRanks(Ranks):
         return {**self.membership.told(), **mine}
 
     def settled(self, applies: bool) -> bool:
-        """Bring this rank's weights to the state to which the averages apply, if it has caught up."""
+        """If this rank has caught up, bring its weights to the state to which the averages apply."""
         if applies:
-            # processes start independently, so only the first step reveals which rank should print it
+            # processes start independently, so only the first step reveals which rank should print
+            # the line
             said, self._said = self._said, ""
             if said and not self.attendance.members.behind and self._reducer.comm.rank == 0:
                 say(said)
@@ -351,7 +350,7 @@ class PresentRanks(Ranks):
         self.membership.turns.end()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Keep this step's gradients if this rank is catching up, or its rates for a rank that is."""
+        """Keep this step's gradients if this rank is catching up, or its rates if another rank is."""
         number = next(i for i, one in enumerate(self._optimizers) if one is optimizer)
         # the commit has already counted the step that this optimizer applies
         step, attendance = self._reducer.step - 1, self.attendance

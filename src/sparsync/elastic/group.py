@@ -42,8 +42,8 @@ if not hasattr(Manager, "_reconfigure_pg"):
 
 __all__ = ["ElasticGroup", "Quorum", "group_of", "make_manager"]
 
-# the interval of heartbeats is a tenth of 500 ms, after which a lighthouse, as recommended by
-# docs/elastic.md, considers a silent rank gone
+# The interval of heartbeats: a tenth of 500 ms. After that time, a lighthouse that is started as in
+# docs/elastic.md considers a silent rank gone.
 _BEAT = timedelta(milliseconds=50)
 # time without an answer after which the quorum is requested again: a lighthouse that ends loses requests
 _ASK_AGAIN = timedelta(seconds=20)
@@ -79,9 +79,9 @@ class Quorum(NamedTuple):
 class ElasticGroup(ProcessGroup):
     """The ``pg`` of a ``torchft.Manager``, for ``attach(elastic=manager)``.
 
-    A member's handle contains its addresses and its public key.  A change of the quorum is only recorded,
-    and takes effect when the exchange of a step begins, on the thread that owns the sockets.  The group
-    is only for sparsync's exchanges; torchft's ``manager.allreduce`` is refused.
+    A member's handle contains its addresses and its public key.  A change of the quorum is first
+    recorded.  It takes effect when the exchange of a step begins, on the thread that owns the sockets.
+    The group serves only sparsync's exchanges, and refuses torchft's ``manager.allreduce``.
 
     Args:
         transport: "zmq", or "torch" (gloo); copies of the weights use ZeroMQ in any case.
@@ -120,7 +120,7 @@ class ElasticGroup(ProcessGroup):
         if interface is None and lighthouse and not os.environ.get("GLOO_SOCKET_IFNAME"):
             interface = way_to(lighthouse)
         interface = choose_interface(interface, HashStore())
-        # identifies the process, not its place, because a restarted rank has another state
+        # the name identifies the process, not its place, because a restarted rank has another state
         self.name = uuid.uuid4().hex
         self.quorum: Quorum | None = None
         self.store: Any = None  # the manager's; gloo's ranks meet in the store of the first of them
@@ -151,8 +151,8 @@ class ElasticGroup(ProcessGroup):
             self.copies = CopyServer(interface, port_range, advertise, self._keys)
         self._card = {"transport": transport, "key": ""}
         if self._keys is not None:
-            # this digest covers all listed keys, because ranks with different lists would refuse
-            # each other's sockets, and wait for each other in every step
+            # The digest covers all listed keys: ranks with different lists would refuse each
+            # other's sockets, and wait for each other in every step.
             listed = hashlib.blake2b(b"".join(sorted(self._keys.listed)), digest_size=6)
             self._card["transport"] = f"{transport} with the keys {listed.hexdigest()}"
             self._card["key"] = self._keys.public.decode()
@@ -165,8 +165,8 @@ class ElasticGroup(ProcessGroup):
     def reconfigure(self, opts: Any) -> Any:
         """Record the compatible members of a new quorum; torchft's manager calls this on its own thread.
 
-        Incompatible members are left out, so that they end and not the training ranks: a rank that is
-        compatible with no other, and has not met any rank yet, raises an error.
+        Incompatible members are left out.  A rank that is compatible with no other, and has not met any
+        yet, raises an error, so that rank ends, and not the ranks that train.
         """
         # The quorum is only recorded here: sockets belong to the exchanging thread, which may be in
         # a step.
@@ -188,8 +188,8 @@ class ElasticGroup(ProcessGroup):
                 "a member of the quorum has another kind of process group; give all managers an "
                 "ElasticGroup of the same version"
             ) from error
-        # the reason is not raised, because torchft would only record it as an error of this quorum,
-        # and ask forever
+        # do not raise the reason: torchft would only record it as an error of this quorum, and ask
+        # forever
         misfit = ""
         if any(reasons):
             why = "; ".join(sorted({*reasons} - {""}))

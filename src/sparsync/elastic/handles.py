@@ -1,4 +1,4 @@
-"""The additional members of both kinds of handles in elastic training."""
+"""Methods that both kinds of handles gain in elastic training."""
 
 from __future__ import annotations
 

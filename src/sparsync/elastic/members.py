@@ -4,9 +4,9 @@
 
     exchange --all data received--> prepared --all votes received--> committed
 
-A rank commits once it knows that all ranks are prepared.  If an exchange fails before that, it
-gives up the step, which ends the waits of the others.  The remaining ranks meet in a new group and
-call the roll:
+A rank commits once it knows that all ranks are prepared.  If an exchange fails before that, the rank
+gives up the step, which ends the waits of the others.  The remaining ranks meet in a new group and call
+the roll:
 
 * if a rank has committed, then all ranks were prepared, and those that still are prepared commit as
   well;
@@ -15,13 +15,13 @@ call the roll:
 So a step is applied by all remaining ranks or by none, its gradients count once, and residuals match the
 ranks that took part.  The residual of a killed rank is lost.
 
-A rank that committed and was then cut off may find on return that the others have redone the step without
-it.  The history of the latest group counts: the rank adds its delivered entries back to its residual, and
-fetches the weights.  For this it remembers its part in the last step, for every attempt that it
-completed. This is exact as long as every group contains a rank of the last group that applied a step,
-which is guaranteed if every group has more than half of the ranks.  With smaller groups, two histories
-can diverge by many steps.  The weights still end up equal, but only the last step of the abandoned
-history is undone.
+A rank that committed and was then cut off may find on return that the others have redone the step
+without it.  The history of the latest group counts: the rank adds its delivered entries back to its
+residual, and fetches the weights.  For this purpose, a rank remembers its part in the last step, for
+every attempt that it completed.  The correction is exact as long as every group contains a rank of the
+last group that applied a step, which is guaranteed if every group has more than half of the ranks.
+With smaller groups, two histories can diverge by many steps.  The weights still end up equal, but only
+the last step of the abandoned history is undone.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Verdict(NamedTuple):
         commits: ranks that must commit the previous step.
         stale: ranks that missed steps, or come from another history; they start fetching weights.
         donor: the first current rank, preferably one that does not leave; weights are fetched from it.
-        there: the first rank that has committed the previous step, even if this rank is behind.
+        there: the first rank that has committed the previous step, even if that rank is behind.
     """
 
     step: int
@@ -91,10 +91,10 @@ class Verdict(NamedTuple):
 def judge(entries: Sequence[Entry]) -> Verdict:
     """Decide which ranks continue, which must commit first, and which are stale.
 
-    Candidates are the histories that end with complete weights, at most one step before the furthest of
-    them.  The history with the latest group wins, then the furthest, then the one with the most
-    ranks (before the first step, the most ranks of equal weights), and then the one with the lowest
-    rank.
+    The candidates are the histories that end with complete weights, at most one step before the
+    furthest of them.  The history with the latest group wins.  Ties go to the furthest history, then to
+    the one with the most ranks (before the first step, with the most ranks of equal weights), and then
+    to the one with the lowest rank.
 
     Raises:
         CheckpointError: the ranks with the weights are gone, and ranks with fresh weights must not
@@ -109,7 +109,8 @@ def judge(entries: Sequence[Entry]) -> Verdict:
     verdicts = []
     for step, history in dict.fromkeys((entry.step, entry.history) for entry in entries):
         there = {r for r, e in enumerate(entries) if (e.step, e.history) == (step, history)}
-        # these ranks have all data of a step that others have applied, so they apply it and fetch nothing
+        # these ranks have all data of a step that others have applied, so they apply the step and
+        # fetch nothing
         commits = {
             rank
             for rank, entry in enumerate(entries)
@@ -159,7 +160,7 @@ class _Last(NamedTuple):
 
 @final
 class Members:
-    """One rank among those that take the open step.
+    """One of the ranks that take the open step.
 
     Args:
         reducer: a ``changing`` reducer; its totals are not divided, and ``contributors`` is the
@@ -171,9 +172,9 @@ class Members:
         attempt: number of the current group, > 0.
         behind: this rank is fetching its weights; until then its gradients do not count.
         first: the lowest rank with current weights.
-        leaving: this rank wants to leave.  Leaving takes a step in which its residual is dealt to
-            the others, and one more to which it contributes nothing, whose commit shows that all
-            have applied the first.
+        leaving: this rank wants to leave.  Leaving takes two steps: one in which its residual is dealt
+            to the others, and one to which it contributes nothing, whose commit shows that all have
+            applied the first.
         left: this rank has left.
         idle: this rank takes part without training until it has left, and cannot serve its weights.
         counts: this rank's gradient counts in the open step.
@@ -188,17 +189,16 @@ class Members:
         self.reducer, self._set_up = reducer, set_up
         self.attempt, self.first, self.newcomers = 0, 0, dict[int, int]()
         self.behind = self._ready = self.leaving = self.left = self.idle = False
-        # each pair is (step, attempt): from that step on, this attempt's group committed.  The
-        # first entry represents the initial weights, so ranks that start from other weights have
-        # another history
+        # Pairs of step and attempt: from that step on, this attempt's group committed. The first pair
+        # represents the initial weights, so ranks that start from other weights have another history.
         self._past, self._prepared, self._view = [(-1, start)], 0, 0
         self._parts: dict[int, _Part] = {}  # in the open step, from attempts before the current one
         self._last = _Last(-1, start, {})
         self.counts, self.deals, self.clock = True, False, 0
         self._spent = False  # whether the residual was dealt
-        # A row per rank, for the open step and for the next, as sent with votes: whether it contributes,
-        # whether it leaves, its donor, and the norm of its residual some steps ago.  Two tables are
-        # needed: the open step is averaged, and may be repeated, with the rows of the previous vote
+        # Two tables with a row per rank, for the open step and for the next, as sent with votes:
+        # whether the rank contributes, whether it leaves, its donor, and the norm of its residual some
+        # steps ago. The open step is averaged, and may be repeated, with the rows of the previous vote.
         self._present = self._next = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64)
         self._norm, self.told = 0.0, torch.zeros(1, 0)
         self._names: tuple[Hashable, ...] = ()  # of the group's ranks
@@ -229,7 +229,7 @@ class Members:
         self.leaving = True
 
     def withdraw(self) -> None:
-        """Leave without further training: this rank's residual still counts, but no further gradients."""
+        """Leave without further training: the others get this rank's residual, but no more gradients."""
         self.leaving = self.idle = True
         self._ready = False
 
@@ -242,14 +242,14 @@ class Members:
         self.behind = False
 
     def count_only(self, came: Tensor) -> None:
-        """Before the commit, count only those contributors in the divisor whose gradients ``came``."""
+        """Before the commit, limit the divisor to contributors whose gradients ``came``."""
         self._present = self._present.clone()
         self._present[:, 0] *= came
 
     async def vote(
         self, facts: Sequence[float] = (), *, donor: int = 0, ready: bool = False
     ) -> None:
-        """Announce that this rank has all data of the open step, and wait until all others do so.
+        """Announce that this rank has all data of the open step, and wait for all others to do the same.
 
         The vote also says whether this rank contributes to the next step, and whether that is its last.
 
@@ -262,12 +262,12 @@ class Members:
         Raises:
             CommunicationError: a vote did not arrive.
         """
-        # This is set before the vote is sent.  A rank with all votes may commit, and if this rank
-        # is cut off now, it must say at the next roll call that it is prepared.
+        # Set ``_prepared`` before sending the vote: a rank with all votes may commit, and if this
+        # rank is cut off now, it must say at the next roll call that it is prepared.
         self._prepared, self._ready = self.attempt, ready and not self.idle
         reduced = self.reducer.reduced
-        # these are saved here, because the reducer drops its results when the commit opens the next
-        # step
+        # save the delivered entries now: the reducer drops its results when the commit opens the
+        # next step
         self._delivered = [reduced[unit].delivered for unit in range(len(reduced))]
         leaves = 2 if self.deals or self._spent else int(self.leaving)
         counts = (not self.behind or self._ready) and leaves < 2 and not self.idle
@@ -284,7 +284,7 @@ class Members:
         self.newcomers = {rank: int(self._next[rank, 2]) for rank in new}
 
     def committed(self, step: int, *, still: bool, applied: bool = True) -> bool:
-        """Advance to the step after ``step``, with the same group (``still``) or the last roll's.
+        """Advance to the step after ``step``, with the same group (``still``) or that of the last roll.
 
         A step that all ranks refuse, e.g. because of NaN, is not ``applied``, and no rank leaves with it.
 
@@ -300,15 +300,14 @@ class Members:
         arrived = still and self.behind and self._ready
         if arrived:
             self.behind = self._ready = False
-        # this is set before ``_hand_over``: a rank leaves one step after its residual was dealt,
-        # because only that step's votes show that all have applied the dealing step
+        # Set ``left`` before ``_hand_over``: a rank leaves one step after its residual was dealt,
+        # because only that step's votes show that all have applied the dealing step.
         self.left = self._spent
         part = self._applied() if applied else _Part([], [], False, 1.0)
         self._last = _Last(step, self._prepared, {**self._parts, self._prepared: part})
         self._parts, self._delivered = {}, []
         self._hand_over()
-        # there is one entry for all steps committed by a group, so the history grows with changes,
-        # not with steps
+        # one entry for all steps committed by a group, so the history grows with changes, not with steps
         if self._past[-1][1] != self._prepared:
             self._past = [*self._past[1 - _PAST :], (step, self._prepared)]
         self._prepared = 0
@@ -336,8 +335,8 @@ class Members:
         minus, spare = list[Vector](), self._last.parts.get(self._last.attempt)
         for unit, residual in enumerate(self.reducer.residuals):
             delivered = self._delivered[unit]
-            # the check is by type, as in ``Residual.retain``, because ``values`` of a vector held
-            # in messages decodes them
+            # compare types first, as in ``Residual.retain``: reading ``values`` of a vector held in
+            # messages decodes the messages
             if type(delivered) is DenseVector and delivered.values is residual.accumulated:
                 # Everything was delivered, and the next gradients will overwrite it.  The copy reuses the
                 # memory of the last step's copy, since that step is final: fresh memory costs more than
@@ -354,7 +353,7 @@ class Members:
         return _Part(minus, self._dealt, self.deals, self.reducer.scale)
 
     async def end(self, *, whole: bool = True) -> bool:
-        """Return whether all are at the end with ``whole`` weights; ranks behind may still fetch these.
+        """Return whether all are at the end with ``whole`` weights, which ranks behind may still fetch.
 
         Raises:
             CommunicationError: a rank is gone, or has not committed the last step.
@@ -369,7 +368,7 @@ class Members:
         return all(map(bool, rows))
 
     def _count(self, rows: Tensor) -> None:
-        """Record which ranks contribute to the open step, and for which it is the last."""
+        """Record which ranks contribute to the open step, and which leave after it."""
         counts, leaves, *_ = rows[self.reducer.comm.rank].tolist()
         self._present, self.counts, self.deals = rows, counts == 1, leaves == 1
 
@@ -384,8 +383,7 @@ class Members:
         comm = self.reducer.channel("roll")
         leaves = self._present[:, 1].tolist()
         stay = [rank for rank, when in enumerate(leaves) if not when]
-        # the dealt residual is only recorded here: the commit adds it, and an abandoned attempt is
-        # dealt again
+        # only record the dealt residual: the commit adds it, and an abandoned attempt is dealt again
         self._dealt = []
         for leaver in [rank for rank, when in enumerate(leaves) if when == 1 and stay]:
             for unit, residual in enumerate(self.reducer.residuals):
@@ -405,9 +403,9 @@ class Members:
     # ---- a change ----------------------------------------------------------------------------------
 
     async def call_the_roll(self, attempt: int, names: Sequence[Hashable], serial: int) -> Verdict:
-        """Find out, in a new group of ranks with these names, which ranks continue with which step.
+        """Determine, in a new group of ranks with these names, which ranks continue, and with which step.
 
-        Brings the reducer to that step.  A rank in ``commits`` must commit the open step as it is.
+        This brings the reducer to that step.  A rank in ``commits`` must commit the open step as it is.
         ``serial`` grows with every group, unless the lighthouse is restarted.
 
         Raises:
@@ -416,8 +414,8 @@ class Members:
             ConfigurationError: this rank's set-up differs from the ranks that continue.
         """
         reducer, self.attempt = self.reducer, attempt
-        # The roll is outside of any step: ranks may be at different steps, and messages are matched
-        # by the step of the ledger, which is a fresh one on all ranks here
+        # The roll is outside of any step. Messages are matched by the step of the ledger, but ranks
+        # may be at different steps, so the channel has a fresh ledger on all ranks.
         comm = reducer.channel("roll").apart()
         history = self._past[-1][1]
         leaves = 2 if self._spent else int(self.leaving)
@@ -435,13 +433,12 @@ class Members:
                 "all ranks"
             )
         if comm.rank in verdict.stale:
-            # this is the furthest clock: some ranks of this history have not started the open
-            # exchange yet, and still report the previous one
+            # take the furthest clock: some ranks of this history have not started the open exchange
+            # yet, and still report the previous one
             first = entries[verdict.there]
             alike = [e for e in entries if (e.step, e.history) == (first.step, first.history)]
             self.clock = max(entry.clock for entry in alike)
-        # rows are looked up by name before ``_note`` stores the new names, because ranks are
-        # renumbered
+        # look rows up by name before ``_note`` stores the new names, because ranks are renumbered
         rows = self._present.tolist()
         norms = {name: row[3] for name, row in zip(self._names, rows, strict=False)}
         self._note(tuple(names), verdict)
@@ -470,8 +467,7 @@ class Members:
         self._dealt = []
         self._count(self._next)
         self._norm = 0.0  # measured again, because the new group has no value
-        # this comes last, because thresholds, regions and shares are planned for the ranks of this
-        # group
+        # regroup last, because thresholds, regions and shares are planned for the ranks of this group
         self.reducer.regroup()
 
     async def _brief(self, comm: Communicator, verdict: Verdict) -> None:
@@ -512,8 +508,7 @@ class Members:
                 for residual, delivered in zip(reducer.residuals, self._delivered, strict=True):
                     whole = type(delivered) is DenseVector
                     if self.deals or (whole and delivered.values is residual.accumulated):
-                        # the values are copied, because the buffer itself is accumulated into from
-                        # now on
+                        # copy the values, because the buffer itself accumulates gradients from now on
                         delivered = DenseVector(residual.accumulated.clone())
                     minus.append(delivered)
             while len(self._parts) >= _ATTEMPTS:
@@ -539,8 +534,8 @@ class Members:
         if part is not None:
             self._apply(part)
         else:
-            # the others made the last step closed here in another attempt, or not yet, so exchange
-            # the parts of the two attempts
+            # the others took the step that was closed here last in another attempt, or not yet, so
+            # replace the part of the one attempt by that of the other
             holds = _attempt_of(last.step, self._past, step)
             if holds is not None and holds != last.attempt:
                 self._take_back(last.parts.get(last.attempt))
@@ -569,7 +564,7 @@ class Members:
 
     def _add(self, part: _Part, sign: float) -> None:
         """Add a part's changes to the residuals, or subtract them."""
-        # residuals have the current GradScaler scale, but the part has that of its step
+        # residuals are at the GradScaler's current scale, but the part is at the scale of its step
         factor = sign * self.reducer.scale / part.scale
         for residual, vector in zip(self.reducer.residuals, part.minus, strict=True):
             _add_to(residual, slice(None), -factor * vector.to_dense())
@@ -608,10 +603,10 @@ class Members:
     def state(self) -> dict[str, Any]:
         """Return plain numbers: the current ranks, and all changes of the group.
 
-        Every entry of "changes" has the step, the number of ranks from then on, and how many joined, left
-        and died.  "lost_norm" is the norm of the residuals of dead ranks, measured at most 10 steps
-        before. A rank only presumed dead returns with its residual; it is then counted in "back", and its
-        norm is removed from "lost_norm".
+        Every entry of "changes" has the step, the number of ranks from then on, and how many joined,
+        left and died.  "lost_norm" is the norm of the residuals of dead ranks, measured at most 10
+        steps before their death.  A rank that was only presumed dead returns with its residual.  It is
+        then counted in "back", and its norm is removed from "lost_norm".
         """
         return {
             "ranks": len(self._present),
@@ -627,8 +622,8 @@ class Members:
 
 def rest_of(residual: Residual, delivered: Vector) -> Tensor:
     """Return the residual that committing the open step would leave, without changing anything."""
-    # the check is by type, as in ``Residual.retain``, because ``values`` of a vector held in
-    # messages decodes them
+    # compare types first, as in ``Residual.retain``: reading ``values`` of a vector held in messages
+    # decodes the messages
     if type(delivered) is DenseVector and delivered.values is residual.accumulated:
         return torch.zeros_like(residual.accumulated)
     rest = residual.accumulated.clone()

@@ -27,7 +27,7 @@ class Membership:
     that a joining rank takes over.
 
     Args:
-        attendance: of this rank.
+        attendance: represents this rank in quorums.
         engine: the handle's engine, on whose thread this rank leaves without training steps.
         take_part: takes part in the others' steps, on that thread and without training, until this
             rank has left; must not keep the handle alive.
@@ -35,7 +35,7 @@ class Membership:
             none.
 
     Attributes:
-        turns: excludes the training thread's steps and a leaving from each other.
+        turns: keeps the training thread's steps and a departure from overlapping.
         gone: this rank has left between two steps, and the program may not know yet.
     """
 
@@ -49,8 +49,8 @@ class Membership:
         self.attendance, self.turns, self.gone = attendance, Turns(), False
         self._engine, self._take_part, self._needs_steps = engine, take_part, needs_steps
         self._carried: dict[str, Any] = {}
-        # the reference is weak, because Python's table of signal handlers lives as long as the
-        # process, but this object must live only as long as its model
+        # a weak reference: Python's table of signal handlers lives as long as the process, but this
+        # object must live only as long as its model
         me = weakref.ref(self)
 
         def begin() -> bool:
@@ -106,7 +106,8 @@ class Membership:
         """Once this rank's step has ended, take part in the others' steps until it has left.
 
         Returns:
-            A line that says why it has not left; empty if it has, or has not met any other rank yet.
+            A line that says why this rank has not left; empty if it has left, or has met no other rank
+            yet.
         """
         until, members = time.monotonic() + seconds, self.attendance.members
         if not self.turns.begin_leaving(seconds):
@@ -130,10 +131,10 @@ class Membership:
         return fetched or self._needs_steps
 
     def _leave_alone(self, until: float) -> str:
-        """Leave on the engine's thread; training steps wait until that is over, regardless of ``until``.
+        """Leave on the engine's thread; training steps wait until this is done, regardless of ``until``.
 
         Returns:
-            The reason why it has not left; empty if it has.
+            The reason why this rank has not left; empty if it has.
         """
 
         def job() -> None:
@@ -146,8 +147,8 @@ class Membership:
         except ConfigurationError as error:
             self.turns.end_leaving()
             return str(error)
-        # not after the wait below, which may time out while the job still uses the reducer and the
-        # model
+        # registered before the wait below, which may time out while the job still uses the reducer
+        # and the model
         leaving.add_done_callback(lambda _: self.turns.end_leaving())
         if not wait([leaving], max(until - time.monotonic(), 0)).done:
             return "the others did not take the three steps that leaving needs"
@@ -186,7 +187,7 @@ class Membership:
     def take_over(
         self, extras: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        """Take over learning rates and the like, and the states returned by ``told``."""
+        """Take over the optimizers' rates, and the states returned by ``told``."""
         for one, groups in zip(optimizers, extras["present"], strict=True):
             for group, its in zip(one.param_groups, groups, strict=True):
                 group.update(its)

@@ -14,7 +14,7 @@ from sparsync.console import say
 
 __all__ = ["Notice"]
 
-# seconds in which a rank must leave, or else end anyway: Slurm and Kubernetes kill 30 s after
+# seconds that a rank may take to leave before it ends anyway: Slurm and Kubernetes kill 30 s after
 # SIGTERM
 _LEAVES: Final = 8.0
 _NATIVE: Final = 1.5  # further seconds for the main thread to return to Python, where handlers run
@@ -38,7 +38,7 @@ class Notice:
     def __init__(self, begin: Callable[[], bool], leave: Callable[[float], str]) -> None:
         self.came = False
         self._start, self._leave = begin, leave
-        # the bound method is stored once, because every access creates another object, which ``is``
+        # store the bound method once, because every access creates another object, which ``is``
         # would not match
         self._handler = self._receive
         self._former: Any = None
@@ -59,8 +59,8 @@ class Notice:
         if threading.current_thread() is not threading.main_thread():
             return
         self._pipe = reads, writes = os.pipe()
-        # ``set_wakeup_fd`` requires this: Python writes from the signal handler, which must not
-        # block
+        # ``set_wakeup_fd`` requires a non-blocking pipe: Python writes from the signal handler,
+        # which must not block
         os.set_blocking(writes, False)
         other = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
         if other != -1:
@@ -79,7 +79,7 @@ class Notice:
         threading.Thread(target=hear, name="sparsync-notice", daemon=True).start()
 
     def watch(self) -> None:
-        """Take the place of the program's handler; called in every step, as programs may set a new one.
+        """Replace the program's handler; called in every step, because the program may set a new one.
 
         This is a no-op on threads other than the main one, where Python sets no handlers, and for a
         handler that was not set from Python.
@@ -132,7 +132,7 @@ class Notice:
         """Leave, and pass the signal on when that is done, or when time is up."""
         until = time.monotonic() + _LEAVES
         if words := self._leave(_LEAVES):
-            # the main thread's own steps may still complete the leaving
+            # the main thread's own steps may still complete the departure
             self._over.wait(max(until - time.monotonic(), 0))
         with self._lock:
             if self._over.is_set():
@@ -143,7 +143,7 @@ class Notice:
                 self._over.set()  # a handler set since the last ``watch`` has already had the signal
                 return
             self._late = True
-            # this wakes the main thread, which may be asleep, to pass the signal on
+            # wake the main thread, which may be asleep, to pass the signal on
             os.kill(os.getpid(), signal.SIGTERM)
         if not self._over.wait(_NATIVE) and self._former == signal.SIG_DFL:
             # the main thread is in native code, e.g. compiling, and could not react, so do as the

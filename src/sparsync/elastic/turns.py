@@ -17,13 +17,13 @@ class Turns:
     Leaving has a deadline, so no step waits forever.
     """
 
-    # A plain lock and a flag instead of an RLock, which only its own thread can release: autograd's
-    # thread may begin a step, with its first gradient, and the training thread ends it.
+    # A plain lock and a flag, because only the thread that has acquired an RLock can release it:
+    # autograd's thread may begin a step, with its first gradient, and the training thread ends the step.
     def __init__(self) -> None:
         self._lock, self._training = threading.Lock(), False
 
     def take(self) -> None:
-        """Begin a step once no leaving is in progress; within a step, this does nothing."""
+        """Begin a step once no departure is in progress; within a step, do nothing."""
         if not self._training:
             self._lock.acquire()
             self._training = True
@@ -45,7 +45,7 @@ class Turns:
 
     def unless_leaving(self, call: Callable[[], None]) -> None:
         """Call a function on the training thread, unless this rank is leaving."""
-        # this never blocks, because such calls only save time, and must not delay a forward pass
+        # never block: such calls only save time, and must not delay a forward pass
         if self._training:
             call()
         elif self._lock.acquire(blocking=False):
@@ -55,7 +55,7 @@ class Turns:
                 self._lock.release()
 
     def begin_leaving(self, seconds: float) -> bool:
-        """Wait for the end of a step; return whether it came in time, after which steps must wait."""
+        """Wait for the end of a step; if it comes in time, return True, and further steps must wait."""
         return self._lock.acquire(timeout=seconds)
 
     def end_leaving(self) -> None:

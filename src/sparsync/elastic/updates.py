@@ -1,9 +1,8 @@
 """Exchange updates among the ranks present, for ``attach(model, optimizer, elastic=manager)``.
 
-Before every exchange, torchft's manager is asked for a quorum; between exchanges ranks are independent.
-A rank that joins takes part in the exchange that the others are in, with no changes of its own, and
-continues with their count of local steps.  Once it has caught up with the shared weights, it trains from
-them.
+Before every exchange, torchft's manager is asked for a quorum; between exchanges, ranks are independent.
+A rank that joins takes part in the others' current exchange, with no changes of its own, and continues
+with their count of local steps.  Once it has caught up with the shared weights, it trains from them.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from sparsync.updates.weights import ModelWeights, trained_of
 
 __all__ = ["ElasticUpdates", "attach_elastic_updates"]
 
-# The roll has a rank's position as one number: clock = 3 * local steps + phase.  The phases are an
+# In the roll, a rank's position is one number: clock = 3 * local steps + phase.  The phases are an
 # exchange after a local step, the exchange of ``finish``, which delivers everything, and the time
 # after that exchange.
 _PHASES: Final = 3
@@ -226,7 +225,7 @@ class ElasticUpdates(UpdateSync):
             self.membership.ask()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        # the optimizer writes the weights, which a leaving would read; ``step`` ends the turn
+        # the optimizer writes the weights, which a departure would read; ``step`` ends the turn
         self.membership.turns.take()
         super()._before_step(optimizer)
 
@@ -306,8 +305,8 @@ class ElasticUpdates(UpdateSync):
         self._after_exchange()
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:
-        # This is done on the training thread before the exchange is queued, so that rates and copy
-        # are from the same moment, while no optimizer steps.
+        # Read rates and copy on the training thread before queueing the exchange, so that both are
+        # from the same moment, while no optimizer steps.
         self._rates = rates_of(self.outer.optimizers)
         self._note_begin()
         self.attendance.offer(self._copy)
@@ -331,8 +330,8 @@ class ElasticUpdates(UpdateSync):
 
     def _go_on(self) -> None:
         """Continue from the others' position, if this rank was stale."""
-        # steps are counted by the difference, because with ``delay`` local steps were made since
-        # the exchange started
+        # add the difference, because with ``delay`` this rank has made local steps since the
+        # exchange started
         steps, phase = divmod(self.attendance.members.clock, _PHASES)
         if steps != self._began_at:
             self.outer.go_on_from(self.outer.steps + steps - self._began_at)
@@ -344,8 +343,7 @@ class ElasticUpdates(UpdateSync):
         members, outer = self.attendance.members, self.outer
         self._weights.average_over(max(members.contributors, 1))
         self._go_on()
-        # this happens here rather than in ``_arrive``, because optimizers belong to the training
-        # thread
+        # load here rather than in ``_arrive``, because optimizers belong to the training thread
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
             extras, states = arrival
@@ -377,8 +375,7 @@ class ElasticUpdates(UpdateSync):
         If the program has written to the model since the last step, e.g. to show averaged weights, these
         are not this rank's weights, and its local steps since the last exchange are lost.
         """
-        # kernels of the training thread may still write to the weights, on another stream than this
-        # thread's
+        # kernels of the training thread may still be writing to the weights, on another stream
         device = self._weights.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -409,8 +406,7 @@ class ElasticUpdates(UpdateSync):
             await attendance.agree(self._told)
 
         def missed() -> bool:
-            # these are zeros for a stale rank, because the roll has put its own changes into the
-            # residual
+            # a stale rank accumulates zeros, because the roll has put its own changes into the residual
             self._accumulate_all(deltas)
             return True
 

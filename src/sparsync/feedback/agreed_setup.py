@@ -37,15 +37,14 @@ def set_up_digest(reducer: Reducer, **settings: object) -> int:
 
 def number_of(text: str) -> int:
     """Return a 63-bit hash of a text."""
-    # this is not ``hash``, which differs between processes; it has 63 bits because it is sent as an
-    # int64
+    # not ``hash``, which differs between processes; 63 bits, because the number is sent as an int64
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object]:
     parameters = [(slot.name, slot.size) for unit in reducer.units for slot in unit.slots]
-    # The first difference is the one reported, so causes come before their consequences: another
-    # algorithm also has other parts, and other parameters make other units.
+    # Only the first difference is reported, so causes come before their consequences: a different
+    # algorithm also has different parts, and different parameters make different units.
     return {
         "the version of the saved state": STATE_VERSION,
         "the algorithm": reducer.algorithm.name,
@@ -64,9 +63,8 @@ def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object
 
 
 def _settings(part: Stateful) -> tuple[object, ...]:
-    """Return the type of a selector or collective, and those of its settings that are plain values."""
-    # settings are found by public attribute, so a third party's class is covered without declaring
-    # any
+    """Return the type of a selector or collective, and its settings that are plain values."""
+    # public attributes count as settings, so that a third party's class need not declare any
     plain = (bool, int, float, str, type(None), Codec)
     kept = [(k, repr(v)) for k, v in sorted(vars(part).items()) if isinstance(v, plain)]
     return (type(part).__name__, *(pair for pair in kept if not pair[0].startswith("_")))
@@ -130,8 +128,7 @@ def reducer_stats(
             for slot in unit.slots
         ],
         "choices": [c.explain() for c in reducer.collectives],
-        # these are errors of this rank in the units of gradients; no residual contains their sum
-        # over ranks
+        # errors of this rank, in units of the gradient; no residual contains their sum over ranks
         "lost_norm": [float(torch.linalg.vector_norm(v.values)) for v in reducer.lost],
         "residual_norm": [
             0.0 if r.value is None else float(torch.linalg.vector_norm(r.value)) / reducer.scale

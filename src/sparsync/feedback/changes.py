@@ -37,17 +37,16 @@ class Changes:
     An in-place operation raises a tensor's version counter; an operation on ``parameter.data`` does not.
 
     Args:
-        parameters: of one model.
+        parameters: the parameters of one model.
 
-    Cost: remembering takes one small copy and a loop over the parameters, 20 us for a hundred of them;
-    comparing takes a loop over them, and more only if all have changed.
+    Cost: remembering takes one small copy and a loop over the parameters, 20 us for a hundred of them.
+    Comparing takes another loop, and more only if all parameters have changed.
     """
 
     def __init__(self, parameters: Collection[Tensor]) -> None:
         self._parameters = list(parameters)
         found = sorted(self._parameters, key=torch.numel, reverse=True)
-        # the list is limited to one dtype and device, so that the samples can be concatenated
-        # without further copies
+        # one dtype and device only, so that the samples can be concatenated without further copies
         self._largest = [
             p for p in found if (p.dtype, p.device) == (found[0].dtype, found[0].device)
         ]
@@ -73,8 +72,8 @@ class Changes:
 
     def replaced(self) -> bool:
         """Return whether all parameters were written to, with weights that no step could produce."""
-        # The usual case needs no look at elements: loading a checkpoint writes all parameters, so one
-        # that was not written to rules it out
+        # In the usual case, no elements are read: loading a checkpoint writes all parameters, so a
+        # single unwritten parameter rules a load out.
         pairs = zip(self._parameters, self._versions, strict=False)
         if not self._versions or any(p._version == version for p, version in pairs):
             return False
@@ -100,11 +99,11 @@ def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> 
         PeerError: ranks have loaded different weights, or only some have loaded any; raised on all
             ranks.
 
-    Cost: an allgather of 8 bytes, the cost of ``worst`` if a replica is split over ranks, and that of
+    Cost: an allgather of 8 bytes, plus that of ``worst`` if a replica is split over ranks, and that of
     ``digest`` if ``loaded``.
     """
     # Two rounds: replicas of this part compare weights, then all parts of this replica take the worst
-    # outcome.  A part that raised after the first would leave the others waiting in the second.
+    # outcome.  A part that raised after the first round would leave the others waiting in the second.
     failure: PeerError | None = None
     try:
         run(agree(comms[0], {_LOADED: digest(own) if loaded else "none, but those of attach"}))

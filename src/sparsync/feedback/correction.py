@@ -1,8 +1,8 @@
 """Momentum, weight decay and clipping, applied to the local gradient before it is accumulated.
 
 Error feedback delays entries, and momentum applied after the exchange is wrong for delayed entries.
-Momentum correction accumulates the *velocity* instead of the gradient, so entries that arrive late bring
-their momentum with them.  Weight decay and clipping are applied at the same place.
+Momentum correction accumulates the *velocity* instead of the gradient, so entries that arrive late
+bring their momentum with them.  Weight decay and clipping are applied at the same point.
 
 References: Lin et al., Deep Gradient Compression, ICLR 2018, section 3; Fang et al., RedSync,
 sections 5.5, 5.6 and Algorithm 4.
@@ -37,8 +37,8 @@ class Correction:
 
     Attributes:
         momentum: m in [0, 1).
-        nesterov: ``U = m (U + g); V = V + U + g``, which is torch's Nesterov; plain is
-            ``U = m U + g; V = V + U``.
+        nesterov: ``U = m (U + g); V = V + U + g``, which is torch's Nesterov momentum; otherwise ``U =
+            m U + g; V = V + U``.
         masking: reset the velocity of delivered entries (momentum factor masking).
             Parameters that are exchanged whole (dense warm-up, small layers) keep their velocity, because
             their entries were never late.
@@ -117,8 +117,8 @@ class Corrector:
             wide = torch.promote_types(unit.dtype, torch.float32)
             size = unit.size if correction.momentum else 0
             self.velocities.append(torch.zeros(size, dtype=wide, device=unit.device))
-        # There are two buffers: a step writes the second one and a commit swaps them, so a refused
-        # step is undone exactly by not swapping.  The price is 2 n elements.
+        # Two buffers: a step writes the second one, and a commit swaps them. Without the swap, a
+        # refused step is undone exactly. The price is 2 n elements.
         self._next = [torch.zeros_like(velocity) for velocity in self.velocities]
 
     @property
@@ -145,16 +145,14 @@ class Corrector:
                 raise ConfigurationError(
                     "weight_decay needs the weights together with their gradient"
                 )
-            # the weights are multiplied by the scale of the gradients, which a GradScaler has
-            # multiplied
+            # scale the weights like the gradients, which a GradScaler has multiplied
             gradient.add_(weights.reshape(-1), alpha=decay * self.scale)
         if not momentum:
             return
         here = slice(start, start + gradient.numel())
         before, after = self.velocities[unit][here], self._next[unit][here]
         if self.correction.nesterov:
-            # this computes U = m (U + g) and accumulates g + U; with U = m buf, that is torch's g +
-            # m (m buf + g)
+            # U = m (U + g); accumulate g + U, which for U = m buf is torch's g + m (m buf + g)
             torch.add(before, gradient, out=after).mul_(momentum)
             gradient.add_(after)
         else:

@@ -108,7 +108,7 @@ class Reducer:
         self.reduced.clear()
         self._later.clear()
         self._committed.clear()
-        # states are frozen and replaced whole, so references serve as a snapshot
+        # references serve as a snapshot, because states are frozen and replaced as a whole
         self._settled = [part.state for part in (*self.selectors, *self.collectives)]
         self.plan.open(self.step, zip(self.selectors, self.collectives, strict=True))
 
@@ -118,7 +118,7 @@ class Reducer:
         return self.comm.ledger.place(self.step)
 
     def channel(self, use: int | Use) -> Communicator:
-        """Return the channel of a unit, or that of another kind of exchange."""
+        """Return the channel of a unit, or of another kind of exchange."""
         return channel_of(self.comm, len(self.units), use)
 
     def move_to(self, comm: Communicator) -> None:
@@ -163,7 +163,7 @@ class Reducer:
             residual.accumulate(start, gradient, *self.plan.units[unit].collect or ())
 
     def accumulates_later(self, unit: int) -> bool:
-        """Return whether a unit's gradient is read run by run, so it need not be stored."""
+        """Return whether a unit's gradient is read run by run, so that it need not be stored."""
         collective = self.plan.units[unit].collective
         return collective.by_runs and not (self.corrector or self.monitor or self.overflows)
 
@@ -173,8 +173,8 @@ class Reducer:
 
     async def exchange(self, unit: int) -> None:
         """Select, then sum over ranks; the result is kept until the commit."""
-        # Everything before the first ``await`` runs when the coroutine is started.  So ``share``, which
-        # is started after all exchanges, finds all units selected
+        # Everything before the first ``await`` runs when the coroutine starts. ``share`` starts
+        # after all exchanges, so all units are selected by then.
         plan = self.plan.units[unit]
         with self.comm.stage("select"):
             selected = self._select(unit)
@@ -209,7 +209,7 @@ class Reducer:
         propagate_nonfinite: bool = False,
         prepare: Callable[[], None] | None = None,
     ) -> list[Vector]:
-        """Write the residuals of units and return their averages; the last units close the step.
+        """Write the residuals of these units and return their averages; the last units close the step.
 
         ``prepare`` is called once the step is certain to be applied, before anything changes; it may
         raise.  If a total contains NaN or Inf, nothing is changed and NonFiniteGradientError is raised
@@ -228,18 +228,18 @@ class Reducer:
             if not propagate_nonfinite:
                 raise proposal.refusal(broken)
             self.skip()
-            # NaN is returned in all gradients, because a second optimizer whose gradients stayed
-            # finite would otherwise apply mass that the restored residuals still hold
+            # Return NaN in all gradients: a second optimizer whose gradients stayed finite would
+            # otherwise apply mass that the restored residuals still hold.
             return [DenseVector(torch.full_like(r.accumulated, torch.nan)) for r in self.residuals]
         if prepare is not None:
             prepare()
-        # xi is measured before totals are divided, because it is defined on sums
+        # measure xi before dividing the totals, because xi is defined on sums
         probe = self.monitor.xi if self.monitor else None
         measured = probe.measure(self.step, totals, self.plan.quotas) if probe else None
         for unit, result in reduced.items():
             if self.comm.world_size > 1 and self.algorithm.average:
-                # this is safe in place, because ``delivered`` shares no memory with the total, or
-                # is all that was accumulated
+                # dividing in place is safe: ``delivered`` shares no memory with the total, or is
+                # the whole accumulated gradient
                 result.total.divide_(self.comm.world_size)
             with self.comm.stage("mask"):
                 self.residuals[unit].retain(result.delivered)  # residual = accumulated - delivered
@@ -258,8 +258,8 @@ class Reducer:
         return totals
 
     def refuse(self) -> None:
-        """Undo all that is uncommitted: restore the state, and zero the memory lent by gradients."""
-        # committed units have no open pieces, so this does not touch them
+        """Undo everything uncommitted: restore the state, and zero the memory lent by gradients."""
+        # committed units have no open pieces, so ``restore`` does not touch them
         for residual in self.residuals:
             residual.restore()
         if self.corrector:
@@ -272,12 +272,12 @@ class Reducer:
         self._committed = committed
 
     def regroup(self, position: Position | None = None) -> None:
-        """Continue with other ranks, already reflected by the communicator, when ranks join or leave.
+        """Continue with other ranks, after the communicator has changed because ranks joined or left.
 
-        This is the whole seam for ``elastic``, its only caller; the reducer must be ``changing``.
-        The accumulated gradients of the open step are exchanged again.  If the others are at another
-        ``position``, this rank closes the open step, and its gradients stay in the residuals, except
-        those already undone (``Residual.restore``).
+        Only ``elastic`` calls this, on a reducer that is ``changing``.  The accumulated gradients of
+        the open step are exchanged again.  If the others are at another ``position``, this rank closes
+        the open step, and its gradients stay in the residuals, except those already undone
+        (``Residual.restore``).
 
         Collectives are reset on all ranks, because boundaries and global thresholds belong to the former
         ranks.  Selectors are local and keep their states.
@@ -302,14 +302,14 @@ class Reducer:
 
     def fail(self) -> None:
         """Tell the consensus, if others are part of it, that the exchange has failed on this rank."""
-        # Shards and stages of this replica have separate exchanges, which may have succeeded.  Without
-        # this, they would wait for this rank's vote until their deadline
+        # Shards and stages of this replica have separate exchanges, which may have succeeded.
+        # Without this call, they would wait for this rank's vote until their deadline.
         tell = getattr(self.consensus, "fail", None)
         if tell is not None:
             tell(self.step)
 
     def skip(self) -> None:
-        """Refuse all that is uncommitted; go to the next step unless part of this one is committed."""
+        """Refuse everything uncommitted; go to the next step unless part of this one is committed."""
         self.refuse()
         self.skipped += 1
         if not self._committed:
@@ -321,9 +321,10 @@ class Reducer:
         weights: Sequence[Tensor] = (),
         units: Sequence[int] | None = None,
     ) -> list[Vector]:
-        """Do a whole step, or its part for some units.
+        """Run a whole step, or the part of a step for some units.
 
-        Each unit's flat gradient is overwritten by its average.  Weight decay needs the weights.
+        Each unit's flat gradient is overwritten by its average.  ``weights`` are needed for weight
+        decay.
         """
         chosen = range(len(self.units)) if units is None else units
         if self.corrector and self.corrector.waits:
@@ -359,9 +360,9 @@ class Reducer:
         self.open()
 
     def _watch(self) -> None:
-        """Detect once that residuals grow, from thresholds that selectors already have."""
+        """Notice once that residuals grow, from thresholds that selectors already know."""
         # The ratio of residual norm to gradient norm is no indicator: it is 5 to 900 in healthy
-        # trainings, and a constant 20 in one that diverges (docs/design-notes.md).  The threshold bounds
+        # runs, and a constant 20 in one that diverges (docs/design-notes.md).  The threshold bounds
         # all entries in the residual, and costs neither a pass nor a wait for a GPU.
         octaves = []
         for unit, plan in zip(self.units, self.plan.units, strict=True):

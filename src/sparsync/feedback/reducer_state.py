@@ -1,7 +1,7 @@
 """The state of a reducer between steps: save, restore and rescale it.
 
 Under a GradScaler, a hook sees gradients times the scale.  So residual, velocity and thresholds are
-scaled as well, and are rescaled with it: ``residual = residual * new / old``.  As long as scales are
+scaled as well, and change with the scale: ``residual = residual * new / old``.  As long as scales are
 powers of two, the default of GradScaler, this does not round.
 """
 
@@ -70,7 +70,7 @@ _FIELDS: Final = Fields(
 
 
 def reducer_state(reducer: Reducer) -> dict[str, Any]:
-    """Return all that the next step depends on, as plain tensors and numbers, by parameter name."""
+    """Return everything that the next step depends on: plain tensors and numbers, by parameter name."""
     # the state is saved by parameter name rather than by unit, so that ``reshard`` can move tensors
     # to other ranks and shards
     corrector = reducer.corrector
@@ -121,7 +121,7 @@ class ParsedState:
         counts = [saved["step"], saved["skipped"], float(saved["scale"]), self.shares]
         return {
             "its collectives": [*counts, *self.parts[units:]],
-            # None stands for zeros, which means that no entry was withheld, on any rank
+            # None stands for zeros: no rank has withheld an entry
             "which residuals and velocities it has": [
                 values is not None for values in (*self.residuals, *self.velocities)
             ],
@@ -190,8 +190,7 @@ def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = Fals
     reducer.set_scale(scale)
     reducer.plan.take(parsed.shares)
     reducer.open()
-    # this comes last, because residuals, velocities and keys must all have the saved scale before
-    # it
+    # rescaling comes last, because residuals, velocities and keys must all have the saved scale first
     if not keep_scale:
         rescale_(reducer, wanted)
 
@@ -222,8 +221,7 @@ async def _agree(
     try:
         await agree(comm, {f"the {what} of the saved state": step, **common})
     except CommunicationError as error:
-        # the error is not raised yet, because the other parts of this replica wait for the outcome
-        # of this one
+        # do not raise yet: the other parts of this replica wait for this part's outcome
         failure = error
     divided = [] if parts is None else [parts]
     found = await worst(divided, int(failure is not None), str(failure or ""), "agreement")
@@ -238,7 +236,7 @@ async def _agree(
 
 def check_fields(state: object) -> None:
     """Refuse a value that is not a reducer's state: a field is missing, unknown, or of another type."""
-    # a file may hold anything, so no part of it is read before its type is known
+    # a file may hold anything, so check the type of each part before reading it
     check_saved(state, _FIELDS, _NAME, _CURE)
 
 
@@ -310,7 +308,7 @@ def _saved_values(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | N
                 f"elements of {wide}; was it saved from this model?"
             )
     whole = torch.cat([piece.to(unit.device, wide) for piece in found])
-    # NaN in a residual would be selected, and refused, in every step from then on
+    # NaN in a residual would be selected in every later step, which would be refused
     broken = (~torch.isfinite(whole)).nonzero()
     if broken.numel():
         raise ConfigurationError(
@@ -350,9 +348,9 @@ def _check_scale(scale: object) -> float:
 def rescale_(reducer: Reducer, scale: float) -> None:
     """Adapt a reducer, between two steps, to gradients that are multiplied by ``scale``.
 
-    If a residual or velocity would exceed the range of float32, it is not changed, and this rank's next
-    step overflows instead: all ranks refuse it, and their GradScaler returns to a lower scale.  At
-    a scale <= 1, there is no lower scale: ConfigurationError is raised, and nothing is changed.
+    If a residual or velocity would exceed the range of float32, it does not change, and this rank's next
+    step overflows instead: all ranks refuse that step, and their GradScaler returns to a lower scale.
+    At a scale <= 1, there is no lower scale: ConfigurationError is raised, and nothing is changed.
 
     Cost: a pass over the residual, and another if it grows.
 
@@ -393,8 +391,8 @@ def rescale_(reducer: Reducer, scale: float) -> None:
         dtype = reducer.residuals[0].accumulated.dtype
         reducer.plan.take(_moved(reducer.plan.shares, factor, dtype))
     reducer.set_scale(scale)
-    # the step is planned again, because the keys from which entries are collected have changed, and
-    # a refusal must return to the new keys
+    # plan the step again: the keys from which entries are collected have changed, and a refusal
+    # must return to the new ones
     reducer.open()
 
 
@@ -411,7 +409,7 @@ def rescaled_key(key: int, factor: float, dtype: torch.dtype) -> int:
 
 def _overflowing(reducer: Reducer, factor: float) -> str:
     """Name a residual or velocity that would overflow; return "" if none does."""
-    # Inf in a residual would be selected, and refused, in every step from then on
+    # Inf in a residual would be selected in every later step, which would be refused
     if factor < 1:
         return ""
     waiting = [("residual", [residual.value for residual in reducer.residuals])]

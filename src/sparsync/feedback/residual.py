@@ -19,12 +19,11 @@ from sparsync.sparse import DenseVector, SparseVector, Vector, host_memory, runs
 
 __all__ = ["Growth", "Residual", "Runs"]
 
-# the growth that counts as too much, in doublings, and the number of windows over which it is
-# measured
+# the excessive growth, in doublings, and the number of windows over which growth is measured
 _OCTAVES, _MEMORY = 2.0, 8
 
-# such a function returns elements [start, stop) of a gradient, in separate memory; it is given those of
-# the residual (None stands for zeros), from which it may compute them
+# A function that returns elements [start, stop) of a gradient, in separate memory. It also gets the
+# residual's elements (None stands for zeros), from which it may compute them.
 Runs = Callable[[int, int, Tensor | None], Tensor]
 
 
@@ -37,10 +36,10 @@ class _Piece(NamedTuple):
 
 
 class Residual:
-    """The residual of one unit; while a step is open, its accumulated gradient.
+    """The residual of one unit, which holds the accumulated gradient while a step is open.
 
-    It is float32 if gradients have 16 bits.  A bfloat16 residual 256 times as large as a gradient would
-    not change when the gradient is added, and mass would vanish.
+    The residual is float32 if gradients have 16 bits.  A bfloat16 residual 256 times as large as a
+    gradient would not change when the gradient is added, and mass would vanish.
 
     Memory: n elements; while a step is open, 8 bytes per collected entry and one more copy of 16-bit
     gradients.  A gradient that exists only in runs (``accumulate_later``) takes none.  With ``on_host``,
@@ -98,8 +97,8 @@ class Residual:
         if found is None or key is None or self._found is None:
             self._found = None
             return
-        # the tensors are copied, because kernels return slices of buffers with room for ``limit``,
-        # which views would keep alive
+        # copy the tensors: kernels return slices of buffers with room for ``limit`` entries, which
+        # views would keep alive
         self._key, self._count = key, self._count + found[1].numel()
         narrow = torch.int32 if len(self.accumulated) < 1 << 31 else torch.int64
         indices = found[0].to(narrow, copy=True).add_(start)
@@ -132,14 +131,14 @@ class Residual:
     def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """Return a run of the gradient, in separate memory, and of the residual, on its device."""
         assert self._later is not None
-        # copied once, also for the gradient, because the residual may be in host memory
+        # one copy serves the gradient as well, because the residual may be in host memory
         residual = None if self.empty else self.accumulated[start:stop].to(self._device)
         return self._later(start, stop, residual), residual
 
     def collected(self, key: int = 1, limit: int | None = None) -> SparseVector | None:
         """Return the collected entries that reach ``key``, with 32-bit indices if those suffice.
 
-        The result is None if there are more than ``limit``, or if there were too many to collect.
+        The result is None if more than ``limit`` entries reach it, or if there were too many to collect.
         """
         if not self._found:
             return None
@@ -172,8 +171,8 @@ class Residual:
                     delivered.subtract_from_(made, start)
                     here.copy_(made)
                     continue
-                # the result is in the residual's own memory if that is on the device of the
-                # gradients, because a copy back would be one more pass over all elements
+                # The residual's own memory takes the result if it is on the gradients' device,
+                # because a copy back would be one more pass over all elements.
                 delivered.subtract_from_(rest, start, plus=made)
                 if rest.device != here.device:
                     here.copy_(rest)
@@ -182,8 +181,8 @@ class Residual:
             return
         self._close()
         # The check is by identity, because a dense allreduce in place has put the total into this
-        # very buffer, so no vector is left to subtract from.  It is also by type, because
-        # ``values`` of a vector held in messages decodes them.
+        # very buffer, so no vector is left to subtract from.  It is also by type, because reading
+        # ``values`` of a vector held in messages decodes these.
         if type(delivered) is DenseVector and delivered.values is self.accumulated:
             self.empty = True  # everything was delivered; the buffer will be overwritten
             return
@@ -193,17 +192,16 @@ class Residual:
     def keep(self) -> None:
         """Close the open step with nothing delivered: ``residual = accumulated``.
 
-        ``Reducer.regroup`` uses this if the other ranks are at another step.
+        ``Reducer.regroup`` calls this if the other ranks are at another step.
         """
-        # with pieces added, the buffer is no longer empty
+        # once pieces were added, the buffer is no longer empty
         self.empty = self.empty and not self._pieces
         self._close()
 
     def restore(self) -> None:
         """Undo the open step, bit for bit, and zero the memory lent by gradients."""
-        # old values are copied back rather than subtracted: (residual + gradient) - gradient
-        # rounds, and gives NaN if the gradient is NaN or Inf, which is the very reason for refusing
-        # a step
+        # Copy the old values back instead of subtracting the gradient: (residual + gradient) - gradient
+        # rounds, and is NaN if the gradient is NaN or Inf, which is the very reason for refusing a step.
         for piece in self._pieces:
             if not self.empty:
                 self.accumulated[piece.start : piece.start + piece.before.numel()] = piece.before
@@ -287,8 +285,8 @@ class Growth:
     and the residual grows with them.  All entries in the residual are below the threshold, which
     selectors know without another pass.
 
-    Thresholds are averaged, as logarithms, over windows of 1 / density steps.  The first window, in which
-    the residual fills up, is ignored.  After it, the threshold of a healthy training stays constant or
+    Thresholds are averaged, as logarithms, over windows of 1 / density steps.  The first window, in
+    which the residual fills up, is ignored.  After it, the threshold of a healthy run stays constant or
     falls with the gradients.  If training diverges, or the residual grows linearly, the threshold rises
     by two octaves over the minimum of the last eight windows.  Slower growth is not reported.
 

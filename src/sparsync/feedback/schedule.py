@@ -1,4 +1,4 @@
-"""The warm-up: how densely the first steps are exchanged."""
+"""The warm-up: the densities at which the first steps are exchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares: how many entries each unit selects, so that all units together select the global top-k.
+"""Split k among units, so that all units together select about the global top-k.
 
 A unit cannot know the magnitudes in the other units when its own exchange begins.  So it uses the share
 that, in hindsight, it should have had in the previous step: all ranks add up a small histogram per unit
@@ -41,7 +41,7 @@ class SharesState:
 
 @final
 class Sharing:
-    """Counts the entries that some units, its members, would like to select, and splits k among them."""
+    """Splits k among its member units, in proportion to the entries that each would select."""
 
     def __init__(self, units: Sequence[Unit], members: Sequence[int], dtype: torch.dtype) -> None:
         self.units, self.members, self.dtype = units, members, dtype
@@ -50,14 +50,13 @@ class Sharing:
     @staticmethod
     def among(units: Sequence[Unit]) -> Sharing | None:
         """Let the sparse units share k; return None unless there are several of them, with one dtype."""
-        # all have one dtype, because magnitudes are compared as integer keys, which depend on the
-        # dtype
+        # one dtype for all, because magnitudes are compared as integer keys, which depend on the dtype
         members = [i for i, unit in enumerate(units) if not unit.dense]
         dtypes = {torch.promote_types(units[i].dtype, torch.float32) for i in members}
         return Sharing(units, members, dtypes.pop()) if len(members) > 1 == len(dtypes) else None
 
     def collect_from(self, state: SharesState) -> tuple[int, int] | None:
-        """Return the key from which the entries of any unit are counted, and a limit on their number."""
+        """Return the smallest key of the entries to count in a unit, and a limit on their number."""
         if state.key is None:
             return None
         _, octave = kernels.key_range(self.dtype)
@@ -74,13 +73,13 @@ class Sharing:
     ) -> None:
         """Count the entries that a unit would have liked to select.
 
-        ``collected`` holds its entries from ``collect_from``'s key on, or None if there were too many.
+        ``collected`` holds the unit's entries that reach the key of ``collect_from``, or None if there
+        were too many.
         """
         if state.key is not None:
             counted = collected or selected
         elif selected.nnz:
-            # no magnitude is known yet, so the search starts an octave below this unit's smallest
-            # selected entry
+            # no magnitude is known yet: search from an octave below this unit's smallest selected entry
             _, octave = kernels.key_range(self.dtype)
             key = int(kernels.magnitude_keys(selected.values).min()) - octave
             counted = reaching(accumulated, max(key, 1), _ROOM * selected.nnz + 64) or selected
@@ -95,11 +94,11 @@ class Sharing:
     ) -> SharesState:
         """Return the next step's shares, equal on all ranks, once all members have been counted.
 
-        ``state`` is that of the open step, ``entries`` the k of every unit by its density alone.
+        ``state`` belongs to the open step; ``entries`` is the k of every unit by density alone.
         """
         if len(self._histograms) < len(self.members):
-            # either all ranks return here or none does, because the plan decides this, so no rank
-            # waits in the allgather
+            # the plan decides this, so either all ranks return here or none does, and no rank waits
+            # in the allgather
             return state
         counts = torch.stack([self._histograms[unit] for unit in self.members])
         everyone = await channel.allgather(counts.to(torch.int32), "shares")
@@ -142,7 +141,7 @@ def next_shares(
     sizes: Sequence[int],
     world_size: int,
 ) -> SharesState:
-    """Split k among units by the number of the ``k * world_size`` largest entries that each contains.
+    """Split k among units by how many of the ``k * world_size`` largest entries each contains.
 
     ``counts`` are the histograms of all units over the edges ``at``, summed over ranks.  Each unit gets
     at least one entry and at most its size.  If even the smallest counted entry of a unit is among the
@@ -154,8 +153,7 @@ def next_shares(
         (45, 5)
     """
     least = [min(1, size) for size in sizes]
-    # this is pure Python on equal integers, so all ranks compute the same shares without another
-    # message
+    # pure Python on equal integers, so all ranks compute the same shares without another message
     wanted = max(k, sum(least)) * world_size
     totals = [sum(column) for column in zip(*counts, strict=True)]
     if totals[0] < wanted:

@@ -24,9 +24,9 @@ Use = Literal["shares", "xi", "weights", "used", "retry", "drift", "vote", "roll
 
 
 def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
-    """Return the channel of a unit, of which there are ``units``, or of another kind of exchange."""
-    # All ranks must number the channels alike, so the order of ``Use`` is part of the protocol, and must
-    # not depend on which uses a rank has.
+    """Return the channel of a unit, or of another use; ``units`` is the number of units."""
+    # All ranks must number the channels alike, so the order of ``Use`` is part of the protocol. It
+    # must not depend on the uses that a rank has.
     return comm.channel(use if isinstance(use, int) else units + get_args(Use).index(use))
 
 
@@ -34,7 +34,7 @@ def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
 
 
 class UnitPlan(NamedTuple):
-    """How one unit is exchanged."""
+    """The plan for the exchange of one unit."""
 
     k: int  # number of entries to select
     selector: Selector
@@ -42,14 +42,16 @@ class UnitPlan(NamedTuple):
     # the magnitude key from which entries are collected while they are accumulated, and a limit on
     # their number
     wanted: tuple[int, int] | None  # for the selector alone: its ``collect_from``
-    collect: tuple[int, int] | None  # as executed: for the selector, and to count for the shares
+    collect: (
+        tuple[int, int] | None
+    )  # as executed, for the selector and to count entries for the shares
 
 
 @final
 class Plan:
     """Decides for every step each unit's k, selector and collective, and which entries are collected.
 
-    If ``shared``, the units share the global k by the number of large entries in each, except in warm-up
+    If ``shared``, the units share the global k in proportion to their large entries, except in warm-up
     steps with another density.  If ``overwrites``, dense steps sum in the memory of the accumulated
     gradient.
     """
@@ -79,7 +81,7 @@ class Plan:
         return tuple(unit.k for unit in self.units)
 
     def open(self, step: int, parts: Iterable[tuple[Selector, Collective]]) -> None:
-        """Plan a step, only once; the cost grows with the number of units, not of parameters."""
+        """Plan a step, once; the cost grows with the number of units, not with that of parameters."""
         planned = self.warmup.density(step, self.density) if self.warmup else self.density
         quotas, sharing = self.shares.quotas, self._sharing
         self.regular = planned == self.density
@@ -114,13 +116,13 @@ class Plan:
 
     async def agree(self, channel: Communicator) -> None:
         """Agree on the next step's shares of k, once all units have been counted."""
-        # the shares are held back until the commit, because a refused step is planned again with
-        # its old shares
+        # hold the shares back until the commit, because a refused step is planned again with its
+        # old shares
         if self._dividing:
             self._next = await self._dividing.agree(self.shares, channel, self._entries())
 
     def commit(self) -> None:
-        """Switch to the next step's shares."""
+        """Adopt the shares of the next step."""
         self.shares = self._next
 
     def take(self, shares: SharesState) -> None:

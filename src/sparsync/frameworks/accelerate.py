@@ -34,8 +34,8 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
     Args:
         accelerator: the accelerator that prepared the model.
         model: the model that ``accelerator.prepare`` returned.
-        options: arguments of ``sparsync.attach``.  By default ``optimizer`` are the prepared optimizers
-            that have parameters of the model, and ``scaler`` is the accelerator's.
+        options: arguments of ``sparsync.attach``.  By default, ``optimizer`` lists the prepared
+            optimizers that have parameters of the model, and ``scaler`` is the accelerator's.
 
     Returns:
         The handle of ``sparsync.attach``.  From now on ``accelerator.save_state(folder)`` writes this
@@ -43,10 +43,10 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
 
     Raises:
         ConfigurationError: the model was not prepared, Accelerate runs a single process, or
-            ``sparsync.attach`` refuses something.
+            ``sparsync.attach`` refuses an argument.
         PeerError: ranks disagree.
     """
-    # models are compared without DDP, because on a CPU Accelerate records models without it
+    # compare models without DDP, because on a CPU Accelerate records them without it
     inner = accelerator.unwrap_model(model)
     prepared = [accelerator.unwrap_model(one) is inner for one in accelerator._models]
     if not any(prepared):

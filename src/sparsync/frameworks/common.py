@@ -1,4 +1,4 @@
-"""Attaching and resuming, as shared by Accelerate, Lightning and the Hugging Face Trainer."""
+"""Attach and resume, for the adapters of Accelerate, Lightning and the Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def replace_method(owner: Any, name: str, method: Any) -> Callable[[], None]:
 
     If other code has replaced it again in the meantime, the function does nothing.
     """
-    # only the object is searched, because a method of its class reappears once the replacement is
-    # deleted
+    # search only the object: a method of its class reappears once the replacement is deleted
     former = vars(owner).get(name)
     setattr(owner, name, method)
 
@@ -106,11 +105,11 @@ def attach_wrapped(
 def check_processes(seen: int, cure: str) -> None:
     """Refuse a framework that overlooks the other processes, as Accelerate does on a CPU.
 
-    It gives every rank the same batches, so exchanging would be in vain.
+    Such a framework gives every rank the same batches, so an exchange would be useless.
 
     Args:
         seen: the number of processes with which the framework trains.
-        cure: how the user makes the framework see all of them.
+        cure: advice on making the framework see all processes.
     """
     started = dist.get_world_size() if dist.is_initialized() else 1
     if seen < started:
@@ -123,8 +122,8 @@ def check_processes(seen: int, cure: str) -> None:
 def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
     """Write this rank's state into a folder of a framework's checkpoint; all ranks call it.
 
-    The file also has a digest of the weights, because a job may end between the writing of this file and
-    of the framework's weights.
+    The file also has a digest of the weights, because a job may end after writing only this file or
+    only the framework's weights.
 
     Raises:
         CheckpointError: see ``save_state``.
@@ -138,16 +137,15 @@ def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
 def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
     """Load the files of ``save_beside``, after the weights were loaded; all ranks call it.
 
-    A checkpoint of a run without sparsync has no such folder.  In that case residuals are unchanged, and
-    a warning says so.
+    A checkpoint of a run without sparsync has no such folder.  Residuals are then unchanged, and a
+    warning says so.
 
     Raises:
         PeerError: some ranks see a folder and others do not.
         CheckpointError, ConfigurationError: see ``load_states``; the weights differ from the ones saved
             with the state.
     """
-    # this is checked first, because loading is collective and a rank without the folder would not
-    # join
+    # compare first, because loading is collective, and a rank without the folder would not join
     present = folder.is_dir()
     run(agree(sync.reducer.comm, {f"whether there is a saved state in {folder}": present}))
     if present:
@@ -163,8 +161,8 @@ def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
 def _weights(sync: Handle, model: torch.nn.Module) -> str:
     """Return a digest of a model's weights as a framework saves them.
 
-    Shards have none, because they may be cut differently later.  With an exchange of updates only rank 0
-    has one, because frameworks save the weights of rank 0.
+    The text is empty for shards, because they may be cut differently later.  If updates are exchanged,
+    only rank 0 has a digest, because frameworks save the weights of rank 0.
     """
     if isinstance(sync, UpdateSync) and sync.reducer.comm.rank:
         return ""

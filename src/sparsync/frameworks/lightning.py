@@ -37,8 +37,8 @@ class SparsyncCallback(Callback):
     """Attaches sparsync when training starts, saves with every checkpoint, resumes with the Trainer.
 
     Args:
-        options: arguments of ``sparsync.attach``.  By default ``optimizer`` are the module's optimizers,
-            and ``scaler`` is that of the Trainer's precision plugin.
+        options: arguments of ``sparsync.attach``.  By default, ``optimizer`` lists the module's
+            optimizers, and ``scaler`` is the one of the Trainer's precision plugin.
 
     Attributes:
         sync: the handle of ``sparsync.attach``; None before training starts.
@@ -67,7 +67,7 @@ class SparsyncCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the wrapped module, after all states were restored and before any gradient."""
         self._follow(trainer)
-        # this refuses a folder in which ranks cannot write now, rather than at the first checkpoint
+        # refuse a folder in which ranks cannot write now, rather than at the first checkpoint
         for checkpoints in trainer.checkpoint_callbacks:
             _folder(getattr(checkpoints, "dirpath", None) or trainer.default_root_dir)
         how = 'give Trainer(strategy="ddp", devices=2)'
@@ -118,7 +118,7 @@ class SparsyncCallback(Callback):
     def _follow(self, trainer: Any) -> None:
         """Save and remove every rank's state with each of the Trainer's checkpoints."""
         strategy = trainer.strategy
-        # there is one callback per strategy, because two would save and exchange everything twice
+        # one callback per strategy: two would save and exchange everything twice
         former = getattr(strategy, _FOLLOWER, None)
         if former is self:
             return

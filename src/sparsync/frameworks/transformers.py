@@ -40,7 +40,7 @@ class SparsyncCallback(TrainerCallback):
     Args:
         trainer: the ``Trainer`` to which the callback is added; only the trainer knows the wrapped model
             and the checkpoint from which it resumes.
-        options: arguments of ``sparsync.attach``.  By default ``optimizer`` and ``scaler`` are the
+        options: arguments of ``sparsync.attach``.  By default, ``optimizer`` and ``scaler`` are the
             trainer's.
 
     Attributes:
@@ -48,7 +48,7 @@ class SparsyncCallback(TrainerCallback):
 
     Raises:
         ConfigurationError: the trainer already has an open callback of this class.  From
-            ``trainer.train()``: ``sparsync.attach`` refuses something.
+            ``trainer.train()``: ``sparsync.attach`` refuses an argument.
         PeerError: from ``trainer.train()``; see ``sparsync.attach``.
 
     When updates are exchanged, evaluations during training use the weights that all ranks share.
@@ -58,8 +58,7 @@ class SparsyncCallback(TrainerCallback):
         self.sync: Handle | None = None
         self._trainer, self._options, self._training = trainer, options, False
         self._model: Any = None
-        # this is the argument of ``trainer.train()`` while that runs: a path, or True for the last
-        # checkpoint
+        # the argument of ``trainer.train()`` while it runs: a path, or True for the last checkpoint
         self._checkpoint: Any = None
         train = trainer.train
         if hasattr(train, "sparsync_callback"):
@@ -104,7 +103,8 @@ class SparsyncCallback(TrainerCallback):
             accelerator = self._trainer.accelerator
             check_processes(accelerator.num_processes, "give TrainingArguments(use_cpu=True)")
             scaler = getattr(accelerator, "scaler", None)
-            # Accelerate 1.15 wraps no model on a CPU that it has prepared before, for an evaluation
+            # On a CPU, Accelerate 1.15 does not wrap a model that it has already prepared for an
+            # evaluation.
             first = "call trainer.train() before trainer.evaluate(), or use eval_on_start=True"
             self.sync = attach_wrapped(model, optimizers, self._options, how, scaler, first)
             self._model = model

@@ -1,8 +1,8 @@
-"""DDP's buckets; the places of their gradients in the units are computed once, not in every step.
+"""Map the gradients in DDP's buckets to units, once rather than in every step.
 
 Small parameters that are adjacent in a unit form one run.  DDP's order is roughly the reverse of a
-unit's. A bucket of small parameters only is permuted in place into the unit's order; a bucket that also
-contains large ones keeps a copy of its small ones until the step ends.
+unit's. A bucket that contains only small parameters is permuted in place into the unit's order; a
+bucket that also contains large ones keeps a copy of its small ones until the step ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Places:
         self, parameters: Sequence[Tensor], place: Mapping[Tensor, Place], *, joined: bool
     ) -> None:
         self.parameters = list(parameters)
-        # identities are compared on every step, because DDP rebuilds its buckets; ``==`` would
+        # compared on every step, because DDP rebuilds its buckets; identities, because ``==`` would
         # compare elements
         self.identities = [id(parameter) for parameter in parameters]
         self.sizes = [parameter.numel() for parameter in parameters]
@@ -108,11 +108,11 @@ class Bucket:
         The residual stores its old values in this memory, to undo the step (``Residual.accumulate``).
         """
         places, end = self.places, 0
-        # this makes one copy of all small parameters, in the unit's order
+        # one copy of all small parameters, in the unit's order
         small = torch.cat(self._logical(places.joined)) if places.joined else self.dense
         if len(places.joined) == len(self._pieces):
-            # no large parameter has to stay in place, so the bucket itself can hold the runs, and the
-            # copy is freed at once; ``write`` later restores DDP's order
+            # No large parameter has to stay in place, so the bucket itself can hold the runs, which
+            # frees the copy at once. ``write`` later restores DDP's order.
             small = self.dense.view(-1).copy_(small)
         for run in places.runs:
             if len(run.members) == 1:
@@ -159,7 +159,8 @@ class BucketStep(Step):
 
     def check_complete(self) -> None:
         """Refuse a backward pass that left out parameters."""
-        # this rank would never exchange a unit with a missing parameter, and peers would wait for it
+        # this rank would never exchange a unit with a missing parameter, but its peers would wait
+        # for that exchange
         if all(n == len(u.slots) for n, u in zip(self.accumulated, self.units, strict=True)):
             return
         here = {name for bucket in self.buckets for name in bucket.places.names}

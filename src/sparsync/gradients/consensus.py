@@ -3,9 +3,9 @@
 Ranks that exchange with each other see the same totals and decide alike without a message.  Ranks that
 hold other parts of the same replica see other totals, but if one part refuses a step, all must.
 
-Without DDP they also agree on which parameters any rank used.  A gradient must not be None on one rank
-and zeros on another: weight decay and momentum skip None, so replicas would drift apart, and norms over
-shards would wait for shards that have none.
+Without DDP, the ranks also agree on which parameters any of them used.  A gradient must not be None on
+one rank and zeros on another: weight decay and momentum skip None, so replicas would drift apart, and
+norms over shards would wait for shards that have none.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class PartsConsensus:
     """Asks the other parts of this replica before a step is committed (``sparsync.feedback.step``).
 
     Args:
-        parts: the ranks that hold the parts of this replica, including this one; constructing the
-            consensus is collective over them.
+        parts: the ranks that hold the parts of this replica, including this one; all of them must
+            construct the consensus together.
         keys: a 64-bit number per parameter of this part, by name, in the same order on all its replicas,
             and equal on all parts that hold the parameter.  With None, the usage of parameters is
             not tracked.
@@ -74,8 +74,7 @@ class PartsConsensus:
         mine = torch.tensor([name in used for name in self._names], dtype=torch.bool)
         everyone = torch.stack(await replicas.allgather(mine, "used"))
         self.came = everyone.any(1)
-        # these marks cover only this part; ``_ask`` sends them to the other parts along with the
-        # outcome
+        # the marks cover only this part; ``_ask`` sends them to the other parts along with the outcome
         self._marks.zero_()
         self._marks[self._places] = everyone.any(0)
 
@@ -85,8 +84,7 @@ class PartsConsensus:
         Raises:
             PeerError: the exchange of another part failed.
         """
-        # a message is always sent, even if all totals are finite here, because other parts may have
-        # failed
+        # always send a message, even if all totals are finite here, because other parts may have failed
         broken = proposal.broken()
         found = self._ask(proposal.step, _FINE if broken is None else _BROKEN, broken or "")
         if found.severity == _FAILED:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: ``sync = sparsync.attach(ddp_model)``.
+"""Exchange the gradients of a DDP model: ``sync = sparsync.attach(ddp_model)``.
 
 The hook adds each gradient of a bucket to its unit (``accumulated = residual + gradient``).  Once a unit
 is complete, its exchange is queued on the engine's thread while the backward pass continues.  After the
@@ -124,7 +124,7 @@ def _check_not_nested(model: DistributedDataParallel) -> None:
 
 @final
 class BucketSource(Source):
-    """Brings the gradients of DDP's buckets to the steps.
+    """Passes the gradients in DDP's buckets to the steps.
 
     DDP knows only the parameters that it was built with, and exchanges once per forward pass.  Any other
     gradient would stay on its rank, and replicas would silently drift apart.  So the model is checked on
@@ -161,11 +161,11 @@ class BucketSource(Source):
     # ---- gradients that DDP's hook would not see -----------------------------------------------
 
     def watch(self, sync: Handle) -> None:
-        """Check all parameters on every forward pass, and every gradient; take DDP's buckets."""
+        """Check all parameters on every forward pass and each gradient on arrival; take DDP's buckets."""
         model = self._model()
         assert model is not None
-        # the references are weak, because the model keeps the handle by the communication hook, and
-        # a parameter may outlive the handle
+        # weak references suffice, because the communication hook keeps the handle alive; a
+        # parameter may outlive the handle
         handles: list[Any] = [model.register_forward_pre_hook(weakly(self._check_model))]
         check = weakly(self._check_gradient)
         for parameter in self._trained.values():
@@ -207,8 +207,8 @@ class BucketSource(Source):
 
     def _check_gradient(self, parameter: Tensor) -> None:
         """Refuse a gradient with a graph, or from a backward pass that is not exchanged."""
-        # Called for every parameter and step; it nearly always returns here.  Grad mode is enabled within
-        # a backward pass only with create_graph=True
+        # This hook runs for every parameter in every step, and nearly always returns here. Grad
+        # mode is enabled within a backward pass only with create_graph=True.
         if not (self._exchanged or torch.is_grad_enabled()):
             return
         _, slot = self._place[parameter]
@@ -238,7 +238,7 @@ class BucketSource(Source):
         Variable._execution_engine.queue_callback(check)
 
     def _check_join(self) -> None:
-        """Refuse settings that ``join()`` makes wrong; all ranks do so alike, finished or not."""
+        """Refuse settings that ``join()`` does not support; all ranks do so, finished or not."""
         model, correction = self._model(), self._steps.reducer.correction
         if model is None or not model._join_config.enable:
             return
@@ -268,8 +268,8 @@ class BucketSource(Source):
             self._check_join()
         this, steps = self._open, self._steps
         future = this.take(Bucket(bucket.buffer(), self._places_of(bucket)))
-        # a clip by the norm of all gradients needs all of them before the first is accumulated: then
-        # nothing overlaps with the backward pass
+        # a clip by the norm of all gradients needs all of them before the first can be accumulated,
+        # so nothing overlaps with the backward pass
         complete = self._accumulate(this) if bucket.is_last() or not steps.measures else []
         # autograd's thread has queued the accumulation on its stream; the engine's thread uses another
         steps.wait_for_gpu()
@@ -277,8 +277,8 @@ class BucketSource(Source):
             steps.launch(this, unit)
         if bucket.is_last():
             this.check_complete()
-            # a coroutine is submitted after those of all units, and then a callable, which the
-            # engine starts only when every coroutine before it has ended
+            # Submit a coroutine after those of all units, and then a callable, which the engine
+            # starts only after every earlier coroutine has ended.
             this.jobs.append(steps.engine.submit(self._share(this)))
             finished = steps.engine.submit(lambda: self._finish(this))
             if not call_after_backward(lambda: self._after(this, finished)):
@@ -318,8 +318,8 @@ class BucketSource(Source):
             await self._steps.reducer.share()
 
     def _finish(self, this: BucketStep) -> None:
-        # DDP waits for every future without a deadline, so all are completed, with values, in any case;
-        # the error itself comes out of ``_after``, and so out of backward()
+        # DDP waits for every future without a deadline, so each gets a value even after an error.
+        # ``_after`` raises the error itself, and backward() passes it on.
         try:
             self._steps.finish(this)
         except BaseException:
@@ -350,7 +350,7 @@ class BucketSource(Source):
 
 
 def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Write averages to parameters that no rank used in this step, but that residuals reached.
+    """Write averages to parameters that no rank used in this step, but whose residuals arrived.
 
     DDP does not touch the gradients of such parameters (``find_unused_parameters``, ``static_graph``).
     The delivered mass has already left the residuals, so it would be lost if it were dropped here.
@@ -361,6 +361,6 @@ def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
         if parameter.grad is None and bool(average.any()):
             parameter.grad = average.clone()
         elif parameter.grad is not None and not parameter.grad.is_sparse:
-            # DDP does not copy the bucket to a parameter that it considers unused; otherwise, this
-            # changes nothing
+            # DDP does not copy the bucket to a parameter that it considers unused; for all others,
+            # this line changes nothing
             parameter.grad.copy_(average)

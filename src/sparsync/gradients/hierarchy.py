@@ -94,12 +94,11 @@ def nodes_of(options: Options, ranks: Sequence[int], groups: Groups) -> tuple[li
 class NodeReducer:
     """Takes whole gradients, as a ``Reducer`` does, and gives each rank of the node a part of them.
 
-    Constructing it is collective over the model's process group.
+    All ranks of the model's process group must construct it together.
 
     Attributes:
         reducer: exchanges this rank's part of every unit between nodes.
-        node: the communicator of this node's ranks; its ledger counts the bytes that a ring would
-            send.
+        node: the communicator of this node's ranks; its ledger counts the bytes of a ring allreduce.
         consensus: the joint decision of this node's ranks on every step.
         pieces: the part of every parameter that this rank exchanges.
 
@@ -159,7 +158,7 @@ class NodeReducer:
         await self.reducer.exchange(unit)
 
     async def follow(self, unit: int) -> None:
-        """Only sum over the node, because the step has failed on this rank but not on others of the node.
+        """Sum over the node only: the step has failed on this rank, but not on others of the node.
 
         The other ranks learn of the failure from the consensus.  Until then, all ranks of the node
         must start the same collectives.
@@ -206,7 +205,8 @@ class NodeReducer:
     def _gathered(self, unit: int) -> Vector:
         flat, total = self._flat[unit], self.reducer.reduced[unit].total
         length = flat.numel() // self.node.world_size
-        # the residual's dtype is the total's, which may not be decoded yet (``collectives/quantised.py``)
+        # take the total's dtype from the residual: the total may not be decoded yet
+        # (``collectives/quantised.py``)
         dtype = self.reducer.residuals[unit].accumulated.dtype
         average = torch.zeros(length, dtype=dtype, device=flat.device)
         total.write_to_(average[: total.size])
@@ -214,7 +214,7 @@ class NodeReducer:
         # division comes before the cast to 16 bits, in which the sum could overflow.
         if self.reducer.algorithm.average:
             average.div_(self.reducer.comm.world_size)
-        # this reuses the memory of this step's gradients, which the reduce-scatter has already read
+        # reuse the memory of this step's gradients, which the reduce-scatter has already read
         _gather(self.node, flat, average.to(flat.dtype))
         return DenseVector(flat[: self.units[unit].size])
 
@@ -234,8 +234,8 @@ class Node:
     def __init__(self, options: Options, ranks: Sequence[int], groups: Groups) -> None:
         inner, self.peers = nodes_of(options, ranks, groups)
         timeout = options.transport.timeout
-        # there are two groups of the same ranks, because the collectives of a group must start in
-        # the same order on all ranks, which two threads that share a group could not guarantee
+        # The same ranks form two groups: a group's collectives must start in the same order on all
+        # ranks, which two threads that shared a group could not guarantee.
         self.comm = TorchCommunicator(groups.make(inner, backend=None), timeout=timeout)
         self.consensus = PartsConsensus(TorchCommunicator(groups.make(inner), timeout=timeout))
         options.agree_with(self.consensus.parts)

@@ -75,14 +75,14 @@ def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> Gradi
 
 
 def _microbatches(schedule: Any) -> tuple[int, float] | None:
-    """Return the backward passes of a pipeline per step, and the factor on its gradients.
+    """Return the number of a pipeline's backward passes per step, and the factor on its gradients.
 
     The schedule scales ``parameter.grad`` once all micro-batches are done. Gradients whose exchange has
-    already begun are no longer there, and are scaled here.
+    already begun are no longer there, so this factor scales them.
     """
     if schedule is None:
         return None
-    # torch (2.13) has no public way to ask a schedule for these two numbers
+    # torch (2.13) has no public way to ask a schedule for its number of micro-batches and its scaling
     count, scales = (getattr(schedule, name, None) for name in ("_n_microbatches", "scale_grads"))
     if not isinstance(count, int) or not isinstance(scales, bool):
         raise ConfigurationError(
@@ -100,7 +100,7 @@ def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -
 
 
 def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:
-    """Turn off decisions that would differ from part to part, or refuse the options."""
+    """Turn off decisions that would differ between parts, or refuse the options."""
     # With several kinds, some parameters are copied to several ranks of this replica, next to different
     # shards. All these ranks must select the same entries of the copies, so nothing may depend on the
     # shards.
@@ -133,7 +133,7 @@ def _units(options: Options, model: nn.Module, shards: Sequence[Shard]) -> list[
 
 @final
 class ParameterSource(Source):
-    """Brings the gradients of single parameters to the steps, for a model without DDP.
+    """Passes the gradients of single parameters to the steps, for a model without DDP.
 
     Args:
         model: the plain module.
@@ -174,9 +174,8 @@ class ParameterSource(Source):
         ]
         self._scheduled = schedule is not None
         passes, self._scale = schedule or (1, 1.0)
-        # FSDP2 adds micro-batches up in the whole gradient.  A stage lets FSDP2 reduce only after
-        # the last one (torch.distributed.pipelining.stage), so the hook of a shard is called once
-        # per step
+        # FSDP2 adds up micro-batches in the unsharded gradient. A stage lets FSDP2 reduce only after
+        # the last one (torch.distributed.pipelining.stage), so a shard's hook is called once per step.
         self._passes = {p.parameter: 1 if fsdp.manages(p.parameter) else passes for p in shards}
         self._paused = False
         self._open: ReplicaStep | None = None
@@ -185,15 +184,15 @@ class ParameterSource(Source):
         """Check the model on every forward pass, and count gradients, until the handle is closed."""
         model = self._model()
         assert model is not None
-        # the reference is weak, because a parameter must not keep this source, which keeps the
+        # a weak reference, because a parameter must not keep this source alive, which keeps the
         # parameter
         hook = weakly(self.on_gradient)
         handles = [p.register_post_accumulate_grad_hook(hook) for p in self._place]  # type: ignore[no-untyped-call]
         # a ModuleList or ModuleDict is never called itself, so its hooks would never run
         several = isinstance(model, nn.ModuleList | nn.ModuleDict)
         modules = list(model.children()) if several else [model]
-        # this reference is strong: through this hook the model keeps the handle alive, even if the
-        # user drops the handle
+        # a strong reference: through this hook, the model keeps the handle alive even if the user
+        # drops it
         check = Hook(partial(self._check_model, sync))
         handles += [module.register_forward_pre_hook(check) for module in modules]
         for handle in handles:
@@ -224,7 +223,7 @@ class ParameterSource(Source):
 
     def on_gradient(self, parameter: Tensor) -> None:
         """Count a gradient; exchange the units whose turn has come."""
-        # this gradient is not counted: it accumulates in ``parameter.grad``, from which a later
+        # such a gradient is not counted: it accumulates in ``parameter.grad``, from which a later
         # pass takes the sum
         if not self._fsdp.admits(parameter) or self._paused:
             return
@@ -299,8 +298,7 @@ class ParameterSource(Source):
         gradients = [local_of(this.take(*pair)) for pair in zip(names, parameters, strict=True)]
         if scale != 1:
             torch._foreach_mul_(gradients, scale)
-        # these are kept for ``write``; for a large parameter, the residual uses the same memory
-        # until the commit
+        # kept for ``write``; for a large parameter, the residual uses the same memory until the commit
         this.gradients[unit] = gradients
         for its in self._runs[unit]:
             # the copy is needed because ``reshape`` alone keeps the strides of a 1-D tensor that
@@ -327,8 +325,7 @@ class ParameterSource(Source):
             reducer.corrector.measure(map(local_of, grads))
         while this.order:
             self._launch(this, 1.0)  # the schedule has scaled gradients still in ``parameter.grad``
-        # jobs must start in the same order on all ranks: units, and then the rest in the order of
-        # these lines
+        # jobs must start in the same order on all ranks: first the units, then the jobs below
         if not self._compared:
             this.jobs.append(engine.submit(self._check_first_weights()))
         used = self._parts.share_used(reducer.channel("used"), this.came)
@@ -357,7 +354,7 @@ class ParameterSource(Source):
 
 @final
 class ReplicaStep(Step):
-    """One step; it takes gradients out of ``parameter.grad``, so no code scales or clips them meanwhile.
+    """One step, which takes gradients out of ``parameter.grad``, so nothing else scales or clips them.
 
     Units start in the same order on all ranks, the last unit first, because gradients mostly arrive
     in this order.  If they arrive in another order on one rank, that rank must not wait for a unit
@@ -365,7 +362,7 @@ class ReplicaStep(Step):
 
     Attributes:
         task: the number of autograd's task in which the step was opened.
-        gradients: those of the units that have started, by slot.
+        gradients: the gradients of the units that have started, by slot.
         passes: number of backward passes that have reached each parameter.
         ready: number of complete parameters, by unit.
         order: the units that have not started.
@@ -386,8 +383,8 @@ class ReplicaStep(Step):
     def take(self, name: str, parameter: Tensor) -> Tensor:
         """Take the gradient out of ``parameter.grad``, the sum of one or more backward passes.
 
-        A parameter without a gradient counts as zeros: peers may have used it, and a residual may
-        wait for it.
+        A parameter without a gradient counts as zeros, because peers may have used it, and its residual
+        may be delivered.
         """
         if parameter.grad is None:
             gradient = torch.zeros_like(parameter.detach())

@@ -1,6 +1,6 @@
 """Runs: small parameters that are adjacent in a unit, accumulated and written as one.
 
-For a small parameter, a pass takes less time than Python's overhead for starting it.
+For a small parameter, starting a pass from Python takes longer than the pass itself.
 """
 
 from __future__ import annotations

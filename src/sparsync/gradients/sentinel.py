@@ -24,7 +24,7 @@ _NAMED = 3  # number of tensors named in a message
 @naming_options
 @dataclass(frozen=True, eq=False)
 class Sentinel:
-    """How often replicas are compared, and the policy if they differ.
+    """Settings for comparing replicas, with the policy for differences.
 
     Ranks that apply the same totals to the same parameters stay bit-identical.  A rank drifts away if its
     memory flips a bit, its optimizer has another setting, or its code changes a weight.  Nothing else
@@ -36,7 +36,7 @@ class Sentinel:
 
     Attributes:
         period: steps between comparisons.
-        policy: what to do about a difference: "raise" ``PeerError`` from ``backward()`` on all ranks,
+        policy: the reaction to a difference: "raise" ``PeerError`` from ``backward()`` on all ranks,
             "warn" and continue, or "heal": ranks in the minority get the tensor of the majority, in
             place.  Without a majority (two ranks, or two halves) "heal" raises.
         buffers: names of other buffers that should be equal.
@@ -94,8 +94,8 @@ class Sentinel:
                 f"{', '.join(buffers) or 'none'}"
             )
         chosen = {name: local_of(buffers[name]) for name in self.buffers if name not in ignored}
-        # The order is by name and then by key, because the optimizer's own order may differ between
-        # ranks, e.g. after a load, and digests are compared in the order of this dict.
+        # Sort by name and then by key: digests are compared in the order of this dict, and the
+        # optimizer's own order may differ between ranks, e.g. after a load.
         moments = {
             f"{kind} of {name}": local_of(value)
             for name, parameter in model.named_parameters()

@@ -1,9 +1,10 @@
-"""The parameters of which this rank holds a part: local tensors, their pieces, and FSDP2's switches.
+"""The parameters that this rank holds in part: local tensors, their pieces, and FSDP2's switches.
 
-``fully_shard`` reduces over the shards, calls a module's all-reduce hook, writes the shards of gradients,
-and calls the parameters' own hooks.  These see exactly this rank's shards, averaged over the ranks that
-hold the other shards.  The all-reduce hook is unsuitable for the exchange: its flat tensor has padding
-between uneven shards, does not say which parameters it contains, and may still have to be divided.
+``fully_shard`` reduces over the shards, calls a module's all-reduce hook, writes the shards of
+gradients, and calls the parameters' own hooks.  The parameters' hooks see exactly this rank's shards,
+averaged over the ranks that hold the other shards.  The all-reduce hook is unsuitable for the exchange:
+its flat tensor has padding between uneven shards, does not say which parameters it contains, and may
+still have to be divided.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def shards_of(model: nn.Module, replicas: Collection[int]) -> list[Shard]:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        # it has no values yet, and its unit would be planned for a device that cannot exchange anything
+        # a parameter on the meta device has no values yet, and its unit would be planned for a
+        # device that cannot exchange anything
         if parameter.device.type == "meta":
             raise ConfigurationError(
                 f"the parameter '{name}' is on the meta device; materialise the model "
@@ -78,8 +80,8 @@ def _shard(name: str, parameter: Tensor, replicas: Collection[int]) -> Shard:
     if not isinstance(parameter, DTensor):
         return Shard(name, parameter, None, "plain")
     mesh, placements = parameter.device_mesh, parameter.placements
-    # this rank is in both; any other rank that is in both is a replica over which FSDP2 already
-    # sums, as in HSDP
+    # This rank is in the mesh and among the replicas. Any other rank in both is a replica over
+    # which FSDP2 already sums, as in HSDP.
     both = sorted(set(mesh.mesh.flatten().tolist()) & set(replicas))
     if len(both) > 1:
         raise ConfigurationError(
@@ -133,10 +135,10 @@ def keys_of(shards: Sequence[Shard]) -> dict[str, int]:
 
 
 def elements_of(shards: Sequence[Shard]) -> int:
-    """Return the number of elements of the parameters of which this rank is the first holder, unsharded.
+    """Count the elements, before sharding, of the parameters whose first holder is this rank.
 
-    Summed over all parts of a replica, this gives the model's size, with every parameter counted once,
-    sharded or replicated.
+    The sum over all parts of a replica is the model's size, in which every parameter, sharded or
+    replicated, counts once.
     """
     holders, me = _holders(shards), dist.get_rank()
     return sum(p.parameter.numel() for p in shards if min(holders[p.name]) == me)
@@ -154,7 +156,7 @@ def _holders(shards: Sequence[Shard]) -> dict[str, frozenset[int]]:
 
 @final
 class Fsdp:
-    """Reports the gradients that FSDP2 would all-reduce, by its own switches, and changed parameters.
+    """Reports which gradients FSDP2's switches would all-reduce, and which parameters have changed.
 
     With ``set_requires_gradient_sync(False)`` no hook is called at all.  With
     ``set_requires_all_reduce(False)`` the exchange is postponed, and the gradients of several backward
@@ -170,8 +172,7 @@ class Fsdp:
             if isinstance(module, FSDPModule)
             if (state := _get_module_state(module)) is not None  # fully_shard's, or replicate's
         }
-        # groups are deduplicated by identity, because fully_shard([a, b]) gives several modules one
-        # state
+        # deduplicate by identity, because fully_shard([a, b]) gives several modules one state
         self._groups = [group for state in states.values() for group in _groups_of(state)]
         self._group_of: dict[Tensor, Any] = {
             kept.sharded_param: group for group in self._groups for kept in group.fsdp_params
@@ -188,8 +189,8 @@ class Fsdp:
 
     def check_covers(self, shards: Sequence[Shard]) -> None:
         """Refuse unsharded parameters whose gradients are not averaged over the shards' ranks."""
-        # These ranks see different batches.  FSDP2 averages its own parameters over them, DTensor reduces
-        # those whose mesh includes all of these ranks, and a single rank needs no average.
+        # The ranks of the shards see different batches. FSDP2 averages its own parameters over them, and
+        # DTensor reduces those whose mesh includes all of these ranks. A single rank needs no average.
         for ranks in {_ranks(sharded) for sharded in self._group_of}:
             for p in shards:
                 if len(ranks) == 1 or self.manages(p.parameter) or ranks <= _ranks(p.parameter):
@@ -208,7 +209,8 @@ class Fsdp:
         """
         shown: set[Tensor] = set()
         for kept in (kept for group in self._groups for kept in group.fsdp_params):
-            # a module exposes one or the other, and requires_grad may be set on either
+            # a module exposes either the shard or the whole parameter, and requires_grad may be set
+            # on either
             forms = [kept.sharded_param]
             if hasattr(kept, "_unsharded_param"):  # made by the first all-gather
                 forms.append(kept._unsharded_param)

@@ -1,4 +1,4 @@
-"""Sites, found by measurement: groups of ranks with fast links inside and slow links between them.
+"""Find sites by measurement: groups of ranks with fast links inside and slow links between them.
 
 The resulting grid is used like a mesh (nodes, ranks of a node).
 """
@@ -102,8 +102,8 @@ async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], 
     """Time a round-trip to every other rank; this call is collective.
 
     Ranks take turns in pairs.  In the rounds of a collective, as timed by ``measure_links``, a message
-    may wait for a receiver that a slow link keeps busy, which says nothing about the message's own link.
-    Sizes grow while time permits.
+    may wait for a receiver that a slow link keeps busy, which says nothing about the message's own
+    link.  Message sizes grow while time permits.
 
     Returns:
         Half of the fastest round-trip of every pair, and the bytes of its messages; equal on all ranks.
@@ -130,7 +130,7 @@ async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], 
 
 
 def _peers(rank: int, ranks: int) -> Iterator[int]:
-    """Yield every other rank once, such that all ranks are paired up, or idle, in each turn.
+    """Yield every other rank once, in an order that pairs up all ranks in each turn, or lets them idle.
 
     This is a round-robin tournament: the last of an even number stays fixed, the others rotate.
     """
@@ -182,8 +182,8 @@ def measured_sites(options: Options, ranks: Sequence[int], groups: Groups) -> li
     with options.connect(groups.make(ranks)) as comm:
         seconds, nbytes = run(time_pairs(comm))
         sites = sites_of(seconds, ranks, nbytes)
-        # All ranks compute the sites from the same numbers, and compare them nevertheless: ranks that
-        # disagree would build different groups and wait for each other until the timeout
+        # All ranks compute the sites from the same numbers, but compare them anyway: ranks that
+        # disagreed would build different groups, and wait for each other until the timeout.
         run(agree(comm, {"the sites that hierarchy='links' found": sites}))
         if comm.rank == 0:
             logging.getLogger("sparsync").info("hierarchy='links' found the sites %s", sites)

@@ -1,7 +1,7 @@
 """The steps of gradients: begin, accumulate, exchange, commit, and write the averages back.
 
-``GradientSteps`` is the same for all models.  A ``Source`` (``gradients/sync.py``) brings gradients and
-calls it. The ``Ranks`` that exchange them are fixed by ``attach``, or join and leave
+``GradientSteps`` is the same for all models.  A ``Source`` (``gradients/sync.py``) provides gradients
+and calls it. The ``Ranks`` that exchange the gradients are fixed by ``attach``, or join and leave
 (``elastic/gradients.py``).
 """
 
@@ -45,7 +45,7 @@ class Step(ABC):
     """One step under way, and the engine's jobs for it.
 
     Attributes:
-        failed: whether an exchange has failed; no thread then waits any more.
+        failed: whether an exchange has failed, after which no thread waits any longer.
         spans: begin and end of every unit's exchange, by the clock of the reducer's communicator.
         waited: begin and end of the training thread's wait.
     """
@@ -86,7 +86,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def finished(self) -> None:
-        """Continue to the next step: the averages are written, or the step was refused."""
+        """Continue with the next step, after the averages were written or the step was refused."""
 
     @abstractmethod
     def settled(self, applies: bool) -> bool:
@@ -112,7 +112,8 @@ class AllRanks(Ranks):
     def begin(self, *, again: bool) -> bool:
         """Begin a step again only if all ranks do so.
 
-        Otherwise messages of a rank still in the first attempt would be mistaken for those of the second.
+        Otherwise, messages from a rank still in the first attempt would be mistaken for messages of the
+        second.
         """
         reducer = self._reducer
         if again:
@@ -149,7 +150,7 @@ class AllRanks(Ranks):
 
 @final
 class GradientSteps:
-    """Takes the steps of one model's gradients.
+    """Runs the steps in which one model's gradients are exchanged.
 
     ``ignored`` are parameters and buffers that may differ between ranks. ``nodes`` exchanges whole units,
     while the reducer has only this rank's part of them.
@@ -311,7 +312,9 @@ class GradientSteps:
         async def job() -> None:
             replicas = self.reducer.channel("weights")
             await check_replicas(sentinel, replicas, tensors, place, parts, rank)
-            if alike and parts is not None:  # after the others, so all nodes find the same
+            if (
+                alike and parts is not None
+            ):  # after the comparison of replicas, so that all nodes agree
                 await check_replicas(sentinel, parts, tensors, place, None, rank)
             self.wait_for_gpu()
 
@@ -344,7 +347,7 @@ class GradientSteps:
     ) -> None:
         """Refuse a backward pass that adds to averages, which momentum or decay would count twice.
 
-        The gradients of a module's outputs are the first in a backward pass.
+        The check hooks the gradients of the modules' outputs, which come first in a backward pass.
         """
         correction, me = self.reducer.correction, weakref.ref(self)
         if not correction or not (correction.momentum or correction.weight_decay):

@@ -1,4 +1,4 @@
-"""The handle of a model whose gradients are exchanged, and the seam that brings the gradients."""
+"""The handle of a model whose gradients are exchanged, and the interface of their sources."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ __all__ = ["GradientSync", "Source"]
 
 
 class Source(ABC):
-    """Brings the gradients of a model to ``GradientSteps``: DDP's buckets, or single parameters."""
+    """Passes a model's gradients to ``GradientSteps``, in DDP's buckets or parameter by parameter."""
 
     @abstractmethod
     def watch(self, sync: Handle) -> None:
         """Set hooks on the model until ``sync`` is closed; one hook keeps ``sync`` alive with the model.
 
-        The source itself must not refer to it, because a cycle would delay freeing a dropped model.
+        The source itself must not refer to ``sync``, because a cycle would delay freeing a dropped
+        model.
         """
 
     @abstractmethod
@@ -107,13 +108,13 @@ class GradientSync(Handle):
         )
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers: local steps, exchanges, bytes of each and by phase, residual norms.
+        """Return plain numbers: local steps, exchanges, bytes per exchange and phase, residual norms.
 
-        Every exchange of gradients is also a local step. Mean bytes are per local step and exclude those
-        sent by ``finish``, which are listed separately. "inner" has the phases between shards of one
-        replica, whose bytes are not counted elsewhere. "spans_last_exchange" has ``[unit, begin, end]``,
-        "waited_last_exchange" the begin and end of the training thread's wait; in seconds of this
-        machine's ``time.perf_counter()``.
+        Every exchange of gradients is also a local step. Mean bytes are per local step and exclude
+        those sent by ``finish``, which are listed separately. "inner" has the phases between shards of
+        one replica, whose bytes are not counted elsewhere. "spans_last_exchange" has ``[unit, begin,
+        end]``, and "waited_last_exchange" the begin and end of the training thread's wait, both in
+        seconds of this machine's ``time.perf_counter()``.
         """
         stats, last = self._numbers(self._steps.before), self._steps.last
         if self._inner is not None:
@@ -126,9 +127,9 @@ class GradientSync(Handle):
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: residuals of its "pieces" of the parameters, thresholds and the like.
+        """Return this rank's state: residuals of its "pieces" of the parameters, thresholds and more.
 
-        After a failed ``backward()`` it is the state before that step.
+        After a failed ``backward()``, this is the state before that step.
         """
         if self._engine.running:
             self._source.discard()

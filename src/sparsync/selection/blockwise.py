@@ -22,9 +22,9 @@ class Blockwise(Selector):
     """Selects the ``entries`` of largest magnitude from every ``block`` consecutive elements.
 
     A block with fewer nonzero elements contributes fewer; ties go to the lower index.  The last, shorter
-    block contributes its share of ``entries``, rounded down, but at least one.  The number of entries is
-    therefore determined by n, not by k.  With ``entries=None`` it is at least ``min(k, n)`` and may
-    exceed k by one per block; a collective with a cap of 1 then takes the largest k.
+    block contributes its share of ``entries``, rounded down, but at least one.  The number of selected
+    entries is therefore determined by n, not by k.  With ``entries=None``, it is at least ``min(k, n)``
+    and may exceed k by one per block; a collective with a cap of 1 then takes the largest k.
 
     Args:
         entries: entries per block; by default ``ceil(k block / n)``.  If k is 0, no entry is

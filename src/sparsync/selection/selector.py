@@ -1,4 +1,4 @@
-"""The selector seam, and two selectors without settings: everything, and exact top-k."""
+"""The interface of selectors, and two selectors without settings: everything, and exact top-k."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 # The number of entries to collect, in units of k.  Error feedback piles entries up just below the
-# threshold: 1.4 k reach 99 % of it, 2 k about 95 %, 5.3 k 90 %.  A stale threshold is therefore
-# never right, and no fixed margin suits all steps.
+# threshold: 1.4 k entries reach 99 % of it, 2 k about 95 %, 5.3 k 90 %.  A stale threshold is
+# therefore never right, and no fixed margin suits all steps.
 _AIM = 2.0
 _NARROWEST, _WIDEST = 1 / 256, 2.0  # limits of the gap, in octaves
 
@@ -38,11 +38,11 @@ _NARROWEST, _WIDEST = 1 / 256, 2.0  # limits of the gap, in octaves
 class Selector(Stateful):
     """Chooses entries of the accumulated gradient; its memory (thresholds, counters) is ``state``."""
 
-    # whether the threshold of one step is used on the next, unless another rule intervenes
+    # whether a step's threshold is reused on the next step, unless another rule intervenes
     reuses: bool = False
 
     def for_layers(self, sizes: Sequence[int]) -> Selector:
-        """Return the selector for a unit of layers of these sizes: this one, unless layers matter."""
+        """Return the selector for a unit whose layers have these sizes; by default, this one."""
         return self
 
     def method(self, size_bytes: int) -> str:
@@ -56,12 +56,11 @@ class Selector(Stateful):
         return found
 
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Return which entries to collect in the accumulating pass, where collecting is almost free.
+        """Choose the entries to collect during the accumulating pass, where collecting is almost free.
 
-        This is called before the step's gradients are accumulated.  It returns the smallest
-        magnitude, as a key (``kernels.magnitude_keys`` of ``dtype``), and the maximal number of
-        entries: if more entries reach the magnitude, none are collected.  With None, no entries are
-        collected.
+        This is called before the step's gradients are accumulated.  It returns the smallest magnitude
+        to collect, as a key (``kernels.magnitude_keys`` of ``dtype``), and a limit: if more entries
+        reach the magnitude, none are collected.  If it returns None, no entries are collected.
         """
         return None
 
@@ -75,8 +74,8 @@ class Selector(Stateful):
             accumulated: `[n]`, residual + gradient; any n, including 0.
             k: number of entries asked for; more than n is legal.
             step: 0-based; a period p opens when ``step % p == 0``.
-            collected: all entries that ``collect_from`` asked for, unless there were too many.  They
-                save time and do not change the result.
+            collected: all entries that ``collect_from`` asked for, or None if there were too many.
+                They save time and do not change the result.
 
         Returns:
             Entries with the values of ``accumulated``; zeros are never selected, NaN always is.
@@ -111,8 +110,8 @@ class Exact(Selector):
     """Selects exactly ``min(k, nnz)`` entries; ties go to the lower index.
 
     The accumulating pass collects all entries above the expected threshold minus a gap, and exact
-    selection runs only on those.  The gap adapts so that there are about 2 k of them.  If too few or too
-    many were collected, the step selects among all n, which costs more but is just as exact.
+    selection runs only on those.  The gap adapts so that about 2 k entries are collected.  If too few
+    or too many were collected, the step selects among all n, which costs more but is just as exact.
 
     Cost: n comparisons inside the accumulating pass; a selection among about 2 k.
     State: ``ExactState``.
@@ -129,7 +128,7 @@ class Exact(Selector):
         self.state = ExactState()
 
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Collect from the expected threshold minus the gap, up to twice the number aimed at."""
+        """Collect entries above the expected threshold minus the gap, up to twice as many as intended."""
         key = self._lowest(dtype)
         return None if key is None or k <= 0 else (key, round(2 * _aim(k)) + 64)
 
@@ -157,7 +156,7 @@ class Exact(Selector):
         return max(state.threshold_key + state.drift - round(state.gap * octave), 1)
 
     def _adapt(self, selected: SparseVector, collected: int | None, k: int) -> None:
-        """Record the threshold; adapt the gap to collect the number of entries aimed at."""
+        """Record the threshold; adapt the gap to collect the intended number of entries."""
         last, gap = self.state.threshold_key, self.state.gap
         if selected.nnz < k:  # fewer than k non-zero entries: collect them all
             self.state = ExactState(1, 0, gap)
@@ -172,7 +171,7 @@ class Exact(Selector):
 
 
 def _aim(k: int) -> float:
-    """Return how many entries to collect; for small k, chance moves the threshold more."""
+    """Return how many entries to collect: more than 2 k for small k, whose threshold varies more."""
     return _AIM * k + 8 * math.sqrt(k)
 
 
@@ -180,7 +179,7 @@ def _factor(collected: int | None, k: int) -> float:
     """Return the factor for the gap, 1/2 to 2; ``collected`` is None if there were too many."""
     if collected is None:
         return 0.5
-    # this assumes that the number in excess of k grows with the square of the gap
+    # assumes that the number in excess of k grows with the square of the gap
     excess = max(collected - k, 0) / (_aim(k) - k)
     return float(min(max(excess, 0.25) ** -0.5, 2.0) if excess < 1 else max(excess**-0.5, 0.5))
 
@@ -209,7 +208,6 @@ def room(k: int) -> int:
 
 def mixed_seed(seed: int, step: int) -> int:
     """Return the seed for a step's random numbers."""
-    # this is not ``seed + step``, because seeds 0 and 1 would draw the same sequence, one step
-    # apart
+    # not ``seed + step``, because seeds 0 and 1 would draw the same sequence, one step apart
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

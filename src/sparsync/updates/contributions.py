@@ -19,7 +19,7 @@ __all__ = ["Contributions", "Weight", "contributions_kind", "shown_of"]
 
 _KINDS: Final = ("nothing", "numbers", "tokens", "samples")
 # A factor is the inverse of a weight, and a weight is at most the number of ranks (if only one has
-# seen any data), so a smaller factor in a saved state is damage
+# seen any data), so a smaller factor in a saved state must be damage
 _LEAST_SHOWN: Final = 1e-9
 
 
@@ -48,15 +48,15 @@ class Contributions:
         sum over ranks(residual + weight * moved) == total + sum over ranks(residual)
 
     Weights are known before anything is rounded, so undelivered mass in a residual is already weighted,
-    no matter what other ranks see later.  (Sending the counts along with the updates and dividing
-    afterwards would save a round.  But undelivered mass would then be divided by the counts of the period
-    in which it is delivered: after a short last batch, it could count ten times.)
+    however much other ranks see later.  (Sending the counts along with the updates and dividing
+    afterwards would save a round.  But undelivered mass would then be divided by the counts of the
+    period in which it is delivered: after a short last batch, it could count ten times.)
 
     The first exchange determines whether any rank counts; if none does, no more counts are sent.
 
-    A weight above 1 makes a residual larger than the rank's own steps.  If the rank's own weights include
-    the residual (``residual="weights"``), it is divided there by the weight, so they include the steps
-    that the rank really made.
+    A weight above 1 makes a residual larger than the rank's own steps.  If the rank's own weights
+    include the residual (``residual="weights"``), the residual is divided by the weight there, so the
+    weights include the rank's steps unscaled.
 
     Cost: 8 bytes per fragment and rank, one round before an exchange.
     State: ``state_dict()``, of this rank.
@@ -69,8 +69,8 @@ class Contributions:
 
     def __init__(self, *, weighs: bool | None = False) -> None:
         self.weighs, self.ranks = weighs, 0.0
-        # there is one total, and a mark per fragment: fragments are exchanged at different times,
-        # so each counts from its own last exchange
+        # One total, and a mark per fragment: fragments are exchanged at different times, and each
+        # counts from its own last exchange.
         self._kind, self._total = 0, 0.0
         self._sent: list[float] = []  # by fragment, the total at its last exchange
         self.shown: list[float] = []
@@ -84,8 +84,8 @@ class Contributions:
         """Add the tokens or samples of this rank's next step, given in exactly one argument.
 
         Raises:
-            ConfigurationError: not exactly one finite number >= 0, a different kind than before, or the
-                first call comes after an exchange.
+            ConfigurationError: the arguments are not exactly one finite number >= 0, the kind has
+                changed, or the first call comes after an exchange.
         """
         given = [(kind, n) for kind, n in enumerate((seen, tokens, samples), 1) if n is not None]
         require(
@@ -181,14 +181,14 @@ class Contributions:
 
 def contributions_kind(fragments: int, state: Any) -> Kind:
     """Return the kind of every field of a saved state."""
-    # No fragment's mark exceeds the total.  If the total itself is damaged, the error must name it, and
-    # not blame the marks
+    # A fragment's mark cannot exceed the total. If the total itself is damaged, the error must name
+    # it, not the marks.
     total: Any = state.get("total") if isinstance(state, Mapping) else None
     counted = Number(0, total if fits(total, float) else math.inf)
     return Fields(
         {
             "weighs": Common(Either((Exactly(None), bool))),
-            # this is not ``Common``, because a rank that has not counted yet has kind 0
+            # not ``Common``, because the kind is 0 on a rank that has not counted yet
             "kind": Number(0, len(_KINDS) - 1, whole=True),
             "total": Number(0),
             "sent": Each((counted,) * fragments),
@@ -204,7 +204,7 @@ def shown_of(weight: float) -> float:
 
 
 def _weight(everyones: Sequence[float], own: float) -> Weight:
-    """Return the weight of a rank among all.
+    """Return the weight of a rank, given the counts of all ranks and its own.
 
     Example:
         >>> _weight([1.0, 3.0], 3.0), _weight([0.0, 0.0], 0.0)

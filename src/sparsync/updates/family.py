@@ -19,7 +19,7 @@ _ENTRIES: Final = 64  # per chunk of 64 x 64, as in SparseLoCo: 1.6 %, within th
 
 
 def sparseloco() -> Algorithm:
-    """SparseLoCo exchanges chunk-wise top-k, which is quantised and allgathered.
+    """Return SparseLoCo's exchange: chunk-wise top-k, quantised and allgathered.
 
     The paper's quantiser uses 2 bits without randomness.  ``SparseQsgd`` at 2 bits is contractive only if
     values are shrunk to 2 / 9, so 4 bits are used here.  With Elias-Fano indices an entry then takes 12.5
@@ -35,21 +35,20 @@ def sparseloco() -> Algorithm:
 
 
 def _chunkwise() -> Algorithm:
-    """DeMo's exchange: chunk-wise top-k, allgathered."""
+    """Return DeMo's exchange: chunk-wise top-k, allgathered."""
     return Algorithm("chunkwise", lambda: Blockwise(block=_CHUNK), Allgather)
 
 
 OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        # This is the default of ``attach``: from a million elements on, two bits and a period of 2
-        # (``OuterStep.for_size``).  What is rounded away arrives later, on average after a quarter
-        # of a step with two bits and after a whole one with one bit, in each of the two rounds, and
-        # late updates cost loss: 0.5 and 1.4 % on a transformer of 1.3 million elements after 1,000
-        # steps.  In the first steps, weights move fastest and the rounding error is as large as the
-        # moves, so these are exchanged one by one.  Smaller models lose up to 9 % by one bit on
-        # every second step (a vision transformer of 152,074 elements), and send more
-        # (benchmarks/schedules.md).  A delay would hide the exchange, but cost 1.5 to 5 % of loss
-        # in trials (docs/design-notes.md).
+        # The default of ``attach``: two bits and a period of 2 for models of a million elements and
+        # more (``OuterStep.for_size``). In each of the two rounds, rounding errors are delivered later:
+        # on average after a quarter of a step with two bits, and after a whole step with one bit. Late
+        # updates cost loss: 0.5 and 1.4 % on a transformer of 1.3 million elements after 1,000 steps.
+        # In the first steps, weights move fastest and the rounding error is as large as the moves, so
+        # every step is exchanged. With one bit on every second step, smaller models lose up to 9 % (a
+        # vision transformer of 152,074 elements), so they send more (benchmarks/schedules.md). A delay
+        # would hide the exchange, but cost 1.5 to 5 % of loss in trials (docs/design-notes.md).
         "updates": {
             "algorithm": None,
             "density": 1.0,
@@ -60,8 +59,7 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         # the block learning rate is 1; nesterov=True gives NBM instead of CBM; the period is our choice
         "bmuf": {"algorithm": "dense", "density": 1.0, "period": 8, "momentum": None},
-        # these settings are Algorithm 1 with Top_k; the experiments use H = 1, 4, 8; the density is
-        # our choice
+        # Algorithm 1 with Top_k; the experiments use H = 1, 4, 8; the density is our choice
         "qsparse-local": {"algorithm": "allgather", "density": 0.01, "period": 8},
         # section 3 has H = 500, and Nesterov momentum with outer rate 0.7 and momentum 0.9
         "diloco": {
@@ -84,8 +82,7 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "momentum": 0.9,
             "nesterov": True,
         },
-        # this is meant for torch.optim.Muon as the inner optimizer, and has 2 bits with error
-        # feedback
+        # meant for torch.optim.Muon as the inner optimizer; 2 bits with error feedback
         "muloco": {
             "algorithm": "quantised",
             "density": 1.0,
@@ -94,19 +91,17 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "momentum": 0.9,
             "nesterov": True,
         },
-        # these settings are Algorithm 1; the experiments use H = 15 to 250; 0.95 is the paper's
-        # beta for outer momentum
+        # Algorithm 1; the experiments use H = 15 to 250; 0.95 is the paper's beta for outer momentum
         "sparseloco": {
             "algorithm": sparseloco(),
             "density": _ENTRIES / _CHUNK,
             "period": 30,
             "residual_decay": 0.95,
         },
-        # These settings are those of section 3, for SGD without momentum as the inner optimizer:
-        # the residual is the momentum, and 0.999 is its beta.  A chunk is 64 consecutive elements
-        # of a unit; the paper uses 64 x 64 blocks of a matrix.  Of 64 chunks together 32
-        # coefficients are sent, as pairs of 32 + 32 bits.  The momentum accumulates steps, i.e.
-        # gradients times learning rates, and includes weight decay
+        # Section 3, with SGD without momentum as the inner optimizer: the residual is the momentum,
+        # and 0.999 is its beta.  A chunk is 64 consecutive elements of a unit; the paper uses 64 x 64
+        # blocks of a matrix.  Every 64 chunks send 32 coefficients, as pairs of 32 + 32 bits.  The
+        # momentum accumulates steps, i.e. gradients times learning rates, and includes weight decay
         "demo": {
             "algorithm": _chunkwise(),
             "density": 32 / _CHUNK,

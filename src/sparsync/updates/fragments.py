@@ -43,7 +43,7 @@ class Layout:
     The ``rest`` of the vector, i.e. buffers and moments, belongs to the last fragment.
 
     Attributes:
-        end: where the parameters end in the vector, and the rest begins.
+        end: the index at which the parameters end in the vector and the rest begins.
         fragments: the fragments, with their places in the vector and their units.
         units: the units of all fragments.
     """
@@ -73,8 +73,8 @@ class Layout:
         self.units: list[Unit] = []
         # Ends are computed from the sizes of whole parameters, not of shards, so that all parts of
         # a replica split alike and exchange the same fragments at the same time.  A parameter
-        # belongs to the fragment that contains its middle.  Everything is doubled to get integers,
-        # which are equal on all ranks.
+        # belongs to the fragment that contains its middle.  All sizes are doubled, because integers
+        # are equal on all ranks.
         ends = list(itertools.accumulate(p.numel() for p in parameters.values()))
         total = 2 * max(ends[-1] if ends else 0, 1)
         middles = [2 * e - p.numel() for e, p in zip(ends, parameters.values(), strict=True)]
@@ -93,11 +93,11 @@ class Layout:
     ) -> None:
         """Plan the units of all fragments; see ``plan_units``.
 
-        Parameters of different ``kinds`` get different units.  A parameter that other ranks of this
-        replica hold as well must be rounded alike there, independent of its neighbours in a unit.
+        Parameters of different ``kinds`` get different units.  If other ranks of this replica also hold
+        a parameter, all must round it the same way, whatever its neighbours in a unit.
         """
-        # middles grow with the parameters, so the parameters of a fragment are contiguous.  A fragment
-        # that contains no middle is dropped, so there may be fewer than requested
+        # middles grow with the parameters, so the parameters of a fragment are contiguous.  A
+        # fragment that contains no middle is dropped, so there may be fewer fragments than requested
         for _, group in itertools.groupby(self._spans, self._number.__getitem__):
             names, first = list(group), len(self.units)
             for kind in dict.fromkeys(kinds.get(name) for name in names):
@@ -134,7 +134,7 @@ class Layout:
         self._placed = sorted(placed, key=lambda pair: pair[0].vector)
 
     def units_at(self, place: slice) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the units in a part of the vector: number, elements, and their place in the part."""
+        """Yield each unit in a part of the vector: number, elements, and their place in the part."""
         first = bisect_right(self._placed, place.start, key=lambda pair: pair[0].vector) - 1
         for piece, unit in self._placed[max(first, 0) :]:
             low, high = max(piece.vector, place.start), min(piece.vector + piece.size, place.stop)
@@ -146,7 +146,7 @@ class Layout:
                 return
 
     def places(self, unit: int, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
-        """Yield where elements ``[start, stop)`` of a unit lie in the vector, and in the run."""
+        """Yield the places of elements ``[start, stop)`` of a unit, in the vector and in the run."""
         pieces = self._pieces[unit]
         first = bisect_right(pieces, start, key=lambda piece: piece.unit) - 1
         for piece in pieces[max(first, 0) :]:
@@ -157,9 +157,9 @@ class Layout:
             yield slice(low + shift, high + shift), slice(low - start, high - start)
 
     def dtypes(self, place: slice) -> Iterator[tuple[slice, torch.dtype | None]]:
-        """Yield the parts of a part of the vector, and the dtype of their parameters.
+        """Split a part of the vector by dtype; yield each piece with the dtype of its parameters.
 
-        It is None for buffers and moments, which are not rounded.
+        The dtype is None for buffers and moments, which are not rounded.
         """
         at = place.start
         for dtype, span in self._narrow:
@@ -181,7 +181,7 @@ class Layout:
 
 @dataclass(eq=False)
 class Exchange:
-    """The exchange of a fragment, in flight.
+    """The exchange of a fragment, while in flight.
 
     Attributes:
         lands: the local step after which the exchange is applied.
@@ -190,12 +190,12 @@ class Exchange:
             this rank's weights.
         shared: the new shared weights of a late exchange.
         lr: the learning rate of a step by signs.
-        drift: how far ranks had moved, with an ``AdaptivePeriod``.
+        drift: the measured drift, with an ``AdaptivePeriod``.
         scratch: `[3, size or more]`, memory for these vectors and for whole moves, reused by a later
             exchange; None until it is needed.
         done: whether the exchange has ended.
         refused: whether the sum contained NaN or Inf.
-        last: whether it delivers all that is left.
+        last: whether the exchange delivers all that is left.
         seen: this rank's count for the exchange; see ``Contributions`` and ``Weight``.
         carried: an awaitable of the exchange's end, to be awaited once.
     """
@@ -242,7 +242,7 @@ class Exchange:
         self.shared = shared
 
     def end(self, change: Tensor | None, drift: float) -> None:
-        """End with a change of this rank's weights; that of a late exchange waits until it lands."""
+        """End the exchange; a late one adds its change to this rank's weights when it lands."""
         self.weights, self.drift, self.done = change, drift, True
 
     def refuse(self) -> None:
@@ -250,9 +250,9 @@ class Exchange:
         self.done = self.refused = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields that a loaded exchange needs to be applied."""
-        # States are taken when all exchanges have settled, so none is carried by the engine any more.
-        # Scratch memory is not worth saving.
+        """Return the fields that are needed to apply the exchange after a load."""
+        # A state is taken once all exchanges have settled, when the engine carries none. Scratch
+        # memory is not worth saving.
         passing = ("carried", "scratch", "last")
         kept = {name: value for name, value in vars(self).items() if name not in passing}
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
@@ -281,7 +281,7 @@ class Scratch:
 
 
 def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
-    """Replace every ``chunk`` elements, and a shorter rest, by their orthonormal DCT-II, or undo that.
+    """Replace each run of ``chunk`` elements, and the rest, by its orthonormal DCT-II, or undo this.
 
     Norms and sums over ranks are preserved.  If ``chunk`` is None, nothing changes.  Cost: 2 n
     chunk operations.
@@ -328,7 +328,7 @@ class Weights:
         return self.vector[place].clone()
 
     def pieces(self, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
-        """Yield tensors that form a part of the vector, and where they lie in the part; None: zeros."""
+        """Yield the tensors that form a part of the vector, and their places in it; None means zeros."""
         yield slice(0, place.stop - place.start), self.vector[place]
 
     def write(self, place: slice, values: Tensor, *, add: bool = False) -> None:
@@ -338,7 +338,7 @@ class Weights:
         self.vector[place] = self.vector[place] + values if add else values
 
     def reshard(self) -> None:
-        """Prepare for being written to."""
+        """Prepare for a write."""
 
     def finite(self) -> bool:
         """Return whether all elements are finite."""

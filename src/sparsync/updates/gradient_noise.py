@@ -31,15 +31,14 @@ __all__ = [
 
 _SIDE: Final = 8  # each gradient is projected to 8 x 8 sums, so 64 numbers are exchanged
 _RUN: Final = 1 << 18  # elements; a few runs fit into a cache, and their memory is reused
-# a number of elements; joining tensors of up to this size costs no more than Python's overhead per
-# tensor
+# elements; joining tensors of up to this size costs no more than Python's overhead per tensor
 _SMALL: Final = 1 << 13
 _JOINED: Final = 64  # how many small tensors are joined at a time
 _PAIRS: Final = 25  # pairs of measurements until ``agreement`` is known
 _FORGETS: Final = 0.98  # factor on older pairs, per pair
 _STEPS_KEPT: Final = 0.98  # factor on older measurements of steps, per local step
-# Ranks count as pulling apart only if the lasting part of their differences exceeds this fraction of all
-# differences; by chance alone it stays below 0.02.
+# Ranks count as pulling apart only if the lasting part of their differences exceeds this fraction
+# of all differences. By chance alone, the fraction stays below 0.02.
 _SURE: Final = 0.1
 
 # first and second moment of a parameter, its weights, and the constants of the pass over them
@@ -50,20 +49,20 @@ class GradientNoise:
     """Measures by how much averaging over ranks would shrink the second moment of each parameter.
 
     A gradient is a signal s, common to all ranks, plus noise n from the rank's own batch.  The average
-    over P ranks has squares ``s^2 + n^2 / P``, a single rank's gradient ``s^2 + n^2``.  The quotient,
-    from 1 / P (pure noise) to 1, is the parameter's ``share``.  It is measured by actually averaging a
-    few numbers per parameter, which are sent along with the model's buffers and cost no extra round.
-    These numbers are sums p of the gradient's elements with random signs, for which ``E |p|^2 = |g|^2``
-    regardless of the distribution of the elements.  (Sampling elements would not do: a few of them hold
-    most of the squares.)  A rank's own squares are also taken from its sums, so chance affects both sides
-    of the quotient alike.  Squares are remembered for as long as Adam's v remembers them.  At
-    first, v consists of a few gradients that all ranks had in common; steps that are lengthened
-    before v has forgotten these are too long.
+    over P ranks has squares ``s^2 + n^2 / P``, and a single rank's gradient ``s^2 + n^2``.  The
+    quotient, from 1 / P (pure noise) to 1, is the parameter's ``share``.  It is measured by actually
+    averaging a few numbers per parameter, which are sent along with the model's buffers and cost no
+    extra round.  These numbers are sums p of the gradient's elements with random signs, for which ``E
+    |p|^2 = |g|^2`` regardless of the distribution of the elements.  (Sampling elements would not do: a
+    few of them hold most of the squares.)  A rank's own squares are also taken from its sums, so chance
+    affects both sides of the quotient alike.  Squares are remembered for as long as Adam's v remembers
+    them.  At first, v consists of a few gradients that all ranks had in common; steps that are
+    lengthened before v has forgotten these are too long.
 
     A single rank cannot measure this.  Its first moment reveals which part of the gradient *lasts*, but
-    not a part that all ranks share although its sign changes from step to step; such a part exists along
-    the steepest directions at every useful rate.  Mistaken for noise, it would be lengthened as well,
-    which costs 15 % of the loss at dense Adam's best rate.
+    not a part that all ranks share although its sign changes from step to step; such a part exists
+    along the steepest directions at every useful rate.  Mistaken for noise, this part would be
+    lengthened as well, which costs up to 15 % of loss at dense Adam's best rate.
 
     Two consecutive measurements use the same signs.  Their noise is independent, so the product of the
     two reveals the part of gradients that *lasts*: ``E p p' = s^2`` for the average, and ``s^2 + d^2``
@@ -123,7 +122,7 @@ class GradientNoise:
         self.values.zero_()
         for at, (row, parameter) in enumerate(zip(self.values, self._parameters, strict=True)):
             # Each parameter has its own seed.  Tensor-parallel ranks hold shards of different sizes
-            # between parameters that are whole on all of them; these need the same signs
+            # between parameters that are whole on all of them; the latter need the same signs
             # everywhere, because their copies must make equal steps.  With // 2, pairs of
             # measurements share their signs.
             draw.manual_seed(self._measured // 2 * len(self._parameters) + at)
@@ -149,8 +148,8 @@ class GradientNoise:
         sums, of_ranks, products = values[:, :-2], values[:, -2], values[:, -1]
         of_average = sums.square().sum(1)
         if self._measured % 2:
-            # this does not apply to steps: they have memory, so their lasting part may be the noise
-            # of one batch
+            # Steps are left out: they have memory, so their lasting part may be the noise of a
+            # single batch.
             common, known = (sums * self._common).sum(1), (of_ranks > 0) & ~self._by_steps
             found = torch.stack([common, products - common, of_ranks - of_average])
             # differences are relative to each parameter's squares, so all parameters weigh the
@@ -168,10 +167,10 @@ class GradientNoise:
 
     @property
     def agreement(self) -> float | None:
-        """The fraction of lasting gradients that is common to all ranks, in [0, 1]; None if unknown yet.
+        """The fraction of lasting gradients that is common to all ranks, in [0, 1]; None if unknown.
 
-        It is 1 if ranks draw from the same data, however noisy, and 0 if they pull in directions that
-        cancel out.
+        The fraction is 1 if ranks draw from the same data, however noisy, and 0 if they pull in
+        directions that cancel out.
         """
         if self._pairs < _PAIRS:
             return None
@@ -182,8 +181,8 @@ class GradientNoise:
         of_average, of_ranks = self._squares
         shares = torch.where(of_ranks > 0, of_average / of_ranks.clamp(min=1e-300), 1.0)
         # Transports differ in the order of a sum, and so in its last bit, which must not affect the
-        # steps. Rounded to 64 values per octave, training over MPI is bit-identical to training over gloo
-        # unless a share falls right between two of these values.
+        # steps. Shares are therefore rounded to 64 values per octave: training over MPI is
+        # bit-identical to training over gloo unless a share falls right between two of these values.
         shares = (shares.log2() * 64).round().div(64).exp2()
         named = zip(self._parameters, shares.clamp(max=1.0).tolist(), strict=True)
         self.shares = dict(named) if self._measured else {}
@@ -238,8 +237,9 @@ def _gradient_of(parameter: Tensor) -> Tensor | None:
 
 def _projected(gradient: Tensor, draw: torch.Generator) -> Tensor:
     """Return sums of elements with random signs, over a matrix's rows and then over every 8th column."""
-    # A sign is the product of one per row (drawn 8 times) and one per column: two small draws and one
-    # matrix product.  With a single draw per row, low-rank gradients were too noisy (design notes).
+    # An element's sign is the product of a sign per row (drawn 8 times) and a sign per column,
+    # which takes two small draws and one matrix product.  With a single draw per row, low-rank
+    # gradients were too noisy (design notes).
     matrix = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
     height, width = matrix.shape
     rows, columns = (
@@ -272,7 +272,7 @@ def noise_of(
     }
     steps = {parameter for one in several for parameter, *_ in of_own_length(one)}
     memory.update(dict.fromkeys(steps, _STEPS_KEPT))
-    # the order is the model's, because ranks may give optimizers their parameters in other orders
+    # use the model's order, because ranks may give optimizers their parameters in different orders
     found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
     return GradientNoise(found, [one for one in found if one in steps]) if found else None
 
@@ -291,14 +291,14 @@ def with_moments(
 def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ranks: float) -> None:
     """Lengthen the last step as if it had used the second moment of averaged gradients.
 
-    Averaged over P ``ranks``, the gradients of a parameter have k times the squares of a single rank's
-    (``shares``, see ``GradientNoise``).  Dense training divides by the root of ``k v``, but a rank
-    divides by the root of its own v, and makes steps up to sqrt(P) times shorter:
+    The average of a parameter's gradients over P ``ranks`` has k times the squares of a single rank's
+    gradient (``shares``, see ``GradientNoise``).  Dense training divides by the root of ``k v``, but a
+    rank divides by the root of its own v, and makes steps up to sqrt(P) times shorter:
 
         w -= lr m (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)),    1 / P <= k <= 1
 
-    where both moments have the bias correction.  Adam's own moments are not changed, and nothing is
-    divided by the rate, so any schedule works.
+    where both moments are bias-corrected.  Adam's own moments are not changed, and nothing is divided
+    by the rate, so any schedule works.
 
     A step that the optimizer was told to skip is not corrected.
 
@@ -310,7 +310,7 @@ def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ra
     jobs: list[_Job] = []
     for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
         (beta1, beta2), share = group["betas"], max(shares[parameter], 1 / ranks)
-        # these are the bias corrections as factors: v / (1 - beta2^t) and lr m / (1 - beta1^t)
+        # the bias corrections as factors: v / (1 - beta2^t) and lr m / (1 - beta1^t)
         own = 1 / (1 - beta2**step)
         rate = -float(group["lr"]) / (1 - beta1**step)
         moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
@@ -347,7 +347,7 @@ def drop_broken(
 
 
 def _steps(stepped: Sequence[tuple[Tensor, dict[str, Any], dict[str, Any]]]) -> list[float]:
-    """Return the number of steps made by each parameter."""
+    """Return the number of steps taken on each parameter."""
     counts = [state["step"] for _, state, _ in stepped]
     if any(isinstance(count, Tensor) and not count.is_cpu for count in counts):
         return list(map(float, torch.stack(counts).tolist()))  # a single wait for all counts
@@ -407,8 +407,7 @@ def _lengthen_plainly(
     first: Tensor, second: Tensor, weights: Tensor, numbers: native.Moments
 ) -> None:
     lengthened, own, eps, rate = numbers
-    # this computes m lr (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)), in float32 if moments have
-    # 16 bits
+    # m lr (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)), in float32 if moments have 16 bits
     dtype = torch.promote_types(second.dtype, torch.float32)
     square = second.to(dtype)
     missing = _sqrt(square * lengthened).add_(eps).reciprocal_()
@@ -417,5 +416,5 @@ def _lengthen_plainly(
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Return correctly rounded square roots; torch's are not for float32 on a CPU."""
+    """Return correctly rounded square roots, unlike torch's for float32 on a CPU."""
     return x.double().sqrt_().to(x.dtype) if x.is_cpu else x.sqrt_()

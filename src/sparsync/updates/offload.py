@@ -1,9 +1,9 @@
-"""Where the memory of exchanged updates is: on the accelerator, or in host memory.
+"""Decide whether the vectors of an exchange of updates live on the accelerator or in host memory.
 
-Besides the model, a rank keeps the shared weights and the residual, each of a float per parameter,
-and an outer momentum if there is one.  An exchange reads and writes each of them once, in runs, so
-on the host they cost two copies over the bus per exchange and no device memory that grows with the
-model, except for messages of a few bits per element.
+Besides the model, a rank keeps the shared weights and the residual, with one float per parameter each,
+and an outer momentum if there is one.  An exchange reads and writes each vector once, in runs.  In host
+memory, a vector therefore costs two copies over the bus per exchange.  The device then needs no memory
+that grows with the model, except for messages of a few bits per element.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STATE: Final = 8  # bytes per parameter of Adam's moments, which most optimizer
 
 
 class Offload(NamedTuple):
-    """What is kept in host memory."""
+    """The vectors that are kept in host memory."""
 
     residual: bool
     shared: bool  # and the outer momentum, and the vectors of a late exchange
@@ -37,7 +37,7 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     free, _ = torch.cuda.mem_get_info(device)
-    # reserved by torch's allocator and not in use
+    # torch's allocator can also give out memory that it has reserved and that is not in use
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
@@ -48,7 +48,7 @@ def offloaded(
     weights: ModelWeights,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> Offload:
-    """Decide what is kept in host memory; see ``Compression(offload=)``.
+    """Choose the vectors to keep in host memory; see ``Compression(offload=)``.
 
     Raises:
         ConfigurationError: host memory was asked for, but the algorithm reads the whole residual to
@@ -68,8 +68,8 @@ def offloaded(
     if asked:
         return Offload(residual=True, shared=True)
     free, size = free_bytes(device), layout.end
-    # the memory that training itself still takes: gradients, and the optimizers' states after their
-    # first step
+    # training itself still needs memory: for gradients, and for optimizer states, which the first
+    # step creates
     expected = size * weights.itemsize
     expected += size * _STATE * (not any(one.state for one in optimizers))
     lacks = free is not None and free < size * _WORD + expected

@@ -80,12 +80,12 @@ class OuterAverager(Averager):
         self.settings = OuterStep(**own)
         self._engine: OuterEngine | None = None
         self._loaded: Mapping[str, Any] | None = None
-        # this object is created only once, because the engine holds a weak reference; ``hold``
-        # gives it the vector of each step
+        # created only once, because the engine holds a weak reference; ``hold`` gives it each
+        # step's vector
         self._weights = Weights()
         # the exchange detects NaN on all ranks
         super().__init__(model, nonfinite="spread", **given)
-        if self._binding:  # earlier than ``begin``: a state may be loaded before
+        if self._binding:  # not only in ``begin``, because a state may be loaded earlier
             trained = self._binding.trained.values()
             self.settings = self.settings.for_size(sum(p.numel() for p in trained))
         bound = self._binding and self._binding.optimizer
@@ -125,13 +125,13 @@ class OuterAverager(Averager):
         return self.settings.first_period if self._engine is None else self._engine.period
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return 1 if there are local steps between exchanges, because ranks train alone in them."""
+        """Return 1 if there are local steps between exchanges, in which ranks train alone."""
         return world_size if self.global_period == 1 else 1
 
     # ---- the algorithm -----------------------------------------------------------------------------
 
     def parts(self, vector: Tensor) -> Mapping[str, Tensor]:
-        """Return the parameters in a vector by name: those of the model, or a single one."""
+        """Return the parameters in a vector by name: the model's, or a single one without a model."""
         return {"model": vector} if self._binding is None else self._binding.trained
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
@@ -162,7 +162,7 @@ class OuterAverager(Averager):
             )
             engine.restore(loaded, None)
             await restore_reducer(reducer, loaded["reducer"])
-        # the loaded state is kept until all ranks have adopted theirs, so ``begin`` can be retried
+        # keep the loaded state until all ranks have adopted theirs, so that ``begin`` can be retried
         self._engine, self._loaded = engine, None
         self.memory = engine.memory
         self._weights.hold(torch.zeros(0))
@@ -178,7 +178,7 @@ class OuterAverager(Averager):
             return self._weights.vector
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the shared weights plus all undelivered changes, which are left out if they have NaN."""
+        """Return the shared weights plus all undelivered changes, unless these contain NaN."""
         with self._holding(vector):
             await self.engine.deliver(step)
             return self._weights.vector
@@ -209,14 +209,14 @@ class OuterAverager(Averager):
             binding.write_(own)
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers: those of every averager, of the exchanges, and residual norms."""
+        """Return plain numbers on the averager, its exchanges, and the residual norms."""
         here = {"period": self.engine.period, "drift": self.engine.drift}
         # without a model, e.g. in a simulation, the averager does not count steps itself
         own = {} if self._binding is None else super().stats()
         return {**reducer_stats(self.reducer, self.steps), **here, **own}
 
     def _count(self, comm: Communicator) -> None:
-        """Count the exchanges that this step has ended; with a delay they started ``delay`` steps ago."""
+        """Count the exchanges that end with this step; with a delay, they started ``delay`` steps ago."""
         while self.participation.averages < self.reducer.step:
             self.participation.note(self.settings.delay, comm.world_size)
 
@@ -249,11 +249,12 @@ class OuterAverager(Averager):
 
     def restore(self, content: Mapping[str, Any]) -> None:
         """Adopt a saved state; the engine adopts its part when the first step begins."""
-        # the engine needs a communicator to start; until then the state is kept as it was given
+        # the engine needs a communicator to start; until then, keep the state as it was given
         self.steps = int(content["steps"])
         memory = {name: vector.clone() for name, vector in content["memory"].items()}
         self._loaded = None if content["reducer"] is None else {**content, "memory": memory}
-        # an existing engine is kept, for its numbers, until all ranks create a new one in the next step
+        # keep an existing engine, whose numbers ``stats`` reports, until all ranks create a new one
+        # in the next step
         if self._engine is not None and self._loaded is not None:
             self._engine.restore(self._loaded, None)
             self.memory = self._engine.memory

@@ -86,7 +86,7 @@ class OuterEngine(Stateful):
         state: counts refused exchanges.
         period: the current period.
         drift: the last measured drift, with an ``AdaptivePeriod``.
-        contributions: the number of samples that each rank has seen.
+        contributions: the count of samples that this rank has seen.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class OuterEngine(Stateful):
 
     def go_on_with(self, weights: Weights, carry: Carry) -> None:
         """Switch to other weights, e.g. to a copy when a rank leaves and its program keeps the model."""
-        # the reference is weak, because an exchange in flight keeps this engine alive and must not
-        # keep a dropped model
+        # a weak reference: an exchange in flight keeps this engine alive, and must not keep a
+        # dropped model
         self._kept, self._carry = weakref.ref(weights), carry
 
     @property
@@ -149,7 +149,7 @@ class OuterEngine(Stateful):
             residual.load(None)
 
     def read(self, weights: Weights | None = None) -> Tensor:
-        """Return weights, by default the engine's, copied run by run to where the memory is."""
+        """Copy weights, by default the engine's, run by run to the device of ``memory``."""
         weights = weights or self._weights
         size = max((one.span.stop for one in self.layout.fragments), default=0)
         if self._memory_like.device == self._weights_like.device or not size:
@@ -160,8 +160,8 @@ class OuterEngine(Stateful):
         return made
 
     def write(self, weights: Weights, values: Tensor) -> None:
-        """Replace weights by values that are where the memory is."""
-        # all at once where nothing is copied, because each call gathers inside a node
+        """Replace weights by values on the device of ``memory``."""
+        # a single call if nothing moves between devices, because each call gathers inside a node
         most = values.numel() if values.device == self._weights_like.device else None
         for place in self._runs(slice(0, values.numel()), most):
             weights.write(place, values[place])
@@ -176,8 +176,8 @@ class OuterEngine(Stateful):
 
     def _due(self, step: int) -> list[int]:
         """Return the fragments whose period ends with local step ``step``."""
-        # This depends only on the step, and on the last exchange, which all ranks had together.  So all
-        # ranks start the same exchanges after the same step without a message.
+        # The result depends only on the step and on the last exchange, which all ranks made
+        # together. So all ranks start the same exchanges after the same step, without a message.
         if step < self.settings.warmup_steps:
             return (
                 list(range(len(self.layout.fragments) or 1)) if step in self.settings.warm else []
@@ -216,7 +216,7 @@ class OuterEngine(Stateful):
         self._under_way.append(exchange)
 
     async def conclude_with(self) -> None:
-        """Exchange the only fragment with the units that the reducer has planned, without momentum."""
+        """Exchange the only fragment, in the units planned by the reducer, without momentum."""
         await self.land()
         self._begin(0, self.steps, last=True)
         await self.land()
@@ -271,8 +271,9 @@ class OuterEngine(Stateful):
             self._scratch.keep(exchange.scratch)
         if not refused:
             return
-        # After the first refusal, all ranks return to their weights after the last exchange, without
-        # broken moments.  If the next exchange is broken too, that did not help and would repeat forever.
+        # After the first refusal, all ranks return to the weights that they had after the last
+        # exchange, and drop broken moments. If the next exchange is refused as well, this did not
+        # help, and doing it again might never end.
         self.state = OuterState(self.state.refused + 1)
         drop_broken(self.optimizers, self._on_any_part)
         if self.state.refused > 1:
@@ -287,25 +288,25 @@ class OuterEngine(Stateful):
             self.period = period
 
     def restart(self) -> None:
-        """Reset the weights to this rank's weights after its last exchange."""
+        """Reset the weights to their values after this rank's last exchange."""
         self.contributions.drop()
         self._weights.reshard()
         for part in range(len(self.layout.fragments)):
             self._return(part)
 
     def _return(self, part: int) -> None:
-        """Reset the weights of a fragment to those after its last exchange."""
+        """Reset the weights of a fragment to their values after its last exchange."""
         for place in self._runs(self.layout.fragments[part].span):
             self._weights.write(place, self._base(place))
 
     async def deliver(self, step: int | None = None) -> None:
-        """Finish the exchanges in flight, then deliver all that is left, uncompressed.
+        """Finish the exchanges in flight, then deliver everything left, uncompressed.
 
         Args:
             step: number of this rank's finished local steps; by default ``steps``.
 
         Raises:
-            PeerError: ranks have finished different numbers of local steps, and no more was
+            PeerError: ranks have finished different numbers of local steps, and nothing more was
                 exchanged; or another part of this replica failed, and this part's changes were
                 delivered.
         """
@@ -343,9 +344,9 @@ class OuterEngine(Stateful):
 
     def _missing(self, place: slice, weights: Sequence[Weight]) -> Tensor:
         """Return the difference between the shared and this rank's weights, on a part of the vector."""
-        # If the weights include the residual, this is a plain subtraction; otherwise it is the moves
-        # since the last exchange plus the residual.  With weighed updates both need the second form,
-        # because only the moves get a weight.
+        # If the weights include the residual, this is a plain subtraction; otherwise it is the
+        # moves since the last exchange plus the residual.  Weighed updates always need the second
+        # form, because only the moves get a weight.
         if self.settings.residual == "weights" and not self.contributions.weighs:
             return self._shared(place).sub_(self._weights.read(place))
         moved = self._began(place).sub_(self._weights.read(place))
@@ -410,7 +411,7 @@ class OuterEngine(Stateful):
         return {**self.place(), **kinds_of(self.settings, state, self.layout, self.memory)}
 
     def restore(self, state: Mapping[str, Any], parsed: ParsedState | None) -> None:
-        """Adopt a saved state, and its reducer's state, ``parsed`` by ``validate``, if there is one."""
+        """Adopt a saved state and, if given, its reducer's state, which ``validate`` has ``parsed``."""
         super().load_state_dict(state["state"])
         if parsed is not None:
             take_state(self.reducer, parsed)
@@ -437,11 +438,11 @@ class OuterEngine(Stateful):
             await self._exchange(exchange)
 
     async def _exchange(self, exchange: Exchange) -> None:
-        """Exchange how far a fragment has moved; the model is not changed yet."""
+        """Exchange the moves of a fragment; the model does not change yet."""
         part, reducer = exchange.part, self.reducer
         fragment = self.layout.fragments[part]
         self._note(exchange.lands - self.settings.delay if exchange.late else exchange.lands)
-        # the distance is measured before weighing, because the drift is a distance of real steps
+        # the distance is measured before weighing, because the drift is that of real steps
         distance = None
         if self.settings.rule is not None:
             moved = self._began(fragment.span).sub_(self._weights.read(fragment.span))
@@ -469,7 +470,7 @@ class OuterEngine(Stateful):
     ) -> Tensor:
         """Return this rank's move on a run of a unit, multiplied by the weight of the exchange.
 
-        ``kept`` is the unit's residual on the run, on the device of the weights; None: zeros.
+        ``kept`` is the unit's residual on the run, on the device of the weights; None means zeros.
 
         ``moved = shared - residual - weights``, or ``shared - weights``: like a gradient, it is positive
         where weights have decreased.  The reducer adds its residual: ``accumulated = residual + moved``.
@@ -524,7 +525,8 @@ class OuterEngine(Stateful):
             if reducer.accumulates_later(unit) and not self.settings.dct:
                 reducer.accumulate_later(unit, its.run)
             else:
-                # copied if the residual is in host memory, where the whole unit is exchanged
+                # if the residual is in host memory, copy the move there, because the whole unit is
+                # exchanged there
                 whole[unit] = its.whole().to(reducer.residuals[unit].accumulated.device)
                 reducer.accumulate(unit, 0, whole[unit])
         try:
@@ -539,7 +541,7 @@ class OuterEngine(Stateful):
         return averages
 
     def _apply(self, exchange: Exchange, unit: int, average: Vector, momentum: float) -> None:
-        """Apply the average of a unit to the shared weights; a late exchange stores the result apart."""
+        """Apply a unit's average to the shared weights; a late exchange stores its result separately."""
         assert isinstance(average, DenseVector)
         span, like = self.layout.fragments[exchange.part].span, average.run(0, 0)
         shared, late, size = self.memory["shared"], exchange.shared, self.layout.units[unit].size
@@ -616,7 +618,7 @@ class OuterEngine(Stateful):
         return made
 
     def _began(self, place: slice) -> Tensor:
-        """Return the base as the model stores it.
+        """Return a copy of this rank's weights after the last exchange, rounded as the model stores them.
 
         A 16-bit model starts from rounded weights.  Rounding is not a move, and must not be added
         to the residual at every exchange.
@@ -665,13 +667,13 @@ class OuterEngine(Stateful):
 
 @final
 class Moves:
-    """How far a rank has moved on one unit, computed on access."""
+    """A rank's moves on one unit, computed on access."""
 
     def __init__(self, engine: OuterEngine, exchange: Exchange, unit: int) -> None:
         self._engine, self._exchange, self._unit = engine, exchange, unit
 
     def run(self, start: int, stop: int, kept: Tensor | None) -> Tensor:
-        """Return elements ``[start, stop)``, given the residual's on the device of the weights."""
+        """Return elements ``[start, stop)``, given the residual there, on the device of the weights."""
         return self._engine.moved(self._exchange, self._unit, start, stop, kept)
 
     def whole(self) -> Tensor:

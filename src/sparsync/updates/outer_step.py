@@ -34,7 +34,7 @@ def _in_bits(bits: int) -> Algorithm:
 @naming_options
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OuterStep:
-    """Exchanges ``period`` local steps at once, compressed; an outer SGD applies them to shared weights.
+    """Exchanges the moves of ``period`` local steps, compressed; an outer SGD applies them.
 
     ::
 
@@ -45,17 +45,17 @@ class OuterStep:
         weights = shared                                       ``residual="apart"``
         weights = shared - residual                            ``residual="weights"``, attach's default
 
-    A move has the sign of a gradient: it is positive where weights have fallen.  With
-    ``residual="weights"``, the residual stays in the rank's own weights, where the next gradients see it,
-    so undelivered mass is not stale on its own rank.  With Adam this setting keeps up with dense training
-    (``benchmarks/adam.md``).
+    A move has the sign of a gradient: it is positive where weights have decreased.  With
+    ``residual="weights"``, the residual stays in the rank's own weights, where the next gradients see
+    it, so undelivered mass is not stale on its own rank.  With Adam this setting keeps up with dense
+    training (``benchmarks/adam.md``).
 
     Buffers in the vector, and moments with ``OuterAverager(moments="average")``, are averaged in full,
     without outer learning rate and momentum.
 
-    If the sum contains NaN or Inf, no rank applies it: all return to their weights after the last
-    exchange, residuals keep their values, and broken state of ``optimizer`` is dropped.  A second time in
-    a row raises ``NonFiniteGradientError``.
+    If the sum contains NaN or Inf, no rank applies it: all return to the weights that they had after
+    the last exchange, residuals keep their values, and broken state of ``optimizer`` is dropped.  A
+    second such exchange in a row raises ``NonFiniteGradientError``.
 
     With ``fragments``, a part of the model is exchanged every ``period / fragments`` steps.  With
     ``delay``, local steps continue during an exchange and are added to its result.
@@ -65,33 +65,32 @@ class OuterStep:
             if it has ``average=False``.  None means "quantised" in blocks of 512, with as many bits
             as suit the size of the model (``default_bits``).
         density: k / n of the index-value pairs sent in an exchange.
-        period: local steps between exchanges, H.  None means 1 for sparse algorithms; for
-            algorithms that send every element, the period at which the bytes per step equal those
-            of pairs at this density; and with ``algorithm=None`` 2, or 1 for models below a million
+        period: local steps between exchanges, H.  None means 1 for sparse algorithms.  For algorithms
+            that send every element, None means the period at which the bytes per step equal those of
+            pairs at this density.  With ``algorithm=None``, it means 2, or 1 for models below a million
             elements.  An ``AdaptivePeriod`` follows the measured drift.
         fragments: number of runs of parameters, of about equal size, exchanged in turn within a period.
         delay: local steps from the start of an exchange until it is applied; less than the period.
-        warmup_steps: over these first steps the period doubles from 1 to H in equal parts, because local
-            steps cost most while weights move fast.
+        warmup_steps: the number of initial steps, in which the period doubles from 1 to H in equal
+            parts, because local steps cost most while weights move fast.
         residual: "apart": all ranks continue from equal weights, as in the papers; or "weights".
         outer_lr: the outer learning rate, > 0; 1 means averaging.
-        momentum: the outer optimizer's, in [0, 1); None means 1 - 1 / world_size, as in BMUF.
+        momentum: the outer momentum, in [0, 1); None means 1 - 1 / world_size, as in BMUF.
         nesterov: use Nesterov's outer momentum, as in ``torch.optim.SGD``.
         residual_decay: factor on the residual at every exchange, in [0, 1].
-        noise_correction: lengthen Adam's steps, as if they used the second moment of averaged
-            gradients (``gradient_noise.correct``), and lengthen steps whose length does
-            not depend on the gradient's, so their average is as long as one
-            (``step_length.lengthen``).  Only for ``attach``, which knows the optimizer.
-        dct: exchange and keep the changes as cosine coefficients of runs of this many elements
-            (``rotate_``); None does not transform them.  Ranks must compute bit-identical
-            transforms.
+        noise_correction: lengthen Adam's steps, as if they used the second moment of averaged gradients
+            (``gradient_noise.correct``), and the steps of optimizers whose step length does not depend
+            on the gradient's, so the average is as long as one step (``step_length.lengthen``).  Only
+            for ``attach``, which knows the optimizer.
+        dct: exchange the moves, and keep the residual, as cosine coefficients of runs of this many
+            elements (``rotate_``); None for no transform.  Ranks must compute bit-identical transforms.
         sign: step in the direction of the signs of the average, by ``outer_lr`` times the optimizer's
             learning rate, which all ranks and groups must share (without optimizer: rate 1).
 
-    Cost: one exchange of the algorithm every ``period`` steps.  Memory: residual and shared weights, 2 n
-    elements, and n with momentum.  An exchange by ``quantised`` works in runs of 1 MB (64 on an
-    accelerator) and holds its messages, 3 n elements of the bits that it sends; other algorithms, and
-    ``dct``, take n elements more, and ``delay`` takes three times the largest fragment.
+    Cost: one exchange of the algorithm every ``period`` steps.  Memory: residual and shared weights, 2
+    n elements, and n with momentum.  An exchange by ``quantised`` works in runs of 1 MB (64 on an
+    accelerator) and holds its messages: 3 n elements, in the bits that are sent.  Other algorithms and
+    ``dct`` take n more elements, and ``delay`` takes three times the largest fragment.
     State: ``memory`` with the vectors ``shared`` and ``momentum``; ``OuterState``; the reducer's state.
     Differs from the paper: ``finish`` delivers everything left, dense and without momentum: the residuals
     and the moves of an unfinished period.  With ``sign``, this is one more step in their direction.
@@ -122,7 +121,7 @@ class OuterStep:
     sign: bool = False
 
     def __post_init__(self) -> None:
-        # each rank checks every argument here by itself, before anything is sent
+        # each rank checks its own arguments, before anything is sent
         check_number_fields(self)
         period, given = self.period, vars(self)
         first = period.least if isinstance(period, AdaptivePeriod) else period
@@ -158,7 +157,7 @@ class OuterStep:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return only the settings: cached values derived from them may hold functions without a name."""
+        """Return only the settings, because cached values may hold functions that cannot be pickled."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
@@ -186,9 +185,9 @@ class OuterStep:
             return self.period
         if self.algorithm is None:
             return _PERIOD  # until ``for_size``
-        # The period at which the bytes per step equal those of pairs at this density,
-        # H = bits / (64 density): for 32 bits per element at 1 %, every 50 steps.  ``bits`` is 0 for
-        # algorithms that select entries, which are exchanged on every step.
+        # Bytes per step equal those of pairs at this density if H = bits / (64 density): at 1 %, 32
+        # bits per element are exchanged every 50 steps. ``bits`` is 0 for algorithms that select
+        # entries, which are exchanged on every step.
         return max(1, math.ceil((self.chosen.bits or 0) / (_PAIR_BITS * self.density)))
 
     @cached_property
@@ -197,7 +196,7 @@ class OuterStep:
         return warm_exchanges(self.warmup_steps, self.first_period)
 
     def for_size(self, elements: int) -> OuterStep:
-        """Choose what was not given, ``algorithm`` and then ``period``, for a model of this size.
+        """If ``algorithm`` is None, choose it and the period, if none is given, by the model's size.
 
         Example:
             >>> chosen = OuterStep(algorithm=None).for_size(200_000)
@@ -238,7 +237,7 @@ class OuterStep:
         kinds: Mapping[str, str] | None = None,
         rest: Mapping[str, int] | None = None,
     ) -> Layout:
-        """Split a vector into fragments, and these into units; see ``Layout``.
+        """Split a vector into fragments, and the fragments into units; see ``Layout``.
 
         The vector holds these parameters, followed by the ``rest``, given by name and size.
         """

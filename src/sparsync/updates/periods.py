@@ -18,19 +18,20 @@ __all__ = ["AdaptivePeriod", "drift_of", "followed", "share_of", "warm_exchanges
 
 @dataclass(frozen=True)
 class AdaptivePeriod:
-    """Keeps the drift near a limit, i.e. the distance by which ranks move apart, relative to the weights.
+    """Keeps the drift near a limit.  The drift is how far ranks move apart, relative to the weights.
 
     ::
 
         measured = sqrt(mean over ranks of |moved|^2 / |shared weights|^2)     at every exchange
 
-    The period is halved if the drift exceeds ``drift``, and doubled if it is below half of that, so that
-    doubling does not cause halving.
+    The period is halved if the drift exceeds ``drift``, and doubled if the drift is below half of it,
+    so that doubling does not cause halving.
 
-    The drift is a distance, not a fraction of how far the average has moved.  That fraction *falls* as
-    the period grows, because common steps add up faster than noise, so a rule that bounds it runs away to
-    one end.  A step is as long as its rate, and noise grows with the root of the number of steps, so a
-    constant distance keeps ``lr^2 H`` constant: the period grows as the rate is lowered.
+    The drift is a distance, not a fraction of the average's move.  That fraction *falls* as the period
+    grows, because common steps add up faster than noise, so a rule that bounded it would drive the
+    period to an extreme.  The length of a step is proportional to the rate, and noise grows with the
+    root of the number of steps.  A constant distance therefore keeps ``lr^2 H`` constant: the period
+    grows as the rate is lowered.
 
     Args:
         drift: the limit, > 0, e.g. 0.02; ``stats()["drift"]`` has the last measured drift.
@@ -64,8 +65,7 @@ class AdaptivePeriod:
 
     def next(self, period: int, *, far: bool, near: bool) -> int:
         """Return the next period, given whether the drift was above the limit, or below half of it."""
-        # ``far`` is tested first, because some parts may be far and others near, and the largest
-        # drift decides
+        # test ``far`` first: some parts may be far and others near, and the largest drift decides
         if far:
             return max(period // 2, self.least)
         return min(2 * period, self.most) if near else period
@@ -84,7 +84,7 @@ def followed(
 
 
 def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
-    """Return the warm-up steps with an exchange after them; the period starts at 1 and doubles."""
+    """Return the warm-up steps that are followed by an exchange; the period starts at 1 and doubles."""
     doublings, last, ends = math.ceil(math.log2(period)), -1, []
     for step in range(steps):
         # the warm-up is split into equal parts with periods 1, 2, 4, ...
@@ -96,9 +96,8 @@ def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
 
 
 def share_of(moved: Tensor, shared: Tensor, end: int) -> float:
-    """Return ``|moved|^2 / |shared|^2`` of a rank, over the parameters, which end at ``end``."""
-    # only parameters count, because buffers and moments have other magnitudes, and are averaged
-    # anyway
+    """Return ``|moved|^2 / |shared|^2`` of a rank over the parameters, i.e. up to ``end``."""
+    # only parameters count: buffers and moments have other magnitudes, and are averaged anyway
     far, whole = (float(torch.linalg.vector_norm(vector[:end])) for vector in (moved, shared))
     share = far / max(whole, sys.float_info.min) if far else 0.0
     return share * share  # Inf if the weights are near zero, which exceeds any limit
@@ -106,9 +105,8 @@ def share_of(moved: Tensor, shared: Tensor, end: int) -> float:
 
 async def drift_of(square: float, reducer: Reducer) -> float:
     """Return the root mean square over ranks, which is equal on all of them."""
-    # The values are gathered, and each rank sums them in rank order: the period that follows from
-    # the sum must be equal on all ranks, and a native allreduce promises equal sums only up to
-    # rounding
+    # Gather the values, and sum them in rank order on each rank: the sum decides the next period,
+    # which must be equal on all ranks, and a native allreduce promises equal sums only up to rounding.
     mine = torch.tensor([square], dtype=torch.float64)
     try:
         everyone = await reducer.channel("drift").allgather(mine, "drift")

@@ -1,4 +1,4 @@
-"""Save and load a rank's own weights and moments, by parameter name, where ranks differ in them."""
+"""Save and load the weights and moments that differ between ranks, by parameter name."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sparsync.units import is_finite, local_of
 
 __all__ = ["SCALER_KIND", "is_broken", "load_optimizers", "load_weights", "own_kinds", "own_state"]
 
-# Fields of torch's optimizers that hold step counts, squares or magnitudes.  A negative value is damage,
-# and its root would be NaN.
+# Fields of torch's optimizers that hold step counts, squares or magnitudes. A negative value shows
+# damage, and its root would be NaN.
 _NEVER_NEGATIVE: Final = (
     *("step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"),
     *("variance", "row_var", "col_var", "step_size"),
@@ -51,11 +51,11 @@ _SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_mo
 def own_state(
     module: nn.Module, names: Collection[str], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """Return copies of this rank's parts of these parameters, of buffers, and of optimizer states."""
+    """Return copies of this rank's parts of these parameters, its buffers and its optimizer states."""
     tensors = {name: local_of(t).clone() for name, t in _tensors(module, names).items()}
     moments = {
-        # the state is {} for a parameter without a gradient so far, because every name is saved to
-        # let a missing one be noticed
+        # every name is saved, with {} for a parameter that has had no gradient yet, so that a
+        # missing name is noticed
         name: {key: _copy(value) for key, value in one.state.get(parameter, {}).items()}
         for one in optimizers
         for name, parameter in _named(module, one)
@@ -124,10 +124,10 @@ def _weights_kind(module: nn.Module, names: Collection[str], finite: Collection[
 def _kept_after_a_step(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Mapping[str, Any] | None]:
-    """Return an optimizer's state of each parameter, now or after a step, or None if it is unknown.
+    """Return an optimizer's state of each parameter, now or after a first step; None if unknown.
 
-    For torch's own optimizers, a step on tensors without memory finds the state at no cost. Other
-    optimizers may do anything in a step, even exchange messages.
+    For torch's own optimizers, a step on tensors without memory reveals the state at no cost.  Other
+    optimizers are not tried: they may do anything in a step, even exchange messages.
     """
     kept: dict[Tensor, Mapping[str, Any]] = {}
     if type(optimizer).__module__.startswith("torch.optim"):
@@ -140,8 +140,7 @@ def _kept_after_a_step(
 
 def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
     """Step a copy of the optimizer with parameters on the meta device; return the state it builds."""
-    # the double is made neither by deepcopy, which would copy moments, nor by the constructor,
-    # which a subclass may change
+    # build the double by hand: deepcopy would copy moments, and a subclass may change the constructor
     double, real = object.__new__(type(optimizer)), dict[Tensor, Tensor]()
     double.__dict__ = dict(optimizer.__dict__)
     double.state, double.param_groups = defaultdict(dict), []
@@ -161,8 +160,8 @@ def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mappi
     # ASGD and Adafactor raise when they read a number from a tensor without memory; by then their state
     # exists
     with suppress(Exception):
-        # this calls the function inside torch's wrapper (``profile_hook_step``), because no hook
-        # may see this step
+        # call the function inside torch's wrapper (``profile_hook_step``), because no hook may see
+        # this step
         getattr(step, "__wrapped__", step)(double)
     return {real[twin]: kept for twin, kept in double.state.items()}
 
@@ -198,16 +197,16 @@ def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> K
         if default is not None and not isinstance(default, bool)
     }
     required = {name: kinds.pop(name) for name in [*kinds] if name in numbers}
-    # optimizers of other libraries may keep step counts and the like in their groups
+    # optimizers of other libraries may keep other values, e.g. step counts, in their groups
     own = type(optimizer).__module__.startswith("torch.optim")
     return Fields(required, kinds, None if own else Plain(finite=False))
 
 
 def _number_kind(least: float, value: Any = 0.0) -> Kind:
-    """Describe a number or a tensor of one number; a rate may be either, in this run or the saved one."""
+    """Describe a number or a one-element tensor; a rate may be either, in this run or the saved one."""
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     tensors = [Values(shape, dtype, least) for dtype in (torch.float64, torch.float32)]
-    # Inf is refused as damage unless it is the live setting, e.g. a clip that is off
+    # Inf counts as damage unless it is the live setting, e.g. of a clip that is off
     unbounded = [Exactly(value)] if isinstance(value, float) and math.isinf(value) else []
     return Either((*tensors, *unbounded, Number(least)))
 
@@ -226,8 +225,8 @@ def _setting_kind(name: str, value: Any) -> Kind:
 
 @torch.no_grad()
 def load_weights(module: nn.Module, names: Collection[str], state: Mapping[str, Any]) -> None:
-    """Load the weights of a state from ``own_state``, unless it was resharded and has none."""
-    # the tensors are copied in place, because optimizers and hooks hold them
+    """Load the weights that ``own_state`` returned; a resharded state has none."""
+    # copy in place, because optimizers and hooks hold these tensors
     for name, tensor in _tensors(module, names).items() if state["parameters"] is not None else ():
         local_of(tensor).copy_(state["parameters"][name])
 
@@ -235,10 +234,10 @@ def load_weights(module: nn.Module, names: Collection[str], state: Mapping[str, 
 def load_optimizers(
     module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]
 ) -> None:
-    """Load the optimizer states of a state from ``own_state``."""
+    """Load the optimizer states that ``own_state`` returned."""
     for one, groups in zip(optimizers, state["groups"], strict=True):
-        # the state is converted to torch's own form, with numbered parameters, and loaded by
-        # ``load_state_dict``, so that the optimizer's hooks and casts run
+        # convert the state to torch's own form, with numbered parameters, and let
+        # ``load_state_dict`` load it, so that the optimizer's hooks and casts run
         fresh = one.state_dict()
         fresh["state"] = {
             at: {key: _like(value, parameter) for key, value in state["moments"][name].items()}

@@ -81,7 +81,7 @@ def _exchanges(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _exchange_kind(layout: Layout, dtype: Any, most: int, exchange: Mapping[str, Any]) -> Kind:
-    """Describe an exchange: it has new vectors for its fragment, unless it was refused or is open."""
+    """Describe an exchange; it has new vectors for its fragment only if it ended without a refusal."""
     fragments = layout.fragments
     part: Any = exchange.get("part")
     refused = exchange.get("refused") is True

@@ -1,9 +1,9 @@
 """Lengthen the steps of optimizers whose length depends on the rate, not on the size of gradients.
 
 Steps of different ranks differ by the noise of their gradients, which makes their average shorter: P
-steps of pure noise average to 1 / sqrt(P) of their length.  Dense training, whose optimizer sees averaged
-gradients, makes steps of full length.  (Those of Adam and AdamW without ``amsgrad``, whose second moment
-tells more, are lengthened by ``gradient_noise.correct``.)
+steps of pure noise average to 1 / sqrt(P) of their length.  Dense training, whose optimizer sees
+averaged gradients, makes steps of full length.  (``gradient_noise.correct`` lengthens the steps of Adam
+and AdamW without ``amsgrad``, whose second moment tells more.)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OWN_LENGTH: Final[Mapping[str, bool]] = MappingProxyType(
         "NAdam": False,
         "RAdam": False,
         "RMSprop": False,
-        # these are classes of the package pytorch-optimizer; other classes of the same name count as well
+        # classes of the package pytorch-optimizer; other classes of the same name count as well
         "AdEMAMix": True,
         "ADOPT": False,
         "Lamb": False,
@@ -48,14 +48,14 @@ _OWN_LENGTH: Final[Mapping[str, bool]] = MappingProxyType(
 def of_own_length(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[Tensor, Mapping[str, Any], bool]]:
-    """Yield the parameters whose steps ``lengthen`` handles, their group, and if decay is decoupled."""
+    """Yield each parameter that ``lengthen`` handles, its group, and whether decay is decoupled."""
     # the most derived class with a known name, because AdamW derives from Adam (torch 2.13)
     names = [base.__name__ for base in type(optimizer).__mro__]
     name = next((name for name in names if name in _OWN_LENGTH), None)
     for group in optimizer.param_groups if name is not None else ():
         if name in ("Adam", "AdamW") and not group.get("amsgrad"):
             continue
-        # these are the names of this setting in torch, pytorch-optimizer and others
+        # the setting's names in torch, pytorch-optimizer and other packages
         told = map(group.get, ("decoupled_weight_decay", "weight_decouple", "decouple"))
         apart = next((bool(one) for one in told if one is not None), _OWN_LENGTH[name or ""])
         for parameter in group["params"]:
@@ -79,13 +79,13 @@ def lengthen(
 ) -> None:
     """Lengthen the last step, so that the average over ranks is as long as a single rank's step.
 
-    Averaged over P ``ranks``, steps of a parameter have k times the squares of a single rank's (its
-    share, see ``GradientNoise``):
+    The average of a parameter's steps over P ``ranks`` has k times the squares of a single rank's step
+    (its share, see ``GradientNoise``):
 
         w += step (1 / sqrt(k) - 1),    1 / P <= k <= 1
 
-    where the step excludes weight decay.  ``remember`` must have filled ``steps`` before; afterwards it
-    holds the step.  The optimizer's state is not changed.
+    where the step excludes weight decay.  ``remember`` must have filled ``steps`` before the step; this
+    function overwrites them with the step.  The optimizer's state is not changed.
 
     Cost: ``remember`` reads the weights and writes a copy; this function reads and writes both.  Memory:
     a copy of the weights.
@@ -101,8 +101,8 @@ def lengthen(
         # step = (1 - decay) (w' - w) + decay w'
         if decays and (decay := rates[0] * rates[1]):
             step.mul_(1 - decay).add_(weights, alpha=decay)
-        # shares are measured, and by chance may fall below 1 / P, the share of pure noise and the
-        # least possible one
+        # by chance, a measured share may be below 1 / P, the share of pure noise, which is the
+        # least possible
         share = max(shares.get(parameter, 1.0), 1 / ranks)
         if share < 1:
             weights.add_(step, alpha=share**-0.5 - 1)

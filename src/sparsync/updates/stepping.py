@@ -64,7 +64,7 @@ def _nested(optimizer: Optimizer) -> bool:
     This happens if the ``step`` of a subclass calls that of the base class, because torch wraps
     both.
     """
-    # the stack is searched rather than calls counted, because an exception may end a step before
+    # this searches the stack instead of counting calls, because an exception may end a step before
     # its second hook
     frame, calls = sys._getframe(), 0
     while frame.f_back is not None:
@@ -77,8 +77,8 @@ def follow_scalers() -> None:
     """Make torch's GradScalers report the steps that they skip, once per process.
 
     A scaler that finds Inf does not call the optimizer, so no hook of the optimizer runs, and torch
-    (2.13) has no hooks for scalers.  So the method itself is wrapped, on the class, because a scaler may
-    be created after ``attach``.
+    (2.13) has no hooks for scalers.  This function therefore wraps the method of the class, because a
+    scaler may be created after ``attach``.
     """
     step: Callable[..., Any] = torch.amp.GradScaler.step
     if hasattr(step, "tells"):  # a second wrapper would report every skipped step twice

@@ -84,8 +84,8 @@ from sparsync.updates.weights import ModelWeights, trained_of
 
 _ADVISED = 30  # steps whose mean duration is considered reliable
 _NEGLIGIBLE = 0.1  # an allreduce below this fraction of a step is not worth avoiding
-# the least common fraction of lasting gradients; below it, the parts that are particular to single
-# ranks are larger
+# the user is warned if less than this fraction of the lasting gradients is common to all ranks,
+# i.e. if the parts particular to single ranks are larger
 _AGREEING = 0.5
 _PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _EVERYTHING = slice(0, None)
@@ -236,7 +236,7 @@ def attach_updates(
 
 
 def _parts(module: nn.Module, replicate: Any, groups: Groups, options: Options) -> Any:
-    """Return how this replica is split over ranks: pieces, kinds by name, replica ranks, consensus."""
+    """Return the split of this replica over ranks: pieces, kinds by name, replica ranks, consensus."""
     from sparsync.gradients.consensus import PartsConsensus  # DTensor takes 0.4 s to import
     from sparsync.gradients.shards import Fsdp, ranks_of, shards_of
 
@@ -285,7 +285,7 @@ class UpdateSync(Handle):
         self._busy = self._waited = 0.0  # seconds of exchanges; seconds the training thread waited
         self._advises, self._started = advises, time.perf_counter()
         self._warned = False  # whether the user was warned that ranks hardly agree
-        # a replica of several ranks would have to agree on one count before it is weighed
+        # the ranks of a split replica would have to agree on one count before it is weighed
         parts = 1 if consensus is None else consensus.parts.world_size
         self._countable = weights.node is None and parts == 1
         me = weakref.ref(self)
@@ -311,7 +311,7 @@ class UpdateSync(Handle):
 
     @property
     def steps(self) -> int:
-        """The number of finished local steps; a rank that joins starts from the number of its peers."""
+        """The number of finished local steps; a rank that joins takes this number from its peers."""
         return self.outer.steps
 
     @property
@@ -349,7 +349,7 @@ class UpdateSync(Handle):
         """Stop DDP's own exchange and follow the optimizers' steps, until ``close``."""
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
-            # the hook replaces DDP's allreduce, which no setting turns off for a whole training
+            # the hook replaces DDP's allreduce, which no setting turns off for a whole run
             hook = CommHook.taken(ddp, self, self.on_bucket)
             self.on_close.callback(hook.release)
             self.on_close.callback(_restore, weakref.ref(ddp), ddp.broadcast_buffers)
@@ -394,16 +394,16 @@ class UpdateSync(Handle):
             "checkpoint; load it by sparsync.load or sync.load_state_dict(), as all ranks do, or close() "
             "the handle on all ranks, load, and attach again",
         )
-        # this comes after the checks and before the optimizer writes, because the step is computed
-        # as a difference
+        # remember the weights after the checks and before the optimizer writes: the step is
+        # computed as a difference
         if (noise := self._weights.noise) is not None:
             remember(optimizer, noise.steps)
 
     def _check_start(self) -> None:
         """Before the first step, begin from weights loaded after ``attach``, if all ranks loaded them.
 
-        Otherwise their difference to the old weights would be delivered as if it were an update.  All
-        ranks ask once, because a rank cannot know whether others have loaded weights.
+        Otherwise their difference from the old weights would be delivered as if it were an update.
+        Every rank asks once, because it cannot know whether others have loaded weights.
         """
         if not self._begins:
             return
@@ -427,7 +427,8 @@ class UpdateSync(Handle):
         return begin_together(self.communicators, loaded, own)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        # a skipped step has no gradients worth measuring, but counts: other ranks may have made it
+        # a skipped step has no gradients worth measuring, but it counts, because other ranks may
+        # have made it
         if skipped:
             self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
         elif (noise := self._weights.noise) is not None:
@@ -457,9 +458,10 @@ class UpdateSync(Handle):
             check_outside_ddp(module)
         self._weights.reshard()
         if self.outer.optimizers:
-            # Asked before the batch is seen, because SAM, and layers that initialise on the first batch,
-            # change weights themselves.  But a compiled graph cannot send messages, and pipeline stages
-            # wait for each other in their forward passes; there it is asked before the step
+            # Ranks are asked before the batch is seen, because SAM, and layers that initialise on
+            # the first batch, change weights themselves. But a compiled graph cannot send messages,
+            # and pipeline stages wait for each other in their forward passes, so these are asked
+            # before the step.
             if self._inner is None and not torch.compiler.is_compiling():
                 self._check_start()
         elif self._begins:
@@ -517,15 +519,15 @@ class UpdateSync(Handle):
             node.comm.ledger.begin_step(self.outer.steps)
 
     def _count_ranks(self) -> None:
-        """Set the number of ranks over which noise is averaged, by which steps are corrected."""
+        """Set the number of ranks over which noise is averaged, for the correction of steps."""
         counted = self.outer.contributions
         if counted.weighs and counted.ranks:
             self._weights.average_over(counted.ranks)
 
     def step(self) -> None:
-        """Count a local step; begin and end exchanges.  The optimizer's hook calls it, if there is one.
+        """Count a local step; begin and end exchanges.  The optimizer's hook, if any, calls this.
 
-        Call it yourself in place of an iteration that this rank skips and others do not.
+        Call this yourself when this rank skips an iteration that other ranks run.
 
         Raises:
             NonFiniteGradientError: NaN or Inf on some rank, twice in a row.
@@ -561,8 +563,8 @@ class UpdateSync(Handle):
             )
         if self.reducer.monitor is not None:
             self.reducer.monitor.write()
-        # the shared weights are compared, because the ranks' own weights differ by design; inside a node
-        # the ranks' own weights must be equal as well
+        # Compare the shared weights, because the ranks' own weights differ by design. Inside a
+        # node, the ranks' own weights must be equal as well.
         sentinel = self._sentinel
         if sentinel is not None and sentinel.due(outer.steps - 1):
             run(outer.settle())
@@ -604,8 +606,8 @@ class UpdateSync(Handle):
         """Estimate the seconds of an allreduce of all gradients from two small allreduces."""
         run(self.outer.settle())
         size, channel = self.outer.layout.end, self.reducer.channel("weights").apart()
-        # alpha is the time of one element, and beta follows from the difference; both are the least
-        # of three times, because other load on the machine only adds time
+        # Alpha is the time of one element, and beta follows from the difference. Each time is the
+        # least of three, because other load on the machine only adds time.
         best = []
         for count in (1, min(size, _PROBE)):
             spent = []
@@ -625,10 +627,10 @@ class UpdateSync(Handle):
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Put the shared weights into the model, to evaluate or save them; then restore this rank's."""
-        # the rank's own weights are restored even if the block raises, because training on from the
-        # shared weights would lose them
+        # Restore the rank's own weights even if the block raises: training that continued from the
+        # shared weights would lose them.
         with self._swap:
-            # these are the model's weights, because an engine that runs apart has its own copy
+            # use the model's weights, because an engine that runs apart has its own copy
             outside, before = self._own, self.outer.read(self._weights)
             self._weights.reshard()
             self.outer.write(self._weights, self.outer.memory["shared"])
@@ -651,7 +653,7 @@ class UpdateSync(Handle):
         )
 
     def finish(self) -> None:
-        """Exchange all that is left and make replicas equal; all ranks call this, and may train on."""
+        """Exchange everything left and make replicas equal; all ranks call this, and may train on."""
         self._check_own("finish()")
         run(self.outer.settle())  # exchanges in flight are booked on the steps that began them
         with self.reducer.comm.ledger.outside_steps():
@@ -677,7 +679,7 @@ class UpdateSync(Handle):
         }
 
     def holds(self, value: object) -> bool:
-        """Return whether this rank's state already contains that of a given model or optimizer."""
+        """Return whether this rank's state already contains the state of a given model or optimizer."""
         ddp, module = self._ddp(), self._plain()
         return any(value is own for own in (ddp, module, *self.outer.optimizers) if own is not None)
 
@@ -692,8 +694,8 @@ class UpdateSync(Handle):
             **self.outer.state_dict(),
             **self.outer.layout.extents(),
             **own,
-            # Marks NaN made by this rank's own steps, which the next exchange repairs.  Without the mark,
-            # ``validate`` would take NaN in a state for damage.
+            # True marks NaN from this rank's own steps, which the next exchange repairs.  Without
+            # the mark, ``validate`` would take NaN in a state for damage.
             "broken": is_broken(own, self._weights.exchanged()),
             "left_out": {name: name in self._weights.left_out for name in self._weights.buffers},
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -715,7 +717,7 @@ class UpdateSync(Handle):
                 self._weights.trained,
                 outer.optimizers,
                 exchanged=self._weights.exchanged(left_out),
-                # a resharded state has no thresholds and boundaries, which start afresh
+                # a resharded state has no thresholds and boundaries; they start afresh
                 resharded=isinstance(saved, Mapping) and saved.get("selectors", ()) is None,
                 finite=content.get("broken") is not True,
             ),
@@ -771,8 +773,7 @@ class UpdateSync(Handle):
         """Load the states of optimizers and scaler; if one fails on any rank, all are rolled back."""
         module, scaler = self._plain(), self._scaler if state["scaler"] else None
         assert module is not None
-        # references suffice, because a load replaces these objects, and restoring them by a second
-        # load might raise
+        # keep references: a load replaces these objects, and a second load to restore them might raise
         former = [(one, one.state, one.param_groups) for one in self.outer.optimizers]
         scale = None if scaler is None else scaler.state_dict()
 
@@ -812,8 +813,8 @@ class UpdateSync(Handle):
 class _Carried(Operation):
     """An exchange in flight on the engine's thread.
 
-    This is not a coroutine, because Python warns of a coroutine that is never awaited, and that happens
-    if the process ends before the exchange has landed.
+    This is not a coroutine, because Python warns about a coroutine that is never awaited, as when the
+    process ends before the exchange has landed.
     """
 
     def __init__(self, future: Future[float], sync: UpdateSync) -> None:

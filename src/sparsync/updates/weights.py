@@ -83,8 +83,8 @@ class ModelWeights(Weights):
         self._rank = 0 if node is None else node.comm.rank
         floating = {n: b for n, b in saved_buffers(module).items() if b.is_floating_point()}
         self.buffers = list(floating) if buffers else []
-        # If they were exchanged, NaN or Inf would make ranks refuse every exchange.  ``strayed`` reports
-        # a buffer that turns out not to be constant
+        # If buffers with NaN or Inf were exchanged, ranks would refuse every exchange. ``strayed``
+        # reports a buffer that turns out not to be constant.
         self.left_out = frozenset(self.buffers) - frozenset(averaged_buffers(module))
         # buffers to be watched
         self._marks = {name: _mark(floating[name]) for name in self.left_out}
@@ -108,8 +108,7 @@ class ModelWeights(Weights):
             return local_of(parameter)
         if name == _SAMPLES and self.noise is not None:
             return self.noise.values
-        # the buffer is looked up every time, because a module may replace a buffer with another
-        # tensor
+        # look the buffer up every time, because a module may replace it with another tensor
         return local_of(self._module.get_buffer(name))
 
     @property
@@ -120,12 +119,12 @@ class ModelWeights(Weights):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self._like.device
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a parameter."""
+        """The number of bytes per element of a parameter."""
         return self._like.itemsize
 
     def exchanged(self, left_out: Collection[str] | None = None) -> list[str]:
@@ -172,7 +171,7 @@ class ModelWeights(Weights):
 
     @torch.no_grad()
     def pieces(self, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
-        """Yield tensors that form a part of the vector, and where they lie in the part; None: zeros."""
+        """Yield the tensors that form a part of the vector, and their places in it; None means zeros."""
         for name, tensor, inside, here in self._within(place):
             # inside a node, a tensor occupies the length of one run: its size over ranks, rounded up
             first, middle = self._rank * -(-tensor.numel() // self._divisor), here.start
@@ -230,7 +229,7 @@ class ModelWeights(Weights):
         return ""
 
     def strayed(self) -> str:
-        """Return the name of a buffer left out for its NaN or Inf that is finite now, or "".
+        """Return the name of a buffer that was left out for NaN or Inf and is finite now, or "".
 
         Each buffer is reported once.  Cost: a pass over the buffers that were written to.
         """
@@ -246,8 +245,8 @@ class ModelWeights(Weights):
     def landed(self, span: slice, shared: Tensor) -> None:
         """Receive the averages of the gradient samples, which are at the end of the vector.
 
-        They are read from the ``shared`` vector, because shares must be equal on all ranks.  A
-        rank's own vector gets a late exchange by addition, which rounds differently on each rank.
+        The averages are read from the ``shared`` vector, because shares must be equal on all ranks.  A
+        late exchange is added to a rank's own vector, which rounds differently on each rank.
         """
         if self.noise is not None and any(name == _SAMPLES for name, *_ in self._within(span)):
             values = self.noise.values

@@ -22,7 +22,7 @@ __all__ = [
     "Whole",
 ]
 
-# there is a row per codec and per form of values, and the contracts check every row
+# a row per codec and form of values; the contracts check every row
 CODECS: Final[Table[Codec[Any]]] = Table(
     "codecs",
     {

@@ -1,4 +1,4 @@
-"""The codec seam: ``Codec``, and the header at the start of every message.
+"""The interface of codecs, and the header at the start of every message.
 
 See ``docs/wire-format.md`` for the bytes.
 """
@@ -83,9 +83,8 @@ class Header(NamedTuple):
 
     @staticmethod
     def read(buffer: Tensor, nbytes: int = HEADER_BYTES) -> Header:
-        """Read the header at the start of ``buffer``, with a size if 16 bytes are asked for and exist."""
-        # this slices an array rather than the tensor, and copies once, because a rank reads dozens
-        # of headers per step
+        """Read the header at the start of ``buffer``, with a size if 16 bytes are wanted and present."""
+        # slice an array rather than the tensor, and copy once: a rank reads dozens of headers per step
         host = buffer if buffer.is_cpu else buffer[:nbytes].cpu()
         raw = host.numpy()[:nbytes].tobytes()
         if len(raw) < HEADER_BYTES:
@@ -115,9 +114,9 @@ class Encoded(Generic[V]):
 class Codec(ABC, Generic[V]):
     """Turns vectors into bytes and back, without any state.
 
-    ``V`` is the kind of vectors: ``SparseVector``, ``DenseVector``, or ``Vector`` for both.  Messages are
-    self-describing, through their headers, and never get shorter with more entries.  Their length
-    follows from the header alone, never from values or positions, so pad to the longest case.
+    ``V`` is the kind of vectors: ``SparseVector``, ``DenseVector``, or ``Vector`` for both.  Messages
+    are self-describing, through their headers, and never get shorter with more entries.  A message's
+    length follows from the header alone, never from values or positions, so pad to the longest case.
 
     ``docs/extending.md`` writes a codec; ``sparsync.testing.check_codec`` checks one.
     """
@@ -129,10 +128,10 @@ class Codec(ABC, Generic[V]):
     options: ClassVar[tuple[int, ...]] = (0,)  # legal values of the header's option
     header_bytes: ClassVar[int] = HEADER_BYTES  # or LONG_HEADER_BYTES
     option: int = 0  # the option in the headers of this codec
-    detail: int = 0  # the detail in the headers of this codec; 0: there is none
+    detail: int = 0  # the detail in the headers of this codec; 0 for none
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"  # ranks compare options by repr, so it has no address
+        return f"{type(self).__name__}()"  # no address, because ranks compare options by repr
 
     @abstractmethod
     def encode(self, vector: V) -> Encoded[V]:
@@ -162,11 +161,11 @@ class Codec(ABC, Generic[V]):
         return (header.detail > 0) == (self.detail > 0)
 
     def seeded(self, rank: int, step: int) -> Codec[V]:
-        """Return the codec for a message source and step: this one, unless it draws random numbers."""
+        """Return the codec for one source and step; by default, this one."""
         return self
 
     def for_layers(self, sizes: Sequence[int]) -> Codec[V]:
-        """Return the codec for vectors of layers of these sizes: this one, unless layers matter."""
+        """Return the codec for vectors whose layers have these sizes; by default, this one."""
         return self
 
     def is_exact(self, dtype: torch.dtype) -> bool:
@@ -282,13 +281,13 @@ class Writer(Protocol):
 
 
 class Opened(ABC):
-    """A message with a dense vector whose header and length were checked, to be decoded in runs."""
+    """A message of a dense vector, already checked, to be decoded in runs."""
 
     @abstractmethod
     def decode_to(
         self, into: Tensor, divisor: float = 1.0, *, add: bool = False, start: int = 0
     ) -> None:
-        """Decode the elements from ``start`` on, divide them, and write them to ``into`` or add them."""
+        """Decode elements from ``start`` on, divide them, and write or add them to ``into``."""
 
     @abstractmethod
     def is_finite(self) -> bool:
@@ -296,7 +295,7 @@ class Opened(ABC):
 
 
 def decode_as(codec: Codec[V], message: Tensor, size: int, dtype: torch.dtype) -> V:
-    """Decode another rank's message, and refuse values of another dtype than this rank's own."""
+    """Decode another rank's message, and refuse values whose dtype is not this rank's."""
     # a codec decodes to the dtype that the header claims, and sums of two dtypes would fail or
     # round elsewhere
     vector = codec.decode(message, size)
@@ -326,7 +325,7 @@ def check_end(raw: Tensor, bits: int, count: int) -> None:
 
 
 def written(values: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
-    """Divide values and write them to ``into``, or add them; they may be on another device."""
+    """Divide values and write them to ``into``, or add them to it; the devices may differ."""
     if add:
         if divisor != 1:  # divided in the wider dtype, as below
             values = values.to(torch.promote_types(values.dtype, into.dtype)) / divisor

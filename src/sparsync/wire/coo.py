@@ -40,12 +40,12 @@ class Coo(Codec[SparseVector]):
     exact = True
 
     def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
-        """Encode; ``decoded`` is the vector itself."""
+        """Encode a vector; ``decoded`` is the vector itself."""
         start = self.start(vector)
         return Encoded(self.message(start, pack_words(vector.indices), vector.values), vector)
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode and check count, order and range."""
+        """Decode a message; check the count, and the order and range of its indices."""
         header, body = self.body(payload, size)
         middle = INDEX_BYTES * header.entries
         indices = unpack_words(body[:middle], size)
@@ -122,7 +122,7 @@ class Whole(Codec[DenseVector]):
         payload[at : at + sent.numel()] = sent
 
     def writer(self, payload: Tensor) -> Writer:
-        """Return ``write_`` for one blank message; the writer adds the tensors that it is given."""
+        """Return ``write_`` for one blank message; given two tensors, the writer writes their sum."""
 
         def write(start: int, values: Tensor, more: Tensor | None = None) -> None:
             self.write_(payload, start, values if more is None else values + more)
@@ -139,15 +139,15 @@ class Whole(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Decode a message of ``size`` elements, or a run from ``start`` on, divided, into ``into``.
+        """Decode a message of ``size`` elements, or a run from ``start``, into ``into``, and divide it.
 
-        ``add`` adds to ``into`` instead.
+        With ``add``, the result is added to ``into``.
         """
         opened = self.open(payload, into.numel() if size is None else size)
         opened.decode_to(into, divisor, add=add, start=start)
 
     def open(self, payload: Tensor, size: int) -> Opened:
-        """Check a message of ``size`` elements, to be decoded in runs."""
+        """Check a message of ``size`` elements before it is decoded in runs."""
         header, body = self.body(payload, size)
         self._check_count(header, size)
         return _OpenedWhole(body, header.dtype)
@@ -171,7 +171,7 @@ class _OpenedWhole(Opened):
     def decode_to(
         self, into: Tensor, divisor: float = 1.0, *, add: bool = False, start: int = 0
     ) -> None:
-        """Decode the elements from ``start`` on, divide them, and write them to ``into`` or add them."""
+        """Decode elements from ``start`` on, divide them, and write or add them to ``into``."""
         written(self._values(start, start + into.numel()), into, divisor, add=add)
 
     def is_finite(self) -> bool:
@@ -219,8 +219,8 @@ class StreamCodec(Codec[Vector]):
                 "sparse, in [0, 1], or None"
             )
         self.sparse, self.dense, self.factor = sparse or Coo(), dense or Whole(), factor
-        # limits are cached, because each takes a bisection and is needed for every region of every
-        # step; seeded copies share the cache
+        # cached, because a limit takes a bisection and is needed for every region of every step;
+        # seeded copies share the cache
         self._limits: dict[tuple[int, torch.dtype], int] = {}
 
     def __repr__(self) -> str:

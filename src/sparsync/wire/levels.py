@@ -39,10 +39,10 @@ class LloydMax(Codec[DenseVector]):
     minimise the mean square error for a normal distribution: 36, 12, 3.5 or 1 % of the squares with 1, 2,
     3 or 4 bits.  With 8 bits, levels are equally spaced up to the block's largest element.
 
-    The scale is ``<q, x> / <q, q>`` of the levels q, so the decoded vector is the projection of x onto q.
-    A vector never grows by being sent, and the error may be kept in the residual.  The scale is
-    rounded to bf16, because fp16 has too small a range for gradients.  The rounded scale is at most
-    twice the exact one, so the error still never exceeds the vector; rounding adds less than 4e-6
+    The scale is ``<q, x> / <q, q>`` of the levels q, so the decoded vector is the projection of x onto
+    q.  The decoded vector is never longer than the original, and the residual may keep the error.  The
+    scale is rounded to bf16, because fp16 has too small a range for gradients.  The rounded scale is at
+    most twice the exact one, so the error still never exceeds the vector; rounding adds less than 4e-6
     of the squares.  A block whose scale is below 2^-134 is decoded as zeros.  A block with elements
     near the maximum of their dtype gets a smaller scale, so nothing overflows.
 
@@ -78,7 +78,7 @@ class LloydMax(Codec[DenseVector]):
         self.option, self.detail = self.bits, self.block
 
     def encode(self, vector: DenseVector) -> Encoded[DenseVector]:
-        """Encode; ``decoded`` has levels times scales."""
+        """Encode a vector; ``decoded`` holds levels times scales."""
         payload = self.written(vector.values)
         return Encoded(payload, self.decode(payload, vector.size))
 
@@ -99,7 +99,7 @@ class LloydMax(Codec[DenseVector]):
         self.writer(payload)(start, values)
 
     def writer(self, payload: Tensor) -> Writer:
-        """Return ``write_`` for a blank message, which it reads only once; it adds the tensors given."""
+        """Return ``write_`` for one blank message; given two tensors, the writer writes their sum."""
         header = self.read_header(payload)
         codes = _codes_of(header, payload[header.nbytes :], _largest_scale(header.dtype, self.bits))
 
@@ -135,15 +135,15 @@ class LloydMax(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Decode a message of ``size`` elements, or a run from ``start`` on, divided, into ``into``.
+        """Decode a message of ``size`` elements, or a run from ``start``, into ``into``, and divide it.
 
-        ``add`` adds to ``into`` instead.  This takes one pass if both are float32.
+        With ``add``, the result is added to ``into``.  One pass suffices if both are float32.
         """
         opened = self.open(payload, into.numel() if size is None else size)
         opened.decode_to(into, divisor, add=add, start=start)
 
     def open(self, payload: Tensor, size: int) -> OpenedLevels:
-        """Check a message of ``size`` elements, to be decoded in runs."""
+        """Check a message of ``size`` elements before it is decoded in runs."""
         header, raw = self.body(payload, size)
         return OpenedLevels(header, raw)
 
@@ -171,7 +171,7 @@ class OpenedLevels(Opened):
     def decode_to(
         self, into: Tensor, divisor: float = 1.0, *, add: bool = False, start: int = 0
     ) -> None:
-        """Decode the elements from ``start`` on, divide them, and write them to ``into`` or add them.
+        """Decode elements from ``start`` on, divide them, and write or add them to ``into``.
 
         This takes one pass if both are float32.
         """
@@ -213,8 +213,8 @@ def difference_to(
 ) -> None:
     """Write a message minus the sum of ``less``, divided by ``divisor``, from element ``start`` on.
 
-    ``add`` adds ``plus`` and then this difference to ``into`` instead.  With messages of float32
-    with equal bits and blocks, this takes one pass.
+    With ``add``, ``plus`` and then this difference are added to ``into`` instead.  With messages of
+    float32 with equal bits and blocks, this takes one pass.
     """
     levels = [m for m in (message, *less) if isinstance(m, OpenedLevels)]
     all_levels = len(levels) == 1 + len(less) and all(m.dtype == torch.float32 for m in levels)

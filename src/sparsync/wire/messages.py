@@ -1,4 +1,4 @@
-"""Writing, summing and joining messages of regions.
+"""Write, sum and join messages of regions.
 
 Each function composes a codec with cutting, merging or joining vectors.  For float32 values in coo and
 packed messages on the CPU, a bit-equal C++ pass (``native/messages.cpp``) avoids the intermediate
@@ -25,7 +25,7 @@ __all__ = ["encode_regions", "join_messages", "sum_messages"]
 def encode_regions(
     codec: Codec[SparseVector], vector: SparseVector, boundaries: Sequence[int], own: int
 ) -> tuple[list[Tensor], SparseVector]:
-    """Return a message per region, empty for ``own``, and the own region's entries, unrounded.
+    """Return a message per region, empty for ``own``, and the unrounded entries of the own region.
 
     Example:
         >>> v = SparseVector.from_dense(torch.ones(4))
@@ -103,7 +103,7 @@ def join_messages(
 def _layout(
     codec: Codec[SparseVector], vectors: Sequence[SparseVector], messages: Sequence[Tensor] = ()
 ) -> native.Layout | None:
-    """Return the codec's message layout for C++, or None if C++ does not take the codec or tensors."""
+    """Return the codec's message layout for C++, or None if C++ does not support codec or tensors."""
     if not isinstance(codec, Coo | Packed) or not in_cpp(vectors, messages):
         return None
     header = codec.header(0, 0, torch.float32)

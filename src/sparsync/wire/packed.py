@@ -207,9 +207,9 @@ def decode_undealt(
     """Join the messages of all owners into one vector, and keep its k largest entries; drop zeros.
 
     Returns:
-        The total, and the part of it that ``rank`` delivered: the entries that it ``sent``, as seen by
-        the owners, plus the rounding error of its own message relative to its ``share``, because the
-        owner of a region accounts for the rounding of its sums.
+        The total, and the part of it that ``rank`` delivered.  That part consists of the entries that
+        it ``sent``, as seen by the owners, plus the rounding error of its own message relative to its
+        ``share``: the owner of a region accounts for the rounding of its sums.
     """
     size, width, device = sent.size, share.size, share.values.device
     if _in_cpp(codec, share, messages):
@@ -240,12 +240,12 @@ def decode_undealt(
 def _in_cpp(
     codec: Codec[SparseVector], vector: SparseVector, messages: Sequence[Tensor] = ()
 ) -> TypeGuard[Packed]:
-    """Return whether C++ has the codec and takes the tensors."""
+    """Return whether C++ supports the codec and the tensors."""
     return isinstance(codec, Packed) and in_cpp([vector], messages)
 
 
 def in_cpp(vectors: Sequence[SparseVector], messages: Sequence[Tensor]) -> bool:
-    """Return whether C++ takes these vectors and messages."""
+    """Return whether C++ supports these vectors and messages."""
     return all(
         kernels.backend_of(vector.values) is native
         and kernels.backend_of(vector.indices, dtype=torch.int64) is native

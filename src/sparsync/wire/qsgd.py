@@ -63,7 +63,7 @@ class _Quantised(Codec[V]):
 
     @property
     def levels(self) -> int:
-        """The largest code s; the code -s - 1 stands for nonfinite values."""
+        """The largest code s; the code -s - 1 stands for NaN and Inf."""
         return (1 << (self.bits - 1)) - 1
 
     @property
@@ -128,7 +128,7 @@ class _Quantised(Codec[V]):
         return values * packing.spread(scales, self.block, count)
 
     def _scales(self, magnitudes: Tensor, largest: float) -> Tensor:
-        """Return one float32 per row; even if clamped to ``largest``, no entry exceeds its scale."""
+        """Return a float32 scale per row; even if clamped to ``largest``, no entry exceeds its scale."""
         if self.scale == "max":
             return magnitudes.amax(1)
         # squares of float32 values neither overflow nor underflow in float64
@@ -192,7 +192,7 @@ class Qsgd(_Quantised[DenseVector]):
         return Encoded(self.message(start, raw), DenseVector(decoded))
 
     def decode(self, payload: Tensor, size: int) -> DenseVector:
-        """Decode, with the parameters that the message states."""
+        """Decode a message with the parameters that it states."""
         return DenseVector(self.unpack(*self.body(payload, size)))
 
 
@@ -226,7 +226,7 @@ class SparseQsgd(_Quantised[SparseVector]):
         return Encoded(payload, SparseVector(indices, rounded, size))
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode, with the parameters that the message states."""
+        """Decode a message with the parameters that it states."""
         header, body = self.body(payload, size)
         middle = super().layout(header).value
         indices = packing.unpack_indices(body[middle:], header.entries, size)

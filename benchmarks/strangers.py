@@ -3,7 +3,8 @@
     python benchmarks/strangers.py     (a minute; writes benchmarks/strangers.md)
 
 Two ranks repeatedly exchange 64 KiB over ZeroMQ, without keys. Meanwhile, a third process sends
-of empty parts in one message, sends 60,000 messages of another job, or holds 132 connections open.
+millions of empty parts in one message, sends 60,000 messages of another job, or holds 132
+connections open.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def examination(*checks):
 
 @pytest.fixture
 def examine(command, monkeypatch):
-    """Run the command as if its ranks had these findings."""
+    """Run the command as if its ranks had reported these findings."""
 
     def run(found, *arguments):
         monkeypatch.setattr(network_choice, "launch", lambda *_, **__: found)
@@ -194,7 +194,7 @@ TCP = {
 
 
 def far(alpha, beta, *changes, controls=("bbr",) * 4):
-    """Run the judgement of two or more ranks in separate network stacks with changed TCP settings."""
+    """Judge two or more ranks in separate network stacks with changed TCP settings."""
     changes = changes or ({}, {})
     machine = Machine(alpha=alpha, beta=beta)
     pairs = [(s, d) for s in range(len(changes)) for d in range(len(changes)) if s != d]
@@ -208,7 +208,7 @@ def far(alpha, beta, *changes, controls=("bbr",) * 4):
 
 
 def test_buffers_that_far_links_fill_are_named_with_the_command():
-    # 1 Gbit/s times 24 ms keeps 3 MB in flight, and half of 6 MiB allows 3 MiB
+    # 1 Gbit/s x 24 ms keeps 3 MB in flight, and half of 6 MiB allows 3 MiB
     (narrow,) = [check for check in far(12e-3, 8e-9) if "in flight" in check.what]
     assert narrow == Check(
         "note",

@@ -1,4 +1,4 @@
-"""Tests of the native forwarder between sockets instead of network devices, which need privileges."""
+"""Test the native forwarder between sockets, because network devices need privileges."""
 
 import contextlib
 import os
@@ -109,7 +109,7 @@ def test_losses_are_the_same_in_every_run():
 
 
 def self_paced(end):
-    """Return everything that has arrived after a moment."""
+    """Wait a moment; return everything that has arrived."""
     end.settimeout(0.01)
     found = [packet[-1] for packet in received(end)]
     end.settimeout(0.5)
@@ -117,7 +117,7 @@ def self_paced(end):
 
 
 def test_of_several_segments_single_ones_are_lost():
-    """The other segments arrive as if sent alone: with the right numbers, lengths and checksums."""
+    """The other segments arrive as if sent alone, with correct numbers, lengths and checksums."""
     lossy = (1e9, 0.0, 0.0, 0.3, 1.0)
     payload = bytes(range(250))  # 25 segments
     header = b"\0\1\0\2" + (1_000).to_bytes(4, "big") + bytes(4) + b"\x50\x19" + bytes(6)

@@ -1,4 +1,4 @@
-"""Groups that change at any time, by deaths, joins or leaves, lose no step and count none twice."""
+"""Test that groups that change at any time lose no step and count none twice."""
 
 import math
 from collections import Counter
@@ -63,13 +63,13 @@ def test_residuals_are_dealt_by_those_that_leave(size):
         # earlier group
         ([Entry(4, 2, 3, 0, 0, 1), Entry(5, 3, 0, 0, 0, 1)], 5, {0, 1}, {0}, set()),
         ([Entry(4, 2, 2, 0, 0, 1), Entry(5, 3, 0, 0, 0, 1)], 5, {1}, set(), {0}),
-        # the rank that has committed is behind: its history counts, but its weights do not
+        # the rank that has committed is behind, so its history counts but its weights do not
         ([Entry(4, 2, 3, 0, 0, 1), Entry(5, 3, 0, 1, 0, 1)], 5, {0}, {0}, set()),
         ([Entry(4, 2, 0, 0, 0, 1), Entry(5, 3, 0, 1, 0, 1)], 4, {0}, set(), {1}),
         # one rank has applied a step that the others repeated in a later group
         ([Entry(5, 3, 0, 0, 0, 1, 0, 6), Entry(5, 4, 0, 0, 0, 1, 0, 7)], 5, {1}, set(), {0}),
         ([Entry(5, 3, 0, 0, 0, 1, 0, 6), Entry(4, 2, 0, 0, 0, 1, 0, 7)], 4, {1}, set(), {0}),
-        # one rank has trained on alone, so its history is longer than any of equal ranks
+        # one rank has trained on alone, so its history is longer than that of any equal ranks
         ([Entry(6, 3, 0, 0, 0, 1, 0, 6), Entry(4, 2, 0, 0, 0, 1, 0, 7)], 6, {0}, set(), {1}),
     ],
 )

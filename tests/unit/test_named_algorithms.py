@@ -1,4 +1,4 @@
-"""Algorithms with options, as text: one grammar covers every row of the tables and all its options."""
+"""Test the grammar of algorithms with options on every row of the tables and every option."""
 
 import json
 

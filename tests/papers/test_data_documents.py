@@ -1,4 +1,4 @@
-"""Test how BERT's documents become pieces of words, pairs of passages, and masks."""
+"""Test how BERT's documents become word pieces, pairs of passages, and masks."""
 
 import numpy as np
 import pytest

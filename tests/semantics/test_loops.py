@@ -99,7 +99,7 @@ def _alone(model, step):
 
 
 def _join_delivers_what_is_left(options):
-    """Check the law over all steps, and that all ranks end with the weights of the last one to finish."""
+    """Check the law over all steps, and that all ranks end with the last finisher's weights."""
     with attached(network(), SPARSE, ddp=options) as (ddp, sync):
         optimizer, ranks = sgd(ddp.parameters()), dist.get_world_size()
         came = applied = added((0.0, weights(ddp.module)))
@@ -210,7 +210,7 @@ def test_failing_forward(column):
 
 
 def counted(training):
-    """Return the steps that sparsync has counted."""
+    """Return the number of steps that sparsync has counted."""
     handle = training.handle
     return handle.steps if hasattr(handle, "steps") else handle.reducer.step
 
@@ -220,7 +220,7 @@ def quiet(training, column):
 
 
 def assert_follows(column, iteration, gradient, optimizer=sgd, after=lambda training: None):
-    """Assert that an iteration steps once, by the mean over ranks of ``gradient(model, step, rank)``."""
+    """Assert that an iteration steps once, by the mean of ``gradient(model, step, rank)`` over ranks."""
     training, twin = Training(column, network(), 1.0, optimizer=optimizer), network()
     for step in range(STEPS):
         training.optimizer.zero_grad()
@@ -437,7 +437,7 @@ def test_other_optimizers(column):
     finally:
         training.close()
     optimizer.step()  # nothing is attached any more
-    # optimizers of other parameters, and wrappers of an attached optimizer, are not refused
+    # optimizers of other parameters and wrappers of an attached optimizer are not refused
     if column == "updates":
         one, other = network(), network()
         inner = sgd(one.parameters())
@@ -450,7 +450,7 @@ def test_other_optimizers(column):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer that steps another one, and exposes the other's parameters as its own."""
+    """An optimizer that steps another one and exposes its parameters."""
 
     def __init__(self, inner):
         super().__init__(inner.param_groups, {})
@@ -576,7 +576,7 @@ def test_sam(column):
 
 
 class Outer(torch.optim.SGD):
-    """A subclass of SGD that calls SGD's ``step``, which has hooks of its own once an SGD was created."""
+    """A subclass of SGD that calls SGD's ``step``, which has its own hooks once an SGD was created."""
 
     def step(self, closure=None):
         return super().step(closure)

@@ -21,7 +21,7 @@ RANKS, LRS = 64, (0.2, 0.4, 0.8)
 DELAY = "two of 64 late on every step"
 MODEL = {"layers": 1, "width": 64, "batch_size": 2}  # 128 windows per step in all
 WAGMA = "WAGMA, S = 8"
-# for each row: the scheme, its options, and the paper's top-1 accuracy
+# row -> scheme, its options, and the paper's top-1 accuracy
 ROWS = {
     "Allreduce-SGD": ("allreduce", {}, "75.9"),
     WAGMA: ("wagma", {"group_size": 8}, "75.3"),

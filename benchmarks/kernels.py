@@ -38,7 +38,7 @@ Rows = dict[str, Callable[[], object]]
 
 
 def error_feedback(size: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return a residual as in training, and the next gradient, in blocks of unequal scale."""
+    """Return a residual as left by training, and the next gradient, in blocks of unequal scale."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-1, 1, 64).repeat_interleave(-(-size // 64))[:size]
     residual = torch.zeros(size)

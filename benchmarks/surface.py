@@ -337,7 +337,7 @@ def _named(lab: str) -> str:
 
 
 def verdict(found: dict[tuple[str, str], Cell]) -> list[str]:
-    """Report the cells in which the default is the fastest to the loss, and its lag in the others."""
+    """Report the cells in which the default reaches the loss first, and its lag in the others."""
     said = []
     for mine in (line for line in LINES if line.default):
         others = [

@@ -1,4 +1,4 @@
-"""Store finished runs, one JSON line each, so that none is repeated, and tune methods."""
+"""Store finished runs, so that none is repeated, and tune methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that a wheel from a clean copy has the right files, and runs without the checkout."""
+"""Test that a wheel built from a clean copy has the right files and runs without the checkout."""
 
 import os
 import subprocess

@@ -576,7 +576,7 @@ def test_sam(column):
 
 
 class Outer(torch.optim.SGD):
-    """A subclass of SGD that calls SGD's ``step``, which has its own hooks once an SGD was created."""
+    """A subclass of SGD that calls SGD's ``step``, which has its own hooks once an SGD exists."""
 
     def step(self, closure=None):
         return super().step(closure)

@@ -332,7 +332,7 @@ def test_weights_that_are_loaded_after_the_start(column):
     loaded = network(seed=5).state_dict()
 
     def end(net, density, steps):
-        """Load a state before step 0, after the steps with negative numbers."""
+        """Run the steps with negative numbers, load a state, and train from step 0."""
         training = Training(column, net, density)
         kept = []
         try:

@@ -144,7 +144,7 @@ class Training:
 def attached(
     net: nn.Module, density: float = 1.0, column: str = "attach", **options: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the DDP model and the handle of a training by ``attach``; close the handle at the end."""
+    """Attach to a model in DDP; yield the DDP model and the handle, and close it at the end."""
     training = Training(column, net, density, **options)
     try:
         yield training.called, training.handle

@@ -236,7 +236,7 @@ def _mapped(tree, change):
 
 
 def _waits_for(name, args, kwargs):
-    """Return the name of the wait that an operation on device tensors would cause, or ""."""
+    """Return the name of the wait that an operation on device tensors would cause, if any."""
     if name in _READS:
         return name
     mask = (torch.bool, torch.uint8)

@@ -515,6 +515,6 @@ def test_layers_that_never_change_are_not_sent():
         assert {m for _, _, m in ranks} == {[(0,), (0,), (0, 1), (0, 1), (0, 1, 2)][step]}
         assert total[:3].tolist() == [10.0] * 3 and float(total[10]) == (7.0 if step == 2 else 0.0)
         assert bool(total[404].isnan()) == (step == 4)
-        # the flags and the layers that change; sending all layers takes 2 n (P - 1) / P elements of
-        # 4 bytes per rank
+        # only flags, or the layers that change; all layers would take 2 n (P - 1) / P elements of 4
+        # bytes per rank
         assert (sent < 100) == (step < 2) and sent < 2600

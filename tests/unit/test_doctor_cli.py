@@ -315,8 +315,8 @@ def ranks_with(memory, device=None, count=2):
         (17 * GB, 24 * GB, "adamw", "note", "20.3 GB on the device and 8 GB on the host"),
         (15 * GB, 24 * GB, "adamw", "bad", "fits alone"),
         (900 * GB, 19 * GB, "adamw", "bad", "20 GB on the device and 0 B on the host"),
-        # training takes 12 GB; the rest is the residual of 4 GB, and 12 bytes for every hundredth
-        # entry
+        # training takes 12 GB, the residual 4 GB, and the selected hundredth of the entries 12
+        # bytes each
         (33 * GB, None, "sgd", "ok", "16.1 GB; a rank has 16.5 GB left"),
         (32 * GB, None, "sgd", "bad", "fits alone, but with attach takes 16.1 GB"),
         (None, None, "adamw", "note", "28.3 GB; how much is free here is unknown"),

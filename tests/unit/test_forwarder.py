@@ -46,7 +46,7 @@ def forwarding(ups, downs):
 
 
 def frame(dest, payload=b"", segment=0):
-    """Return an Ethernet frame with an IPv4 header, as a device with IFF_VNET_HDR would give it."""
+    """Return an Ethernet frame with an IPv4 header, as read from a device with IFF_VNET_HDR."""
     address = (NETWORK + 1 + dest).to_bytes(4, "big")
     offload = bytes([0, bool(segment), 0, 0, *segment.to_bytes(2, "little"), 0, 0, 0, 0])
     return offload + bytes(12) + b"\x08\x00" + b"\x45" + bytes(15) + address + payload

@@ -59,8 +59,8 @@ def test_residuals_are_dealt_by_those_that_leave(size):
         ([FRESH._replace(history=5), FRESH, FRESH], 0, {1, 2}, set(), {0}),
         ([FRESH._replace(history=5), FRESH], 0, {0}, set(), {1}),
         ([FRESH, FRESH._replace(step=9, history=3)], 9, {1}, set(), {0}),
-        # one rank has committed the step for which another is prepared; a third was prepared in an
-        # earlier group
+        # one rank has committed the step for which another is prepared; a third rank was prepared
+        # for it in an earlier group
         ([Entry(4, 2, 3, 0, 0, 1), Entry(5, 3, 0, 0, 0, 1)], 5, {0, 1}, {0}, set()),
         ([Entry(4, 2, 2, 0, 0, 1), Entry(5, 3, 0, 0, 0, 1)], 5, {1}, set(), {0}),
         # the rank that has committed is behind, so its history counts but its weights do not

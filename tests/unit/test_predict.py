@@ -25,7 +25,7 @@ MACHINE = Machine()
 NOTHING = Machine(alpha=0, beta=0, gamma=0, select=0, encode=0, decode=0)
 SIZE, DENSITY = 1 << 16, 1 / 64  # of whole blocks of 512, which "sparcml" selects in
 
-# range of measured over predicted bytes after the first step, which cuts regions
+# bounds of measured bytes relative to predicted ones, after the first step (which cuts regions)
 USUAL = 0.97, 1.03
 TOLERANCE = {
     "budgeted": (0.97, 1.05),  # the busiest rank, where the form has the mean

@@ -1,4 +1,4 @@
-"""Test cuts, turns and balance of regions, and the quantiles of keys over all ranks."""
+"""Test how regions are cut, scheduled and balanced, and the quantiles of keys over all ranks."""
 
 from bisect import bisect_left
 from itertools import accumulate, pairwise

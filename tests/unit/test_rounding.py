@@ -30,7 +30,7 @@ def noise(length: int = LENGTH, seed: int = 0) -> torch.Tensor:
 
 
 def spread(length: int = LENGTH) -> torch.Tensor:
-    """Return values whose magnitudes span many orders, with zeros."""
+    """Return zeros, and values of very different magnitudes."""
     return noise(length) * torch.logspace(0, -9, length) * (torch.arange(length) % 7 > 0)
 
 

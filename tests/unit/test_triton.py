@@ -425,7 +425,7 @@ def test_moves_equal_the_specification(dtype, stored, dispatched, monkeypatch):
     plain = moves.move_plainly_
     for n in LENGTHS:
         ordinary, mixed, *_ = vectors(n)
-        # values halfway between two bf16 numbers, some also between two fp16 numbers
+        # values halfway between two bf16 numbers, some of them also between two fp16 numbers
         ties = on(
             (torch.arange(n, dtype=torch.int32) % 4096 << 16 | 0x38008000).view(torch.float32)
         )

@@ -118,7 +118,7 @@ def test_groups_of_one_are_local_sgd_also_where_ranks_are_late(late_by):
 
 
 def test_stale_parts_in_averages_are_counted():
-    """With P = S = 2 and rank 1 late for step 1 by 1.2 steps, it misses the rounds of steps 1 and 2."""
+    """P = S = 2; rank 1 is 1.2 steps late for step 1, and so misses the rounds of steps 1 and 2."""
 
     def delay(step, rank):
         return 0.12 if (step, rank) == (1, 1) else 0.0
@@ -135,7 +135,7 @@ def test_stale_parts_in_averages_are_counted():
 
 
 def test_the_age_of_a_partners_model_is_counted_in_the_askers_steps():
-    """In AD-PSGD, rank 0 is at its step 1 when it answers a rank that asks after its own step 4."""
+    """In AD-PSGD, rank 0 is only at step 1 when it answers a rank that asks after step 4."""
     agent = _PairAgent(torch.zeros(2), seed=0, step=0)
     agent.host = SimpleNamespace(rank=0, world_size=2, send=lambda dest, message: None)
     agent.update(torch.zeros(2), 1, lambda answer: None, ask=True)

@@ -39,7 +39,7 @@ SIGNATURES = {
 
 
 def compiled(kernel, types, capability):
-    """Return a kernel's PTX, after assembling machine code from it."""
+    """Compile a kernel to machine code; return its PTX."""
     compiler = importlib.import_module("triton.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
     named = dict(zip(kernel.arg_names, types, strict=True))

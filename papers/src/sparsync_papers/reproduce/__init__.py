@@ -103,7 +103,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Panel:
-    """The data of a plot of curves, grouped bars or stacked bars, for ``drawing``."""
+    """The data of a plot with curves, grouped bars or stacked bars, for ``drawing``."""
 
     title: str  # above it
     x: str  # label of the axis; for bars, the meaning of the groups

@@ -90,7 +90,7 @@ def command(
 
 
 def as_json(made: LossPlan) -> dict[str, Any]:
-    """Return the plan as plain values, with whether measured runs reach the loss for each method."""
+    """Return the plan as plain values; each row says whether measured runs reach the loss."""
     rows = [{**asdict(one), "named": one.named, "reached": one.steps.reached} for one in made.table]
     return {
         "choice": made.choice,

@@ -87,7 +87,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Steps relative to dense; 8 of 10 measurements on other tasks were in ``low`` to ``high``.
+    """A number of steps relative to dense; 8 of 10 held-out measurements were in ``low`` to ``high``.
 
     Example:
         >>> Ratio(1.1, 0.8, 1.4).reached, Ratio(4.0, 3.0, 5.0).reached

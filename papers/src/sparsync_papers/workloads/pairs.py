@@ -282,7 +282,7 @@ class PairsWorkload(FolderWorkload[SentencePairs]):
 
     @cached_property
     def vocabularies(self) -> Vocabularies:
-        """The vocabularies of both sides, from ``vocab.txt`` (one word per line) or the texts."""
+        """The source and target vocabularies, from ``vocab.txt`` (one word per line) or the texts."""
         training = self.find()[0]
         file = self.data / "vocab.txt"
         if self.joint and file.exists():

@@ -295,8 +295,8 @@ def test_fused_scaler(column):
 
 @practice(
     "`GradScaler` with a `nonfinite=` other than 'propagate'",
-    attach="refused. On an overflow 'raise' raises and names 'propagate'; under 'skip' there are no "
-    'gradients, and the scaler raises torch\'s "No inf checks were recorded".',
+    attach="refused. On an overflow, 'raise' raises an error that names 'propagate'; with 'skip', there "
+    'are no gradients, and the scaler raises torch\'s "No inf checks were recorded".',
 )
 def test_scaler_needs_propagate(column):
     for policy, error, words in (

@@ -53,7 +53,7 @@ _STEP = "works. A rank without batches stops training, but calls `step()` as oft
     "delivers its residual; averages are over all ranks; the remaining residual is kept and saved.",
     updates="works. A rank without batches calls `sync.step()` as often as the others' optimizers step; "
     "it needs two batches, unless the module is plain. `join()` is refused.",
-    UpdateSpace=f"{_STEP} without gradients its residual is delivered.",
+    UpdateSpace=f"{_STEP} without gradients, its residual is delivered.",
     averaging=f"{_STEP} its weights follow the average and count in it.",
 )
 def test_uneven_inputs(column):

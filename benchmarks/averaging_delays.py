@@ -116,7 +116,7 @@ def stall(transport: str, kind: str, seconds: float) -> list[float]:
 
 
 def added_table(rows: dict[str, dict[str, list[float]]], steps: int) -> list[str]:
-    """Return the table of time that delays add, with medians of the ratios within each repeat."""
+    """Return the table of the time that delays add; ratios are medians over repeats."""
     lines = [
         "## What delays add",
         "",

@@ -198,7 +198,7 @@ class DigitsTask:
 
 
 class RegressionTask:
-    """A task that trains a linear layer to copy ten of its inputs, as in ``docs/quick-start.md``."""
+    """A task in which a linear layer learns to copy ten inputs, as in ``docs/quick-start.md``."""
 
     clip = math.inf
 

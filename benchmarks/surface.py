@@ -110,7 +110,7 @@ def run_of(line: Line, lr: float) -> Run:
 
 
 def train(curves: Results, line: Line) -> None:
-    """Train for a method's curves; with SGD, also at two rates and with smaller models, to fit steps."""
+    """Train for a method's curves; with SGD, also at two rates and on smaller models, for the fit."""
     runs = [run_of(line, lr) for lr in (SGD_RATES if line.optimizer == "sgd" else (RATE,))]
     seeded, places = line.optimizer == "sgd" and line.method in SEEDED, [runs]
     for task, batch in SMALLER if seeded else ():

@@ -42,7 +42,7 @@ def block(title, language="python"):
 
 
 def entry_points():
-    """Return the entry-point groups of the page's pyproject.toml, as of an installed package."""
+    """Return the entry-point groups of the page's pyproject.toml, as if its package were installed."""
     named = block("One row: a name for every command", "toml").replace('"', "")
     return named.replace("project.entry-points.", "")
 

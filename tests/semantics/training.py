@@ -229,7 +229,7 @@ class Case:
 
 
 def same_training(column: str, make: Callable[[], nn.Module] = network, **settings: Any) -> None:
-    """Assert that a column's integration gives the weights of one process, and loses nothing."""
+    """Assert that an integration gives the same weights as one process, and loses nothing."""
     case, local = Case(make, **settings), column != "attach"
     ends = _train(case, column, 1.0)
     assert equal_on_all_ranks(ends), "replicas differ"

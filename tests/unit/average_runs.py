@@ -1,4 +1,4 @@
-"""Run an averager on virtual ranks, whose models move by given updates."""
+"""Run an averager on virtual ranks, and move their models by given updates."""
 
 import io
 

@@ -237,7 +237,7 @@ def stepped(make):
 
 
 def copies_of_gradients():
-    """Return an object that saves and loads the copy which a joining rank fetches."""
+    """Return an object that saves and loads a joining rank's copy."""
     pytest.importorskip("zmq")
     from sparsync.elastic.catch_up import load_copy, make_copy
 

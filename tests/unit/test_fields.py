@@ -1,4 +1,4 @@
-"""Test the schemas of saved states: refused values, and values that ranks compare."""
+"""Test the schemas of saved states: values that are refused, and values that ranks compare."""
 
 import math
 

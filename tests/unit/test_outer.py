@@ -408,7 +408,7 @@ def adaptive(drift=0.1, least=1, most=8, **options):
 
 
 def exchanges(rate, steps, make=adaptive, **options):
-    """Train three ranks with steps in random directions; return the steps that end with an exchange."""
+    """Train three ranks with steps in random directions; return the steps that ended with an exchange."""
     seen = set()
 
     def watch(rank, step, averager, local):

@@ -1,4 +1,4 @@
-"""Test that the library works without POSIX features, and local ranks fail with a hint at WSL2."""
+"""Test that the library works without POSIX features, and that local ranks fail with a hint at WSL2."""
 
 from tests.fresh import run_python
 

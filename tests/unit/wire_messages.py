@@ -31,7 +31,7 @@ def using(backend: str):
 
 @st.composite
 def packable(draw, max_nnz: int = 40):
-    """Draw vectors of any density, in regions of up to 2^32 elements, with every kind of float."""
+    """Draw vectors with any density and every kind of float, in regions of up to 2^32 elements."""
     nnz = draw(st.integers(0, max_nnz))
     size = draw(st.one_of(st.integers(nnz, 2 * nnz + 9), st.integers(nnz, 1 << 32)))
     edges = st.one_of(st.integers(0, max(size - 1, 0)), st.sampled_from([0, max(size - 1, 0)]))

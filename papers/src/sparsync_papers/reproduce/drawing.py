@@ -67,7 +67,7 @@ def _curves(axis: Axes, panel: Panel) -> dict[str, Any]:
 
 
 def _bars(axis: Axes, panel: Panel) -> dict[str, Any]:
-    """Draw bars; return a placement of the legend below them, because there is no room inside."""
+    """Draw bars; return options that place the legend below, because bars leave no room inside."""
     groups = list(dict.fromkeys(x for points in panel.series.values() for x, _ in points))
     bottom = dict.fromkeys(groups, 0.0)
     stacked = panel.kind == "stacks"

@@ -39,7 +39,7 @@ _SHORT = "so short a training run tolerates slower mixing; the paper's long ones
 _STALE = "most updates of a short run are recent, and averaging with stale models undoes some"
 _AVOIDS = "here a rank waits only for its neighbours, so delays of distant ranks overlap"
 
-# maps a rank to its model, and to a function that takes local step t of this model
+# returns a rank's model, and a function that takes local step t of this model
 MakeReplica = Callable[[int], tuple[nn.Module, Callable[[int], None]]]
 _Curve = list[tuple[float, float]]
 
